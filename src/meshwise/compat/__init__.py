@@ -1,0 +1,1 @@
+"""Private and moving torch APIs, each probed, with a fallback or a clear refusal."""

@@ -1,0 +1,1 @@
+"""Find devices and processor cores, and say which worker gets which."""

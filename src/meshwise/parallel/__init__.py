@@ -1,0 +1,1 @@
+"""Apply a plan to an ordinary nn.Module: one technique a file."""

@@ -1,0 +1,69 @@
+"""Words for devices: counts are `4xcpu`, `8xcuda`; indices are `cuda:0,1`; `all` is every accelerator.
+
+Parsing only: whether such devices exist is the machine room's business.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from meshwise.spec.errors import UsageError, nearest
+
+KINDS = ("cpu", "cuda", "xpu", "mps")
+MOST_CPU_WORKERS = 256  # a typing slip such as 4000xcpu must not start 4000 processes
+
+
+@dataclass(frozen=True)
+class DeviceRequest:
+    """What the user asked for. `kind` None means every accelerator; `indices` None means the first `count`."""
+
+    kind: str | None
+    count: int | None = None
+    indices: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        if self.kind is None:
+            return "all"
+        if self.indices is not None:
+            return f"{self.kind}:{','.join(map(str, self.indices))}"
+        return f"{self.count}x{self.kind}"
+
+
+def parse_devices(words: str) -> DeviceRequest:
+    """Read `all`, `4xcpu`, `cpu`, `2xcuda`, `cuda:0,1` or `cuda`. Raises UsageError for anything else."""
+    text = words.strip().lower()
+    if text == "all":
+        return DeviceRequest(None)
+    counted = re.fullmatch(r"(\d+)\s*x\s*([a-z]+)", text)
+    if counted:
+        return _counted(words, _known(words, counted[2]), int(counted[1]))
+    indexed = re.fullmatch(r"([a-z]+):(\d+(?:,\d+)*)", text)
+    if indexed:
+        return _indexed(words, _known(words, indexed[1]), tuple(int(i) for i in indexed[2].split(",")))
+    if re.fullmatch(r"[a-z]+", text):
+        return DeviceRequest(_known(words, text), count=1)
+    raise UsageError(f"--devices {words}: not a list of devices. Write a count (4xcpu, 2xcuda), indices (cuda:0,1) or all.")
+
+
+def _counted(words: str, kind: str, count: int) -> DeviceRequest:
+    if count < 1:
+        raise UsageError(f"--devices {words}: a run needs at least one device. Write 1x{kind}.")
+    if kind == "cpu" and count > MOST_CPU_WORKERS:
+        raise UsageError(f"--devices {words}: at most {MOST_CPU_WORKERS} CPU workers are started on one machine.")
+    return DeviceRequest(kind, count=count)
+
+
+def _indexed(words: str, kind: str, indices: tuple[int, ...]) -> DeviceRequest:
+    if kind == "cpu":
+        raise UsageError(f"--devices {words}: CPU workers have no indices. Write {max(len(indices), 1)}xcpu.")
+    if len(set(indices)) != len(indices):
+        raise UsageError(f"--devices {words}: a device is named twice. Name each index once.")
+    return DeviceRequest(kind, indices=indices)
+
+
+def _known(words: str, kind: str) -> str:
+    if kind not in KINDS:
+        hint = nearest(kind, (*KINDS, "all"))
+        raise UsageError(f"--devices {words}: '{kind}' is no kind of device.{hint} Known are {', '.join(KINDS)}.")
+    return kind

@@ -1,0 +1,61 @@
+"""The errors of meshwise, all of them on one page.
+
+    MeshwiseError                  exit code 1
+    ├── UsageError                 exit code 2: what was asked cannot be; says what to write instead
+    │   ├── PlanError              the plan does not fit the machine or the job
+    │   ├── DataError              a data set that is missing, damaged or empty
+    │   └── CheckpointError        a saved state that is missing, damaged or of another model
+    ├── LossError                  the loss is not a number any more
+    └── WorkerFailed               a worker raised, was killed or left without saying done
+
+An error says what was asked, why it cannot be, and what to write instead, with the numbers. A `UsageError` is shown to the
+user as that one sentence, without a traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MeshwiseError(Exception):
+    """Root of every error that meshwise raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(MeshwiseError):
+    """What was asked cannot be done as it was written."""
+
+    exit_code = 2
+
+
+class PlanError(UsageError):
+    """The plan does not fit the machine or the job."""
+
+
+class DataError(UsageError):
+    """A data set is missing, damaged or empty."""
+
+
+class CheckpointError(UsageError):
+    """A saved state is missing, damaged or belongs to another model."""
+
+
+class LossError(MeshwiseError):
+    """The loss is not a number any more."""
+
+
+class WorkerFailed(MeshwiseError):
+    """A worker raised, was killed, or left without saying done."""
+
+    def __init__(self, message: str, *, rank: int | None = None, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'mnist-mlp'?` or an empty text when nothing known is close to `word`."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" Did you mean '{close[0]}'?" if close else ""

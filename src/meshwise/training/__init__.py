@@ -1,0 +1,1 @@
+"""The job, the step, the loop, the loader and the evaluation."""
