@@ -1,0 +1,114 @@
+"""The side channel: JSON lines between every worker and the launcher that started it.
+
+It carries what must be known when collectives cannot carry it: done, failed, progress, halt. A channel that closes is
+itself a message: to the launcher that a worker is gone, to a worker that its launcher is gone, so that nobody is left over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Message = dict[str, Any]
+ADDRESS, TOKEN = "MESHWISE_CHANNEL", "MESHWISE_TOKEN"
+
+
+class WorkerChannel:
+    """A worker's end. `send` may be called from any thread; incoming messages go to the functions in `listeners`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self.listeners: dict[str, Callable[[Message], None]] = {}
+        threading.Thread(target=self._listen, name="meshwise-channel", daemon=True).start()
+
+    def send(self, kind: str, **facts: Any) -> None:
+        line = json.dumps({"kind": kind, **facts}, default=str).encode() + b"\n"
+        with self._lock:
+            self._connection.sendall(line)
+
+    def _listen(self) -> None:
+        with self._connection.makefile("rb") as lines:
+            for line in lines:
+                message = json.loads(line)
+                listener = self.listeners.get(message["kind"])
+                if listener is not None:
+                    listener(message)
+        end_own_process_group()
+
+
+def end_own_process_group() -> None:
+    """The launcher is gone: end this worker and every process that it started (loader workers), at once."""
+    if os.getpgid(0) == os.getpid():  # a worker leads its own group; never reach beyond it
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def connect(environment: Mapping[str, str], rank: int) -> WorkerChannel | None:
+    """The worker's end of the channel that the environment names, or None when meshwise did not start this process."""
+    address = environment.get(ADDRESS)
+    if address is None:
+        return None
+    host, port = address.rsplit(":", 1)
+    channel = WorkerChannel(socket.create_connection((host, int(port)), timeout=30))
+    channel._connection.settimeout(None)
+    channel.send("hello", rank=rank, pid=os.getpid(), token=environment.get(TOKEN, ""))
+    return channel
+
+
+class LauncherChannel:
+    """The launcher's end: one listening socket, one thread a worker, every message put to `deliver(rank, message)`.
+
+    A connection that closes is delivered as the message `{"kind": "closed"}`.
+    """
+
+    def __init__(self, token: str, deliver: Callable[[int, Message], None]) -> None:
+        self._token = token
+        self._deliver = deliver
+        self._connections: dict[int, socket.socket] = {}
+        self._server = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._accept, name="meshwise-accept", daemon=True).start()
+
+    def send(self, rank: int, kind: str, **facts: Any) -> None:
+        connection = self._connections.get(rank)
+        if connection is not None:
+            try:
+                connection.sendall(json.dumps({"kind": kind, **facts}).encode() + b"\n")
+            except OSError:
+                pass  # the worker is gone: its closed connection is already the message
+
+    def close(self) -> None:
+        self._server.close()
+        for connection in list(self._connections.values()):
+            connection.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="meshwise-serve", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        rank: int | None = None
+        try:
+            with connection, connection.makefile("rb") as lines:
+                hello = json.loads(lines.readline() or b"{}")
+                if hello.get("token") != self._token:
+                    return  # somebody else's connection
+                rank = int(hello["rank"])
+                self._connections[rank] = connection
+                self._deliver(rank, hello)
+                for line in lines:
+                    self._deliver(rank, json.loads(line))
+        except (OSError, ValueError):
+            pass
+        if rank is not None:
+            self._deliver(rank, {"kind": "closed"})

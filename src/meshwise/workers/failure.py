@@ -1,0 +1,87 @@
+"""Who is to blame: the reports of failing workers, and the choice of the culprit among them.
+
+When one worker dies, its peers fail a moment later in a collective. Such a victim must never be shown as the cause.
+"""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwise.spec.errors import MeshwiseError, UsageError
+
+_COMMUNICATION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
+_COMMUNICATION_WORDS = ("gloo", "connection closed by peer", "connection reset by peer", "nccl", "socket timeout", "tcpstore")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is known of one failed worker.
+
+    kind: `raised`, `killed` (by a signal), `left` (without saying done) or `victim` (raised inside a collective).
+    usage: the failure is a sentence for the user, to be shown without a traceback.
+    """
+
+    rank: int
+    kind: str
+    message: str
+    traceback: str = ""
+    usage: bool = False
+    exit_code: int = 1
+    time: float = 0.0
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether `error`, or what it was raised from, came out of a collective whose peer went away."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if type(seen).__name__ in _COMMUNICATION_ERRORS:
+            return True
+        if isinstance(seen, RuntimeError) and any(word in str(seen).lower() for word in _COMMUNICATION_WORDS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def describe(error: BaseException) -> dict[str, object]:
+    """A failed worker's own report, as the facts of a channel message."""
+    usage = isinstance(error, UsageError)
+    text = str(error) if isinstance(error, MeshwiseError) else f"{type(error).__name__}: {error}"
+    notes = getattr(error, "__notes__", [])
+    return {
+        "message": "\n".join([text, *notes]),
+        "traceback": "" if isinstance(error, MeshwiseError) else "".join(traceback.format_exception(error)),
+        "usage": usage,
+        "victim": not isinstance(error, MeshwiseError) and is_communication_error(error),
+        "exit_code": getattr(error, "exit_code", 1),
+    }
+
+
+def by_exit_status(rank: int, status: int, time: float) -> Failure:
+    """The failure of a worker that ended without a word, from its exit status as `Popen.returncode` gives it."""
+    if status < 0:
+        name = signal.Signals(-status).name if -status in signal.valid_signals() else f"signal {-status}"
+        hint = " (often the system's out-of-memory killer)" if -status == signal.SIGKILL else ""
+        return Failure(rank, "killed", f"was killed by {name}{hint}", time=time)
+    return Failure(rank, "left", f"left with exit code {status} without saying that its work is done", time=time)
+
+
+def culprit(failures: Sequence[Failure]) -> Failure:
+    """The failure to show: one that is nobody's consequence, and the earliest of those."""
+    order = {"killed": 0, "raised": 0, "left": 1, "victim": 2}
+    return min(failures, key=lambda failure: (order[failure.kind], failure.time))
+
+
+def sentence(failure: Failure, size: int) -> str:
+    """What the user reads: the culprit's rank, what happened, and its traceback once."""
+    if failure.usage:
+        return failure.message
+    who = f"rank {failure.rank} of {size}"
+    if failure.kind in ("killed", "left"):
+        return f"{who} {failure.message}."
+    if not failure.traceback:
+        return f"{who}: {failure.message}"
+    place = "lost the connection to another rank" if failure.kind == "victim" else "failed"
+    return f"{who} {place}: {failure.message}\n\n{failure.traceback.rstrip()}"

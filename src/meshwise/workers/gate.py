@@ -1,0 +1,49 @@
+"""The step gate: all ranks stop after the same step, without a collective.
+
+On a halt the channel thread of each worker freezes the beginning of further steps and answers with the last step begun.
+The launcher takes the largest answer as the last step and tells everyone. Ranks behind it catch up, ranks at it stop: no
+rank waits in a collective for one that stopped earlier. Nothing is paid while nobody asks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from meshwise.workers.channel import Message, WorkerChannel
+
+
+class StepGate:
+    """Passed at the beginning of every step. Without a channel, `halt()` (called by a signal handler) only sets `wanted`."""
+
+    def __init__(self, channel: WorkerChannel | None = None) -> None:
+        self._changed = threading.Condition()
+        self._begun = 0
+        self._frozen = False
+        self._last: int | None = None
+        self.wanted = False
+        if channel is not None:
+            self._answer: Callable[[int], None] = lambda begun: channel.send("halting", begun=begun)
+            channel.listeners["halt"] = self._freeze
+            channel.listeners["last"] = self._set_last
+
+    def begin(self) -> bool:
+        """True: go on with the next step. False: the agreed last step is behind us."""
+        with self._changed:
+            while self._frozen and self._last is None:
+                self._changed.wait()
+            if self._last is not None and self._begun >= self._last:
+                return False
+            self._begun += 1
+            return True
+
+    def _freeze(self, message: Message) -> None:
+        with self._changed:
+            self._frozen = True
+            begun = self._begun
+        self._answer(begun)
+
+    def _set_last(self, message: Message) -> None:
+        with self._changed:
+            self._last = int(message["step"])
+            self._changed.notify_all()

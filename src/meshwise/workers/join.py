@@ -1,0 +1,151 @@
+"""Join a run: learn from the environment who this process is, take its device, and enter the process group.
+
+RANK and WORLD_SIZE are set by `meshwise run`, `mw.launch` and torchrun; under srun and mpirun they are derived from what
+those set. Without any of them this process is a run of one device, and no process group is made.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshwise.spec.errors import UsageError
+from meshwise.spec.world import World
+from meshwise.workers.channel import WorkerChannel, connect
+from meshwise.workers.gate import StepGate
+
+RUN_FOLDER, DEVICE_KIND = "MESHWISE_RUN_FOLDER", "MESHWISE_DEVICE"
+
+
+@dataclass(frozen=True)
+class Session:
+    """What this process knows of its run: who it is, its side channel, its step gate, the run folder if there is one."""
+
+    world: World
+    channel: WorkerChannel | None
+    gate: StepGate
+    folder: Path | None
+
+
+_session: Session | None = None
+
+
+def open_session() -> Session:
+    """The session of this process; the first call makes it. It takes the device and opens the side channel, no more."""
+    global _session
+    if _session is None:
+        derive_ranks(os.environ)
+        world = _take_device(read_world(os.environ))
+        channel = connect(os.environ, world.rank)
+        folder = os.environ.get(RUN_FOLDER)
+        _session = Session(world, channel, StepGate(channel), Path(folder) if folder else None)
+    return _session
+
+
+def join() -> Session:
+    """The session of this process, inside the process group of all ranks. Collective where it has to make that group."""
+    session = open_session()
+    if session.world.size > 1 and not dist.is_initialized():
+        _enter_process_group(session.world)
+    return session
+
+
+def derive_ranks(environment: MutableMapping[str, str]) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* from what srun or mpirun set, where the first two are missing."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return
+    names = _launcher_names(environment)
+    if names is None:
+        return
+    for name, source in names.items():
+        if source in environment:
+            environment.setdefault(name, environment[source])
+    if "MASTER_ADDR" not in environment:
+        nodes = environment.get("SLURM_STEP_NODELIST", "")
+        environment["MASTER_ADDR"] = first_host(nodes) if nodes else "127.0.0.1"
+    environment.setdefault("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", "9500")) % 20000))
+
+
+def _launcher_names(environment: Mapping[str, str]) -> dict[str, str] | None:
+    # SLURM_STEP_NUM_TASKS exists only inside srun: a batch script alone is one process, whatever SLURM_NTASKS says.
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+    if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        prefix = "OMPI_COMM_WORLD_"
+        local = {"LOCAL_RANK": prefix + "LOCAL_RANK", "LOCAL_WORLD_SIZE": prefix + "LOCAL_SIZE"}
+        return {"RANK": prefix + "RANK", "WORLD_SIZE": prefix + "SIZE", **local}
+    if int(environment.get("PMI_SIZE", "1")) > 1:
+        return {"RANK": "PMI_RANK", "WORLD_SIZE": "PMI_SIZE", "LOCAL_RANK": "MPI_LOCALRANKID"}
+    return None
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `gpu[03-07,9],big1` gives `gpu03`."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    if match is None:
+        raise UsageError(f"SLURM_STEP_NODELIST={nodes!r} names no host. Set MASTER_ADDR to the host of rank 0.")
+    return match[1] + (match[2] or "")
+
+
+def read_world(environment: Mapping[str, str]) -> World:
+    """The world that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe; one device without them."""
+    try:
+        size = int(environment.get("WORLD_SIZE", "1"))
+        rank = int(environment.get("RANK", "0"))
+        local_rank = int(environment.get("LOCAL_RANK", str(rank)))
+        local_size = int(environment.get("LOCAL_WORLD_SIZE", str(size)))
+    except ValueError:
+        raise UsageError("RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be whole numbers.") from None
+    if not 0 <= rank < size:
+        raise UsageError(f"RANK={rank} with WORLD_SIZE={size}: a rank lies between 0 and {size - 1}.")
+    return World(rank, size, local_rank, local_size, environment.get(DEVICE_KIND, ""))
+
+
+def _take_device(world: World) -> World:
+    """Make this worker's accelerator the only one that it sees, so that `cuda` and `cuda:0` are its own."""
+    kind = world.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and world.size > 1 and DEVICE_KIND not in os.environ:
+        _see_one_gpu(world.local_rank)
+    device = "cuda:0" if kind == "cuda" else kind
+    if kind == "cuda":
+        if torch.cuda.device_count() > 1 and world.size > 1:
+            device = f"cuda:{world.local_rank}"  # CUDA was awake before meshwise was: all devices stay visible
+        torch.cuda.set_device(torch.device(device))
+    return World(world.rank, world.size, world.local_rank, world.local_size, device)
+
+
+def _see_one_gpu(local_rank: int) -> None:
+    if torch.cuda.is_initialized():
+        return
+    visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
+    if len(visible) == 1:
+        return
+    if visible and local_rank >= len(visible):
+        raise UsageError(f"local rank {local_rank} has no GPU: CUDA_VISIBLE_DEVICES names {len(visible)}. Start fewer processes.")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank] if visible else str(local_rank)
+
+
+def _enter_process_group(world: World) -> None:
+    """gloo for CPU tensors and, beside it, nccl for CUDA tensors. Leaves the group when the process ends."""
+    if world.local_size == world.size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own host name often does not resolve
+    backend = "cpu:gloo,cuda:nccl" if world.kind == "cuda" else "gloo"
+    device = torch.device(world.device) if world.kind == "cuda" else None
+    dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timedelta(minutes=30), device_id=device)
+    atexit.register(leave)
+
+
+def leave() -> None:
+    """Leave the process group, if this process is in one."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()

@@ -1,0 +1,290 @@
+"""Start one worker a device, watch them, and end them all together.
+
+    prepare    task file, side channel, environment of each worker
+    start      one process a worker, each leading its own process group
+    watch      messages and exit statuses, until every worker is done or one has failed
+    end        nobody is left over, whatever happened
+
+A worker that leaves without saying done is a failure, whatever its exit code: elastic agents call exit code 0 success,
+and report the first process that ended, which is often a victim of the real culprit.
+Not covered: restarting workers.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import cloudpickle
+
+from meshwise.spec.errors import WorkerFailed
+from meshwise.spec.worker_share import WorkerShare
+from meshwise.workers import failure, join, process, worker
+from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message
+from meshwise.workers.failure import Failure
+
+GRACE = 1.0  # seconds in which a real culprit may still report after its victim did
+EXIT_GRACE = 3.0  # seconds in which the others may follow a rank that left in the middle of an epoch
+END_GRACE = 10.0  # seconds for a worker that said done to end
+HALT_GRACE = 60.0  # seconds in which a halted run may finish its step and save
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The other machines of a run: this node's first rank, the number of all ranks, where rank 0 listens."""
+
+    first_rank: int = 0
+    size: int | None = None
+    master: str = "127.0.0.1"
+    port: int | None = None
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """What the launcher tells its caller while the workers run.
+
+    message: `(rank, message)` for every message of a worker that the launcher does not use itself.
+    output: `(stream, text)` for every line that rank 0 prints; stream is `stdout` or `stderr`.
+    """
+
+    message: Callable[[int, Message], None] = lambda rank, message: None
+    output: Callable[[str, str], None] = lambda stream, text: None
+
+
+@dataclass
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    state: str = "running"  # running, done, exited, failed, gone
+    report: Failure | None = None
+    since: float = 0.0
+    readers: list[threading.Thread] = field(default_factory=list)
+
+
+class Halt:
+    """Asks a running launch to stop all ranks after the same step. Set from a signal handler or another thread."""
+
+    def __init__(self) -> None:
+        self.wanted = threading.Event()
+        self.at_once = threading.Event()
+
+
+def launch(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    shares: Sequence[WorkerShare],
+    *,
+    folder: Path | None = None,
+    listeners: Listeners | None = None,
+    nodes: Nodes | None = None,
+    halt: Halt | None = None,
+) -> list[Any]:
+    """Call `function(*arguments)` in one worker a share; returns the results in rank order.
+
+    folder: the run folder, which keeps each worker's output; without one the output of ranks above 0 is dropped when
+        all goes well. Raises WorkerFailed with the culprit's rank and traceback when a worker fails.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="meshwise-"))
+    launcher = _Launcher(scratch, folder or scratch, listeners or Listeners(), nodes or Nodes(), halt or Halt(), len(shares))
+    try:
+        task = scratch / "task.pickle"
+        # In two layers: the worker must have our module path before it reads the function.
+        task.write_bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((function, arguments)))))
+        launcher.start(task, shares)
+        launcher.watch()
+        return [cloudpickle.loads(worker.result_path(task, w.rank).read_bytes()) if w.state == "done" else None for w in launcher.workers]
+    finally:
+        launcher.end()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class _Launcher:
+    """The workers of one launch on this machine, and what is known of each."""
+
+    def __init__(self, scratch: Path, folder: Path, listeners: Listeners, nodes: Nodes, halt: Halt, local_size: int) -> None:
+        self.scratch, self.folder, self.listeners, self.nodes, self.halt = scratch, folder, listeners, nodes, halt
+        self.local_size = local_size
+        self.size = nodes.size or local_size
+        self.workers: list[_Worker] = []
+        self._inbox: queue.Queue[tuple[int, Message]] = queue.Queue()
+        self._token = secrets.token_hex(16)
+        self._channel = LauncherChannel(self._token, lambda rank, message: self._inbox.put((rank, message)))
+        self._halting: dict[int, int] | None = None
+        self._last: int | None = None
+        self._halted_at = 0.0
+
+    def start(self, task: Path, shares: Sequence[WorkerShare]) -> None:
+        port = self.nodes.port or free_port()
+        (self.folder / "workers").mkdir(parents=True, exist_ok=True)
+        for local_rank, share in enumerate(shares):
+            rank = self.nodes.first_rank + local_rank
+            environment = os.environ | self._environment(rank, local_rank, port, share)
+            log = (self.folder / "workers" / f"rank{rank}.log").open("ab")
+            shown = rank == 0
+            child = subprocess.Popen(
+                [sys.executable, "-m", "meshwise.workers.worker", str(task)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if shown else log,
+                stderr=subprocess.PIPE if shown else subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C goes to the launcher alone, which stops all ranks after one step
+            )
+            entry = _Worker(rank, child, since=time.monotonic())
+            self.workers.append(entry)
+            if shown:
+                entry.readers = [self._read(child.stdout, "stdout", log), self._read(child.stderr, "stderr", log)]
+            else:
+                log.close()
+
+    def _environment(self, rank: int, local_rank: int, port: int, share: WorkerShare) -> dict[str, str]:
+        visible = "" if share.index is None else _visible(share.index)
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": self.nodes.master,
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": str(share.threads),
+            "CUDA_VISIBLE_DEVICES": visible,
+            "PYTHONUNBUFFERED": "1",
+            ADDRESS: self._channel.address,
+            TOKEN: self._token,
+            join.DEVICE_KIND: share.device,
+            join.RUN_FOLDER: str(self.folder) if self.folder != self.scratch else "",
+            worker.CORES: ",".join(map(str, share.cores)),
+            worker.THREADS: str(share.threads),
+        }
+
+    def _read(self, pipe: BinaryIO | Any, stream: str, log: BinaryIO) -> threading.Thread:
+        def forward() -> None:
+            for line in iter(pipe.readline, b""):
+                log.write(line)
+                log.flush()
+                self.listeners.output(stream, line.decode(errors="replace"))
+
+        thread = threading.Thread(target=forward, name=f"meshwise-{stream}", daemon=True)
+        thread.start()
+        return thread
+
+    def watch(self) -> None:
+        """Until every worker is done. Raises WorkerFailed as soon as the culprit of a failure is known."""
+        while any(w.state not in ("gone", "done") or w.process.poll() is None for w in self.workers):
+            self._deliver_one()
+            self._look_at_processes()
+            self._look_at_halt()
+            failures = self._failures()
+            if failures and self._settled(failures):
+                chosen = failure.culprit(failures)
+                raise WorkerFailed(failure.sentence(chosen, self.size), rank=chosen.rank, exit_code=max(chosen.exit_code, 1))
+            if all(w.state in ("done", "gone") and time.monotonic() - w.since > END_GRACE for w in self.workers):
+                break  # all said done; one that cannot end by itself is ended by end()
+        for entry in self.workers:
+            for reader in entry.readers:
+                reader.join(timeout=2)
+
+    def _deliver_one(self) -> None:
+        try:
+            rank, message = self._inbox.get(timeout=0.05)
+        except queue.Empty:
+            return
+        entry = self.workers[rank - self.nodes.first_rank]
+        kind = message["kind"]
+        if kind == "done":
+            entry.state, entry.since = "done", time.monotonic()
+        elif kind == "exited":
+            text = "left with exit code 0 in the middle of an epoch" if message["midway"] else "left with exit code 0 before the others"
+            entry.report = Failure(rank, "left", text, time=message["time"])
+            entry.state, entry.since = ("exited midway" if message["midway"] else "exited"), time.monotonic()
+        elif kind == "failed":
+            entry.report = _reported(rank, message)
+            entry.state, entry.since = "failed", time.monotonic()
+        elif kind == "halting" and self._halting is not None:
+            self._halting[rank] = int(message["begun"])
+        elif kind not in ("hello", "closed"):
+            self.listeners.message(rank, message)
+
+    def _look_at_processes(self) -> None:
+        for entry in self.workers:
+            status = entry.process.poll()
+            if status is not None and entry.state == "running" and self._inbox.empty():
+                entry.report = failure.by_exit_status(entry.rank, status, time.time())
+                entry.state, entry.since = "failed", time.monotonic()
+
+    def _failures(self) -> list[Failure]:
+        """The failures so far. A rank that exited with 0 is one only if others are left alone by it."""
+        failed = [w.report for w in self.workers if w.state == "failed" and w.report]
+        exited = [w for w in self.workers if w.state.startswith("exited")]
+        alone = [w.report for w in exited if w.report and (failed or (w.state == "exited midway" and time.monotonic() - w.since > EXIT_GRACE))]
+        if len(exited) + sum(w.state == "done" for w in self.workers) == len(self.workers):
+            for entry in exited:
+                entry.state = "gone"
+            return []
+        return failed + alone
+
+    def _settled(self, failures: Sequence[Failure]) -> bool:
+        """Whether the culprit cannot change any more: all have reported, or the grace is over."""
+        first = min(w.since for w in self.workers if w.report)
+        certain = any(f.kind in ("killed", "raised") for f in failures)
+        waited = time.monotonic() - first
+        return waited > (GRACE / 4 if certain else GRACE) or all(w.state != "running" for w in self.workers)
+
+    def _look_at_halt(self) -> None:
+        if self.halt.at_once.is_set():
+            raise WorkerFailed("stopped at once; what was saved before is kept.", exit_code=130)
+        if not self.halt.wanted.is_set():
+            return
+        if self._halting is None:
+            self._halting, self._halted_at = {}, time.monotonic()
+            for entry in self.workers:
+                self._channel.send(entry.rank, "halt")
+        waiting = [w for w in self.workers if w.state == "running" and w.rank not in self._halting]
+        if self._halting and not waiting and self._last is None:
+            self._last = max(self._halting.values())
+            for entry in self.workers:
+                self._channel.send(entry.rank, "last", step=self._last)
+        if time.monotonic() - self._halted_at > HALT_GRACE:
+            raise WorkerFailed(f"the workers did not stop within {HALT_GRACE:.0f} s and were ended.", exit_code=130)
+
+    def end(self) -> None:
+        for entry in self.workers:
+            process.kill_group(entry.process)
+        for entry in self.workers:
+            entry.process.wait()
+        self._channel.close()
+
+
+def _reported(rank: int, message: Message) -> Failure:
+    return Failure(
+        rank,
+        "victim" if message.get("victim") else "raised",
+        str(message["message"]),
+        str(message.get("traceback", "")),
+        bool(message.get("usage")),
+        int(message.get("exit_code", 1)),
+        float(message["time"]),
+    )
+
+
+def _visible(index: int) -> str:
+    """The driver's name of accelerator `index`, where CUDA_VISIBLE_DEVICES already hides some from us."""
+    shown = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
+    return shown[index] if index < len(shown) else str(index)

@@ -1,0 +1,80 @@
+"""The entry of a worker process: `python -m meshwise.workers.worker TASK`.
+
+TASK is a file with a pickled function and its arguments. The worker calls it, puts the result beside the task, and says
+done; or it says how it failed. It never imports the launcher's `__main__`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+from meshwise.spec.errors import UsageError
+from meshwise.workers import failure, join, process
+from meshwise.workers.channel import WorkerChannel
+
+CORES, THREADS = "MESHWISE_CORES", "MESHWISE_THREADS"
+
+midway: set[str] = set()
+"""What a rank is in the middle of, such as an epoch: leaving then is leaving the other ranks alone."""
+
+
+def main() -> int:
+    process.die_with_parent()
+    process.bind_to_cores(os.environ.get(CORES, ""))
+    torch.set_num_threads(int(os.environ.get(THREADS, "1")))
+    session = join.open_session()
+    if session.channel is None:
+        raise UsageError("meshwise.workers.worker is started by `meshwise run` and `mw.launch` alone.")
+    code = run_task(Path(sys.argv[1]), session.world.rank, session.channel)
+    sys.stdout.flush()
+    join.leave()
+    return code
+
+
+def result_path(task: Path, rank: int) -> Path:
+    """Where the worker of `rank` puts the result of `task`."""
+    return task.with_name(f"result-{rank}.pickle")
+
+
+def run_task(task: Path, rank: int, channel: WorkerChannel) -> int:
+    """Run the task and report how it ended. Returns the exit code of the process."""
+    try:
+        paths, pickled = cloudpickle.loads(task.read_bytes())
+        sys.path[:] = paths  # before the function is read: it may come from a module that only the launcher's path has
+        function, arguments = cloudpickle.loads(pickled)
+        _save_result(result_path(task, rank), function(*arguments))
+    except SystemExit as exit:
+        return _exited(exit, channel)
+    except BaseException as error:
+        channel.send("failed", time=time.time(), **failure.describe(error))
+        return 1
+    channel.send("done", time=time.time())
+    return 0
+
+
+def _exited(exit: SystemExit, channel: WorkerChannel) -> int:
+    if exit.code in (0, None):
+        channel.send("exited", time=time.time(), midway=bool(midway))
+        return 0
+    code = exit.code if isinstance(exit.code, int) else 1
+    message = f"left with exit code {code}" if exit.code == code else str(exit.code)
+    channel.send("failed", time=time.time(), message=message, exit_code=code)
+    return code
+
+
+def _save_result(path: Path, result: Any) -> None:
+    try:
+        path.write_bytes(cloudpickle.dumps(result))
+    except Exception as error:
+        raise TypeError(f"the result cannot be sent back: {error}. Return plain values or CPU tensors.") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
