@@ -1,0 +1,1 @@
+"""Built-in jobs: the examples that are also the test models."""

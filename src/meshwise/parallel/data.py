@@ -1,0 +1,257 @@
+"""Data parallel: every rank holds the whole model and takes its share of each batch; gradients are averaged.
+
+DistributedDataParallel does the reducing, driven from outside, so that the model stays what it is.
+
+    first backward    nothing is armed; every rank learns which parameters its loss reached and in which order. Ranks
+                      compare notes, a reducer is made for the parameters reached anywhere, its bucket rebuild is played
+                      through, and the gradients at hand are reduced by it. From here on buckets never change: a resumed
+                      run adds up in the same order.
+    every backward    the reducer is armed, buckets are averaged while the backward still runs.
+    a parameter that this rank's loss did not reach takes part with zero; one that no rank reached keeps `grad` as it was.
+    a parameter reached for the first time later gets a reducer of its own.
+
+`.grad` after a backward is the mean over ranks of what each rank had there: gradients kept back by earlier local
+backwards are part of it, and those already reduced stay what they are, since their mean is themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwise.compat import reducer
+from meshwise.spec.errors import PlanError
+from meshwise.timeline.record import Recorder
+from meshwise.transfer import collectives
+
+Gradients = list[Tensor | None]
+LATE_GRACE = 3.0  # seconds in which all ranks must have met a parameter that is new to the reduction
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters that one DDP reducer averages, in the order in which a backward reaches them."""
+
+    parameters: list[nn.Parameter]
+    names: list[str]
+    ddp: nn.parallel.DistributedDataParallel
+    buckets: int
+
+
+class DataParallel:
+    """Averages the gradients of `named` parameters over all ranks."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], *, bucket_mb: int, recorder: Recorder) -> None:
+        self._named = list(named)
+        self._bucket_mb = bucket_mb
+        self._recorder = recorder
+        self._groups: list[_Group] = []
+        self._trained: tuple[bool, ...] = ()
+        self._calls = 0
+        self._backwards = 0
+        self._factor: Callable[[], Tensor] | None = None
+        self._kept: dict[int, Tensor] = {}
+        self.unreduced = False
+        """Whether `.grad` holds contributions of this rank alone."""
+
+    def backward(self, loss: Tensor, *, reduce: bool = True, factor: Callable[[], Tensor] | None = None) -> None:
+        """Add the gradient of `loss` to `.grad`: with `reduce` the mean over ranks, else of this rank alone.
+
+        factor: gives a scalar, asked for when the first gradients are ready, that multiplies what this backward adds.
+        """
+        self._backwards += 1
+        self._notice_frozen()
+        parameters = [p for _, p in self._named]
+        before: Gradients = [p.grad for p in parameters]
+        kept = factor is not None and any(g is not None for g in before)
+        if kept:
+            for p in parameters:
+                p.grad = None
+            self._kept = {id(p): g for p, g in zip(parameters, before, strict=True) if g is not None}
+        versions = [None if g is None else reducer.version(g) for g in before] if not kept else [None] * len(before)
+        armed = self._armed(loss) if reduce else []
+        self._factor, self._calls = factor, 0
+        order = self._run(loss, watch=reduce and not self._groups)
+        if armed and self._calls < sum(group.buckets for group in armed):
+            self._complete(armed, before if not kept else [None] * len(before), versions)
+        self._finish_unarmed(armed, factor)
+        if reduce:
+            self._reduce_ungrouped(order)
+        self.unreduced = not reduce
+        self._factor, self._kept = None, {}
+
+    def reduce_now(self) -> None:
+        """Average what `.grad` holds now: for gradients that every backward so far kept local. Collective."""
+        held = collectives.gather_objects([p.grad is not None for _, p in self._named])
+        somewhere = {id(p) for (_, p), ranks in zip(self._named, zip(*held, strict=True), strict=True) if any(ranks)}
+        groups = list(self._groups)
+        self._reduce_ungrouped([])
+        for group in groups:
+            self._replay(group, [p.grad for p in group.parameters])
+            for p in group.parameters:
+                if id(p) not in somewhere:
+                    p.grad = None
+        self.unreduced = False
+
+    def _run(self, loss: Tensor, watch: bool) -> list[int]:
+        """Run the backward. With `watch`, returns the indices of the parameters in the order they were reached."""
+        order: list[int] = []
+        handles = []
+        if watch:
+            for index, (_, p) in enumerate(self._named):
+                if p.requires_grad:
+                    handles.append(p.register_post_accumulate_grad_hook(lambda _, index=index: order.append(index)))
+        loss.backward()  # type: ignore[no-untyped-call]
+        for handle in handles:
+            handle.remove()
+        return list(dict.fromkeys(order))
+
+    def _notice_frozen(self) -> None:
+        """Start over when parameters were frozen or thawed: the same program does so on every rank."""
+        trained = tuple(p.requires_grad for _, p in self._named)
+        if trained != self._trained:
+            self._trained, self._groups = trained, []
+
+    def _armed(self, loss: Tensor) -> list[_Group]:
+        groups = self._groups
+        if len(groups) > 1:  # several reducers: only those whose parameters this loss reaches take part
+            reached = _reached_parameters(loss)
+            groups = [g for g in groups if any(id(p) in reached for p in g.parameters)]
+            self._agree("loss", [name for g in groups for name in g.names[:1]])
+        for group in groups:
+            reducer.arm(group.ddp)
+        return groups
+
+    def _on_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Called by the reducer when a bucket is ready."""
+        self._calls += 1
+        start = self._recorder.mark()
+        buffer = bucket.buffer()
+        if self._factor is not None:
+            buffer.mul_(self._factor().to(buffer.dtype))
+        if self._kept:
+            for gradient, p in zip(bucket.gradients(), bucket.parameters(), strict=True):
+                if id(p) in self._kept:
+                    gradient.add_(self._kept.pop(id(p)))
+        size = buffer.numel() * buffer.element_size()
+        future = collectives.mean_future(buffer)
+        return future.then(lambda done: self._ended(done, start, size))
+
+    def _ended(self, done: torch.futures.Future[Tensor], start: object, size: int) -> Tensor:
+        self._recorder.add("communication", start, self._recorder.mark(), "all-reduce", size)  # type: ignore[arg-type]
+        return done.value()
+
+    def _complete(self, armed: list[_Group], before: Gradients, versions: Sequence[int | None]) -> None:
+        """Take part with zero for the parameters that this rank's loss did not reach, so that nobody waits for them.
+
+        Each missing parameter is counted in the store first. When the reduction is over all ranks have counted, so a
+        parameter that all of them missed is known, and its `grad` stays what it was.
+        """
+        old = {id(p): (g, v) for (_, p), g, v in zip(self._named, before, versions, strict=True)}
+        missing = [(name, p) for group in armed for name, p in zip(group.names, group.parameters, strict=True) if _untouched(p, *old[id(p)])]
+        store = reducer.default_store()
+        keys = [f"meshwise/unused/{self._backwards}/{name}" for name, _ in missing]
+        for key in keys:
+            store.add(key, 1)
+        torch.stack([(p * 0).sum().float() for _, p in missing]).sum().backward()  # type: ignore[no-untyped-call]
+        for key, (_, p) in zip(keys, missing, strict=True):
+            if store.add(key, 0) == collectives.world_size() and old[id(p)][0] is None:
+                p.grad = None
+
+    def _finish_unarmed(self, armed: Sequence[_Group], factor: Callable[[], Tensor] | None) -> None:
+        """Weigh what no reducer has weighed, and put back the gradients that were laid aside."""
+        if factor is None:
+            return
+        done = {id(p) for group in armed for p in group.parameters}
+        for _, p in self._named:
+            if id(p) in done:
+                continue
+            if p.grad is not None:
+                p.grad.mul_(factor().to(p.grad.dtype))
+            if id(p) in self._kept:
+                old = self._kept.pop(id(p))
+                p.grad = old if p.grad is None else p.grad.add_(old)
+
+    def _reduce_ungrouped(self, order: Sequence[int]) -> None:
+        """Make a reducer for parameters that have a gradient and none yet, and reduce them by it."""
+        grouped = {id(p) for group in self._groups for p in group.parameters}
+        fresh = [i for i, (_, p) in enumerate(self._named) if p.grad is not None and id(p) not in grouped]
+        if self._groups:
+            if not fresh:
+                return
+            self._agree("parameters", [self._named[i][0] for i in fresh])
+        else:
+            fresh = self._compare_notes([*order, *(i for i in fresh if i not in set(order))])
+        if fresh:
+            self._groups.append(self._make_group(fresh))
+
+    def _compare_notes(self, mine: list[int]) -> list[int]:
+        """The parameters reached on any rank, in rank 0's order, the others behind."""
+        everyone = collectives.gather_objects(mine)
+        return list(dict.fromkeys(index for order in everyone for index in order))
+
+    def _make_group(self, indices: Sequence[int]) -> _Group:
+        """A reducer over these parameters, in this order of readiness, with its bucket rebuild behind it."""
+        names = [self._named[i][0] for i in indices]
+        parameters = [self._named[i][1] for i in indices]
+        gradients = [p.grad for p in parameters]
+        # DDP expects gradients in the reverse of the order in which it is given the parameters.
+        ddp = reducer.make_reducer(parameters[::-1], self._bucket_mb, self._on_bucket)
+        group = _Group(parameters, names, ddp, 0)
+        for _ in range(2):  # DDP rebuilds its buckets before its second iteration
+            self._replay(group, [None] * len(parameters))
+        self._replay(group, gradients)
+        return _Group(parameters, names, ddp, self._calls)
+
+    def _replay(self, group: _Group, gradients: Gradients) -> None:
+        """Reduce `gradients` by a backward made for it: the gradient of sum(p * g) with respect to p is g."""
+        self._factor, self._calls, self._kept = None, 0, {}
+        for p in group.parameters:
+            p.grad = None
+        reducer.arm(group.ddp)
+        terms = [
+            (p * (torch.zeros_like(p) if g is None else g)).sum().float()
+            for p, g in reversed(list(zip(group.parameters, gradients, strict=True)))
+        ]  # autograd runs the newest node first: the last term's gradient is ready first
+        torch.stack(terms).sum().backward()  # type: ignore[no-untyped-call]
+
+    def _agree(self, what: str, names: Iterable[str]) -> None:
+        """All ranks must come here with the same names before any of them enters a collective for them."""
+        store, size, text = reducer.default_store(), collectives.world_size(), ", ".join(names)
+        key = f"meshwise/{what}/{self._backwards}/{text}"
+        store.add(key, 1)
+        deadline = time.monotonic() + LATE_GRACE
+        while store.add(key, 0) < size:
+            if time.monotonic() > deadline:
+                raise PlanError(
+                    f"backward {self._backwards}: the loss of this rank reaches {text}, which it did not reach before and which "
+                    "other ranks do not reach now. Use these parameters on every rank in the same step, or freeze them "
+                    "with requires_grad_(False)."
+                )
+            time.sleep(0.0005)
+
+
+def _untouched(p: nn.Parameter, gradient: Tensor | None, version: int | None) -> bool:
+    return p.grad is gradient and (gradient is None or reducer.version(gradient) == version)
+
+
+def _reached_parameters(loss: Tensor) -> set[int]:
+    """Ids of the leaves that the graph of `loss` reaches."""
+    found: set[int] = set()
+    seen: set[object] = set()
+    open_nodes = [loss.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.add(id(leaf))
+        open_nodes.extend(following for following, _ in node.next_functions)
+    return found

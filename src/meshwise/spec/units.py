@@ -1,0 +1,53 @@
+"""Numbers as people read them: bytes, seconds, counts. A figure that is not finite is `unknown`, never a made-up number."""
+
+from __future__ import annotations
+
+import math
+
+BYTE_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def bytes_text(count: float) -> str:
+    """Bytes as `512 B`, `1.0 KiB` or `61.2 GiB` (1 KiB is 1024 bytes)."""
+    if not math.isfinite(count):
+        return "unknown"
+    if abs(count) < 1023.5:  # what would round to 1024 is written in the next unit
+        return f"{count:.0f} B"
+    value = float(count)
+    for unit in BYTE_UNITS:
+        value /= 1024
+        if abs(value) < 1023.95:
+            break
+    return f"{value:.1f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds as `85 µs`, `412 ms`, `3.2 s`, `2 min 05 s` or `1 h 02 min`."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 0:
+        return f"-{seconds_text(-seconds)}"
+    if seconds == 0:
+        return "0 s"
+    if seconds < 0.0009995:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 0.01:
+        return f"{seconds * 1e3:.1f} ms"  # a step of 3.4 ms: one digit more tells steps apart
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    return _minutes_text(seconds)
+
+
+def count_text(count: float) -> str:
+    """A count as `12,300`, rounded to a whole number."""
+    return f"{count:,.0f}" if math.isfinite(count) else "unknown"
+
+
+def _minutes_text(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02d} min"
