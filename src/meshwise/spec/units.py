@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, seconds, counts. A figure that is not finite is `unknown`, never a made-up number."""
+"""Numbers as people read them: bytes, seconds, counts. What is not finite is `unknown`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ def bytes_text(count: float) -> str:
         return "unknown"
     if abs(count) < 1023.5:  # what would round to 1024 is written in the next unit
         return f"{count:.0f} B"
-    value = float(count)
-    for unit in BYTE_UNITS:
-        value /= 1024
-        if abs(value) < 1023.95:
-            break
-    return f"{value:.1f} {unit}"
+    value, power = count / 1024, 0
+    while abs(value) >= 1023.95 and power < len(BYTE_UNITS) - 1:
+        value, power = value / 1024, power + 1
+    return f"{value:.1f} {BYTE_UNITS[power]}"
 
 
 def seconds_text(seconds: float) -> str:
