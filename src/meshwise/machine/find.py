@@ -1,0 +1,85 @@
+"""Find the devices that a request names, and give each worker its device, cores and threads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from meshwise.machine.cores import allowed_cores, cores_near, split_cores
+from meshwise.spec.device_words import DeviceRequest
+from meshwise.spec.errors import UsageError
+from meshwise.spec.worker_share import WorkerShare, core_ranges
+
+
+def find_devices(request: DeviceRequest) -> list[WorkerShare]:
+    """One share a worker. `all` is every accelerator, else one CPU worker. Raises UsageError when a device is missing."""
+    if request.kind is None:
+        kind, count = accelerators()
+        return find_devices(DeviceRequest(kind, count=count)) if kind and count else find_devices(DeviceRequest("cpu", count=1))
+    if request.kind == "cpu":
+        return _cpu_shares(request.count or 1)
+    return _accelerator_shares(request)
+
+
+def accelerators() -> tuple[str | None, int]:
+    """The kind of accelerator of this machine that torch can use, and how many there are."""
+    if not torch.accelerator.is_available():
+        return None, 0
+    device = torch.accelerator.current_accelerator()
+    return (device.type if device is not None else None), torch.accelerator.device_count()
+
+
+def describe(shares: Sequence[WorkerShare]) -> str:
+    """One line for the user: `2 CPU workers: rank 0 on core 0 (1 thread), rank 1 on core 1 (1 thread)`."""
+    same_kind = "CPU worker" if shares[0].device == "cpu" else f"{shares[0].device} device"
+    count = f"{len(shares)} {same_kind}{'s' if len(shares) > 1 else ''}"
+    parts = [_one(rank, share) for rank, share in enumerate(shares[:4])]
+    if len(shares) > 4:
+        parts.append(f"and so on to rank {len(shares) - 1}")
+    return f"{count}: {', '.join(parts)}"
+
+
+def _one(rank: int, share: WorkerShare) -> str:
+    threads = f"{share.threads} thread{'s' if share.threads > 1 else ''}"
+    where = f"core{'s' if len(share.cores) > 1 else ''} {core_ranges(share.cores)}" if share.cores else "no core of its own"
+    on = "" if share.index is None else f"{share.name}, "
+    return f"rank {rank} on {on}{where} ({threads})"
+
+
+def _cpu_shares(count: int) -> list[WorkerShare]:
+    parts = split_cores(allowed_cores(), count)
+    return [WorkerShare("cpu", None, part, max(1, len(part))) for part in parts]
+
+
+def _accelerator_shares(request: DeviceRequest) -> list[WorkerShare]:
+    kind, present = accelerators()
+    indices = request.indices if request.indices is not None else tuple(range(request.count or 1))
+    if kind != request.kind or present == 0:
+        raise UsageError(f"--devices {request}: torch {torch.__version__} finds no {request.kind} device here. Use 2xcpu, or all.")
+    if max(indices) >= present:
+        raise UsageError(
+            f"--devices {request}: this machine has {present} {kind} device{'s' if present > 1 else ''} "
+            f"(indices 0 to {present - 1}). Use {present}x{kind}."
+        )
+    near = [cores_near(_pci_address(kind, index), allowed_cores()) for index in indices]
+    sharing: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for position, cores in enumerate(near):
+        sharing[cores].append(position)
+    shares: dict[int, WorkerShare] = {}
+    for cores, positions in sharing.items():
+        for position, part in zip(positions, split_cores(cores, len(positions)), strict=True):
+            shares[position] = WorkerShare(kind, indices[position], part, max(1, len(part)))
+    return [shares[position] for position in range(len(indices))]
+
+
+def _pci_address(kind: str, index: int) -> str:
+    """`0000:3b:00.0` as sysfs writes it, or an empty text where torch does not tell."""
+    if kind != "cuda":
+        return ""
+    properties = torch.cuda.get_device_properties(index)
+    numbers = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if None in numbers:
+        return ""
+    return "{:04x}:{:02x}:{:02x}.0".format(*numbers)

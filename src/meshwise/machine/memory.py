@@ -1,0 +1,39 @@
+"""Memory of this process's device: what is used, what is free."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import psutil
+import torch
+
+
+def used_bytes(device: str) -> int | None:
+    """Bytes now in use: allocated tensors on CUDA, resident memory of this process for a CPU worker."""
+    if device.startswith("cuda"):
+        return torch.cuda.memory_allocated()
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_bytes(device: str) -> int | None:
+    """The largest use so far, as `used_bytes` counts it."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): KiB on Linux, bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def memory_facts(device: str) -> dict[str, int]:
+    """Bytes `allocated`, `reserved` and `free` on the device, for a report of an out-of-memory error."""
+    if device.startswith("cuda"):
+        free, total = torch.cuda.mem_get_info()
+        return {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "free": free,
+            "total": total,
+        }
+    memory = psutil.virtual_memory()
+    process = psutil.Process().memory_info()
+    return {"allocated": process.rss, "reserved": process.vms, "free": memory.available, "total": memory.total}

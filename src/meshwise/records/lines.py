@@ -1,0 +1,42 @@
+"""JSON lines: one record a line, appended as the run goes on; a line cut off by a crash is left out when read back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from meshwise.records.atomic import write_text
+
+Record = dict[str, Any]
+
+
+def append_lines(path: Path, records: Iterable[Record]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":  # an earlier writer was cut off: keep its half line from swallowing ours
+                text = "\n" + text
+        file.write(text.encode())
+
+
+def read_lines(path: Path) -> list[Record]:
+    """Every whole record of the file; an empty list when there is no file."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def keep_lines(path: Path, wanted: Callable[[Record], bool]) -> None:
+    """Rewrite the file with the wanted records alone."""
+    if path.exists():
+        write_text(path, "".join(json.dumps(record) + "\n" for record in read_lines(path) if wanted(record)))
