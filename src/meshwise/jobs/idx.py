@@ -1,7 +1,7 @@
 """Images and labels from IDX files, the format of MNIST, Fashion-MNIST, KMNIST and EMNIST.
 
-An IDX file is a big-endian header (two zero bytes, the type of a value, the number of dims, then each dim as four bytes)
-followed by the values. Only unsigned bytes (type 8) are read here, as images (3 dims) or labels (1 dim), gzipped or plain.
+An IDX file is a big-endian header (two zero bytes, the type of a value, the number of dims, each dim as four bytes),
+then the values. Only unsigned bytes (type 8) are read here, as images (3 dims) or labels (1 dim), gzipped or plain.
 Source: http://yann.lecun.com/exdb/mnist/, "file formats for the MNIST database".
 
 Images stay bytes in memory; `Images.batch` normalises a whole batch at once.
@@ -24,7 +24,7 @@ from meshwise.spec.errors import DataError
 UNSIGNED_BYTE = 8
 CHUNK = 1 << 20  # bytes asked for at a time
 
-# Part of a set -> how its files begin, after an optional name of the set. EMNIST writes `test` where MNIST writes `t10k`.
+# Part of a set -> how its files begin, after the name of the set if any. EMNIST writes `test` where MNIST has `t10k`.
 PARTS = {"train": ("train",), "test": ("t10k", "test")}
 DIMS = {"images": 3, "labels": 1}
 
@@ -64,8 +64,7 @@ def read_images(where: Path, part: str) -> Images:
     """Read one part, `train` or `test`, of the set in a folder.
 
     where: a folder with one set, or a folder and the name of one of its sets: `emnist/emnist-letters`.
-    Raises DataError, in one sentence, when a file is missing, damaged, cut off or empty, or when images and labels differ
-    in number.
+    Raises DataError when a file is missing, damaged, cut off or empty, or when images and labels differ in number.
     """
     image_file, label_file = find_file(where, part, "images"), find_file(where, part, "labels")
     pixels, labels = read_idx(image_file, "images"), read_idx(label_file, "labels")
@@ -78,7 +77,7 @@ def read_images(where: Path, part: str) -> Images:
 
 
 def count_classes(where: Path) -> int:
-    """The number of classes of a set: its largest label and one (EMNIST's letters are 1 to 26, so 27). Raises DataError."""
+    """The classes of a set, from 0 to its largest label (27 for EMNIST's letters, 1 to 26). Raises DataError."""
     return 1 + max(int(read_idx(find_file(where, part, "labels"), "labels").max()) for part in PARTS)
 
 
@@ -95,7 +94,7 @@ def find_file(where: Path, part: str, kind: str) -> Path:
     sets = sorted({found[1] for found in matches})
     if not matches:
         looked_for = " or ".join(f"*{start}-{ending}[.gz]" for start in PARTS[part])
-        raise DataError(f"{where} has no {part} {kind}: no file there is named {looked_for}. Name a folder of IDX files.")
+        raise DataError(f"{where} has no {part} {kind}: no file is named {looked_for}. Name a folder of IDX files.")
     if len(sets) > 1:
         raise DataError(
             f"{where} holds several sets ({', '.join(one or 'one without a name' for one in sets)}). "
@@ -105,7 +104,7 @@ def find_file(where: Path, part: str, kind: str) -> Path:
 
 
 def read_idx(path: Path, kind: str) -> Tensor:
-    """Read the `images` or `labels` of a plain or gzipped IDX file as uint8. Raises DataError; the tensor is never empty."""
+    """The `images` or `labels` of a plain or gzipped IDX file as uint8, never empty. Raises DataError."""
     content, complete = _unpack(path)
     dims = DIMS[kind]
     magic = bytes((0, 0, UNSIGNED_BYTE, dims))
@@ -120,12 +119,12 @@ def read_idx(path: Path, kind: str) -> Tensor:
     if len(content) > expected:
         raise _damaged(path, f"too long: {expected:,} bytes expected, {len(content):,} found")
     if expected == header:
-        raise DataError(f"{path} is an empty data set: its shape is {tuple(shape)}. Name a set with at least one sample.")
+        raise DataError(f"{path} is an empty data set of shape {tuple(shape)}. Name a set with at least one sample.")
     return torch.frombuffer(content, dtype=torch.uint8, offset=header).view(shape)
 
 
 def _unpack(path: Path) -> tuple[bytearray, bool]:
-    """The bytes of a plain or gzipped file, and whether the archive was complete. Raises DataError when it is damaged."""
+    """The bytes of a plain or gzipped file, and whether its end was reached. Raises DataError when it is damaged."""
     content = bytearray()
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:

@@ -59,16 +59,19 @@ class DataParallel:
         self.unreduced = False
         """Whether `.grad` holds contributions of this rank alone."""
 
-    def backward(self, loss: Tensor, *, reduce: bool = True, factor: Callable[[], Tensor] | None = None) -> None:
+    def backward(
+        self, loss: Tensor, *, reduce: bool = True, factor: Callable[[], Tensor] | None = None, whole: bool = False
+    ) -> None:
         """Add the gradient of `loss` to `.grad`: with `reduce` the mean over ranks, else of this rank alone.
 
-        factor: gives a scalar, asked for when the first gradients are ready, that multiplies what this backward adds.
+        factor: gives a scalar, asked for when the first gradients are ready, that multiplies what this backward adds;
+            with `whole` it multiplies what `.grad` held before as well.
         """
         self._backwards += 1
         self._notice_frozen()
         parameters = [p for _, p in self._named]
         before: Gradients = [p.grad for p in parameters]
-        kept = factor is not None and any(g is not None for g in before)
+        kept = factor is not None and not whole and any(g is not None for g in before)
         if kept:
             for p in parameters:
                 p.grad = None

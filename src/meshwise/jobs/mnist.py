@@ -1,0 +1,111 @@
+"""The tutorials' two networks on MNIST, or on another set of 28 x 28 images in the same format (Fashion-MNIST, EMNIST)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+
+from meshwise.jobs.idx import Images, count_classes, read_images
+from meshwise.spec.errors import DataError
+from meshwise.training.job import Job
+
+MNIST = Path(__file__).parent / "data" / "mnist"
+SIDE = 28  # pixels
+
+Batch = tuple[Tensor, Tensor]  # images (batch, 1, 28, 28), labels (batch,)
+
+
+class ConvNet(nn.Module):
+    """Two convolutions, each with its pooling, and two linear layers."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 20, 5)
+        self.conv2 = nn.Conv2d(20, 20, 5)
+        self.fc1 = nn.Linear(320, 50)
+        self.fc2 = nn.Linear(50, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (batch, 1, 28, 28) to logits (batch, classes)."""
+        x = F.max_pool2d(F.relu(self.conv1(images)), 2)  # 28 -> 24 -> 12
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)  # 12 -> 8 -> 4
+        x = F.relu(self.fc1(x.flatten(1)))
+        logits: Tensor = self.fc2(x)
+        return logits
+
+
+def mnist_mlp(*, data: Path | None = None, seed: int = 0) -> Job:
+    """Tutorial 1: 784-128-10, batches of 64, 5 epochs, Adam. Reaches 96 to 97 % of MNIST's test set.
+
+    data: a folder of IDX files instead of the MNIST that ships with meshwise. Raises DataError when it cannot be read.
+    """
+    where = data or MNIST
+    classes = count_classes(where)
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 128), nn.ReLU(), nn.Linear(128, classes))
+
+    def optimizer(params: Iterable[nn.Parameter]) -> optim.Optimizer:
+        return optim.Adam(params, lr=1e-3)
+
+    return Job(
+        name="mnist-mlp",
+        model=model,
+        loss=cross_entropy,
+        optimizer=optimizer,
+        data=lambda: read_digits(where, "train"),
+        test=lambda: read_digits(where, "test"),
+        metrics=accuracy,
+        batch_size=64,
+        epochs=5,
+        seed=seed,
+    )
+
+
+def mnist_cnn(*, data: Path | None = None, seed: int = 0) -> Job:
+    """Tutorial 3's convolutional network, with the pooling it needs. Reaches 98.5 % of MNIST's test set in 3 epochs.
+
+    data: a folder of IDX files instead of the MNIST that ships with meshwise. Raises DataError when it cannot be read.
+    """
+    where = data or MNIST
+    classes = count_classes(where)
+
+    def optimizer(params: Iterable[nn.Parameter]) -> optim.Optimizer:
+        return optim.SGD(params, lr=0.05, momentum=0.9)
+
+    return Job(
+        name="mnist-cnn",
+        model=lambda: ConvNet(classes),
+        loss=cross_entropy,
+        optimizer=optimizer,
+        data=lambda: read_digits(where, "train"),
+        test=lambda: read_digits(where, "test"),
+        metrics=accuracy,
+        batch_size=256,
+        epochs=3,
+        seed=seed,
+    )
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean cross entropy of a batch, in nats."""
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+def accuracy(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The share of a batch whose likeliest class is the right one."""
+    images, labels = batch
+    return {"accuracy": (model(images).argmax(dim=1) == labels).float().mean()}
+
+
+def read_digits(where: Path, part: str) -> Images:
+    """One part, `train` or `test`, of a set of 28 x 28 images. Raises DataError for another size of image."""
+    images = read_images(where, part)
+    height, width = images.pixels.shape[1:]
+    if (height, width) != (SIDE, SIDE):
+        raise DataError(f"{where} has images of {height} x {width} pixels; the mnist jobs need {SIDE} x {SIDE}.")
+    return images

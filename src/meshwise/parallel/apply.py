@@ -1,0 +1,73 @@
+"""Apply a plan to an ordinary model. The techniques, in their order and with its reason:
+
+    precision    first: later techniques must see the parameters in the dtype that they are stored in
+    data         last: it reduces the gradients of whatever the others have made
+
+Sharding, tensor and pipeline parallelism, recomputation and offload will take their places in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from meshwise.parallel.data import DataParallel
+from meshwise.parallel.precision import store_parameters
+from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from meshwise.timeline.record import Recorder
+from meshwise.transfer import collectives
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A model under a plan: the same object, and how a backward is run on it.
+
+    reduction: averages gradients over the ranks; None on one device.
+    """
+
+    model: nn.Module
+    plan: Plan
+    reduction: DataParallel | None
+
+    def backward(self, loss: Tensor, *, reduce: bool = True, factor: Callable[[], Tensor] | None = None, whole: bool = False) -> None:
+        """Add the gradient of `loss` to `.grad`, as the mean over ranks when `reduce` is set.
+
+        factor: gives a scalar that multiplies what this backward adds; with `whole`, all that `.grad` then holds.
+        """
+        if self.reduction is not None:
+            self.reduction.backward(loss, reduce=reduce, factor=factor, whole=whole)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+            if factor is not None:
+                scale_gradients(self.model, factor())
+
+
+def apply(model: nn.Module, plan: Plan, world: World, recorder: Recorder) -> Applied:
+    """Lay `model` on this rank's device as `plan` says, in place. Start values are those of rank 0. Collective."""
+    check_fits(plan, world)
+    store_parameters(model, plan.precision)
+    model.to(world.device)
+    collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
+    reduction = None
+    if world.size > 1:
+        reduction = DataParallel(list(model.named_parameters()), bucket_mb=plan.bucket_mb, recorder=recorder)
+    return Applied(model, plan, reduction)
+
+
+def check_fits(plan: Plan, world: World) -> None:
+    """Raises PlanError when the plan needs another number of devices than the run has."""
+    if plan.devices != world.size:
+        raise PlanError(
+            f"data={plan.data} needs {plan.devices} devices; this run has {world.size}. "
+            f"Use data={world.size}, or start {plan.devices} workers with --devices."
+        )
+
+
+def scale_gradients(model: nn.Module, factor: Tensor) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(factor.to(p.grad.dtype))

@@ -1,0 +1,87 @@
+"""The state of a run: one object, and one value that it is saved as.
+
+Random draws and the data order are keyed by (seed, epoch, step, index), so no generator's state belongs to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from meshwise.spec.errors import CheckpointError
+
+FORMAT = 1
+
+
+@dataclass
+class RunState:
+    """All that a run carries from step to step.
+
+    epoch: counted from 0. index: samples of this epoch's global order that are behind us. step: optimizer steps so far.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    scaler: torch.amp.GradScaler
+    seed: int
+    epoch: int = 0
+    index: int = 0
+    step: int = 0
+
+
+def pack(state: RunState) -> dict[str, Any]:
+    """The state as plain values and tensors, the same on every rank and for every number of devices."""
+    return {
+        "format": FORMAT,
+        "model": state.model.state_dict(),
+        "optimizer": state.optimizer.state_dict(),
+        "scheduler": state.scheduler.state_dict() if state.scheduler else None,
+        "scaler": state.scaler.state_dict(),
+        "seed": state.seed,
+        "epoch": state.epoch,
+        "index": state.index,
+        "step": state.step,
+    }
+
+
+def unpack(state: RunState, saved: dict[str, Any]) -> None:
+    """Put a saved state into `state`, in place. Raises CheckpointError when it is of another model or optimizer."""
+    if saved.get("format") != FORMAT:
+        raise CheckpointError(f"the checkpoint has format {saved.get('format')}; this meshwise reads format {FORMAT}.")
+    _compare(state.model.state_dict(), saved["model"])
+    state.model.load_state_dict(saved["model"])
+    try:
+        state.optimizer.load_state_dict(saved["optimizer"])
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"the checkpoint is of another optimizer: {error}. Resume with the job that was run.") from None
+    if state.scheduler is not None and saved["scheduler"] is not None:
+        state.scheduler.load_state_dict(saved["scheduler"])
+    if saved["scaler"] and state.scaler.is_enabled():
+        state.scaler.load_state_dict(saved["scaler"])
+    state.seed, state.epoch, state.index, state.step = (saved[k] for k in ("seed", "epoch", "index", "step"))
+
+
+def _compare(own: dict[str, Any], saved: dict[str, Any]) -> None:
+    missing, foreign = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    other = [name for name in own if name in saved and getattr(own[name], "shape", None) != getattr(saved[name], "shape", None)]
+    if not (missing or foreign or other):
+        return
+    parts = []
+    if missing:
+        parts.append(f"it lacks {_some(missing)}")
+    if foreign:
+        parts.append(f"it has {_some(foreign)}, which this model does not")
+    if other:
+        name = other[0]
+        parts.append(f"{name} is {tuple(saved[name].shape)} there and {tuple(own[name].shape)} here")
+    raise CheckpointError(f"the checkpoint is of another model: {'; '.join(parts)}. Resume with the job that was run.")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,68 @@
+"""The order of the data: a pure function of (seed, epoch, global index), and each rank's share of it.
+
+The state of the order is one integer: how many samples of the epoch are behind us. World size, worker processes and
+accumulation may change at any step, and no sample is lost or repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwise.spec.world import World
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of one microbatch.
+
+    indices: which samples of the data set; never empty: a rank without samples gets one as a stand-in.
+    samples: how many of them count; 0 for a stand-in.
+    total: samples of the whole global batch that the microbatch belongs to.
+    """
+
+    indices: Tensor
+    samples: int
+    total: int
+
+
+def epoch_order(seed: int, epoch: int, samples: int) -> Tensor:
+    """The order in which epoch `epoch` (from 0) reads `samples` samples, int64 of shape (samples,)."""
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed * 2**32 + epoch))
+
+
+def part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
+    """Part `index` of the range [start, stop) in `parts` contiguous parts whose sizes differ by one at most."""
+    size, rest = divmod(stop - start, parts)
+    first = start + index * size + min(index, rest)
+    return first, first + size + (index < rest)
+
+
+def steps_of_epoch(
+    order: Tensor, batch_size: int, world: World, accumulate: int = 1, begin: int = 0
+) -> Iterator[list[Share]]:
+    """This rank's shares of every global batch from sample `begin` on: one list a step, one share a microbatch.
+
+    A ragged last batch makes fewer microbatches rather than empty ones.
+    """
+    for start in range(begin, len(order), batch_size):
+        stop = min(start + batch_size, len(order))
+        micro = min(accumulate, stop - start)
+        yield [share_of(order, *part(start, stop, micro, k), stop - start, world) for k in range(micro)]
+
+
+def share_of(order: Tensor, start: int, stop: int, total: int, world: World) -> Share:
+    """This rank's share of the microbatch [start, stop) of `order`."""
+    first, last = part(start, stop, world.size, world.rank)
+    if first == last:
+        return Share(order[start : start + 1], 0, total)
+    return Share(order[first:last], last - first, total)
+
+
+def sequential_shares(samples: int, batch_size: int, world: World) -> Sequence[Share]:
+    """Shares of a data set read front to back, as an evaluation does."""
+    order = torch.arange(samples)
+    return [shares[0] for shares in steps_of_epoch(order, batch_size, world)]

@@ -1,0 +1,142 @@
+"""Read batches from a data set: tensors in memory are sliced by batch, anything else goes through torch's DataLoader.
+
+Random draws inside a data set (augmentation) are keyed by (seed, epoch, sample index): a sample looks the same whichever
+rank and whichever worker process reads it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+
+from meshwise.spec.errors import DataError
+
+Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
+"""`read(index batches, epoch)` gives the batches."""
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """What a user's DataLoader would be told. `extra` holds its other keyword arguments."""
+
+    collate: Callable[[list[Any]], Any] | None = None
+    workers: int = 0
+    seed: int = 0
+    extra: Mapping[str, Any] | None = None
+
+
+def count_samples(data: Any, what: str) -> int:
+    """How many samples `data` has. Raises DataError when it has none or cannot say."""
+    if isinstance(data, (tuple, dict)):
+        tensors = list(data.values()) if isinstance(data, dict) else list(data)
+        lengths = {len(tensor) for tensor in tensors}
+        if len(lengths) != 1:
+            raise DataError(f"{what}: its tensors have different lengths ({sorted(lengths)}). Give equally many samples in each.")
+        count = lengths.pop()
+    elif hasattr(data, "__len__"):
+        count = len(data)
+    else:
+        raise DataError(f"{what}: {type(data).__name__} has no length. Give a map-style dataset or a tuple of tensors.")
+    if count == 0:
+        raise DataError(f"{what}: the data set is empty. Give at least one sample.")
+    return count
+
+
+def reader(data: Any, settings: LoaderSettings) -> Reader:
+    """How batches of `data` are read."""
+    whole = _batch_reader(data, settings)
+    if whole is None:
+        return _loader_reader(data, settings)
+    read_batch = whole
+
+    def read(batches: Iterable[Tensor], epoch: int) -> Iterator[Any]:
+        for indices in batches:
+            yield read_batch(indices)
+
+    return read
+
+
+def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:
+    """A function from indices to a batch, where the data set is in memory as tensors."""
+    if hasattr(data, "batch") and callable(data.batch):
+        return data.batch  # type: ignore[no-any-return]
+    if isinstance(data, Subset) and settings.collate is None:
+        inner = _batch_reader(data.dataset, settings)
+        positions = torch.as_tensor(data.indices)
+        return None if inner is None else lambda indices: inner(positions[indices])
+    if isinstance(data, TensorDataset) and settings.collate is None:
+        return lambda indices: [tensor[indices] for tensor in data.tensors]
+    if isinstance(data, tuple) and all(isinstance(t, Tensor) for t in data):
+        return lambda indices: tuple(tensor[indices] for tensor in data)
+    if isinstance(data, dict) and all(isinstance(t, Tensor) for t in data.values()):
+        return lambda indices: {name: tensor[indices] for name, tensor in data.items()}
+    return None
+
+
+class KeyedDataset(Dataset[Any]):
+    """A data set asked by (epoch, index), whose random draws depend on the key alone."""
+
+    def __init__(self, data: Any, seed: int) -> None:
+        self.data, self.seed = data, seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        with keyed_draws(self.seed, *key):
+            return self.data[key[1]]
+
+
+class keyed_draws:  # noqa: N801 — a context manager, read as a verb
+    """Random draws of torch, numpy and Python inside the with-body depend on the key alone; those outside go on as before."""
+
+    def __init__(self, *key: int) -> None:
+        self._key = key
+
+    def __enter__(self) -> None:
+        self._states = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+        seed = int(numpy.random.SeedSequence(self._key).generate_state(1)[0])
+        torch.default_generator.manual_seed(seed)
+        numpy.random.seed(seed)
+        random.seed(seed)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_rng_state(self._states[0])
+        numpy.random.set_state(self._states[1])
+        random.setstate(self._states[2])
+
+
+class _KeyBatches:
+    """The batch sampler of a DataLoader that lives longer than an epoch."""
+
+    def __init__(self) -> None:
+        self.batches: Iterable[Tensor] = ()
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for indices in self.batches:
+            yield [(self.epoch, index) for index in indices.tolist()]
+
+
+def _loader_reader(data: Any, settings: LoaderSettings) -> Reader:
+    keys = _KeyBatches()
+    extra = dict(settings.extra or {})
+    if settings.workers > 0:
+        extra = {"persistent_workers": True, "multiprocessing_context": "spawn" if torch.cuda.is_available() else None} | extra
+    loader: DataLoader[Any] = DataLoader(
+        KeyedDataset(data, settings.seed),
+        batch_sampler=keys,  # type: ignore[arg-type]
+        collate_fn=settings.collate,
+        num_workers=settings.workers,
+        **extra,
+    )
+
+    def read(batches: Iterable[Tensor], epoch: int) -> Iterator[Any]:
+        keys.batches, keys.epoch = batches, epoch
+        yield from loader
+
+    return read

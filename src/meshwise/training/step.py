@@ -1,0 +1,100 @@
+"""One optimizer step: forward and backward of every microbatch, one reduction, one update.
+
+The gradient is the exact weighted mean over the global batch. With weights that the sampler knows (samples), each
+microbatch's loss is scaled before its backward and nothing is communicated for it. With weights that only the loss knows
+(tokens), their sum is reduced while the backward runs and divides the gradients before they are averaged.
+The step never reads a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.parallel.apply import Applied
+from meshwise.parallel.precision import cast_batch, computing
+from meshwise.recovery.state import RunState
+from meshwise.spec.world import World
+from meshwise.timeline.record import Recorder
+from meshwise.training.job import Job
+from meshwise.training.order import Share
+from meshwise.training.weighing import as_weight, split_weight
+from meshwise.transfer import collectives
+
+Part = tuple[Any, Share]
+Losses = list[tuple[Tensor, Tensor | float]]
+"""A loss and its weight for each microbatch of a step."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What every step of a run needs."""
+
+    job: Job
+    applied: Applied
+    state: RunState
+    world: World
+    recorder: Recorder
+
+
+def train_step(run: StepContext, parts: Sequence[Part]) -> Losses:
+    """Take one optimizer step on this rank's microbatches. Returns their losses and weights, still on the device."""
+    seed_draws(run.state.seed, run.state.step, run.world)
+    losses: Losses = []
+    first: Tensor | None = None
+    for number, (batch, share) in enumerate(parts):
+        with run.recorder.span("forward"), computing(run.world.device, run.applied.plan.precision):
+            result = run.job.loss(run.applied.model, cast_batch(batch, run.applied.plan.precision))
+            mean, weight = split_weight(result, share.samples, f"the loss of job '{run.job.name}'")
+        last = number == len(parts) - 1
+        with run.recorder.span("backward"):
+            if weight is None:
+                losses.append((mean.detach(), float(share.samples)))
+                _backward(run, mean * (share.samples * run.world.size / share.total), last, None)
+            else:
+                weight = as_weight(weight, mean)
+                losses.append((mean.detach(), weight))
+                first = weight.clamp(min=1) if first is None else first
+                factor = _common_factor(run.world, losses, first) if last else None
+                _backward(run, mean * (weight / first).to(mean.dtype), last, factor)
+    with run.recorder.span("optimizer"):
+        _update(run)
+    return losses
+
+
+def _common_factor(world: World, losses: Losses, first: Tensor) -> Callable[[], Tensor]:
+    """Begin to sum the weights over the ranks; the result turns gradients in units of `first` into the global mean."""
+    wait = collectives.begin_sum(torch.stack([torch.as_tensor(weight) for _, weight in losses]).sum())
+    return lambda: first * world.size / wait()
+
+
+def _backward(run: StepContext, loss: Tensor, last: bool, factor: Callable[[], Tensor] | None) -> None:
+    run.applied.backward(run.state.scaler.scale(loss), reduce=last, factor=factor, whole=True)
+
+
+def _update(run: StepContext) -> None:
+    state = run.state
+    if run.job.clip_norm is not None:
+        state.scaler.unscale_(state.optimizer)
+        torch.nn.utils.clip_grad_norm_(state.model.parameters(), run.job.clip_norm)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.optimizer.zero_grad(set_to_none=True)
+    if state.scheduler is not None:
+        state.scheduler.step()
+    state.step += 1
+
+
+def seed_draws(seed: int, step: int, world: World) -> None:
+    """Key this rank's random draws (dropout) by (seed, step, rank): a resumed run draws the same, ranks draw apart.
+
+    Rank 0 draws what one device draws.
+    """
+    key = (seed * 1_000_003 + step) * 4099 + world.rank
+    torch.default_generator.manual_seed(key % 2**63)
+    if world.kind == "cuda":
+        torch.cuda.manual_seed(key % 2**63)

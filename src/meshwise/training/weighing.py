@@ -1,0 +1,32 @@
+"""The weight of a loss: what its mean is over, so that means of unequal parts add up to the mean of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.spec.errors import UsageError
+
+
+def split_weight(result: Any, samples: int, where: str) -> tuple[Tensor, Tensor | float | None]:
+    """A loss and its weight from what a job's function returned; weight None when the batch's samples weigh it.
+
+    A stand-in (samples 0) weighs nothing. Raises UsageError when the loss is not one number.
+    """
+    mean, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(mean, Tensor) or mean.numel() != 1:
+        shape = f"a tensor of shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else f"a {type(mean).__name__}"
+        raise UsageError(f"{where} gave {shape}, not one number. Return a mean, for instance loss.mean(), or (mean, weight).")
+    if weight is not None and samples == 0:
+        weight = weight * 0
+    return mean.reshape(()), weight
+
+
+def as_weight(weight: Tensor | float, like: Tensor) -> Tensor:
+    """`weight` as a detached float64 scalar on the device of `like` (float32 where the device has no float64)."""
+    dtype = torch.float32 if like.device.type == "mps" else torch.float64
+    if isinstance(weight, Tensor):
+        return weight.detach().to(device=like.device, dtype=dtype).reshape(())
+    return torch.tensor(float(weight), dtype=dtype, device=like.device)

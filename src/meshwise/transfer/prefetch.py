@@ -1,0 +1,50 @@
+"""Move batches to the device ahead of their use: pinned memory, a side stream, one batch ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.transfer.tree import map_tensors
+
+
+def to_device(batch: Any, device: str) -> Any:
+    """Every tensor of `batch` on `device`."""
+    return batch if device == "cpu" else map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def prefetch(batches: Iterable[tuple[Any, Any]], device: str) -> Iterator[tuple[Any, Any]]:
+    """`(batch, facts)` pairs with the batch on `device`. On CUDA the next batch is copied while this one is used."""
+    if not device.startswith("cuda"):
+        for batch, facts in batches:
+            yield to_device(batch, device), facts
+        return
+    stream = torch.cuda.Stream(device)
+    ahead: tuple[Any, Any] | None = None
+    for batch, facts in batches:
+        with torch.cuda.stream(stream):
+            moved = map_tensors(lambda tensor: _pinned(tensor).to(device, non_blocking=True), batch)
+        if ahead is not None:
+            yield ahead
+        ahead = (_handed_over(moved, stream), facts)
+    if ahead is not None:
+        yield ahead
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
+
+
+def _handed_over(batch: Any, stream: torch.cuda.Stream) -> Any:
+    """The copies of `stream`, safe to use on the current stream, and not reused before it is done with them."""
+    current = torch.cuda.current_stream()
+    current.wait_stream(stream)
+
+    def record(tensor: Tensor) -> Tensor:
+        tensor.record_stream(current)
+        return tensor
+
+    return map_tensors(record, batch)
