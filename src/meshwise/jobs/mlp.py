@@ -10,17 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
+from meshwise.jobs.mnist import Batch, accuracy, cross_entropy
 from meshwise.spec.errors import UsageError
 from meshwise.training.job import Job
 
 FEATURES, CLASSES = 1000, 10
 TRAIN_SAMPLES, TEST_SAMPLES = 10_000, 2_000
 CENTRE_SCALE = 0.2  # against noise of 1: with SGD at 1e-3, 10 epochs go from 10 % to about 97 % of the test set
-
-Batch = tuple[Tensor, Tensor]  # features (batch, 1000), labels (batch,)
 
 
 def mlp(*, data: Path | None = None, seed: int = 0) -> Job:
@@ -59,18 +57,6 @@ def build_model() -> nn.Module:
         nn.ReLU(),
         nn.Linear(1000, CLASSES),
     )
-
-
-def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean cross entropy of a batch, in nats."""
-    features, labels = batch
-    return F.cross_entropy(model(features), labels)
-
-
-def accuracy(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The share of a batch whose likeliest class is the right one."""
-    features, labels = batch
-    return {"accuracy": (model(features).argmax(dim=1) == labels).float().mean()}
 
 
 def draw_samples(seed: int) -> tuple[Batch, Batch]:

@@ -1,4 +1,4 @@
-"""The tutorials' two networks on MNIST, or on another set of 28 x 28 images in the same format (Fashion-MNIST, EMNIST)."""
+"""The tutorials' two networks on MNIST, or on another set of its format: Fashion-MNIST, KMNIST, EMNIST."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwise.training.job import Job
 MNIST = Path(__file__).parent / "data" / "mnist"
 SIDE = 28  # pixels
 
-Batch = tuple[Tensor, Tensor]  # images (batch, 1, 28, 28), labels (batch,)
+Batch = tuple[Tensor, Tensor]  # inputs (batch, ...), labels (batch,)
 
 
 class ConvNet(nn.Module):
@@ -92,14 +92,14 @@ def mnist_cnn(*, data: Path | None = None, seed: int = 0) -> Job:
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     """The mean cross entropy of a batch, in nats."""
-    images, labels = batch
-    return F.cross_entropy(model(images), labels)
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels)
 
 
 def accuracy(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """The share of a batch whose likeliest class is the right one."""
-    images, labels = batch
-    return {"accuracy": (model(images).argmax(dim=1) == labels).float().mean()}
+    inputs, labels = batch
+    return {"accuracy": (model(inputs).argmax(dim=1) == labels).float().mean()}
 
 
 def read_digits(where: Path, part: str) -> Images:
