@@ -1,0 +1,46 @@
+"""Run code blocks one after another, each in a namespace of its own, and write down what each did.
+
+`test_tutorials.py` starts this file once for all blocks that need one process, and once a rank for those that need two.
+Arguments: the file of blocks to read (JSON), the file of outcomes to write (one JSON line a block).
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+def run(code: str, name: str) -> dict[str, object]:
+    """Execute `code` as a program of its own: what it printed, what it warned of, and what it raised, if anything."""
+    printed, error = io.StringIO(), ""
+    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(printed):
+        warnings.simplefilter("always")
+        try:
+            exec(compile(code, name, "exec"), {"__name__": "__main__"})
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}"
+    return {
+        "printed": printed.getvalue(),
+        "warned": [f"{entry.category.__name__}: {entry.message}" for entry in caught],
+        "error": error,
+    }
+
+
+def main(blocks: Path, outcomes: Path) -> None:
+    """Run all blocks; a line is on disk before the next block starts, so that a crash loses one outcome only."""
+    with outcomes.open("w", encoding="utf-8") as lines:
+        for block in json.loads(blocks.read_text(encoding="utf-8")):
+            os.environ["MASTER_PORT"] = str(block["port"])
+            outcome = run(block["code"], block["name"])
+            if dist.is_initialized():  # a block that failed half-way must not leave its group to the next one
+                dist.destroy_process_group()
+            print(json.dumps({"name": block["name"], **outcome}), file=lines, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
