@@ -1,0 +1,65 @@
+# Each target does the set-up that it needs, once: a virtual environment in .venv with the tested versions.
+# pip takes the torch build of its index; on Linux without a GPU, this one saves some gigabytes of CUDA libraries:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+
+VENV := .venv
+PY := $(VENV)/bin/python
+RUNTIME := $(VENV)/installed-runtime
+DEV := $(VENV)/installed-dev
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test check suite bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(RUNTIME)  ## train the convolutional network on MNIST, on every accelerator or on two CPU workers
+	@devices="--devices 2xcpu"; \
+	if $(PY) -c "import sys, torch; sys.exit(not torch.accelerator.is_available())"; then devices=""; fi; \
+	echo "meshwise run mnist-cnn $$devices"; \
+	$(PY) -m meshwise run mnist-cnn $$devices
+
+test: check  ## what CI runs: the same as check
+
+check: $(DEV)  ## lint, format, types, tests
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest -m "not slow"
+
+suite: $(DEV)  ## all tests, the slow ones too
+	$(PY) -m pytest
+
+bench: $(DEV)  ## every benchmark, one script a claim; results go to bench/results (bench/gpu.py is run where a GPU is)
+	@set -e; for script in $(filter-out bench/gpu.py,$(sort $(wildcard bench/*.py))); do \
+		echo "$(PY) $$script"; $(PY) $$script; \
+	done
+
+clean:  ## remove the virtual environment and every cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are older than pyproject.toml or constraints.txt only when those have changed since.
+$(RUNTIME): pyproject.toml constraints.txt | $(PY)
+	$(PY) -m pip install -c constraints.txt -e .
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(PY)
+	$(PY) -m pip install -c constraints.txt -e ".[dev]"
+	@touch $(RUNTIME) $@
+
+$(PY):
+	@for python in python3.11 python3 python3.12 python3.13 python3.14 python; do \
+		if $$python -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null; then \
+			echo "$$python -m venv $(VENV)"; \
+			$$python -m venv $(VENV) && exit 0; \
+			rm -rf $(VENV); \
+			echo "$$python cannot make a virtual environment here. On Debian and Ubuntu: apt install python3-venv" >&2; \
+			exit 1; \
+		fi; \
+	done; \
+	echo "meshwise needs Python 3.11 or newer; none of python3.11, python3, python3.12 to python3.14, python is one." >&2; \
+	echo "Install it (https://www.python.org/downloads/) and run make again." >&2; \
+	exit 1

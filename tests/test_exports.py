@@ -1,0 +1,70 @@
+"""The public names are exactly these, sorted, and no verb hides a room."""
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+import meshwise
+
+PUBLIC = [
+    "CheckpointError",
+    "DataError",
+    "Job",
+    "LossError",
+    "MeshwiseError",
+    "Plan",
+    "PlanError",
+    "UsageError",
+    "WorkerFailed",
+    "accumulate",
+    "backward",
+    "distribute",
+    "launch",
+    "load",
+    "rank",
+    "run",
+    "save",
+    "sum",
+    "world_size",
+]
+
+
+def visible(module: ModuleType) -> set[str]:
+    """Names without an underscore that a module holds; its own submodules appear by being imported and do not count."""
+    submodules = re.compile(rf"{re.escape(module.__name__)}\..*")
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and not (isinstance(value, ModuleType) and submodules.fullmatch(value.__name__ or ""))
+    }
+
+
+def test_the_public_names_are_these() -> None:
+    assert meshwise.__all__ == PUBLIC
+
+
+def test_the_public_names_are_sorted_and_told_once() -> None:
+    assert list(meshwise.__all__) == sorted(set(meshwise.__all__))
+
+
+def test_nothing_else_is_visible() -> None:
+    assert visible(meshwise) == set(PUBLIC)
+
+
+def test_no_public_name_is_a_room() -> None:
+    package = Path(meshwise.__file__).parent
+    modules = {path.stem for path in package.glob("*.py")} | {
+        path.parent.name for path in package.glob("*/__init__.py")
+    }
+    assert modules.isdisjoint(PUBLIC)
+
+
+def test_public_names_know_what_they_are() -> None:
+    assert all((getattr(meshwise, name).__doc__ or "").strip() for name in PUBLIC)
+
+
+def test_a_leaked_name_is_seen() -> None:
+    module = ModuleType("house")
+    module.leak, module.room, module.os = 1, ModuleType("house.room"), ModuleType("os")  # type: ignore[attr-defined]
+    assert visible(module) == {"leak", "os"}

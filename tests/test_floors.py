@@ -1,0 +1,385 @@
+"""The floors of the house: a room imports only rooms on lower floors, and nothing is hidden.
+
+The table below is the one truth of what may import what. A new room or module gets its line here first. The checker
+reads sources with `ast` and imports nothing; the second half of this file plants each violation and sees it caught.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "meshwise"
+SOURCES = Path(__file__).parents[1] / "src" / PACKAGE
+
+FLOORS = {
+    "spec": 0,
+    "compat": 1,
+    "records": 1,
+    "timeline": 2,
+    "workers": 2,
+    "transfer": 3,
+    "machine": 4,
+    "arrays": 4,
+    "parallel": 5,
+    "recovery": 5,
+    "training": 6,
+    "rehearsal": 7,
+    "equivalence": 7,
+    "jobs": 7,
+    # The top floor, in the order in which its modules import each other.
+    "api": 8,
+    "__init__": 9,
+    "cli": 9,
+    "__main__": 10,
+}
+
+WITHOUT_TORCH = {"spec", "records"}
+WITH_PRIVATE_TORCH = {"compat"}
+# Files of parallel/ that techniques may import: a floor that they share, itself no technique.
+SHARED_BY_TECHNIQUES: set[str] = set()
+FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "manager", "managers", "base", "misc"}
+
+MOST_FILE_LINES = 350
+MOST_FUNCTION_LINES = 60
+# What must be longer, and why: "room/file.py" or "room/file.py:function" -> the reason.
+LONGER: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the package: its path inside the package, its text and its tree."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def room(self) -> str:
+        return self.path.split("/")[0].removesuffix(".py")
+
+    @property
+    def module(self) -> str:
+        parts = [part for part in self.path.removesuffix(".py").split("/") if part != "__init__"]
+        return ".".join([PACKAGE, *parts])
+
+    def at(self, node: ast.stmt | ast.expr) -> str:
+        return f"{self.path}:{node.lineno}"
+
+
+def read_sources(package: Path) -> list[Source]:
+    files = sorted(package.rglob("*.py"))
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    return [Source(f.relative_to(package).as_posix(), t, ast.parse(t)) for f, t in zip(files, texts, strict=True)]
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """Every absolute import in a tree with its node. `from a import b` counts as `a.b`: b may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def own_imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """Imports of our own package as (node, room or `__init__`)."""
+    for node, name in imports(tree):
+        parts = name.split(".")
+        if parts[0] == PACKAGE:
+            known = len(parts) > 1 and (parts[1] in FLOORS or len(parts) > 2)
+            yield node, parts[1] if known else "__init__"
+
+
+def lower_floors_only(source: Source) -> Iterator[str]:
+    floor = FLOORS.get(source.room)
+    for node, room in own_imports(source.tree):
+        if floor is None or room == source.room:
+            continue
+        if room not in FLOORS:
+            yield f"{source.at(node)}: imports {room}, which has no floor"
+        elif FLOORS[room] >= floor:
+            yield (
+                f"{source.at(node)}: {source.room} (floor {floor}) imports {room} (floor {FLOORS[room]}). "
+                "Import only from lower floors; pass a function or plain data instead"
+            )
+
+
+def absolute_imports_only(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield f"{source.at(node)}: a relative import. Write from {PACKAGE}.room.file import name"
+
+
+def nothing_hidden(source: Source) -> Iterator[str]:
+    for node, room in own_imports(source.tree):
+        if node not in source.tree.body:
+            yield f"{source.at(node)}: a hidden import of {room}, in a function or a condition. Move it to the top"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and node.args and _called(node) in {"import_module", "__import__"}:
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and str(name.value).split(".")[0] == PACKAGE:
+                yield f"{source.at(node)}: a hidden import of {name.value} by its name. Move it to the top"
+
+
+def no_torch_below(source: Source) -> Iterator[str]:
+    for node, name in imports(source.tree):
+        if source.room in WITHOUT_TORCH and f"{name}.".startswith(("torch.", "torchvision.", "safetensors.torch.")):
+            yield f"{source.at(node)}: {source.room} imports torch. Write dtypes and devices as strings there"
+
+
+def no_private_torch(source: Source) -> Iterator[str]:
+    if source.room in WITH_PRIVATE_TORCH:
+        return
+    for node, name in imports(source.tree):
+        if name.split(".")[0] == "torch" and any(map(_private, name.split("."))):
+            yield f"{source.at(node)}: imports {name}, private in torch. Wrap it in compat, with a probe"
+    known = _torch_names(source.tree)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and _private(node.attr) and _root(node.value) in known:
+            yield f"{source.at(node)}: uses {ast.unparse(node)}, private in torch. Wrap it in compat, with a probe"
+
+
+def techniques_stand_alone(source: Source) -> Iterator[str]:
+    technique = source.path.removeprefix("parallel/").removesuffix(".py")
+    if source.room != "parallel" or technique in {"apply", "__init__"}:
+        return
+    for node, name in imports(source.tree):
+        parts = name.split(".")
+        other = parts[2] if parts[:2] == [PACKAGE, "parallel"] and len(parts) > 2 else technique
+        if other != technique and other not in SHARED_BY_TECHNIQUES:
+            yield f"{source.at(node)}: technique {technique} imports {other}. Only parallel/apply.py joins techniques"
+
+
+def kind_names(source: Source) -> Iterator[str]:
+    for part in source.path.removesuffix(".py").split("/"):
+        if part.strip("_") in FORBIDDEN_NAMES:
+            yield f"{source.path}: '{part}' says nothing of what is inside. Name the one idea of the file"
+
+
+def in_the_table(source: Source) -> Iterator[str]:
+    if source.room not in FLOORS:
+        yield f"{source.path}: {source.room} has no floor. Give it a line in FLOORS, or put the file into a room"
+
+
+def short_enough(source: Source) -> Iterator[str]:
+    for what, lines, most in _lengths(source):
+        if lines > most and what not in LONGER:
+            yield f"{what}: {lines} lines, more than {most}. Split it by idea, or give the reason in LONGER"
+
+
+RULES: list[Callable[[Source], Iterator[str]]] = [
+    lower_floors_only,
+    absolute_imports_only,
+    nothing_hidden,
+    no_torch_below,
+    no_private_torch,
+    techniques_stand_alone,
+    kind_names,
+    in_the_table,
+    short_enough,
+]
+
+
+def faults(package: Path) -> list[str]:
+    sources = read_sources(package)
+    return [fault for source in sources for rule in RULES for fault in rule(source)] + list(_circles(sources))
+
+
+def _circles(sources: list[Source]) -> Iterator[str]:
+    """Floors keep rooms apart; inside a room, files must not import each other in a circle either."""
+    modules = {source.module for source in sources}
+    graph = {
+        source.module: {
+            next((m for m in (name, name.rpartition(".")[0]) if m in modules and m != source.module), "")
+            for _, name in imports(source.tree)
+        }
+        - {"", PACKAGE}
+        for source in sources
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        yield f"modules import each other in a circle: {' <- '.join(error.args[1])}"
+
+
+def _lengths(source: Source) -> Iterator[tuple[str, int, int]]:
+    yield source.path, len(source.text.splitlines()), MOST_FILE_LINES
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{source.path}:{node.name}", (node.end_lineno or 0) - node.lineno + 1, MOST_FUNCTION_LINES
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _root(node: ast.expr) -> str:
+    """The name that an expression such as `dist.group.WORLD` or `torch.empty(1)[0]` begins with."""
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call):
+            node = node.func
+        else:
+            return ""
+    return node.id
+
+
+def _torch_names(tree: ast.Module) -> set[str]:
+    """The names in a file that stand for torch, one of its modules, or something imported from it."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {a.asname or "torch" for a in node.names if a.name.split(".")[0] == "torch"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def test_the_house_stands_on_its_floors() -> None:
+    found = faults(SOURCES)
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_every_reason_to_be_longer_is_still_needed() -> None:
+    longer = {what for source in read_sources(SOURCES) for what, lines, most in _lengths(source) if lines > most}
+    assert set(LONGER) <= longer, f"no longer too long, remove from LONGER: {sorted(set(LONGER) - longer)}"
+
+
+def test_every_folder_of_the_package_is_a_package() -> None:
+    folders = {file.parent for file in SOURCES.rglob("*.py")}
+    bare = sorted(str(folder) for folder in folders if not (folder / "__init__.py").exists())
+    assert not bare, f"an __init__.py with one line of purpose is missing in {bare}"
+
+
+# Each violation planted alone: path, source, and what the checker must say of it.
+PLANTED = {
+    "an import of a higher floor": ("spec/a.py", "import meshwise.training.job", "spec (floor 0) imports training"),
+    "an import of the same floor": (
+        "parallel/a.py",
+        "from meshwise.recovery import state",
+        "parallel (floor 5) imports",
+    ),
+    "a room from the root": ("timeline/a.py", "from meshwise import workers", "timeline (floor 2) imports workers"),
+    "the package itself": ("training/a.py", "import meshwise as mw", "training (floor 6) imports __init__ (floor 9)"),
+    "a public verb": ("training/a.py", "from meshwise import backward", "training (floor 6) imports __init__"),
+    "a room without a floor": (
+        "training/a.py",
+        "from meshwise.attic.box import lid",
+        "imports attic, which has no floor",
+    ),
+    "a relative import": ("spec/a.py", "from . import plan", "a relative import"),
+    "a relative import of a sibling": ("spec/a.py", "from .plan import Plan", "a relative import"),
+    "an import in a function": (
+        "cli.py",
+        "def run():\n    from meshwise.api import run\n    return run",
+        "cli.py:2: a hidden import of api",
+    ),
+    "an import under TYPE_CHECKING": (
+        "training/a.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from meshwise.spec.plan import Plan",
+        "training/a.py:3: a hidden import of spec",
+    ),
+    "an import that may fail": (
+        "training/a.py",
+        "try:\n    import meshwise.spec.plan\nexcept ImportError:\n    pass",
+        "a hidden import of spec",
+    ),
+    "an import by name": (
+        "training/a.py",
+        "import importlib\nplan = importlib.import_module('meshwise.api')",
+        "a hidden import of meshwise.api by its name",
+    ),
+    "torch in spec": ("spec/a.py", "import torch", "spec imports torch"),
+    "torch in a function of records": ("records/a.py", "def f():\n    from torch import nn", "records imports torch"),
+    "torch through safetensors": ("records/a.py", "from safetensors.torch import save_file", "records imports torch"),
+    "a private name of torch": ("parallel/a.py", "from torch.optim.lr_scheduler import _x", "private in torch"),
+    "a private module of torch": ("parallel/a.py", "import torch._dynamo", "private in torch"),
+    "a private attribute of torch": ("training/a.py", "import torch\ntorch._C._log()", "uses torch._C,"),
+    "a private attribute under another name": (
+        "transfer/a.py",
+        "import torch.distributed as dist\ndist.group.WORLD._get_backend(1)",
+        "uses dist.group.WORLD._get_backend",
+    ),
+    "a private attribute of what torch returns": (
+        "transfer/a.py",
+        "from torch import nn\nnn.Linear(1, 1)._apply(print)",
+        "uses nn.Linear(1, 1)._apply",
+    ),
+    "a technique that imports a technique": (
+        "parallel/shard.py",
+        "from meshwise.parallel.data import reduce",
+        "technique shard imports data",
+    ),
+    "a technique as a module": (
+        "parallel/shard.py",
+        "from meshwise.parallel import data",
+        "technique shard imports data",
+    ),
+    "a technique that imports apply": (
+        "parallel/shard.py",
+        "from meshwise.parallel.apply import apply",
+        "technique shard imports apply",
+    ),
+    "a forbidden room": ("utils/a.py", "", "'utils' says nothing"),
+    "a forbidden file": ("training/_helpers.py", "", "'_helpers' says nothing"),
+    "a module without a floor": ("extra.py", "", "extra has no floor"),
+    "a room that is not in the table": ("attic/a.py", "", "attic has no floor"),
+    "a long file": ("spec/a.py", "x = 1\n" * (MOST_FILE_LINES + 1), "spec/a.py: 351 lines, more than 350"),
+    "a long function": (
+        "spec/a.py",
+        "class A:\n    def long(self):\n" + "        x = 1\n" * MOST_FUNCTION_LINES,
+        "spec/a.py:long: 61 lines, more than 60",
+    ),
+}
+
+ALLOWED = {
+    "a lower floor": ("training/a.py", "from meshwise.spec.plan import Plan\nimport meshwise.parallel.apply"),
+    "its own room": ("workers/a.py", "from meshwise.workers.channel import ADDRESS"),
+    "apply joins the techniques": ("parallel/apply.py", "from meshwise.parallel import data, precision"),
+    "private torch in compat": ("compat/a.py", "import torch\nfrom torch._C import _x\ntorch._C._log()"),
+    "torch's own dunders": ("training/a.py", "import torch\nprint(torch.__version__)"),
+    "private names of our own": ("training/a.py", "import torch\nclass A:\n    def f(self):\n        return self._x"),
+    "another package in a function": ("training/a.py", "def f():\n    import tensorboard"),
+    "the public names": ("__init__.py", "from meshwise.api import run"),
+    "the longest function": ("spec/a.py", "def f():\n" + "    x = 1\n" * (MOST_FUNCTION_LINES - 1)),
+}
+
+
+def plant(package: Path, path: str, text: str) -> list[str]:
+    file = package / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return faults(package)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_checker_catches(tmp_path: Path, name: str) -> None:
+    path, text, message = PLANTED[name]
+    found = plant(tmp_path, path, text)
+    assert len([fault for fault in found if message in fault]) == 1, found
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_the_checker_allows(tmp_path: Path, name: str) -> None:
+    assert plant(tmp_path, *ALLOWED[name]) == []
+
+
+def test_the_checker_catches_files_of_a_room_in_a_circle(tmp_path: Path) -> None:
+    assert plant(tmp_path, "spec/a.py", "from meshwise.spec.b import x") == []
+    assert "spec.a" in plant(tmp_path, "spec/b.py", "from meshwise.spec import a")[0]
+
+
+def test_two_violations_in_one_file_are_both_told(tmp_path: Path) -> None:
+    found = plant(tmp_path, "spec/a.py", "import torch\nfrom . import b")
+    assert len(found) == 2
