@@ -10,7 +10,7 @@ from torch import Tensor, nn, optim
 
 from meshwise.jobs.mlp import draw_samples, mlp
 from meshwise.jobs.mnist import ConvNet, mnist_cnn, mnist_mlp
-from meshwise.spec.errors import DataError, UsageError
+from meshwise.spec.errors import DataError
 from meshwise.training.job import Job
 
 
@@ -106,11 +106,6 @@ def test_mlp_draws_its_data_from_the_seed_alone() -> None:
     assert features.shape == (10_000, 1000) and test_features.shape == (2_000, 1000)
     assert not torch.equal(features[:2_000], test_features)
     assert labels.bincount(minlength=10).min() > 900
-
-
-def test_mlp_refuses_a_data_folder(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="makes its data from the seed"):
-        mlp(data=tmp_path)
 
 
 @pytest.mark.parametrize("make", [mnist_mlp, mnist_cnn])

@@ -7,13 +7,11 @@ centre plus noise: a sample alone says little in any one of its 1000 features, a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import nn, optim
 
 from meshwise.jobs.mnist import Batch, accuracy, cross_entropy
-from meshwise.spec.errors import UsageError
 from meshwise.training.job import Job
 
 FEATURES, CLASSES = 1000, 10
@@ -21,7 +19,7 @@ TRAIN_SAMPLES, TEST_SAMPLES = 10_000, 2_000
 CENTRE_SCALE = 0.2  # against noise of 1: with SGD at 1e-3, 10 epochs go from 10 % to about 97 % of the test set
 
 
-def mlp(*, data: Path | None = None, seed: int = 0) -> Job:
+def mlp(*, seed: int = 0) -> Job:
     """Tutorial 2: three linear layers, SGD at 1e-3, 10 epochs. The test set is drawn apart from the training set.
 
     Raises UsageError when `data` is given: the job makes its own.
