@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,17 +22,16 @@ from meshwise.spec.world import World
 from meshwise.workers.channel import WorkerChannel, connect
 from meshwise.workers.gate import StepGate
 
-RUN_FOLDER, DEVICE_KIND = "MESHWISE_RUN_FOLDER", "MESHWISE_DEVICE"
+DEVICE_KIND = "MESHWISE_DEVICE"
 
 
 @dataclass(frozen=True)
 class Session:
-    """What this process knows of its run: who it is, its side channel, its step gate, the run folder if there is one."""
+    """What this process knows of its run: who it is, its side channel, its step gate."""
 
     world: World
     channel: WorkerChannel | None
     gate: StepGate
-    folder: Path | None
 
 
 _session: Session | None = None
@@ -46,8 +44,7 @@ def open_session() -> Session:
         derive_ranks(os.environ)
         world = _take_device(read_world(os.environ))
         channel = connect(os.environ, world.rank)
-        folder = os.environ.get(RUN_FOLDER)
-        _session = Session(world, channel, StepGate(channel), Path(folder) if folder else None)
+        _session = Session(world, channel, StepGate(channel))
     return _session
 
 

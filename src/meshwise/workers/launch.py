@@ -34,21 +34,12 @@ from meshwise.spec.worker_share import WorkerShare
 from meshwise.workers import failure, join, process, worker
 from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message
 from meshwise.workers.failure import Failure
+from meshwise.workers.nodes import Nodes
 
 GRACE = 1.0  # seconds in which a real culprit may still report after its victim did
 EXIT_GRACE = 3.0  # seconds in which the others may follow a rank that left in the middle of an epoch
 END_GRACE = 10.0  # seconds for a worker that said done to end
 HALT_GRACE = 60.0  # seconds in which a halted run may finish its step and save
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """The other machines of a run: this node's first rank, the number of all ranks, where rank 0 listens."""
-
-    first_rank: int = 0
-    size: int | None = None
-    master: str = "127.0.0.1"
-    port: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +70,8 @@ class Halt:
     def __init__(self) -> None:
         self.wanted = threading.Event()
         self.at_once = threading.Event()
+        self.signal = 2
+        """The signal that asked for it; the exit code is 128 more, as shells have it."""
 
 
 def launch(
@@ -97,7 +90,7 @@ def launch(
         all goes well. Raises WorkerFailed with the culprit's rank and traceback when a worker fails.
     """
     scratch = Path(tempfile.mkdtemp(prefix="meshwise-"))
-    launcher = _Launcher(scratch, folder or scratch, listeners or Listeners(), nodes or Nodes(), halt or Halt(), len(shares))
+    launcher = _Launcher(scratch, folder or scratch, listeners or Listeners(), nodes, halt or Halt(), len(shares))
     try:
         task = scratch / "task.pickle"
         # In two layers: the worker must have our module path before it reads the function.
@@ -119,10 +112,13 @@ def free_port() -> int:
 class _Launcher:
     """The workers of one launch on this machine, and what is known of each."""
 
-    def __init__(self, scratch: Path, folder: Path, listeners: Listeners, nodes: Nodes, halt: Halt, local_size: int) -> None:
+    def __init__(
+        self, scratch: Path, folder: Path, listeners: Listeners, nodes: Nodes | None, halt: Halt, local_size: int
+    ) -> None:
         self.scratch, self.folder, self.listeners, self.nodes, self.halt = scratch, folder, listeners, nodes, halt
         self.local_size = local_size
-        self.size = nodes.size or local_size
+        self.size = nodes.size if nodes else local_size
+        self.first_rank = nodes.first_rank if nodes else 0
         self.workers: list[_Worker] = []
         self._inbox: queue.Queue[tuple[int, Message]] = queue.Queue()
         self._token = secrets.token_hex(16)
@@ -130,12 +126,13 @@ class _Launcher:
         self._halting: dict[int, int] | None = None
         self._last: int | None = None
         self._halted_at = 0.0
+        self._looked = 0.0
 
     def start(self, task: Path, shares: Sequence[WorkerShare]) -> None:
-        port = self.nodes.port or free_port()
+        port = self.nodes.port if self.nodes else free_port()
         (self.folder / "workers").mkdir(parents=True, exist_ok=True)
         for local_rank, share in enumerate(shares):
-            rank = self.nodes.first_rank + local_rank
+            rank = self.first_rank + local_rank
             environment = os.environ | self._environment(rank, local_rank, port, share)
             log = (self.folder / "workers" / f"rank{rank}.log").open("ab")
             shown = rank == 0
@@ -161,7 +158,7 @@ class _Launcher:
             "WORLD_SIZE": str(self.size),
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_size),
-            "MASTER_ADDR": self.nodes.master,
+            "MASTER_ADDR": self.nodes.master if self.nodes else "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": str(share.threads),
             "CUDA_VISIBLE_DEVICES": visible,
@@ -169,7 +166,6 @@ class _Launcher:
             ADDRESS: self._channel.address,
             TOKEN: self._token,
             join.DEVICE_KIND: share.device,
-            join.RUN_FOLDER: str(self.folder) if self.folder != self.scratch else "",
             worker.CORES: ",".join(map(str, share.cores)),
             worker.THREADS: str(share.threads),
         }
@@ -191,22 +187,41 @@ class _Launcher:
             self._deliver_one()
             self._look_at_processes()
             self._look_at_halt()
+            self._look_at_nodes()
             failures = self._failures()
             if failures and self._settled(failures):
-                chosen = failure.culprit(failures)
-                raise WorkerFailed(failure.sentence(chosen, self.size), rank=chosen.rank, exit_code=max(chosen.exit_code, 1))
+                self._fail(failure.culprit(failures))
             if all(w.state in ("done", "gone") and time.monotonic() - w.since > END_GRACE for w in self.workers):
                 break  # all said done; one that cannot end by itself is ended by end()
         for entry in self.workers:
             for reader in entry.readers:
                 reader.join(timeout=2)
 
+    def _fail(self, chosen: Failure) -> None:
+        text = failure.sentence(chosen, self.size)
+        if self.nodes and chosen.kind != "victim":
+            self.nodes.tell("failed", {"text": text, "rank": chosen.rank})
+        raise WorkerFailed(text, rank=chosen.rank, exit_code=max(chosen.exit_code, 1))
+
+    def _look_at_nodes(self) -> None:
+        """Twice a second: did another machine fail, or ask for a halt?"""
+        if self.nodes is None or time.monotonic() - self._looked < 0.5:
+            return
+        self._looked = time.monotonic()
+        failed = self.nodes.told("failed")
+        if isinstance(failed, dict):
+            raise WorkerFailed(f"on another machine: {failed['text']}", rank=failed["rank"])
+        if self.halt.wanted.is_set():
+            self.nodes.tell("halt", True)
+        elif self.nodes.told("halt"):
+            self.halt.wanted.set()
+
     def _deliver_one(self) -> None:
         try:
             rank, message = self._inbox.get(timeout=0.05)
         except queue.Empty:
             return
-        entry = self.workers[rank - self.nodes.first_rank]
+        entry = self.workers[rank - self.first_rank]
         kind = message["kind"]
         if kind == "done":
             entry.state, entry.since = "done", time.monotonic()
@@ -249,7 +264,7 @@ class _Launcher:
 
     def _look_at_halt(self) -> None:
         if self.halt.at_once.is_set():
-            raise WorkerFailed("stopped at once; what was saved before is kept.", exit_code=130)
+            raise WorkerFailed("stopped at once; what was saved before is kept.", exit_code=128 + self.halt.signal)
         if not self.halt.wanted.is_set():
             return
         if self._halting is None:
@@ -258,11 +273,22 @@ class _Launcher:
                 self._channel.send(entry.rank, "halt")
         waiting = [w for w in self.workers if w.state == "running" and w.rank not in self._halting]
         if self._halting and not waiting and self._last is None:
-            self._last = max(self._halting.values())
+            self._last = self._agreed_last(max(self._halting.values()))
+            if self._last is None:
+                return
             for entry in self.workers:
                 self._channel.send(entry.rank, "last", step=self._last)
         if time.monotonic() - self._halted_at > HALT_GRACE:
-            raise WorkerFailed(f"the workers did not stop within {HALT_GRACE:.0f} s and were ended.", exit_code=130)
+            raise WorkerFailed(f"the workers did not stop within {HALT_GRACE:.0f} s and were ended.", exit_code=128 + self.halt.signal)
+
+    def _agreed_last(self, here: int) -> int | None:
+        """The last step over all machines; None while one of them has not answered."""
+        if self.nodes is None:
+            return here
+        self.nodes.tell(f"begun/{self.nodes.node_rank}", here)
+        begun = [self.nodes.told(f"begun/{node}") for node in range(self.nodes.nnodes)]
+        known = [step for step in begun if isinstance(step, int)]
+        return max(known) if len(known) == len(begun) else None
 
     def end(self) -> None:
         for entry in self.workers:

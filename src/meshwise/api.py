@@ -1,0 +1,197 @@
+"""The public verbs, short: what each does lives in its room."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshwise.jobs.registry import find_job
+from meshwise.jobs.script import run_script_file
+from meshwise.machine.find import describe, find_devices
+from meshwise.records import folder as names
+from meshwise.records.atomic import write_text
+from meshwise.spec.device_words import parse_devices
+from meshwise.spec.errors import UsageError
+from meshwise.spec.plan import Plan, plan_to_toml
+from meshwise.spec.worker_share import WorkerShare
+from meshwise.timeline.live import LiveView
+from meshwise.timeline.summary_text import RunSummary, summary_dict, summary_text
+from meshwise.training.job import Job
+from meshwise.training.loop import run_job
+from meshwise.training.request import RunRequest, completed, plan_of, settings_of, to_record
+from meshwise.training.settings import Settings
+from meshwise.training.supervise import Viewer, now, summarise, supervise, versions
+from meshwise.transfer.collectives import broadcast_object, gather_objects
+from meshwise.workers.join import join, open_session
+from meshwise.workers.launch import Listeners
+from meshwise.workers.launch import launch as launch_workers
+from meshwise.workers.nodes import Nodes, meet
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a run: how many, which this is, and where machine 0 is reached."""
+
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv: str | None = None
+
+    def meet(self, local_size: int) -> Nodes | None:
+        return meet(self.nnodes, self.node_rank, self.rdzv, local_size)
+
+
+def launch(function: Callable[..., Any], *arguments: Any, devices: str = "all") -> list[Any]:
+    """Call `function(*arguments)` once on every device, each in a process of its own that is joined to the others.
+
+    The function travels by value, so one that is defined in a notebook cell works. Returns the results in rank order.
+    Rank 0's output is shown. Raises WorkerFailed with the culprit's traceback when a worker fails.
+    """
+    shares = find_devices(parse_devices(devices))
+    return launch_workers(_joined, (function, arguments), shares, listeners=Listeners(output=_show))
+
+
+def run(
+    job: Job | str | None = None,
+    *,
+    devices: str | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    accumulate: int | None = None,
+    precision: str | None = None,
+    seed: int | None = None,
+    data: str | Path | None = None,
+    log_every: int | None = None,
+    save_every: int | None = None,
+    resume: str | Path | None = None,
+    out: str | Path = RUNS,
+) -> RunSummary:
+    """Train a job on the devices, show its progress, and keep its records in a new folder under `out`.
+
+    job: a Job, or a word as on the command line (`mnist-mlp`, `train.py:job`). The other arguments are those of
+    `meshwise run`. Raises UsageError for what cannot be run, WorkerFailed when a worker fails.
+    """
+    word = job if isinstance(job, str) or job is None else job.name
+    where = None if data is None else str(data)
+    asked = RunRequest(word, devices, epochs, batch_size, accumulate, precision, seed, where, log_every, save_every)
+    return run_request(asked, Console(), given=job if isinstance(job, Job) else None, resume=resume, out=out)
+
+
+def run_request(
+    request: RunRequest,
+    console: Console,
+    *,
+    given: Job | None = None,
+    resume: str | Path | None = None,
+    out: str | Path = RUNS,
+    machines: Machines = Machines(),
+) -> RunSummary:
+    """Run what was asked: in workers of our own, or in this process where another launcher started it."""
+    folder = None if resume is None else Path(resume)
+    if folder is not None:
+        request = completed(request, names.read_run(folder))
+    if request.job is None:
+        raise UsageError("say what to run: meshwise run mnist-mlp, or meshwise run file.py:name.")
+    if open_session().world.size > 1:
+        return _run_joined(request, console, given, folder, Path(out))
+    shares = find_devices(parse_devices(request.devices or "all"))
+    nodes = machines.meet(len(shares))
+    plan = plan_of(request, nodes.size if nodes else len(shares))
+    settings = settings_of(request, plan, resume=folder is not None)
+    job = given or _find(request)  # here too, so that a wrong word is answered before any worker starts
+    folder = _opened(folder, request, job, plan, shares, Path(out))
+    console.print(f"{job.name}  {plan}  {describe(shares)}", soft_wrap=True, markup=False, highlight=False)
+    arguments = (given, request, settings, folder)
+    results = supervise(_run_in_worker, arguments, shares, folder=folder, console=console, nodes=nodes)
+    return _closed(results, plan, shares, folder, console)
+
+
+def _run_joined(request: RunRequest, console: Console, given: Job | None, folder: Path | None, out: Path) -> RunSummary:
+    """Run in this process, one of those that torchrun, srun or mpirun started."""
+    world = join().world
+    first = world.rank == 0
+    plan = plan_of(request, world.size)
+    settings = settings_of(request, plan, resume=folder is not None)
+    job = given or _find(request)
+    shares = [WorkerShare(world.kind, None, (), 1)] * world.size
+    folder = broadcast_object(_opened(folder, request, job, plan, shares, out) if first else None)
+    viewer = Viewer(LiveView(console), [f"rank {r}" for r in range(world.size)], live=False)
+    result = run_job(job, settings, folder, viewer.tell if first else None)
+    results = gather_objects(result)
+    return _closed(results, plan, shares, folder, console if first else Console(quiet=True), keep=first)
+
+
+def _run_in_worker(given: Job | None, request: RunRequest, settings: Settings, folder: Path) -> dict[str, Any]:
+    return run_job(given or _find(request), settings, folder)
+
+
+def _find(request: RunRequest) -> Job:
+    assert request.job is not None
+    return find_job(request.job, data=Path(request.data) if request.data else None, seed=request.seed)
+
+
+def _opened(
+    folder: Path | None, request: RunRequest, job: Job, plan: Plan, shares: Sequence[WorkerShare], out: Path
+) -> Path:
+    """The run folder, new or gone on with, that says what runs in it."""
+    facts = {"status": "running", "request": to_record(request), "devices": [s.name for s in shares], "versions": versions()}
+    if folder is None:
+        folder = names.create_run_folder(out, job.name)
+        names.write_run(folder, {"job": job.name, "started": now(), "ended": None} | facts)
+    else:
+        names.update_run(folder, resumed=now(), ended=None, error=None, **facts)
+    write_text(folder / names.PLAN, plan_to_toml(plan))
+    return folder
+
+
+def _closed(
+    results: Sequence[dict[str, Any]], plan: Plan, shares: Sequence[WorkerShare], folder: Path, console: Console, *, keep: bool = True
+) -> RunSummary:
+    summary = summarise(results, plan, shares, folder)
+    if keep:
+        write_text(folder / names.SUMMARY, json.dumps(summary_dict(summary), indent=2) + "\n")
+        names.update_run(folder, status=summary.status, ended=now())
+    console.print(summary_text(summary, console.width))
+    return summary
+
+
+def run_script(
+    script: Path,
+    arguments: Sequence[str],
+    console: Console,
+    *,
+    devices: str | None,
+    out: Path = RUNS,
+    machines: Machines = Machines(),
+) -> None:
+    """Run an own-loop script on every device, as `python script.py` runs it on one. Raises WorkerFailed when one fails."""
+    if not script.is_file():
+        raise UsageError(f"{script}: no such file. Name a Python file.")
+    if open_session().world.size > 1:
+        run_script_file(script, arguments)
+        return
+    shares = find_devices(parse_devices(devices or "all"))
+    nodes = machines.meet(len(shares))
+    folder = names.create_run_folder(out, script.stem)
+    facts = {"status": "running", "started": now(), "ended": None, "devices": [s.name for s in shares], "versions": versions()}
+    names.write_run(folder, {"job": str(script), "arguments": list(arguments)} | facts)
+    console.print(f"{script.name}  {describe(shares)}", soft_wrap=True, markup=False, highlight=False)
+    supervise(run_script_file, (script.resolve(), list(arguments)), shares, folder=folder, console=console, nodes=nodes)
+    if names.read_run(folder)["status"] == "running":
+        names.update_run(folder, status="finished", ended=now())
+
+
+def _joined(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    join()
+    return function(*arguments)
+
+
+def _show(stream: str, text: str) -> None:
+    print(text, end="", file=sys.stderr if stream == "stderr" else sys.stdout, flush=True)

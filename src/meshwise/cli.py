@@ -1,0 +1,130 @@
+"""The command line: few verbs, errors as one sentence, exit codes that mean something.
+
+    0    done
+    1    a worker failed, or the loss is not a number any more
+    2    what was asked cannot be: the sentence says what to write instead
+    130  stopped by Ctrl-C (143: by SIGTERM); the state is saved
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from meshwise import api
+from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
+from meshwise.timeline.summary_text import summary_dict
+from meshwise.training.request import RunRequest
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Many devices work as one for PyTorch: train on all of them with the numbers of one.",
+)
+
+
+@app.callback()
+def _verbs() -> None:
+    """Keeps `run` a verb of its own while it is the only one."""
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    context: typer.Context,
+    job: Annotated[str | None, typer.Argument(help="mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or an own-loop script.py and its arguments")] = None,
+    devices: Annotated[str | None, typer.Option(help="all, 4xcpu, 2xcuda or cuda:0,1; default: all accelerators, else one CPU worker")] = None,
+    epochs: Annotated[int | None, typer.Option(help="epochs to train")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="samples of the global batch, over all devices")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="microbatches that make a step")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp64")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of the start values, the data order and the random draws")] = None,
+    data: Annotated[str | None, typer.Option(help="another data set in the same format: a folder")] = None,
+    log_every: Annotated[int | None, typer.Option(help="steps between log lines")] = None,
+    save_every: Annotated[int | None, typer.Option(help="steps between saved states")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="RUN", help="go on with a stopped run: its folder")] = None,
+    out: Annotated[str, typer.Option(help="where run folders are made")] = "runs",
+    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON, and nothing else, on stdout")] = False,
+    nnodes: Annotated[int, typer.Option(help="machines of this run")] = 1,
+    node_rank: Annotated[int, typer.Option(help="which of them this is, from 0")] = 0,
+    rdzv: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="where machine 0 is reached by the others")] = None,
+) -> None:
+    """Train a job on the devices, or run a script that keeps its own loop on all of them.
+
+    Plan, train, evaluate, record: the folder runs/… keeps losses, weights, states and what each worker printed.
+    """
+    console = Console(stderr=as_json)
+    script = job is not None and job.endswith(".py")
+    if not script and context.args:
+        raise UsageError(f"'{' '.join(context.args)}' is no option of a job. See meshwise run --help.")
+    machines = api.Machines(nnodes, node_rank, rdzv)
+    if script and job is not None:
+        api.run_script(Path(job), context.args, console, devices=devices, out=Path(out), machines=machines)
+        return
+    asked = RunRequest(job, devices, epochs, batch_size, accumulate, precision, seed, data, log_every, save_every)
+    summary = api.run_request(asked, console, resume=resume, out=out, machines=machines)
+    if as_json:
+        print(json.dumps(summary_dict(summary), indent=2))
+    if summary.status == "stopped":
+        raise WorkerFailed("", exit_code=130)
+
+
+def main() -> None:
+    """The command `meshwise`."""
+    try:
+        code = app(script_arguments_apart(sys.argv[1:]), standalone_mode=False)
+    except MeshwiseError as error:
+        _say(error)
+        code = error.exit_code
+    except typer.Exit as exit:
+        code = exit.exit_code
+    except Exception as error:
+        if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
+            raise
+        _say(UsageError(f"{error.format_message()} See meshwise --help."))
+        code = error.exit_code
+    _flush()
+    sys.exit(code)
+
+
+LAUNCH_OPTIONS = ("--devices", "--out", "--nnodes", "--node-rank", "--rdzv")
+
+
+def script_arguments_apart(words: list[str]) -> list[str]:
+    """`words` with a `--` before the arguments of an own-loop script, so that its options are not taken for ours.
+
+    Options of the launcher are ours before the script's name and directly behind it.
+    """
+    values = (i for i, word in enumerate(words) if word.endswith(".py") and not (i and words[i - 1] in LAUNCH_OPTIONS))
+    at = next(values, None)
+    if at is None:
+        return words
+    end = at + 1
+    while end < len(words) and words[end].split("=")[0] in LAUNCH_OPTIONS:
+        end += 1 if "=" in words[end] else 2
+    rest = words[end:]
+    return [*words[:end], *(rest if rest[:1] == ["--"] else ["--", *rest])]
+
+
+def _say(error: MeshwiseError) -> None:
+    text = str(error)
+    if text:
+        name = "" if isinstance(error, WorkerFailed) else f"{type(error).__name__}: "
+        try:
+            print(f"{name}{text}", file=sys.stderr, flush=True)
+        except OSError:
+            pass  # the terminal is gone
+
+
+def _flush() -> None:
+    """Flush what is printed, even when nobody reads it any more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

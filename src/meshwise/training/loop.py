@@ -1,0 +1,252 @@
+"""The loop: a job from its first step, or from a saved one, to its final accuracy. Runs on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwise.machine.memory import memory_facts, peak_bytes
+from meshwise.parallel.apply import apply, check_fits
+from meshwise.parallel.precision import loss_scaler
+from meshwise.records import folder as names
+from meshwise.recovery.checkpoint import load_checkpoint, save_checkpoint
+from meshwise.recovery.state import RunState, pack, unpack
+from meshwise.recovery.weights import save_weights
+from meshwise.spec.errors import MeshwiseError
+from meshwise.spec.units import bytes_text
+from meshwise.timeline.record import Recorder
+from meshwise.training.evaluate import evaluate
+from meshwise.training.job import Job
+from meshwise.training.journal import Journal, Tell
+from meshwise.training.order import Share, epoch_order, sequential_shares, steps_of_epoch
+from meshwise.training.settings import Settings, overridden
+from meshwise.training.source import LoaderSettings, Reader, count_samples, reader
+from meshwise.training.step import Part, StepContext, train_step
+from meshwise.transfer.collectives import barrier
+from meshwise.transfer.prefetch import prefetch
+from meshwise.workers.join import Session, join
+from meshwise.workers.worker import midway
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set of the job, ready to be read."""
+
+    samples: int
+    read: Reader
+
+
+@dataclass
+class _Run:
+    """One rank's run of a job."""
+
+    session: Session
+    settings: Settings
+    folder: Path | None
+    context: StepContext
+    journal: Journal
+    train: Data
+    test: Data | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples: int = 0
+    stopped: bool = False
+    saved_step: int = -1
+
+
+def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None = None) -> dict[str, Any]:
+    """Run `job` on this rank. Collective: every rank calls it. Returns the rank's facts of the finished run.
+
+    folder: the run folder, which exists; None keeps no records. tell: gets the messages of the run; the launcher by default.
+    Raises UsageError for what cannot be run, LossError when the loss is not a number any more.
+    """
+    session = join()
+    job = overridden(job, settings)
+    check_fits(settings.plan, session.world)
+    if tell is None and session.channel is not None:
+        tell = session.channel.send
+    journal = Journal(folder, tell, session.world, scaled=settings.plan.precision == "fp16")
+    recorder = Recorder(journal.keep_spans, session.world.device)
+    began = time.perf_counter()
+    run: _Run | None = None
+    try:
+        run = _prepare(job, settings, folder, session, journal, recorder)
+        started = time.perf_counter()
+        _train(run)
+        trained = time.perf_counter()
+        _finish(run)
+    except BaseException as error:
+        _explain(error, session, run, recorder)
+        raise
+    finally:
+        recorder.flush()
+        journal.close()
+    return {
+        "job": job.name,
+        "status": "stopped" if run.stopped else "finished",
+        "epochs": run.context.state.epoch,
+        "steps": run.context.state.step,
+        "samples": run.samples,
+        "seconds": time.perf_counter() - began,
+        "train_seconds": trained - started,
+        "metrics": run.metrics,
+        "losses": journal.losses,
+        "phases": journal.phases.seconds,
+        "memory": peak_bytes(session.world.device),
+    }
+
+
+def _prepare(
+    job: Job, settings: Settings, folder: Path | None, session: Session, journal: Journal, recorder: Recorder
+) -> _Run:
+    world, plan = session.world, settings.plan
+    with recorder.span("data", on_device=False):
+        train, test = _data(job, job.data(), "training set"), _data(job, job.test(), "test set") if job.test else None
+    torch.manual_seed(job.seed)
+    applied = apply(job.model(), plan, world, recorder)
+    optimizer = job.optimizer(applied.model.parameters())
+    scheduler = job.scheduler(optimizer) if job.scheduler else None
+    state = RunState(applied.model, optimizer, scheduler, loss_scaler(world.device, plan.precision), job.seed)
+    if settings.resume and folder is not None:
+        unpack(state, load_checkpoint(folder / names.CHECKPOINTS))
+        journal.rewind(state.step)
+    run = _Run(session, settings, folder, StepContext(job, applied, state, world, recorder), journal, train, test)
+    run.saved_step = state.step
+    journal.tell("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
+    return run
+
+
+def _data(job: Job, data: Any, what: str) -> Data:
+    settings = LoaderSettings(job.collate, job.loader_workers, job.seed)
+    return Data(count_samples(data, f"the {what} of job '{job.name}'"), reader(data, settings))
+
+
+def _train(run: _Run) -> None:
+    state, job = run.context.state, run.context.job
+    run.context.applied.model.train()
+    while state.epoch < job.epochs and not run.stopped:
+        _train_epoch(run)
+        if run.stopped:
+            break
+        state.epoch, state.index = state.epoch + 1, 0
+        if run.test is not None:
+            run.metrics = evaluate(run.context, _test_batches(run, run.test))
+            run.journal.evaluated(state.epoch - 1, job.epochs, state.step, run.metrics)
+
+
+def _train_epoch(run: _Run) -> None:
+    """Train from where the state is to the end of the epoch, or to the step after which all ranks stop."""
+    state, job, journal, recorder = run.context.state, run.context.job, run.journal, run.context.recorder
+    in_epoch = -(-state.index // job.batch_size)
+    steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size)
+    pace = _Pace(run.train.samples * job.epochs)
+    batches = _train_batches(run)
+    midway.add("an epoch")
+    while in_epoch < steps:
+        if not run.session.gate.begin():
+            run.stopped = True
+            break
+        with recorder.span("data", on_device=False):
+            parts = next(batches)
+        recorder.step = state.step + 1
+        losses = train_step(run.context, parts)
+        in_epoch += 1
+        state.index = min(state.index + job.batch_size, run.train.samples)
+        run.samples += parts[0][1].total
+        journal.note(state.epoch, state.step, losses)
+        if in_epoch % run.settings.log_every == 0 or in_epoch == steps:
+            run.stopped = journal.read(run.session.gate.wanted)
+            journal.memory()
+            recorder.flush()
+            _tell(run, "log", pace, in_epoch, steps)
+            if run.stopped:
+                break
+        elif journal.due():
+            _tell(run, "progress", pace, in_epoch, steps)
+        if run.settings.save_every and state.step % run.settings.save_every == 0:
+            _save(run)
+    journal.read()
+    midway.clear()
+
+
+def _train_batches(run: _Run) -> Iterator[list[Part]]:
+    """The microbatches of each step, on the device, with the next ones on their way."""
+    state, job, world = run.context.state, run.context.job, run.context.world
+    order = epoch_order(state.seed, state.epoch, run.train.samples)
+    shares: list[list[Share]] = list(steps_of_epoch(order, job.batch_size, world, run.settings.plan.accumulate, state.index))
+    read = run.train.read((share.indices for step in shares for share in step), state.epoch)
+    pairs = prefetch(zip(read, (share for step in shares for share in step), strict=True), world.device)
+    for step in shares:
+        yield [next(pairs) for _ in step]
+
+
+def _test_batches(run: _Run, test: Data) -> Iterator[Part]:
+    shares = sequential_shares(test.samples, run.context.job.batch_size, run.context.world)
+    batches = test.read((share.indices for share in shares), 0)
+    return prefetch(zip(batches, shares, strict=True), run.context.world.device)
+
+
+class _Pace:
+    """How fast the run goes now, and how long it still takes."""
+
+    def __init__(self, samples: int) -> None:
+        self._all = samples
+        self._since, self._samples = time.perf_counter(), 0
+
+    def facts(self, done_now: int, behind: int) -> dict[str, float | None]:
+        now = time.perf_counter()
+        rate = (done_now - self._samples) / max(now - self._since, 1e-9)
+        if now - self._since > 1.0:
+            self._since, self._samples = now, done_now
+        return {"samples_per_second": rate, "seconds_left": (self._all - behind) / rate if rate > 0 else None}
+
+
+def _tell(run: _Run, kind: str, pace: _Pace, in_epoch: int, steps: int) -> None:
+    if run.context.world.rank != 0:
+        return
+    state = run.context.state
+    behind = state.epoch * run.train.samples + state.index
+    facts = {"epoch": state.epoch + 1, "epochs": run.context.job.epochs, "step": in_epoch, "steps": steps}
+    run.journal.tell(kind, **facts, loss=run.journal.last_loss, **pace.facts(run.samples, behind))
+
+
+def _save(run: _Run) -> None:
+    """Save the state; rank 0 writes, since every rank holds the same."""
+    state, folder = run.context.state, run.folder
+    if folder is None or run.saved_step == state.step:
+        return
+    with run.context.recorder.span("checkpoint"):
+        if run.context.world.rank == 0:
+            save_checkpoint(folder / names.CHECKPOINTS, pack(state))
+    run.saved_step = state.step
+
+
+def _finish(run: _Run) -> None:
+    """Save the state and, of a run that came to its end, the weights."""
+    _save(run)
+    if run.folder is not None and run.context.world.rank == 0 and not run.stopped:
+        save_weights(run.context.applied.model, run.folder / names.WEIGHTS)
+    if run.session.channel is None:
+        barrier()  # without a launcher nobody waits for rank 0's files
+
+
+def _explain(error: BaseException, session: Session, run: _Run | None, recorder: Recorder) -> None:
+    """Add to an error what its traceback does not say: rank, step, phase, and for memory how much of it."""
+    if isinstance(error, MeshwiseError):
+        return
+    step = f"step {run.context.state.step + 1}" if run is not None else "before the first step"
+    error.add_note(f"rank {session.world.rank}, {step}, phase {recorder.phase}")
+    if is_out_of_memory(error):
+        facts = ", ".join(f"{name} {bytes_text(value)}" for name, value in memory_facts(session.world.device).items())
+        error.add_note(f"out of memory on {session.world.device}: {facts}. Use a smaller --batch-size or --accumulate.")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that a device or this host had no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

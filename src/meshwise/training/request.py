@@ -1,0 +1,57 @@
+"""What the user asked of a run, as plain values: kept in run.json, and completed from there when the run is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from meshwise.spec.errors import UsageError
+from meshwise.spec.plan import Plan
+from meshwise.training.settings import Settings
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """Every field None where the user said nothing. `job` is the word of a job, `data` a folder."""
+
+    job: str | None = None
+    devices: str | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    accumulate: int | None = None
+    precision: str | None = None
+    seed: int | None = None
+    data: str | None = None
+    log_every: int | None = None
+    save_every: int | None = None
+
+
+def to_record(request: RunRequest) -> dict[str, Any]:
+    return asdict(request)
+
+
+def completed(given: RunRequest, recorded: Mapping[str, Any]) -> RunRequest:
+    """`given`, with what it leaves open taken from the record of an earlier run. Raises UsageError for another job."""
+    earlier = recorded.get("request", {})
+    if given.job is not None and given.job != earlier.get("job"):
+        raise UsageError(f"the run to resume is of job '{earlier.get('job')}', not '{given.job}'. Leave the job out.")
+    values = {f.name: getattr(given, f.name) for f in fields(RunRequest)}
+    return RunRequest(**{name: earlier.get(name) if value is None else value for name, value in values.items()})
+
+
+def plan_of(request: RunRequest, devices: int) -> Plan:
+    """The plan that the request means on this many devices."""
+    return Plan(data=devices, accumulate=1 if request.accumulate is None else request.accumulate, precision=request.precision or "fp32")
+
+
+def settings_of(request: RunRequest, plan: Plan, *, resume: bool) -> Settings:
+    return Settings(
+        plan,
+        epochs=request.epochs,
+        batch_size=request.batch_size,
+        seed=request.seed,
+        log_every=request.log_every if request.log_every is not None else 100,
+        save_every=request.save_every,
+        resume=resume,
+    )

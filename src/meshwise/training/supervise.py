@@ -1,0 +1,161 @@
+"""The launcher's side of a run: start the workers, show what they say, pass on Ctrl-C, keep the outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from meshwise.records import folder as names
+from meshwise.records.atomic import write_text
+from meshwise.spec.errors import WorkerFailed
+from meshwise.spec.plan import Plan
+from meshwise.spec.worker_share import WorkerShare
+from meshwise.timeline.live import LiveView, Progress
+from meshwise.timeline.summary_text import RunSummary
+from meshwise.workers.channel import Message
+from meshwise.workers.launch import Halt, Listeners, Nodes, launch
+
+
+class Viewer:
+    """Turns the messages of a run into what a person sees."""
+
+    def __init__(self, view: LiveView, devices: Sequence[str], *, live: bool) -> None:
+        self._view, self._live = view, live
+        self._devices = tuple(devices)
+        self._memory: list[int | None] = [None] * len(devices)
+        self._job = ""
+
+    def message(self, rank: int, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "began":
+            self._job = message["job"]
+        elif kind == "memory" and rank < len(self._memory):
+            self._memory[rank] = message["bytes"]
+        elif kind == "log" or (kind == "progress" and self._live):
+            self._view.update(self._progress(message))
+        elif kind == "evaluated":
+            self._view.say(metrics_line(message))
+        elif kind == "say":
+            self._view.say(message["text"])
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        """As `message`, of this very process: for a run that joined a foreign launcher."""
+        self.message(0, {"kind": kind, **facts})
+
+    def output(self, stream: str, text: str) -> None:
+        self._view.say(text.rstrip("\n"))
+
+    def _progress(self, message: Message) -> Progress:
+        return Progress(
+            job=self._job,
+            phase="train",
+            epoch=message["epoch"],
+            epochs=message["epochs"],
+            step=message["step"],
+            steps=message["steps"],
+            loss=message["loss"],
+            samples_per_second=message["samples_per_second"],
+            seconds_left=message["seconds_left"],
+            memory=tuple(self._memory),
+            devices=self._devices,
+        )
+
+
+def metrics_line(message: Mapping[str, Any]) -> str:
+    """`epoch 1/5  test accuracy 95.20 %  loss 0.1612`."""
+    parts = [f"{name} {value:.2%}".replace("%", " %") if name == "accuracy" else f"{name} {value:.4f}" for name, value in message["metrics"].items()]
+    return f"epoch {message['epoch']}/{message['epochs']}  test {'  '.join(parts)}"
+
+
+def supervise(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    shares: Sequence[WorkerShare],
+    *,
+    folder: Path | None,
+    console: Console,
+    nodes: Nodes | None = None,
+) -> list[Any]:
+    """Launch `function` on the shares and show the run on `console`. Returns the results in rank order.
+
+    run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails.
+    """
+    halt = Halt()
+    with LiveView(console) as view, forwarded_signals(halt, view):
+        viewer = Viewer(view, [f"rank {rank} {share.name}" for rank, share in enumerate(shares)], live=console.is_terminal)
+        listeners = Listeners(message=viewer.message, output=viewer.output)
+        try:
+            results = launch(function, arguments, shares, folder=folder, listeners=listeners, nodes=nodes, halt=halt)
+        except WorkerFailed as error:
+            if folder is not None:
+                names.update_run(folder, status="stopped" if error.rank is None else "failed", ended=now(), error=str(error))
+            raise
+    if halt.wanted.is_set() and folder is not None:
+        names.update_run(folder, status="stopped", ended=now())
+    return results
+
+
+@contextlib.contextmanager
+def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a closed terminal stop all ranks after the same step; a second Ctrl-C ends them at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        if halt.wanted.is_set() and number == signal.SIGINT:
+            halt.at_once.set()
+        elif not halt.wanted.is_set():
+            halt.signal = number
+            halt.wanted.set()
+
+    signals = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    before = {number: signal.signal(number, stop) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def summarise(results: Sequence[Mapping[str, Any]], plan: Plan, shares: Sequence[WorkerShare], folder: Path | None) -> RunSummary:
+    """What a run did, from the facts that each rank returned."""
+    first = results[0]
+    return RunSummary(
+        job=first["job"],
+        plan=repr(plan),
+        devices=tuple(share.name for share in shares),
+        status=first["status"],
+        epochs=first["epochs"],
+        steps=first["steps"],
+        samples=first["samples"],
+        seconds=first["seconds"],
+        train_seconds=first["train_seconds"],
+        samples_per_second=first["samples"] / first["train_seconds"] if first["train_seconds"] else 0.0,
+        metrics=first["metrics"],
+        phases=tuple(dict(result["phases"]) for result in results),
+        memory=tuple(result["memory"] for result in results),
+        folder=str(folder) if folder else "",
+        notes=(),
+    )
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": torch.__version__, "system": f"{platform.system()} {platform.machine()}"}
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+

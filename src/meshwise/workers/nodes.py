@@ -1,0 +1,62 @@
+"""Several machines in one run: their launchers meet in a key-value store that the first of them keeps.
+
+They agree there on the ranks of each machine, and tell each other when a worker failed or a halt was asked for, so that
+no machine goes on alone.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from meshwise.spec.errors import UsageError, WorkerFailed
+
+MEET = timedelta(minutes=10)
+
+
+class Nodes:
+    """This machine among those of a run: the first rank here, the number of all ranks, where rank 0 listens."""
+
+    def __init__(self, store: dist.Store, node_rank: int, nnodes: int, local_size: int, master: str) -> None:
+        self._store, self.node_rank, self.nnodes = store, node_rank, nnodes
+        self.master = master
+        store.set(f"size/{node_rank}", str(local_size))
+        if node_rank == 0:
+            store.set("port", str(_free_port()))
+        try:
+            sizes = [int(store.get(f"size/{node}")) for node in range(nnodes)]
+        except dist.DistStoreError:
+            raise WorkerFailed(f"not all {nnodes} machines came within {MEET.seconds // 60} min. Start each with its --node-rank.") from None
+        self.first_rank, self.size = sum(sizes[:node_rank]), sum(sizes)
+        self.port = int(store.get("port"))
+
+    def tell(self, key: str, value: object) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def told(self, key: str) -> object:
+        """What some machine told under `key`, or None."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+
+def meet(nnodes: int, node_rank: int, rdzv: str | None, local_size: int) -> Nodes | None:
+    """Meet the launchers of the other machines; None when there is one machine. Blocks until all are there."""
+    if nnodes == 1 and rdzv is None:
+        return None
+    if nnodes < 1 or not 0 <= node_rank < nnodes:
+        raise UsageError(f"--node-rank {node_rank} of --nnodes {nnodes}: machines are counted from 0 to {max(nnodes - 1, 0)}.")
+    host, _, port = (rdzv or "").rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(f"--rdzv {rdzv}: give where machine 0 is reached, the same on every machine, for instance --rdzv node0:29500.")
+    try:
+        store = dist.TCPStore(host, int(port), None, node_rank == 0, MEET, wait_for_workers=False)
+    except (dist.DistError, RuntimeError) as error:
+        raise UsageError(f"--rdzv {rdzv}: no meeting there ({str(error).splitlines()[0]}). Is machine 0 started, and the port free?") from None
+    return Nodes(store, node_rank, nnodes, local_size, host)
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
