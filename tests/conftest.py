@@ -2,11 +2,14 @@
 
 import os
 import random
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
+
+from tests.pool import Pool
 
 # Two cores run several workers at once in many tests: threads that wait for each other would cost more than they bring.
 torch.set_num_threads(1)
@@ -24,6 +27,21 @@ def fixed_random_numbers() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Callable[[int], Pool]]:
+    """`pool(3)`: three CPU workers in one process group, started at the first call and kept for all tests."""
+    pools: dict[int, Pool] = {}
+
+    def of(size: int) -> Pool:
+        if size not in pools:
+            pools[size] = Pool(size)
+        return pools[size]
+
+    yield of
+    for made in pools.values():
+        made.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -85,7 +85,7 @@ class DataParallel:
         self._finish_unarmed(armed, factor)
         if reduce:
             self._reduce_ungrouped(order)
-        self.unreduced = not reduce
+        self.unreduced = not reduce or (self.unreduced and len(armed) < len(self._groups))
         self._factor, self._kept = None, {}
 
     def reduce_now(self) -> None:

@@ -1,0 +1,165 @@
+"""A user's DataLoader, made to give each rank its share of every batch, in an order that does not depend on the ranks.
+
+    shuffle or sequential sampler    our own order: a pure function of (seed, epoch, index)
+    any other sampler                run whole on every rank from one seed; each batch is sliced
+    iterable data set                `whole`: every rank reads the whole stream and keeps its share of each batch
+                                     `per-rank`: the data set splits itself; ranks that run out take part with stand-ins
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from meshwise.spec.errors import DataError, UsageError
+from meshwise.spec.world import World
+from meshwise.training.order import Share, epoch_order, part, share_of, steps_of_epoch
+from meshwise.training.source import LoaderSettings, count_samples, keyed_draws, reader
+from meshwise.transfer import collectives
+
+Pairs = Iterator[tuple[Any, Share]]
+STREAMS = ("whole", "per-rank")
+_KEPT = ("pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "persistent_workers", "multiprocessing_context")
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What a distributed loader needs of the user's: `pairs(epoch, begin)` reads an epoch from sample `begin` on."""
+
+    length: int | None
+    samples: int | None
+    batch_size: int
+    pairs: Callable[[int, int], Pairs]
+    note: str = ""
+
+
+def read_plan(loader: DataLoader[Any], seed: int, world: World, streams: str) -> Plain:
+    """How the batches of a user's loader are shared out. Raises UsageError for a loader that cannot be."""
+    if streams not in STREAMS:
+        raise UsageError(f"streams={streams!r}: write 'whole' or 'per-rank'.")
+    if isinstance(loader.dataset, IterableDataset):
+        return _stream(loader, world, streams)
+    count_samples(loader.dataset, "the data set of a loader")
+    if loader.batch_sampler is None:
+        raise UsageError("a loader with batch_size=None gives no batches to share out. Give it a batch_size.")
+    sampler = loader.sampler
+    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        return _foreign(loader, seed, world)
+    if isinstance(sampler, DistributedSampler):
+        note = "DistributedSampler is replaced: meshwise shares out the batches itself"
+        return _ordered(loader, sampler.seed, world, shuffle=sampler.shuffle, note=note)
+    if type(sampler) is SequentialSampler:
+        return _ordered(loader, seed, world, shuffle=False)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
+        return _ordered(loader, seed, world, shuffle=True)
+    return _foreign(loader, seed, world)
+
+
+def _settings(loader: DataLoader[Any], seed: int) -> LoaderSettings:
+    extra = {name: getattr(loader, name) for name in _KEPT if name != "prefetch_factor" or loader.num_workers}
+    if not loader.num_workers:
+        extra.pop("persistent_workers")
+    collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    return LoaderSettings(collate, loader.num_workers, seed, extra)
+
+
+def _ordered(loader: DataLoader[Any], seed: int, world: World, *, shuffle: bool, note: str = "") -> Plain:
+    """Our own order, shuffled or front to back."""
+    samples, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
+    whole = samples - samples % size if loader.drop_last else samples
+    read = reader(loader.dataset, _settings(loader, seed))
+
+    def pairs(epoch: int, begin: int) -> Pairs:
+        order = (epoch_order(seed, epoch, samples) if shuffle else torch.arange(samples))[:whole]
+        shares = [shares[0] for shares in steps_of_epoch(order, size, world, begin=begin)]
+        return zip(read((share.indices for share in shares), epoch), shares, strict=True)
+
+    return Plain(-(-whole // size), whole, size, pairs, note)
+
+
+def _foreign(loader: DataLoader[Any], seed: int, world: World) -> Plain:
+    """The user's own sampler, run whole on every rank from one seed."""
+    read = reader(loader.dataset, _settings(loader, seed))
+    batch_sampler: Iterable[list[int]] = loader.batch_sampler  # type: ignore[assignment]
+
+    def pairs(epoch: int, begin: int) -> Pairs:
+        with keyed_draws(seed, epoch):
+            batches = [torch.as_tensor(list(batch), dtype=torch.int64) for batch in batch_sampler]
+        ends = torch.tensor([len(batch) for batch in batches]).cumsum(0).tolist()
+        left = [batch for batch, end in zip(batches, ends, strict=True) if end > begin]
+        shares = [share_of(batch, 0, len(batch), len(batch), world) for batch in left]
+        return zip(read((share.indices for share in shares), epoch), shares, strict=True)
+
+    length = len(batch_sampler) if hasattr(batch_sampler, "__len__") else None
+    return Plain(length, None, loader.batch_size or 1, pairs)
+
+
+def _stream(loader: DataLoader[Any], world: World, streams: str) -> Plain:
+    """An iterable data set: its items one by one, grouped, shared out and collated here."""
+    if loader.batch_size is None:
+        raise UsageError("a loader with batch_size=None gives no batches to share out. Give it a batch_size.")
+    size, collate = loader.batch_size, loader.collate_fn
+    kept = {name: getattr(loader, name) for name in _KEPT if loader.num_workers or name in ("pin_memory", "timeout")}
+    items: DataLoader[Any] = DataLoader(
+        loader.dataset, batch_size=None, collate_fn=_as_it_is, num_workers=loader.num_workers, **kept
+    )
+    own = _whole_share if streams == "whole" else _own_share
+
+    def pairs(epoch: int, begin: int) -> Pairs:
+        stream = iter(items)
+        last: Any = None
+        for _ in islice(stream, begin if streams == "whole" else part(0, begin, world.size, world.rank)[1]):
+            pass
+        while True:
+            wanted = size if streams == "whole" else _length(part(0, size, world.size, world.rank))
+            got = list(islice(stream, wanted))
+            counts = collectives.gather_tensors(torch.tensor(len(got))).tolist()
+            chosen, share = own(got, last, counts, world)
+            if share.total == 0 or (loader.drop_last and share.total < size):
+                return
+            last = chosen[-1]
+            yield collate(chosen), share
+
+    return Plain(None, None, size, pairs)
+
+
+def _whole_share(got: list[Any], last: Any, counts: list[int], world: World) -> tuple[list[Any], Share]:
+    if len(set(counts)) != 1:
+        raise DataError(
+            f"the ranks read streams of different lengths (last batch: {', '.join(f'rank {r}: {n}' for r, n in enumerate(counts))}). "
+            "A data set that splits itself is distributed with mw.distribute(…, streams='per-rank')."
+        )
+    share = share_of(torch.arange(max(len(got), 1)), 0, len(got), len(got), world)
+    return [got[i] for i in share.indices.tolist()] if got else [], share
+
+
+def _own_share(got: list[Any], last: Any, counts: list[int], world: World) -> tuple[list[Any], Share]:
+    total = sum(counts)
+    if got or total == 0:
+        return got, Share(torch.arange(len(got)), len(got), total)
+    if last is None:
+        raise DataError(f"rank {world.rank}'s stream gave no sample at all. Give every rank at least one, or use streams='whole'.")
+    return [last], Share(torch.zeros(1, dtype=torch.int64), 0, total)
+
+
+def _length(bounds: tuple[int, int]) -> int:
+    return bounds[1] - bounds[0]
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+

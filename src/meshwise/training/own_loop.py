@@ -1,0 +1,281 @@
+"""For people who keep their own loop: `distribute` and `backward`, and what goes with them.
+
+    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    for x, y in loader:
+        loss = criterion(model(x), y)
+        mw.backward(loss)
+        optimizer.step(); optimizer.zero_grad()
+
+The objects that come back are the objects that were given; only loaders are new. On one device `backward` is
+`loss.backward()`. On several it leaves in `.grad` what one device would have added for the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from meshwise.compat.reducer import default_store
+from meshwise.parallel.apply import Applied, apply
+from meshwise.records.atomic import write_with
+from meshwise.spec.errors import UsageError
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from meshwise.timeline.record import Recorder
+from meshwise.training.order import Share
+from meshwise.training.own_loader import Plain, read_plan
+from meshwise.training.step import seed_draws
+from meshwise.training.weighing import as_weight
+from meshwise.transfer import collectives
+from meshwise.transfer.prefetch import prefetch
+from meshwise.workers.join import join, open_session
+from meshwise.workers.worker import midway
+
+Number = TypeVar("Number", int, float, Tensor)
+
+
+@dataclass
+class _Own:
+    """What this process has distributed so far."""
+
+    applied: Applied | None = None
+    models: nn.ModuleList = field(default_factory=nn.ModuleList)
+    share: Share | None = None
+    """Of the batch that a distributed loader gave last, while its loop is running."""
+    used_stand_ins: bool = False
+    """Whether the loop that ended last gave some rank a stand-in."""
+    reduce: bool = True
+    backwards: int = 0
+    """Since the optimizer stepped last."""
+    saves: dict[str, int] = field(default_factory=dict)
+
+
+_own = _Own()
+
+
+def distribute(*objects: Any, streams: str = "whole") -> Any:
+    """Lay models, optimizers and loaders on all devices; gives them back in the same order (one object alone, as itself).
+
+    Models and optimizers are changed in place: class, hooks and state_dict keys stay; start values are those of rank 0.
+    Loaders are new, with the same `len`; their `batch_size` is global. Schedulers pass through. On one device only the
+    loaders are replaced, so that the data order is the same for any number of devices.
+
+    streams: how an iterable data set is shared out: `whole` (every rank reads it all and keeps its share) or `per-rank`
+    (the data set splits itself by `mw.rank()`). Raises UsageError for anything else that is given.
+    """
+    world = join().world
+    models = [thing for thing in objects if isinstance(thing, nn.Module)]
+    if models:
+        _distribute_models(models, world)
+    seed = int(collectives.broadcast_object(torch.initial_seed())) % 2**31
+    result = tuple(_distributed(thing, seed, world, streams) for thing in objects)
+    return result[0] if len(result) == 1 else result
+
+
+def _distribute_models(models: list[nn.Module], world: World) -> None:
+    _own.models.extend(models)
+    if world.size == 1:
+        return
+    _own.applied = apply(_own.models, Plan(data=world.size), world, Recorder(None, world.device))
+    if any(isinstance(module, nn.modules.dropout._DropoutNd) for model in models for module in model.modules()):
+        say("dropout: each rank draws its own masks, keyed by (seed, batch, rank)")
+
+
+def _distributed(thing: Any, seed: int, world: World, streams: str) -> Any:
+    if isinstance(thing, (nn.Module, LRScheduler)):
+        return thing
+    if isinstance(thing, Optimizer):
+        if world.size > 1:
+            thing.register_step_pre_hook(_before_step)
+        return thing
+    if isinstance(thing, DistributedLoader):
+        return thing
+    if isinstance(thing, DataLoader):
+        plain = read_plan(thing, seed if thing.generator is None else thing.generator.initial_seed() % 2**31, world, streams)
+        if plain.note:
+            say(plain.note)
+        return DistributedLoader(thing, plain, seed, world)
+    raise UsageError(f"mw.distribute takes models, optimizers, schedulers and DataLoaders; this is a {type(thing).__name__}.")
+
+
+class DistributedLoader:
+    """Gives this rank its share of every batch of the user's loader. `len`, `dataset` and `batch_size` are the user's."""
+
+    def __init__(self, loader: DataLoader[Any], plain: Plain, seed: int, world: World) -> None:
+        self.dataset, self.batch_size = loader.dataset, plain.batch_size
+        self._plain, self._seed, self._world = plain, seed, world
+        self._epoch, self._index, self._running = 0, 0, False
+
+    def __len__(self) -> int:
+        if self._plain.length is None:
+            raise TypeError("this loader's length is not known: its data set or sampler has none")
+        return self._plain.length
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the loader is: the epoch, and how many samples of it have been given out. Any number of devices goes on from it."""
+        return {"epoch": self._epoch, "index": self._index}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from `state` with the next loop over this loader."""
+        self._epoch, self._index = int(state["epoch"]), int(state["index"])
+        self._running = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._running:  # the loop before this one was left early: its epoch is over
+            self._epoch, self._index = self._epoch + 1, 0
+        self._running = True
+        gate = open_session().gate
+        outer = torch.get_rng_state()
+        name = f"epoch {self._epoch} of a loader"
+        midway.add(name)
+        _own.used_stand_ins = False
+        try:
+            for batch, share in prefetch(self._plain.pairs(self._epoch, self._index), _device()):
+                if not gate.begin():
+                    raise KeyboardInterrupt("the run was asked to stop; every rank stops before the same batch")
+                _own.share = share
+                _own.used_stand_ins |= share.total < self._world.size
+                seed_draws(self._seed + self._epoch, self._index, self._world)
+                self._index += share.total
+                yield batch
+            self._epoch, self._index, self._running = self._epoch + 1, 0, False
+        finally:
+            _own.share = None
+            midway.discard(name)
+            torch.set_rng_state(outer)
+
+
+def _device() -> str:
+    first = next(_own.models.parameters(), None)
+    return "cpu" if first is None else str(first.device)
+
+
+def backward(loss: Tensor, weight: Tensor | float | None = None) -> Tensor:
+    """Add to `.grad` what one device would add for the whole batch of the loader; returns the global loss, detached.
+
+    loss: a scalar mean over `weight` items of this rank's share; by default over its samples, which the loader knows. A
+    token mean passes its number of tokens. Collective: every rank calls it once a batch.
+    """
+    _own.backwards += 1
+    applied = _own.applied
+    if applied is None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+    share = _own.share
+    if share is None:
+        raise UsageError(
+            "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. "
+            "Give the loader to mw.distribute too, and call mw.backward inside its loop."
+        )
+    if loss.numel() != 1:
+        raise UsageError(f"mw.backward needs one number; this loss has shape {tuple(loss.shape)}. Take its mean first.")
+    if weight is None:
+        scale = share.samples / share.total
+        wait = collectives.begin_sum(loss.detach().clone().mul_(scale))
+        applied.backward(loss * (scale * collectives.world_size()), reduce=_own.reduce)
+        return wait()
+    return _weighted_backward(applied, loss, as_weight(weight if share.samples else weight * 0, loss))
+
+
+def _weighted_backward(applied: Applied, loss: Tensor, weight: Tensor) -> Tensor:
+    """The weights' sum is reduced while the backward runs, and divides the gradients before they are averaged."""
+    wait = collectives.begin_sum(torch.stack([loss.detach().to(weight.dtype).reshape(()) * weight, weight]))
+    applied.backward(loss, reduce=_own.reduce, factor=lambda: weight * collectives.world_size() / wait()[1])
+    total, weights = wait().unbind()
+    return (total / weights).to(loss.dtype)
+
+
+@contextlib.contextmanager
+def accumulate() -> Iterator[None]:
+    """`mw.backward` inside keeps its gradients on their rank; the next one outside, or `optimizer.step`, reduces them all."""
+    before, _own.reduce = _own.reduce, False
+    try:
+        yield
+    finally:
+        _own.reduce = before
+
+
+def _before_step(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+    """Gradients of one rank alone must never be stepped with: the ranks would part in silence."""
+    reduction = _own.applied.reduction if _own.applied is not None else None
+    if reduction is None:
+        return
+    if _own.backwards == 0 and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        raise UsageError(
+            "optimizer.step() found gradients that mw.backward did not make, so each rank has its own. "
+            "Write mw.backward(loss) instead of loss.backward()."
+        )
+    if reduction.unreduced:
+        reduction.reduce_now()
+    _own.backwards = 0
+
+
+def sum(value: Number) -> Number:  # noqa: A001 — read as mw.sum
+    """`value` added over all ranks, stand-ins left out: the one extra line of an evaluation. Collective.
+
+    Call it inside the loop over the loader. A number comes back as a number, a tensor as a tensor.
+    """
+    world = join().world
+    if world.size == 1:
+        return value
+    if _own.share is None and _own.used_stand_ins:
+        raise UsageError(
+            f"mw.sum was called after a loop whose last batch had fewer samples than the {world.size} ranks: some rank's value "
+            "counts a repeated sample. Call mw.sum inside the loop, on each batch's value."
+        )
+    counts = 0 if _own.share is not None and _own.share.samples == 0 else 1
+    if isinstance(value, Tensor):
+        return collectives.sum_over_ranks(value.detach().clone() * counts)
+    dtype = torch.int64 if isinstance(value, int) else torch.float64
+    total = collectives.sum_over_ranks(torch.tensor(value, dtype=dtype) * counts)
+    return type(value)(total.item())
+
+
+def save(thing: Any, path: str | Path) -> None:
+    """`torch.save`, once: rank 0 writes, whole or not at all; the others go on."""
+    world = join().world
+    name = str(Path(path).resolve())
+    _own.saves[name] = _own.saves.get(name, 0) + 1
+    if world.rank == 0:
+        write_with(Path(path), lambda file: torch.save(thing, file))
+        if world.size > 1:
+            default_store().set(f"meshwise/saved/{name}/{_own.saves[name]}", "1")
+
+
+def load(path: str | Path) -> Any:
+    """`torch.load` onto the CPU, on every rank; waits for a `mw.save` to the same path that rank 0 has not finished."""
+    name = str(Path(path).resolve())
+    if join().world.size > 1 and name in _own.saves:
+        default_store().wait([f"meshwise/saved/{name}/{_own.saves[name]}"])
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def rank() -> int:
+    """This process's rank, from 0."""
+    return open_session().world.rank
+
+
+def world_size() -> int:
+    """How many ranks the run has."""
+    return open_session().world.size
+
+
+def say(text: str) -> None:
+    """A line for the user, once a run."""
+    session = open_session()
+    if session.world.rank != 0:
+        return
+    if session.channel is not None:
+        session.channel.send("say", text=text)
+    else:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,122 @@
+"""Worker pools for the tests: started once, sent many cases. Eight spawned workers would cost 20 seconds a test."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import cloudpickle
+import torch
+
+from meshwise.spec.worker_share import WorkerShare
+from meshwise.training import own_loop
+from meshwise.workers import worker
+from meshwise.workers.join import join
+from meshwise.workers.launch import Halt, launch
+
+KEY = b"meshwise tests"
+
+
+def serve(address: Any) -> None:
+    """A worker of a pool: run what it is sent, in the process group of all its workers."""
+    session = join()
+    torch.set_num_threads(1)
+    with Client(address, authkey=KEY) as line:
+        line.send(session.world.rank)
+        while True:
+            try:
+                pickled = line.recv_bytes()
+            except EOFError:
+                return
+            fresh()
+            function, arguments = cloudpickle.loads(pickled)
+            try:
+                answer = (True, function(*arguments))
+            except BaseException as error:
+                answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
+            line.send_bytes(cloudpickle.dumps(answer))
+
+
+def fresh() -> None:
+    """Forget what an earlier case has distributed."""
+    own_loop._own.__init__()  # type: ignore[misc]
+    worker.midway.clear()
+    torch.set_default_dtype(torch.float32)
+
+
+class CaseFailed(Exception):
+    """A case raised on some rank: `rank`, `kind` (the exception's name), `text`."""
+
+    def __init__(self, rank: int, kind: str, text: str, trace: str) -> None:
+        super().__init__(f"rank {rank}: {trace}")
+        self.rank, self.kind, self.text = rank, kind, text
+
+
+class Pool:
+    """`size` CPU workers in one process group. `run` sends a function to all and gives the results in rank order."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._lines: list[Connection] = []
+        self._start()
+
+    def _start(self) -> None:
+        self._halt = Halt()
+        listener = Listener(authkey=KEY, backlog=64)
+        shares = [WorkerShare("cpu", None, (), 1)] * self.size
+        arguments = (serve, (listener.address,), shares)
+        self._thread = threading.Thread(target=self._launch, args=(arguments,), daemon=True)
+        self._thread.start()
+        lines = {}
+        for _ in range(self.size):
+            line = listener.accept()
+            lines[line.recv()] = line
+        self._lines = [lines[rank] for rank in range(self.size)]
+        listener.close()
+
+    def _launch(self, arguments: Any) -> None:
+        try:
+            launch(*arguments, halt=self._halt)
+        except Exception as error:
+            self.error = error
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+        module = sys.modules[function.__module__]
+        cloudpickle.register_pickle_by_value(module)  # workers cannot import the test's module
+        message = cloudpickle.dumps((function, arguments))
+        for line in self._lines:
+            line.send_bytes(message)
+        deadline, answers = time.monotonic() + timeout, {}
+        while len(answers) < self.size:
+            for rank, line in enumerate(self._lines):
+                if rank not in answers and line.poll(0.002):
+                    answers[rank] = cloudpickle.loads(line.recv_bytes())
+            failed = [(rank, what) for rank, (fine, what) in sorted(answers.items()) if not fine]
+            if failed and (len(answers) == self.size or self._others_wait(answers)):
+                self._restart()
+                rank, what = failed[0]
+                raise CaseFailed(rank, *what)
+            if time.monotonic() > deadline:
+                self._restart()
+                raise TimeoutError(f"ranks {sorted(set(range(self.size)) - set(answers))} did not answer in {timeout} s")
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def _others_wait(self, answers: dict[int, Any]) -> bool:
+        """The ranks that have not answered a second after one failed are waiting for it in a collective."""
+        time.sleep(1.0)
+        return not any(line.poll(0) for rank, line in enumerate(self._lines) if rank not in answers)
+
+    def _restart(self) -> None:
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        for line in self._lines:
+            line.close()
+        self._halt.at_once.set()
+        self._thread.join(timeout=30)
