@@ -61,6 +61,7 @@ class _Worker:
     state: str = "running"  # running, done, exited, failed, gone
     report: Failure | None = None
     since: float = 0.0
+    log: BinaryIO | None = None
     readers: list[threading.Thread] = field(default_factory=list)
 
 
@@ -144,12 +145,10 @@ class _Launcher:
                 stderr=subprocess.PIPE if shown else subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C goes to the launcher alone, which stops all ranks after one step
             )
-            entry = _Worker(rank, child, since=time.monotonic())
+            entry = _Worker(rank, child, since=time.monotonic(), log=log)
             self.workers.append(entry)
             if shown:
                 entry.readers = [self._read(child.stdout, "stdout", log), self._read(child.stderr, "stderr", log)]
-            else:
-                log.close()
 
     def _environment(self, rank: int, local_rank: int, port: int, share: WorkerShare) -> dict[str, str]:
         visible = "" if share.index is None else _visible(share.index)
@@ -172,10 +171,11 @@ class _Launcher:
 
     def _read(self, pipe: BinaryIO | Any, stream: str, log: BinaryIO) -> threading.Thread:
         def forward() -> None:
-            for line in iter(pipe.readline, b""):
-                log.write(line)
-                log.flush()
-                self.listeners.output(stream, line.decode(errors="replace"))
+            with pipe:
+                for line in iter(pipe.readline, b""):
+                    log.write(line)
+                    log.flush()
+                    self.listeners.output(stream, line.decode(errors="replace"))
 
         thread = threading.Thread(target=forward, name=f"meshwise-{stream}", daemon=True)
         thread.start()
@@ -193,9 +193,6 @@ class _Launcher:
                 self._fail(failure.culprit(failures))
             if all(w.state in ("done", "gone") and time.monotonic() - w.since > END_GRACE for w in self.workers):
                 break  # all said done; one that cannot end by itself is ended by end()
-        for entry in self.workers:
-            for reader in entry.readers:
-                reader.join(timeout=2)
 
     def _fail(self, chosen: Failure) -> None:
         text = failure.sentence(chosen, self.size)
@@ -295,6 +292,10 @@ class _Launcher:
             process.kill_group(entry.process)
         for entry in self.workers:
             entry.process.wait()
+            for reader in entry.readers:
+                reader.join(timeout=2)
+            if entry.log is not None:
+                entry.log.close()
         self._channel.close()
 
 
