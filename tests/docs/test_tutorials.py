@@ -15,9 +15,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+Outcome = dict[str, Any]  # one line of run_blocks.py: printed, warned, error
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorials.md"
 RUNNER = Path(__file__).with_name("run_blocks.py")
@@ -116,8 +119,8 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": source, **extra}
 
 
-def run_together(blocks: list[Block], workers: int, folder: Path) -> dict[str, list[dict]]:
-    """Run the blocks on `workers` processes: for each block its outcomes by rank, fewer if a worker did not get there."""
+def run_together(blocks: list[Block], workers: int, folder: Path) -> dict[str, list[Outcome]]:
+    """Run the blocks on `workers` processes: each block's outcomes by rank, fewer if a worker did not get there."""
     wanted = [{"name": block.name, "code": block.code, "port": free_port()} for block in blocks]
     (folder / "blocks.json").write_text(json.dumps(wanted), encoding="utf-8")
     files = [folder / f"rank{rank}.jsonl" for rank in range(workers)]
@@ -141,7 +144,7 @@ def run_together(blocks: list[Block], workers: int, folder: Path) -> dict[str, l
         for process in processes:
             process.kill()
             process.wait()
-    outcomes: dict[str, list[dict]] = {block.name: [] for block in blocks}
+    outcomes: dict[str, list[Outcome]] = {block.name: [] for block in blocks}
     for file in files:
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
             outcome = json.loads(line)
@@ -150,7 +153,7 @@ def run_together(blocks: list[Block], workers: int, folder: Path) -> dict[str, l
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
     runnable = [block for block in PYTHON if not block.missing]
     alone = [block for block in runnable if "2 workers" not in block.needs]
     in_pairs = [block for block in runnable if "2 workers" in block.needs]
@@ -169,7 +172,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def judge(block: Block, outcomes: list[dict]) -> None:
+def judge(block: Block, outcomes: list[Outcome]) -> None:
     """Fail unless every rank did what the page says."""
     for outcome in outcomes:
         if block.verdict == "Fails":
@@ -248,7 +251,7 @@ def test_a_block_without_a_promise_is_refused() -> None:
         ("**Warns** · needs torch · `FutureWarning: soon`", {}),
     ],
 )
-def test_a_broken_promise_is_noticed(label: str, outcome: dict) -> None:
+def test_a_broken_promise_is_noticed(label: str, outcome: Outcome) -> None:
     (block,) = blocks_of(f"## Title\n\n{label}\n\n```python\nprint(1)\n```\n\n```text\n1\n```\n")
     with pytest.raises(AssertionError):
         judge(block, [{"printed": "1\n", "warned": [], "error": "", **outcome}])
