@@ -1,4 +1,9 @@
-"""Every built-in job, on one to four devices, has the losses of a plain loop that imports only torch."""
+"""Every built-in job, on one to four devices, has the losses of a plain loop that imports only torch.
+
+In float32 the plain loop of `mnist-cnn` is not within 1e-5 of itself: cut into pieces, or run with two threads, it
+parts from itself by 1e-3 within 30 steps (a max-pooling tie flips in step 7, and early training multiplies the difference
+by 1.5 a step). There a difference may also be four times the largest that the plain loop in pieces has shown so far.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +22,30 @@ from meshwise.training.settings import Settings
 
 STEPS = 50
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
-# Small batches, and data sets that end in a ragged batch several times within 50 steps: (samples, batch size).
-SIZES = {"mnist-mlp": (595, 64), "mnist-cnn": (400, 32), "mlp": (203, 20), "gpt": (58, 6)}
+# So many samples that an epoch ends in a ragged batch several times within 50 steps; the jobs are otherwise as they are.
+SAMPLES = {"mnist-mlp": 1100, "mnist-cnn": 1075, "mlp": 555, "gpt": 150}
+BATCH_SIZE = {"mnist-cnn": 64}  # instead of 256: a quarter of the time
+UNSTEADY = {("mnist-cnn", "fp32")}
 
 
 def small_job(name: str) -> Job:
-    samples, batch_size = SIZES[name]
-    job = find_job(name)
-    per_epoch = -(-samples // batch_size)
-    return replace(job, data=lambda: Subset(job.data(), range(samples)), test=None, batch_size=batch_size, epochs=-(-STEPS // per_epoch))
+    job, samples = find_job(name), SAMPLES[name]
+    job = replace(job, batch_size=BATCH_SIZE.get(name, job.batch_size))
+    per_epoch = -(-samples // job.batch_size)
+    return replace(job, data=lambda: first(job.data(), samples), test=None, epochs=-(-STEPS // per_epoch))
 
 
-def plain_loop(job: Job, dtype: torch.dtype, samples: int) -> list[float]:
-    """What a user would write: one device, the whole batch at once."""
+def first(data: Any, samples: int) -> Any:
+    return tuple(t[:samples] for t in data) if isinstance(data, tuple) else Subset(data, range(samples))
+
+
+def plain_batch(data: Any, indices: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    batch = tuple(t[indices] for t in data) if isinstance(data, tuple) else data.dataset.batch(indices)
+    return tuple(t.to(dtype) if t.is_floating_point() else t for t in batch)
+
+
+def plain_loop(job: Job, dtype: torch.dtype, samples: int, pieces: int = 1) -> list[float]:
+    """What a user would write: one device, the whole batch at once, or in pieces."""
     torch.manual_seed(job.seed)
     model = job.model().to(dtype)
     optimizer = job.optimizer(model.parameters())
@@ -38,28 +54,41 @@ def plain_loop(job: Job, dtype: torch.dtype, samples: int) -> list[float]:
     for epoch in range(job.epochs):
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(job.seed * 2**32 + epoch))
         for indices in order.split(job.batch_size):
-            batch = tuple(t.to(dtype) if t.is_floating_point() else t for t in data.dataset.batch(indices))
-            loss = job.loss(model, batch)
-            loss = loss[0] if isinstance(loss, tuple) else loss
-            loss.backward()
+            total = 0.0
+            for piece in indices.tensor_split(pieces):
+                loss = job.loss(model, plain_batch(data, piece, dtype))
+                loss = loss[0] if isinstance(loss, tuple) else loss * (len(piece) / len(indices))
+                loss.backward()
+                total += loss.item()
             if job.clip_norm:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
             if scheduler:
                 scheduler.step()
-            losses.append(loss.item())
+            losses.append(total)
     return losses[:STEPS]
 
 
 _plain: dict[Any, list[float]] = {}
 
 
-def plain_losses(name: str, precision: str) -> list[float]:
-    key = name, precision
+def plain_losses(name: str, precision: str, pieces: int = 1) -> list[float]:
+    key = name, precision, pieces
     if key not in _plain:
-        _plain[key] = plain_loop(small_job(name), torch.float64 if precision == "fp64" else torch.float32, SIZES[name][0])
+        dtype = torch.float64 if precision == "fp64" else torch.float32
+        _plain[key] = plain_loop(small_job(name), dtype, SAMPLES[name], pieces)
     return _plain[key]
+
+
+def tolerance(name: str, precision: str) -> torch.Tensor:
+    """The relative difference that is allowed in each step."""
+    allowed = torch.full((STEPS,), TOLERANCE[precision], dtype=torch.float64)
+    if (name, precision) in UNSTEADY:
+        whole, *cut = (torch.tensor(plain_losses(name, precision, n), dtype=torch.float64) for n in (1, 2, 3, 4, 8))
+        apart = ((torch.stack(cut) - whole) / whole).abs().amax(0)
+        allowed = allowed.maximum(4 * apart.cummax(0).values)
+    return allowed
 
 
 def ours(name: str, plan: Plan) -> list[float]:
@@ -69,9 +98,11 @@ def ours(name: str, plan: Plan) -> list[float]:
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", sorted(SIZES))
+@pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_losses_are_those_of_a_plain_loop(name: str, devices: int, accumulate: int, precision: str, pool: Any) -> None:
     plan = Plan(data=devices, accumulate=accumulate, precision=precision)
     results = [ours(name, plan)] if devices == 1 else pool(devices).run(ours, name, plan)
+    want = torch.tensor(plain_losses(name, precision), dtype=torch.float64)
     for losses in results:
-        torch.testing.assert_close(losses, plain_losses(name, precision), rtol=TOLERANCE[precision], atol=0)
+        apart = ((torch.tensor(losses, dtype=torch.float64) - want) / want).abs()
+        assert (apart <= tolerance(name, precision)).all(), f"step {int((apart / tolerance(name, precision)).argmax()) + 1}: {apart}"

@@ -138,7 +138,7 @@ class _Launcher:
             log = (self.folder / "workers" / f"rank{rank}.log").open("ab")
             shown = rank == 0
             child = subprocess.Popen(
-                [sys.executable, "-m", "meshwise.workers.worker", str(task)],
+                [sys.executable, "-m", "meshwise.workers", str(task)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if shown else log,

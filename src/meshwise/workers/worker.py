@@ -1,4 +1,4 @@
-"""The entry of a worker process: `python -m meshwise.workers.worker TASK`.
+"""What a worker process does: `python -m meshwise.workers TASK`.
 
 TASK is a file with a pickled function and its arguments. The worker calls it, puts the result beside the task, and says
 done; or it says how it failed. It never imports the launcher's `__main__`.
@@ -31,7 +31,7 @@ def main() -> int:
     torch.set_num_threads(int(os.environ.get(THREADS, "1")))
     session = join.open_session()
     if session.channel is None:
-        raise UsageError("meshwise.workers.worker is started by `meshwise run` and `mw.launch` alone.")
+        raise UsageError("meshwise.workers is started by `meshwise run` and `mw.launch` alone.")
     code = run_task(Path(sys.argv[1]), session.world.rank, session.channel)
     sys.stdout.flush()
     join.leave()
@@ -74,7 +74,3 @@ def _save_result(path: Path, result: Any) -> None:
         path.write_bytes(cloudpickle.dumps(result))
     except Exception as error:
         raise TypeError(f"the result cannot be sent back: {error}. Return plain values or CPU tensors.") from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())
