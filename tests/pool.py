@@ -103,7 +103,9 @@ class Pool:
                 raise CaseFailed(rank, *what)
             if time.monotonic() > deadline:
                 self._restart()
-                raise TimeoutError(f"ranks {sorted(set(range(self.size)) - set(answers))} did not answer in {timeout} s")
+                raise TimeoutError(
+                    f"ranks {sorted(set(range(self.size)) - set(answers))} did not answer in {timeout} s"
+                )
         return [answers[rank][1] for rank in range(self.size)]
 
     def _others_wait(self, answers: dict[int, Any]) -> bool:

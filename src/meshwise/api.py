@@ -141,7 +141,12 @@ def _opened(
     folder: Path | None, request: RunRequest, job: Job, plan: Plan, shares: Sequence[WorkerShare], out: Path
 ) -> Path:
     """The run folder, new or gone on with, that says what runs in it."""
-    facts = {"status": "running", "request": to_record(request), "devices": [s.name for s in shares], "versions": versions()}
+    facts = {
+        "status": "running",
+        "request": to_record(request),
+        "devices": [s.name for s in shares],
+        "versions": versions(),
+    }
     if folder is None:
         folder = names.create_run_folder(out, job.name)
         names.write_run(folder, {"job": job.name, "started": now(), "ended": None} | facts)
@@ -152,7 +157,13 @@ def _opened(
 
 
 def _closed(
-    results: Sequence[dict[str, Any]], plan: Plan, shares: Sequence[WorkerShare], folder: Path, console: Console, *, keep: bool = True
+    results: Sequence[dict[str, Any]],
+    plan: Plan,
+    shares: Sequence[WorkerShare],
+    folder: Path,
+    console: Console,
+    *,
+    keep: bool = True,
 ) -> RunSummary:
     summary = summarise(results, plan, shares, folder)
     if keep:
@@ -180,7 +191,13 @@ def run_script(
     shares = find_devices(parse_devices(devices or "all"))
     nodes = machines.meet(len(shares))
     folder = names.create_run_folder(out, script.stem)
-    facts = {"status": "running", "started": now(), "ended": None, "devices": [s.name for s in shares], "versions": versions()}
+    facts = {
+        "status": "running",
+        "started": now(),
+        "ended": None,
+        "devices": [s.name for s in shares],
+        "versions": versions(),
+    }
     names.write_run(folder, {"job": str(script), "arguments": list(arguments)} | facts)
     console.print(f"{script.name}  {describe(shares)}", soft_wrap=True, markup=False, highlight=False)
     supervise(run_script_file, (script.resolve(), list(arguments)), shares, folder=folder, console=console, nodes=nodes)

@@ -1,9 +1,9 @@
 """The command line: few verbs, errors as one sentence, exit codes that mean something.
 
-    0    done
-    1    a worker failed, or the loss is not a number any more
-    2    what was asked cannot be: the sentence says what to write instead
-    130  stopped by Ctrl-C (143: by SIGTERM); the state is saved
+0    done
+1    a worker failed, or the loss is not a number any more
+2    what was asked cannot be: the sentence says what to write instead
+130  stopped by Ctrl-C (143: by SIGTERM); the state is saved
 """
 
 from __future__ import annotations
@@ -38,22 +38,35 @@ def _verbs() -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def run(
     context: typer.Context,
-    job: Annotated[str | None, typer.Argument(help="mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or an own-loop script.py and its arguments")] = None,
-    devices: Annotated[str | None, typer.Option(help="all, 4xcpu, 2xcuda or cuda:0,1; default: all accelerators, else one CPU worker")] = None,
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            help="mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or an own-loop script.py and its arguments"
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="all, 4xcpu, 2xcuda or cuda:0,1; default: all accelerators, else one CPU worker")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="epochs to train")] = None,
     batch_size: Annotated[int | None, typer.Option(help="samples of the global batch, over all devices")] = None,
     accumulate: Annotated[int | None, typer.Option(help="microbatches that make a step")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp64")] = None,
-    seed: Annotated[int | None, typer.Option(help="seed of the start values, the data order and the random draws")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="seed of the start values, the data order and the random draws")
+    ] = None,
     data: Annotated[str | None, typer.Option(help="another data set in the same format: a folder")] = None,
     log_every: Annotated[int | None, typer.Option(help="steps between log lines")] = None,
     save_every: Annotated[int | None, typer.Option(help="steps between saved states")] = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="go on with a stopped run: its folder")] = None,
     out: Annotated[str, typer.Option(help="where run folders are made")] = "runs",
-    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON, and nothing else, on stdout")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the summary as JSON, and nothing else, on stdout")
+    ] = False,
     nnodes: Annotated[int, typer.Option(help="machines of this run")] = 1,
     node_rank: Annotated[int, typer.Option(help="which of them this is, from 0")] = 0,
-    rdzv: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="where machine 0 is reached by the others")] = None,
+    rdzv: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="where machine 0 is reached by the others")
+    ] = None,
 ) -> None:
     """Train a job on the devices, or run a script that keeps its own loop on all of them.
 

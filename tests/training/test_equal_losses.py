@@ -105,4 +105,6 @@ def test_losses_are_those_of_a_plain_loop(name: str, devices: int, accumulate: i
     want = torch.tensor(plain_losses(name, precision), dtype=torch.float64)
     for losses in results:
         apart = ((torch.tensor(losses, dtype=torch.float64) - want) / want).abs()
-        assert (apart <= tolerance(name, precision)).all(), f"step {int((apart / tolerance(name, precision)).argmax()) + 1}: {apart}"
+        assert (apart <= tolerance(name, precision)).all(), (
+            f"step {int((apart / tolerance(name, precision)).argmax()) + 1}: {apart}"
+        )

@@ -220,7 +220,9 @@ def test_an_unused_parameter_keeps_grad_none_and_one_used_on_some_ranks_is_avera
             self.odd, self.even = nn.Linear(6, 2).double(), nn.Linear(6, 2).double()
 
         def forward(self, x: Any) -> Any:
-            return self.always(x) + torch.stack([(self.odd if i % 2 else self.even)(r) for i, r in zip(self.ids, x, strict=True)])
+            return self.always(x) + torch.stack(
+                [(self.odd if i % 2 else self.even)(r) for i, r in zip(self.ids, x, strict=True)]
+            )
 
     def case() -> Any:
         model, loader = mw.distribute(Two(), DataLoader(list(enumerate(data(8).tensors[0])), batch_size=2))
@@ -243,7 +245,9 @@ def test_two_models_that_train_in_turns_are_those_of_one_device(pool: Any) -> No
         torch.manual_seed(0)
         maker, judge = nn.Linear(3, 6).double(), net()
         opt_m, opt_j = torch.optim.SGD(maker.parameters(), 0.1), torch.optim.SGD(judge.parameters(), 0.1)
-        maker, judge, opt_m, opt_j, loader = mw.distribute(maker, judge, opt_m, opt_j, DataLoader(data(12), batch_size=4))
+        maker, judge, opt_m, opt_j, loader = mw.distribute(
+            maker, judge, opt_m, opt_j, DataLoader(data(12), batch_size=4)
+        )
         for x, y in loader:
             fake = maker(x[:, :3])
             mw.backward(nn.functional.cross_entropy(judge(x), y) + judge(fake.detach()).pow(2).mean())
@@ -293,7 +297,9 @@ def test_start_values_are_those_of_rank_0(pool: Any) -> None:
 def test_plain_backward_is_refused_at_the_step(pool: Any) -> None:
     def case() -> Any:
         model = net()
-        model, optimizer, loader = mw.distribute(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(), batch_size=4))
+        model, optimizer, loader = mw.distribute(
+            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(), batch_size=4)
+        )
         for x, y in loader:
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -306,7 +312,9 @@ def test_plain_backward_is_refused_at_the_step(pool: Any) -> None:
 def test_a_step_after_accumulated_backwards_alone_reduces_first(pool: Any) -> None:
     def case() -> Any:
         model = net()
-        model, optimizer, loader = mw.distribute(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(8), batch_size=4))
+        model, optimizer, loader = mw.distribute(
+            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(8), batch_size=4)
+        )
         for x, y in loader:
             with mw.accumulate():
                 mw.backward(nn.functional.cross_entropy(model(x), y))
@@ -322,7 +330,9 @@ def test_a_loss_scaler_and_autocast_of_the_user_work(pool: Any) -> None:
     def case() -> Any:
         model = net()
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        model, optimizer, loader = mw.distribute(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(8), batch_size=4))
+        model, optimizer, loader = mw.distribute(
+            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(8), batch_size=4)
+        )
         for x, y in loader:
             mw.backward(scaler.scale(nn.functional.cross_entropy(model(x), y)))
             scaler.step(optimizer)

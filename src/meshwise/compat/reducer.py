@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket, Store  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-Hook = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
+Hook = Callable[[GradBucket], torch.futures.Future[Tensor]]
 
 
 def make_reducer(parameters: Sequence[nn.Parameter], bucket_mb: int, hook: Hook) -> DistributedDataParallel:
@@ -46,6 +47,6 @@ def version(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The key-value store that the process group was made with: it agrees on facts without a collective."""
     return dist.distributed_c10d._get_default_store()

@@ -28,7 +28,9 @@ def find_job(word: str, *, data: Path | None = None, seed: int | None = None) ->
     factory = BUILT_IN.get(name)
     if factory is None:
         hint = nearest(name, BUILT_IN)
-        raise UsageError(f"no job is called '{word}'.{hint} Built in are {', '.join(BUILT_IN)}; your own is file.py:name.")
+        raise UsageError(
+            f"no job is called '{word}'.{hint} Built in are {', '.join(BUILT_IN)}; your own is file.py:name."
+        )
     if size and "size" not in inspect.signature(factory).parameters:
         raise UsageError(f"job '{name}' has no sizes. Write {name}.")
     return _call(word, factory, {"size": size} if size else {}, data, seed)
@@ -37,7 +39,9 @@ def find_job(word: str, *, data: Path | None = None, seed: int | None = None) ->
 def _call(word: str, found: Any, arguments: dict[str, Any], data: Path | None, seed: int | None) -> Job:
     if isinstance(found, Job):
         if data is not None:
-            raise UsageError(f"--data {data}: {word} is a finished Job. Make it a function with a parameter `data` to use another folder.")
+            raise UsageError(
+                f"--data {data}: {word} is a finished Job. Make it a function with a parameter `data` to use another folder."
+            )
         return found
     if not callable(found):
         raise UsageError(f"{word} is a {type(found).__name__}. Make it a meshwise.Job, or a function that returns one.")
@@ -62,7 +66,11 @@ def _from_file(path: Path, name: str) -> Any:
             return getattr(module, jobs[0])
         raise UsageError(f"{path}: say which job is meant, for instance {path}:{jobs[0] if jobs else 'job'}.")
     if not hasattr(module, name):
-        public = [key for key, value in vars(module).items() if not key.startswith("_") and (callable(value) or isinstance(value, Job))]
+        public = [
+            key
+            for key, value in vars(module).items()
+            if not key.startswith("_") and (callable(value) or isinstance(value, Job))
+        ]
         raise UsageError(f"{path} has no '{name}'.{nearest(name, public)} Define a meshwise.Job with that name.")
     return getattr(module, name)
 
@@ -99,5 +107,7 @@ def import_file(path: Path) -> ModuleType:
 def _where(error: Exception, path: Path) -> str:
     if isinstance(error, SyntaxError):
         return ""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()
+    ]
     return f"Line {lines[-1]}: " if lines else ""

@@ -17,7 +17,11 @@ def find_devices(request: DeviceRequest) -> list[WorkerShare]:
     """One share a worker. `all` is every accelerator, else one CPU worker. Raises UsageError when a device is missing."""
     if request.kind is None:
         kind, count = accelerators()
-        return find_devices(DeviceRequest(kind, count=count)) if kind and count else find_devices(DeviceRequest("cpu", count=1))
+        return (
+            find_devices(DeviceRequest(kind, count=count))
+            if kind and count
+            else find_devices(DeviceRequest("cpu", count=1))
+        )
     if request.kind == "cpu":
         return _cpu_shares(request.count or 1)
     return _accelerator_shares(request)
@@ -43,7 +47,9 @@ def describe(shares: Sequence[WorkerShare]) -> str:
 
 def _one(rank: int, share: WorkerShare) -> str:
     threads = f"{share.threads} thread{'s' if share.threads > 1 else ''}"
-    where = f"core{'s' if len(share.cores) > 1 else ''} {core_ranges(share.cores)}" if share.cores else "no core of its own"
+    where = (
+        f"core{'s' if len(share.cores) > 1 else ''} {core_ranges(share.cores)}" if share.cores else "no core of its own"
+    )
     on = "" if share.index is None else f"{share.name}, "
     return f"rank {rank} on {on}{where} ({threads})"
 
@@ -56,8 +62,10 @@ def _cpu_shares(count: int) -> list[WorkerShare]:
 def _accelerator_shares(request: DeviceRequest) -> list[WorkerShare]:
     kind, present = accelerators()
     indices = request.indices if request.indices is not None else tuple(range(request.count or 1))
-    if kind != request.kind or present == 0:
-        raise UsageError(f"--devices {request}: torch {torch.__version__} finds no {request.kind} device here. Use 2xcpu, or all.")
+    if kind is None or kind != request.kind or present == 0:
+        raise UsageError(
+            f"--devices {request}: torch {torch.__version__} finds no {request.kind} device here. Use 2xcpu, or all."
+        )
     if max(indices) >= present:
         raise UsageError(
             f"--devices {request}: this machine has {present} {kind} device{'s' if present > 1 else ''} "
@@ -80,6 +88,6 @@ def _pci_address(kind: str, index: int) -> str:
         return ""
     properties = torch.cuda.get_device_properties(index)
     numbers = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    if None in numbers:
+    if any(number is None for number in numbers):
         return ""
-    return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+    return "{:04x}:{:02x}:{:02x}.0".format(*(int(number or 0) for number in numbers))

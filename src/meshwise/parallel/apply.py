@@ -33,7 +33,9 @@ class Applied:
     plan: Plan
     reduction: DataParallel | None
 
-    def backward(self, loss: Tensor, *, reduce: bool = True, factor: Callable[[], Tensor] | None = None, whole: bool = False) -> None:
+    def backward(
+        self, loss: Tensor, *, reduce: bool = True, factor: Callable[[], Tensor] | None = None, whole: bool = False
+    ) -> None:
         """Add the gradient of `loss` to `.grad`, as the mean over ranks when `reduce` is set.
 
         factor: gives a scalar that multiplies what this backward adds; with `whole`, all that `.grad` then holds.
@@ -41,7 +43,7 @@ class Applied:
         if self.reduction is not None:
             self.reduction.backward(loss, reduce=reduce, factor=factor, whole=whole)
         else:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             if factor is not None:
                 scale_gradients(self.model, factor())
 

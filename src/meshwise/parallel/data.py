@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from meshwise.compat import reducer
 from meshwise.spec.errors import PlanError
@@ -109,7 +109,7 @@ class DataParallel:
             for index, (_, p) in enumerate(self._named):
                 if p.requires_grad:
                     handles.append(p.register_post_accumulate_grad_hook(lambda _, index=index: order.append(index)))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for handle in handles:
             handle.remove()
         return list(dict.fromkeys(order))
@@ -130,7 +130,7 @@ class DataParallel:
             reducer.arm(group.ddp)
         return groups
 
-    def _on_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Called by the reducer when a bucket is ready."""
         self._calls += 1
         start = self._recorder.mark()
@@ -156,12 +156,17 @@ class DataParallel:
         parameter that all of them missed is known, and its `grad` stays what it was.
         """
         old = {id(p): (g, v) for (_, p), g, v in zip(self._named, before, versions, strict=True)}
-        missing = [(name, p) for group in armed for name, p in zip(group.names, group.parameters, strict=True) if _untouched(p, *old[id(p)])]
+        missing = [
+            (name, p)
+            for group in armed
+            for name, p in zip(group.names, group.parameters, strict=True)
+            if _untouched(p, *old[id(p)])
+        ]
         store = reducer.default_store()
         keys = [f"meshwise/unused/{self._backwards}/{name}" for name, _ in missing]
         for key in keys:
             store.add(key, 1)
-        torch.stack([(p * 0).sum().float() for _, p in missing]).sum().backward()  # type: ignore[no-untyped-call]
+        torch.stack([(p * 0).sum().float() for _, p in missing]).sum().backward()
         for key, (_, p) in zip(keys, missing, strict=True):
             if store.add(key, 0) == collectives.world_size() and old[id(p)][0] is None:
                 p.grad = None
@@ -221,7 +226,7 @@ class DataParallel:
             (p * (torch.zeros_like(p) if g is None else g)).sum().float()
             for p, g in reversed(list(zip(group.parameters, gradients, strict=True)))
         ]  # autograd runs the newest node first: the last term's gradient is ready first
-        torch.stack(terms).sum().backward()  # type: ignore[no-untyped-call]
+        torch.stack(terms).sum().backward()
 
     def _agree(self, what: str, names: Iterable[str]) -> None:
         """All ranks must come here with the same names before any of them enters a collective for them."""

@@ -1,14 +1,14 @@
 """The run folder: what a run leaves, and under which names.
 
-    run.json              job, settings, versions, devices, status: running, finished, stopped or failed
-    plan.toml             the plan
-    metrics.jsonl         one line a step (epoch, step, loss) and one an evaluation
-    workers/rank0.log     what each worker printed
-    spans/rank0.jsonl     what each rank did when
-    checkpoint/           states of the run; latest.json names the newest and its SHA-256
-    weights.safetensors   final weights, for plain PyTorch
-    summary.json          accuracy, throughput, where the time went
-    tensorboard/          the metrics as TensorBoard events, where tensorboard is installed
+run.json              job, settings, versions, devices, status: running, finished, stopped or failed
+plan.toml             the plan
+metrics.jsonl         one line a step (epoch, step, loss) and one an evaluation
+workers/rank0.log     what each worker printed
+spans/rank0.jsonl     what each rank did when
+checkpoint/           states of the run; latest.json names the newest and its SHA-256
+weights.safetensors   final weights, for plain PyTorch
+summary.json          accuracy, throughput, where the time went
+tensorboard/          the metrics as TensorBoard events, where tensorboard is installed
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def create_run_folder(parent: Path, job: str) -> Path:
                 break
             continue
         except OSError as error:
-            raise UsageError(f"--out {parent}: no folder can be made there ({error.strerror}). Name another with --out DIR.") from None
+            raise UsageError(
+                f"--out {parent}: no folder can be made there ({error.strerror}). Name another with --out DIR."
+            ) from None
         return folder
     raise UsageError(f"--out {parent}: no folder can be made there. Name another with --out DIR.")
 
@@ -57,7 +59,9 @@ def read_run(folder: Path) -> dict[str, Any]:
     try:
         facts = json.loads((folder / RUN).read_text())
     except FileNotFoundError:
-        raise UsageError(f"{folder}: no run folder (there is no {RUN} in it). Name a folder that `meshwise run` made.") from None
+        raise UsageError(
+            f"{folder}: no run folder (there is no {RUN} in it). Name a folder that `meshwise run` made."
+        ) from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder / RUN}: cannot be read ({error}). The run cannot be resumed from here.") from None
     if not isinstance(facts, dict):

@@ -22,7 +22,13 @@ def save_checkpoint(folder: Path, saved: dict[str, Any]) -> Path:
     """Write a packed state into `folder`; older ones than the last two are removed."""
     path = folder / f"step-{saved['step']:08d}.pt"
     write_with(path, lambda file: torch.save(saved, file))
-    facts = {"file": path.name, "sha256": _digest(path), "step": saved["step"], "epoch": saved["epoch"], "index": saved["index"]}
+    facts = {
+        "file": path.name,
+        "sha256": _digest(path),
+        "step": saved["step"],
+        "epoch": saved["epoch"],
+        "index": saved["index"],
+    }
     write_text(folder / "latest.json", json.dumps(facts) + "\n")
     for old in sorted(folder.glob("step-*.pt"))[:-KEPT]:
         if old != path:
@@ -37,11 +43,15 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
         path = folder / facts["file"]
         digest = _digest(path)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no checkpoint was saved there. Run with --save-every N, or start anew.") from None
+        raise CheckpointError(
+            f"{folder}: no checkpoint was saved there. Run with --save-every N, or start anew."
+        ) from None
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder / 'latest.json'}: cannot be read ({error}).") from None
     if digest != facts["sha256"]:
-        raise CheckpointError(f"{path}: is damaged (its SHA-256 is not the one that was saved). Older states lie beside it.")
+        raise CheckpointError(
+            f"{path}: is damaged (its SHA-256 is not the one that was saved). Older states lie beside it."
+        )
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -59,7 +59,9 @@ def unpack(state: RunState, saved: dict[str, Any]) -> None:
     try:
         state.optimizer.load_state_dict(saved["optimizer"])
     except (ValueError, KeyError) as error:
-        raise CheckpointError(f"the checkpoint is of another optimizer: {error}. Resume with the job that was run.") from None
+        raise CheckpointError(
+            f"the checkpoint is of another optimizer: {error}. Resume with the job that was run."
+        ) from None
     if state.scheduler is not None and saved["scheduler"] is not None:
         state.scheduler.load_state_dict(saved["scheduler"])
     if saved["scaler"] and state.scaler.is_enabled():
@@ -69,7 +71,11 @@ def unpack(state: RunState, saved: dict[str, Any]) -> None:
 
 def _compare(own: dict[str, Any], saved: dict[str, Any]) -> None:
     missing, foreign = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    other = [name for name in own if name in saved and getattr(own[name], "shape", None) != getattr(saved[name], "shape", None)]
+    other = [
+        name
+        for name in own
+        if name in saved and getattr(own[name], "shape", None) != getattr(saved[name], "shape", None)
+    ]
     if not (missing or foreign or other):
         return
     parts = []

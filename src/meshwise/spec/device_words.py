@@ -43,7 +43,9 @@ def parse_devices(words: str) -> DeviceRequest:
         return _indexed(words, _known(words, indexed[1]), tuple(int(i) for i in indexed[2].split(",")))
     if re.fullmatch(r"[a-z]+", text):
         return DeviceRequest(_known(words, text), count=1)
-    raise UsageError(f"--devices {words}: not a list of devices. Write a count (4xcpu, 2xcuda), indices (cuda:0,1) or all.")
+    raise UsageError(
+        f"--devices {words}: not a list of devices. Write a count (4xcpu, 2xcuda), indices (cuda:0,1) or all."
+    )
 
 
 def _counted(words: str, kind: str, count: int) -> DeviceRequest:

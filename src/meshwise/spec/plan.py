@@ -55,7 +55,9 @@ class Plan:
 
 def changed(plan: Plan) -> dict[str, Any]:
     """The fields of a plan that say something: `data`, and what differs from the default."""
-    return {f.name: getattr(plan, f.name) for f in fields(plan) if f.name == "data" or getattr(plan, f.name) != f.default}
+    return {
+        f.name: getattr(plan, f.name) for f in fields(plan) if f.name == "data" or getattr(plan, f.name) != f.default
+    }
 
 
 def plan_to_toml(plan: Plan) -> str:
@@ -72,7 +74,9 @@ def plan_from_toml(text: str) -> Plan:
     known = {f.name for f in fields(Plan)}
     for name in values:
         if name not in known:
-            raise PlanError(f"a plan has no field '{name}'.{nearest(name, known)} Known are {', '.join(sorted(known))}.")
+            raise PlanError(
+                f"a plan has no field '{name}'.{nearest(name, known)} Known are {', '.join(sorted(known))}."
+            )
     return Plan(**values)
 
 

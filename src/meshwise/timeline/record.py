@@ -51,12 +51,15 @@ class Recorder:
 
     def flush(self) -> None:
         """Hand the spans that are over to the sink; device work that still runs stays for the next time."""
-        ready, later = [], []
+        ready: list[tuple[str, Mark, Mark, int, str, int]] = []
+        later: list[tuple[str, Mark, Mark, int, str, int]] = []
         for raw in self._raw:
             (ready if self._passed(raw[2]) else later).append(raw)
         self._raw = later
         if ready and self._sink is not None:
-            self._sink([Span(kind, self._time(a), self._time(b), step, name, size) for kind, a, b, step, name, size in ready])
+            self._sink(
+                [Span(kind, self._time(a), self._time(b), step, name, size) for kind, a, b, step, name, size in ready]
+            )
 
     def _passed(self, mark: Mark) -> bool:
         return isinstance(mark, int) or mark.query()
@@ -72,7 +75,7 @@ class Recorder:
 class _Open:
     """A span that is still open."""
 
-    __slots__ = ("_recorder", "_kind", "_name", "_on_device", "_start", "_before")
+    __slots__ = ("_before", "_kind", "_name", "_on_device", "_recorder", "_start")
 
     def __init__(self, recorder: Recorder, kind: str, name: str, on_device: bool) -> None:
         self._recorder, self._kind, self._name, self._on_device = recorder, kind, name, on_device
@@ -82,7 +85,9 @@ class _Open:
         self._before, recorder.phase = recorder.phase, self._kind
         self._start = recorder.mark(self._on_device)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         recorder = self._recorder
         recorder.add(self._kind, self._start, recorder.mark(self._on_device), self._name)
         if error is None:

@@ -58,4 +58,6 @@ class Job:
         if self.seed >= 2**31:
             raise UsageError(f"job '{self.name}': seed={self.seed} is too large. Use a seed below 2**31.")
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise UsageError(f"job '{self.name}': clip_norm={self.clip_norm!r} must be above 0, or None for no clipping.")
+            raise UsageError(
+                f"job '{self.name}': clip_norm={self.clip_norm!r} must be above 0, or None for no clipping."
+            )

@@ -115,7 +115,11 @@ class Journal:
         if self._scaled:
             return  # float16: the loss scaler skips such a step by itself
         bad = [rank for rank, (total, _) in enumerate(ranks.tolist()) if not math.isfinite(total)]
-        before = f"it was {self._last_finite[1]:.4g} in step {self._last_finite[0]}" if self._last_finite else "it never was a number"
+        before = (
+            f"it was {self._last_finite[1]:.4g} in step {self._last_finite[0]}"
+            if self._last_finite
+            else "it never was a number"
+        )
         raise LossError(
             f"step {step}: the loss is {loss} on rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}; {before}. "
             "Lower the learning rate, clip with clip_norm, or look at the samples of that step."
@@ -130,13 +134,17 @@ class Journal:
             for record in records:
                 values = record.get("test", {"loss": record.get("loss")})
                 for name, value in values.items():
-                    self._tensorboard.add_scalar(f"{'test' if 'test' in record else 'train'}/{name}", value, record["step"])
+                    self._tensorboard.add_scalar(
+                        f"{'test' if 'test' in record else 'train'}/{name}", value, record["step"]
+                    )
 
 
 def _totals(losses: Losses) -> Tensor:
     """A step's weighted sum of losses and sum of weights: shape (2,)."""
     weights = [as_weight(weight, loss) for loss, weight in losses]
-    total = torch.stack([loss.to(weight.dtype) * weight for (loss, _), weight in zip(losses, weights, strict=True)]).sum()
+    total = torch.stack(
+        [loss.to(weight.dtype) * weight for (loss, _), weight in zip(losses, weights, strict=True)]
+    ).sum()
     return torch.stack([total, torch.stack(weights).sum()])
 
 
@@ -148,4 +156,4 @@ def _tensorboard(folder: Path | None) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(folder / names.TENSORBOARD))  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder / names.TENSORBOARD))

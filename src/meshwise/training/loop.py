@@ -128,8 +128,8 @@ def _data(job: Job, data: Any, what: str) -> Data:
 def _train(run: _Run) -> None:
     state, job = run.context.state, run.context.job
     run.context.applied.model.train()
-    while state.epoch < job.epochs and not run.stopped:
-        _train_epoch(run)
+    while state.epoch < job.epochs:
+        run.stopped = _train_epoch(run)
         if run.stopped:
             break
         state.epoch, state.index = state.epoch + 1, 0
@@ -138,17 +138,18 @@ def _train(run: _Run) -> None:
             run.journal.evaluated(state.epoch - 1, job.epochs, state.step, run.metrics)
 
 
-def _train_epoch(run: _Run) -> None:
-    """Train from where the state is to the end of the epoch, or to the step after which all ranks stop."""
+def _train_epoch(run: _Run) -> bool:
+    """Train from where the state is to the end of the epoch. Returns whether all ranks stop before that."""
     state, job, journal, recorder = run.context.state, run.context.job, run.journal, run.context.recorder
     in_epoch = -(-state.index // job.batch_size)
     steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size)
     pace = _Pace(run.train.samples * job.epochs)
     batches = _train_batches(run)
+    stop = False
     midway.add("an epoch")
     while in_epoch < steps:
         if not run.session.gate.begin():
-            run.stopped = True
+            stop = True
             break
         with recorder.span("data", on_device=False):
             parts = next(batches)
@@ -159,11 +160,11 @@ def _train_epoch(run: _Run) -> None:
         run.samples += parts[0][1].total
         journal.note(state.epoch, state.step, losses)
         if in_epoch % run.settings.log_every == 0 or in_epoch == steps:
-            run.stopped = journal.read(run.session.gate.wanted)
+            stop = journal.read(run.session.gate.wanted)
             journal.memory()
             recorder.flush()
             _tell(run, "log", pace, in_epoch, steps)
-            if run.stopped:
+            if stop:
                 break
         elif journal.due():
             _tell(run, "progress", pace, in_epoch, steps)
@@ -171,13 +172,16 @@ def _train_epoch(run: _Run) -> None:
             _save(run)
     journal.read()
     midway.clear()
+    return stop
 
 
 def _train_batches(run: _Run) -> Iterator[list[Part]]:
     """The microbatches of each step, on the device, with the next ones on their way."""
     state, job, world = run.context.state, run.context.job, run.context.world
     order = epoch_order(state.seed, state.epoch, run.train.samples)
-    shares: list[list[Share]] = list(steps_of_epoch(order, job.batch_size, world, run.settings.plan.accumulate, state.index))
+    shares: list[list[Share]] = list(
+        steps_of_epoch(order, job.batch_size, world, run.settings.plan.accumulate, state.index)
+    )
     read = run.train.read((share.indices for step in shares for share in step), state.epoch)
     pairs = prefetch(zip(read, (share for step in shares for share in step), strict=True), world.device)
     for step in shares:

@@ -1,14 +1,14 @@
 """A user's DataLoader, made to give each rank its share of every batch, in an order that does not depend on the ranks.
 
-    shuffle or sequential sampler    our own order: a pure function of (seed, epoch, index)
-    any other sampler                run whole on every rank from one seed; each batch is sliced
-    iterable data set                `whole`: every rank reads the whole stream and keeps its share of each batch
-                                     `per-rank`: the data set splits itself; ranks that run out take part with stand-ins
+shuffle or sequential sampler    our own order: a pure function of (seed, epoch, index)
+any other sampler                run whole on every rank from one seed; each batch is sliced
+iterable data set                `whole`: every rank reads the whole stream and keeps its share of each batch
+                                 `per-rank`: the data set splits itself; ranks that run out take part with stand-ins
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -103,7 +103,7 @@ def _foreign(loader: DataLoader[Any], seed: int, world: World) -> Plain:
         shares = [share_of(batch, 0, len(batch), len(batch), world) for batch in left]
         return zip(read((share.indices for share in shares), epoch), shares, strict=True)
 
-    length = len(batch_sampler) if hasattr(batch_sampler, "__len__") else None
+    length = len(batch_sampler) if isinstance(batch_sampler, Sized) else None
     return Plain(length, None, loader.batch_size or 1, pairs)
 
 
@@ -151,7 +151,9 @@ def _own_share(got: list[Any], last: Any, counts: list[int], world: World) -> tu
     if got or total == 0:
         return got, Share(torch.arange(len(got)), len(got), total)
     if last is None:
-        raise DataError(f"rank {world.rank}'s stream gave no sample at all. Give every rank at least one, or use streams='whole'.")
+        raise DataError(
+            f"rank {world.rank}'s stream gave no sample at all. Give every rank at least one, or use streams='whole'."
+        )
     return [last], Share(torch.zeros(1, dtype=torch.int64), 0, total)
 
 
@@ -161,5 +163,3 @@ def _length(bounds: tuple[int, int]) -> int:
 
 def _as_it_is(item: Any) -> Any:
     return item
-
-

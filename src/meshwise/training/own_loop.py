@@ -87,7 +87,7 @@ def _distribute_models(models: list[nn.Module], world: World) -> None:
     if world.size == 1:
         return
     _own.applied = apply(_own.models, Plan(data=world.size), world, Recorder(None, world.device))
-    if any(isinstance(module, nn.modules.dropout._DropoutNd) for model in models for module in model.modules()):
+    if any("Dropout" in type(module).__name__ for model in models for module in model.modules()):
         say("dropout: each rank draws its own masks, keyed by (seed, batch, rank)")
 
 
@@ -101,11 +101,15 @@ def _distributed(thing: Any, seed: int, world: World, streams: str) -> Any:
     if isinstance(thing, DistributedLoader):
         return thing
     if isinstance(thing, DataLoader):
-        plain = read_plan(thing, seed if thing.generator is None else thing.generator.initial_seed() % 2**31, world, streams)
+        plain = read_plan(
+            thing, seed if thing.generator is None else thing.generator.initial_seed() % 2**31, world, streams
+        )
         if plain.note:
             say(plain.note)
         return DistributedLoader(thing, plain, seed, world)
-    raise UsageError(f"mw.distribute takes models, optimizers, schedulers and DataLoaders; this is a {type(thing).__name__}.")
+    raise UsageError(
+        f"mw.distribute takes models, optimizers, schedulers and DataLoaders; this is a {type(thing).__name__}."
+    )
 
 
 class DistributedLoader:
@@ -169,7 +173,7 @@ def backward(loss: Tensor, weight: Tensor | float | None = None) -> Tensor:
     _own.backwards += 1
     applied = _own.applied
     if applied is None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
     share = _own.share
     if share is None:
@@ -220,7 +224,7 @@ def _before_step(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
     _own.backwards = 0
 
 
-def sum(value: Number) -> Number:  # noqa: A001 — read as mw.sum
+def sum(value: Number) -> Number:
     """`value` added over all ranks, stand-ins left out: the one extra line of an evaluation. Collective.
 
     Call it inside the loop over the loader. A number comes back as a number, a tensor as a tensor.

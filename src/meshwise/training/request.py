@@ -42,7 +42,11 @@ def completed(given: RunRequest, recorded: Mapping[str, Any]) -> RunRequest:
 
 def plan_of(request: RunRequest, devices: int) -> Plan:
     """The plan that the request means on this many devices."""
-    return Plan(data=devices, accumulate=1 if request.accumulate is None else request.accumulate, precision=request.precision or "fp32")
+    return Plan(
+        data=devices,
+        accumulate=1 if request.accumulate is None else request.accumulate,
+        precision=request.precision or "fp32",
+    )
 
 
 def settings_of(request: RunRequest, plan: Plan, *, resume: bool) -> Settings:

@@ -38,7 +38,9 @@ def count_samples(data: Any, what: str) -> int:
         tensors = list(data.values()) if isinstance(data, dict) else list(data)
         lengths = {len(tensor) for tensor in tensors}
         if len(lengths) != 1:
-            raise DataError(f"{what}: its tensors have different lengths ({sorted(lengths)}). Give equally many samples in each.")
+            raise DataError(
+                f"{what}: its tensors have different lengths ({sorted(lengths)}). Give equally many samples in each."
+            )
         count = lengths.pop()
     elif hasattr(data, "__len__"):
         count = len(data)
@@ -91,7 +93,7 @@ class KeyedDataset(Dataset[Any]):
             return self.data[key[1]]
 
 
-class keyed_draws:  # noqa: N801 — a context manager, read as a verb
+class keyed_draws:
     """Random draws of torch, numpy and Python inside the with-body depend on the key alone; those outside go on as before."""
 
     def __init__(self, *key: int) -> None:
@@ -126,10 +128,13 @@ def _loader_reader(data: Any, settings: LoaderSettings) -> Reader:
     keys = _KeyBatches()
     extra = dict(settings.extra or {})
     if settings.workers > 0:
-        extra = {"persistent_workers": True, "multiprocessing_context": "spawn" if torch.cuda.is_available() else None} | extra
+        extra = {
+            "persistent_workers": True,
+            "multiprocessing_context": "spawn" if torch.cuda.is_available() else None,
+        } | extra
     loader: DataLoader[Any] = DataLoader(
         KeyedDataset(data, settings.seed),
-        batch_sampler=keys,  # type: ignore[arg-type]
+        batch_sampler=keys,
         collate_fn=settings.collate,
         num_workers=settings.workers,
         **extra,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import platform
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -16,14 +15,14 @@ import torch
 from rich.console import Console
 
 from meshwise.records import folder as names
-from meshwise.records.atomic import write_text
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.plan import Plan
 from meshwise.spec.worker_share import WorkerShare
 from meshwise.timeline.live import LiveView, Progress
 from meshwise.timeline.summary_text import RunSummary
 from meshwise.workers.channel import Message
-from meshwise.workers.launch import Halt, Listeners, Nodes, launch
+from meshwise.workers.launch import Halt, Listeners, launch
+from meshwise.workers.nodes import Nodes
 
 
 class Viewer:
@@ -73,7 +72,10 @@ class Viewer:
 
 def metrics_line(message: Mapping[str, Any]) -> str:
     """`epoch 1/5  test accuracy 95.20 %  loss 0.1612`."""
-    parts = [f"{name} {value:.2%}".replace("%", " %") if name == "accuracy" else f"{name} {value:.4f}" for name, value in message["metrics"].items()]
+    parts = [
+        f"{name} {value:.2%}".replace("%", " %") if name == "accuracy" else f"{name} {value:.4f}"
+        for name, value in message["metrics"].items()
+    ]
     return f"epoch {message['epoch']}/{message['epochs']}  test {'  '.join(parts)}"
 
 
@@ -92,13 +94,17 @@ def supervise(
     """
     halt = Halt()
     with LiveView(console) as view, forwarded_signals(halt, view):
-        viewer = Viewer(view, [f"rank {rank} {share.name}" for rank, share in enumerate(shares)], live=console.is_terminal)
+        viewer = Viewer(
+            view, [f"rank {rank} {share.name}" for rank, share in enumerate(shares)], live=console.is_terminal
+        )
         listeners = Listeners(message=viewer.message, output=viewer.output)
         try:
             results = launch(function, arguments, shares, folder=folder, listeners=listeners, nodes=nodes, halt=halt)
         except WorkerFailed as error:
             if folder is not None:
-                names.update_run(folder, status="stopped" if error.rank is None else "failed", ended=now(), error=str(error))
+                names.update_run(
+                    folder, status="stopped" if error.rank is None else "failed", ended=now(), error=str(error)
+                )
             raise
     if halt.wanted.is_set() and folder is not None:
         names.update_run(folder, status="stopped", ended=now())
@@ -128,7 +134,9 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def summarise(results: Sequence[Mapping[str, Any]], plan: Plan, shares: Sequence[WorkerShare], folder: Path | None) -> RunSummary:
+def summarise(
+    results: Sequence[Mapping[str, Any]], plan: Plan, shares: Sequence[WorkerShare], folder: Path | None
+) -> RunSummary:
     """What a run did, from the facts that each rank returned."""
     first = results[0]
     return RunSummary(
@@ -151,11 +159,12 @@ def summarise(results: Sequence[Mapping[str, Any]], plan: Plan, shares: Sequence
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": torch.__version__, "system": f"{platform.system()} {platform.machine()}"}
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
 
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-

@@ -18,7 +18,9 @@ def split_weight(result: Any, samples: int, where: str) -> tuple[Tensor, Tensor 
     mean, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         shape = f"a tensor of shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else f"a {type(mean).__name__}"
-        raise UsageError(f"{where} gave {shape}, not one number. Return a mean, for instance loss.mean(), or (mean, weight).")
+        raise UsageError(
+            f"{where} gave {shape}, not one number. Return a mean, for instance loss.mean(), or (mean, weight)."
+        )
     if weight is not None and samples == 0:
         weight = weight * 0
     return mean.reshape(()), weight

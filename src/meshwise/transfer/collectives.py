@@ -42,7 +42,8 @@ def mean_future(tensor: Tensor) -> torch.futures.Future[Tensor]:
     tensor.div_(world_size())
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None  # async_op=True always gives a handle to members of the group
-    return work.get_future().then(lambda done: done.value()[0])
+    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future
 
 
 def gather_tensors(tensor: Tensor) -> Tensor:

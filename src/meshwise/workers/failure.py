@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from meshwise.spec.errors import MeshwiseError, UsageError
 
 _COMMUNICATION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
-_COMMUNICATION_WORDS = ("gloo", "connection closed by peer", "connection reset by peer", "nccl", "socket timeout", "tcpstore")
+_COMMUNICATION_WORDS = (
+    "gloo",
+    "connection closed by peer",
+    "connection reset by peer",
+    "nccl",
+    "socket timeout",
+    "tcpstore",
+)
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,9 @@ def _see_one_gpu(local_rank: int) -> None:
     if len(visible) == 1:
         return
     if visible and local_rank >= len(visible):
-        raise UsageError(f"local rank {local_rank} has no GPU: CUDA_VISIBLE_DEVICES names {len(visible)}. Start fewer processes.")
+        raise UsageError(
+            f"local rank {local_rank} has no GPU: CUDA_VISIBLE_DEVICES names {len(visible)}. Start fewer processes."
+        )
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank] if visible else str(local_rank)
 
 
@@ -137,7 +139,9 @@ def _enter_process_group(world: World) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own host name often does not resolve
     backend = "cpu:gloo,cuda:nccl" if world.kind == "cuda" else "gloo"
     device = torch.device(world.device) if world.kind == "cuda" else None
-    dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timedelta(minutes=30), device_id=device)
+    dist.init_process_group(
+        backend, rank=world.rank, world_size=world.size, timeout=timedelta(minutes=30), device_id=device
+    )
     atexit.register(leave)
 
 

@@ -98,7 +98,10 @@ def launch(
         task.write_bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((function, arguments)))))
         launcher.start(task, shares)
         launcher.watch()
-        return [cloudpickle.loads(worker.result_path(task, w.rank).read_bytes()) if w.state == "done" else None for w in launcher.workers]
+        return [
+            cloudpickle.loads(worker.result_path(task, w.rank).read_bytes()) if w.state == "done" else None
+            for w in launcher.workers
+        ]
     finally:
         launcher.end()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -223,7 +226,11 @@ class _Launcher:
         if kind == "done":
             entry.state, entry.since = "done", time.monotonic()
         elif kind == "exited":
-            text = "left with exit code 0 in the middle of an epoch" if message["midway"] else "left with exit code 0 before the others"
+            text = (
+                "left with exit code 0 in the middle of an epoch"
+                if message["midway"]
+                else "left with exit code 0 before the others"
+            )
             entry.report = Failure(rank, "left", text, time=message["time"])
             entry.state, entry.since = ("exited midway" if message["midway"] else "exited"), time.monotonic()
         elif kind == "failed":
@@ -245,7 +252,11 @@ class _Launcher:
         """The failures so far. A rank that exited with 0 is one only if others are left alone by it."""
         failed = [w.report for w in self.workers if w.state == "failed" and w.report]
         exited = [w for w in self.workers if w.state.startswith("exited")]
-        alone = [w.report for w in exited if w.report and (failed or (w.state == "exited midway" and time.monotonic() - w.since > EXIT_GRACE))]
+        alone = [
+            w.report
+            for w in exited
+            if w.report and (failed or (w.state == "exited midway" and time.monotonic() - w.since > EXIT_GRACE))
+        ]
         if len(exited) + sum(w.state == "done" for w in self.workers) == len(self.workers):
             for entry in exited:
                 entry.state = "gone"
@@ -276,7 +287,9 @@ class _Launcher:
             for entry in self.workers:
                 self._channel.send(entry.rank, "last", step=self._last)
         if time.monotonic() - self._halted_at > HALT_GRACE:
-            raise WorkerFailed(f"the workers did not stop within {HALT_GRACE:.0f} s and were ended.", exit_code=128 + self.halt.signal)
+            raise WorkerFailed(
+                f"the workers did not stop within {HALT_GRACE:.0f} s and were ended.", exit_code=128 + self.halt.signal
+            )
 
     def _agreed_last(self, here: int) -> int | None:
         """The last step over all machines; None while one of them has not answered."""

@@ -11,6 +11,7 @@ import socket
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from meshwise.spec.errors import UsageError, WorkerFailed
 
@@ -20,7 +21,7 @@ MEET = timedelta(minutes=10)
 class Nodes:
     """This machine among those of a run: the first rank here, the number of all ranks, where rank 0 listens."""
 
-    def __init__(self, store: dist.Store, node_rank: int, nnodes: int, local_size: int, master: str) -> None:
+    def __init__(self, store: Store, node_rank: int, nnodes: int, local_size: int, master: str) -> None:
         self._store, self.node_rank, self.nnodes = store, node_rank, nnodes
         self.master = master
         store.set(f"size/{node_rank}", str(local_size))
@@ -29,7 +30,9 @@ class Nodes:
         try:
             sizes = [int(store.get(f"size/{node}")) for node in range(nnodes)]
         except dist.DistStoreError:
-            raise WorkerFailed(f"not all {nnodes} machines came within {MEET.seconds // 60} min. Start each with its --node-rank.") from None
+            raise WorkerFailed(
+                f"not all {nnodes} machines came within {MEET.seconds // 60} min. Start each with its --node-rank."
+            ) from None
         self.first_rank, self.size = sum(sizes[:node_rank]), sum(sizes)
         self.port = int(store.get("port"))
 
@@ -46,14 +49,20 @@ def meet(nnodes: int, node_rank: int, rdzv: str | None, local_size: int) -> Node
     if nnodes == 1 and rdzv is None:
         return None
     if nnodes < 1 or not 0 <= node_rank < nnodes:
-        raise UsageError(f"--node-rank {node_rank} of --nnodes {nnodes}: machines are counted from 0 to {max(nnodes - 1, 0)}.")
+        raise UsageError(
+            f"--node-rank {node_rank} of --nnodes {nnodes}: machines are counted from 0 to {max(nnodes - 1, 0)}."
+        )
     host, _, port = (rdzv or "").rpartition(":")
     if not host or not port.isdigit():
-        raise UsageError(f"--rdzv {rdzv}: give where machine 0 is reached, the same on every machine, for instance --rdzv node0:29500.")
+        raise UsageError(
+            f"--rdzv {rdzv}: give where machine 0 is reached, the same on every machine, for instance --rdzv node0:29500."
+        )
     try:
-        store = dist.TCPStore(host, int(port), None, node_rank == 0, MEET, wait_for_workers=False)
+        store = TCPStore(host, int(port), None, node_rank == 0, MEET, wait_for_workers=False)
     except (dist.DistError, RuntimeError) as error:
-        raise UsageError(f"--rdzv {rdzv}: no meeting there ({str(error).splitlines()[0]}). Is machine 0 started, and the port free?") from None
+        raise UsageError(
+            f"--rdzv {rdzv}: no meeting there ({str(error).splitlines()[0]}). Is machine 0 started, and the port free?"
+        ) from None
     return Nodes(store, node_rank, nnodes, local_size, host)
 
 
