@@ -81,7 +81,8 @@ def run(
     word = job if isinstance(job, str) or job is None else job.name
     where = None if data is None else str(data)
     asked = RunRequest(word, devices, epochs, batch_size, accumulate, precision, seed, where, log_every, save_every)
-    return run_request(asked, Console(), given=job if isinstance(job, Job) else None, resume=resume, out=out)
+    summary, _ = run_request(asked, Console(), given=job if isinstance(job, Job) else None, resume=resume, out=out)
+    return summary
 
 
 def run_request(
@@ -92,15 +93,18 @@ def run_request(
     resume: str | Path | None = None,
     out: str | Path = RUNS,
     machines: Machines = Machines(),
-) -> RunSummary:
-    """Run what was asked: in workers of our own, or in this process where another launcher started it."""
+) -> tuple[RunSummary, int]:
+    """Run what was asked: in workers of our own, or in this process where another launcher started it.
+
+    Returns the summary and the exit code: 0, or 128 and the number of the signal that stopped the run.
+    """
     folder = None if resume is None else Path(resume)
     if folder is not None:
         request = completed(request, names.read_run(folder))
     if request.job is None:
         raise UsageError("say what to run: meshwise run mnist-mlp, or meshwise run file.py:name.")
     if open_session().world.size > 1:
-        return _run_joined(request, console, given, folder, Path(out))
+        return _run_joined(request, console, given, folder, Path(out)), 0
     shares = find_devices(parse_devices(request.devices or "all"))
     nodes = machines.meet(len(shares))
     plan = plan_of(request, nodes.size if nodes else len(shares))
@@ -109,8 +113,8 @@ def run_request(
     folder = _opened(folder, request, job, plan, shares, Path(out))
     console.print(f"{job.name}  {plan}  {describe(shares)}", soft_wrap=True, markup=False, highlight=False)
     arguments = (given, request, settings, folder)
-    results = supervise(_run_in_worker, arguments, shares, folder=folder, console=console, nodes=nodes)
-    return _closed(results, plan, shares, folder, console)
+    results, code = supervise(_run_in_worker, arguments, shares, folder=folder, console=console, nodes=nodes)
+    return _closed(results, plan, shares, folder, console), code
 
 
 def _run_joined(request: RunRequest, console: Console, given: Job | None, folder: Path | None, out: Path) -> RunSummary:
@@ -181,13 +185,16 @@ def run_script(
     devices: str | None,
     out: Path = RUNS,
     machines: Machines = Machines(),
-) -> None:
-    """Run an own-loop script on every device, as `python script.py` runs it on one. Raises WorkerFailed when one fails."""
+) -> int:
+    """Run an own-loop script on every device, as `python script.py` runs it on one. Returns the exit code.
+
+    Raises WorkerFailed when a worker fails.
+    """
     if not script.is_file():
         raise UsageError(f"{script}: no such file. Name a Python file.")
     if open_session().world.size > 1:
         run_script_file(script, arguments)
-        return
+        return 0
     shares = find_devices(parse_devices(devices or "all"))
     nodes = machines.meet(len(shares))
     folder = names.create_run_folder(out, script.stem)
@@ -200,9 +207,10 @@ def run_script(
     }
     names.write_run(folder, {"job": str(script), "arguments": list(arguments)} | facts)
     console.print(f"{script.name}  {describe(shares)}", soft_wrap=True, markup=False, highlight=False)
-    supervise(run_script_file, (script.resolve(), list(arguments)), shares, folder=folder, console=console, nodes=nodes)
-    if names.read_run(folder)["status"] == "running":
-        names.update_run(folder, status="finished", ended=now())
+    _, code = supervise(
+        run_script_file, (script.resolve(), list(arguments)), shares, folder=folder, console=console, nodes=nodes
+    )
+    return code
 
 
 def _joined(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

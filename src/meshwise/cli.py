@@ -78,14 +78,14 @@ def run(
         raise UsageError(f"'{' '.join(context.args)}' is no option of a job. See meshwise run --help.")
     machines = api.Machines(nnodes, node_rank, rdzv)
     if script and job is not None:
-        api.run_script(Path(job), context.args, console, devices=devices, out=Path(out), machines=machines)
-        return
+        raise typer.Exit(
+            api.run_script(Path(job), context.args, console, devices=devices, out=Path(out), machines=machines)
+        )
     asked = RunRequest(job, devices, epochs, batch_size, accumulate, precision, seed, data, log_every, save_every)
-    summary = api.run_request(asked, console, resume=resume, out=out, machines=machines)
+    summary, code = api.run_request(asked, console, resume=resume, out=out, machines=machines)
     if as_json:
         print(json.dumps(summary_dict(summary), indent=2))
-    if summary.status == "stopped":
-        raise WorkerFailed("", exit_code=130)
+    raise typer.Exit(code)
 
 
 def main() -> None:

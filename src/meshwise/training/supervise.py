@@ -87,8 +87,8 @@ def supervise(
     folder: Path | None,
     console: Console,
     nodes: Nodes | None = None,
-) -> list[Any]:
-    """Launch `function` on the shares and show the run on `console`. Returns the results in rank order.
+) -> tuple[list[Any], int]:
+    """Launch `function` on the shares and show the run on `console`. Returns the results in rank order and the exit code.
 
     run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails.
     """
@@ -106,9 +106,10 @@ def supervise(
                     folder, status="stopped" if error.rank is None else "failed", ended=now(), error=str(error)
                 )
             raise
-    if halt.wanted.is_set() and folder is not None:
-        names.update_run(folder, status="stopped", ended=now())
-    return results
+    stopped = halt.wanted.is_set()
+    if folder is not None:
+        names.update_run(folder, status="stopped" if stopped else "finished", ended=now())
+    return results, 128 + halt.signal if stopped else 0
 
 
 @contextlib.contextmanager

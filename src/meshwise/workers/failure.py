@@ -9,8 +9,11 @@ import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from meshwise.spec.errors import MeshwiseError, UsageError
+from meshwise.spec.errors import MeshwiseError
+
+OURS = Path(__file__).parents[1]
 
 _COMMUNICATION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
 _COMMUNICATION_WORDS = (
@@ -28,14 +31,15 @@ class Failure:
     """What is known of one failed worker.
 
     kind: `raised`, `killed` (by a signal), `left` (without saying done) or `victim` (raised inside a collective).
-    usage: the failure is a sentence for the user, to be shown without a traceback.
+    plain: the message is a sentence for the user, to be shown as it is. notes: what else is known, a line each.
     """
 
     rank: int
     kind: str
     message: str
     traceback: str = ""
-    usage: bool = False
+    plain: bool = False
+    notes: tuple[str, ...] = ()
     exit_code: int = 1
     time: float = 0.0
 
@@ -54,16 +58,22 @@ def is_communication_error(error: BaseException) -> bool:
 
 def describe(error: BaseException) -> dict[str, object]:
     """A failed worker's own report, as the facts of a channel message."""
-    usage = isinstance(error, UsageError)
-    text = str(error) if isinstance(error, MeshwiseError) else f"{type(error).__name__}: {error}"
-    notes = getattr(error, "__notes__", [])
+    ours = isinstance(error, MeshwiseError)
     return {
-        "message": "\n".join([text, *notes]),
-        "traceback": "" if isinstance(error, MeshwiseError) else "".join(traceback.format_exception(error)),
-        "usage": usage,
-        "victim": not isinstance(error, MeshwiseError) and is_communication_error(error),
+        "message": f"{type(error).__name__}: {error}",
+        "traceback": "" if ours else user_traceback(error),
+        "notes": getattr(error, "__notes__", []),
+        "plain": ours,
+        "victim": not ours and is_communication_error(error),
         "exit_code": getattr(error, "exit_code", 1),
     }
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback without our own frames around the user's; whole when nothing but our own frames is in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(OURS)]
+    return "Traceback (most recent call last):\n" + "".join(traceback.format_list(theirs or frames))
 
 
 def by_exit_status(rank: int, status: int, time: float) -> Failure:
@@ -83,12 +93,10 @@ def culprit(failures: Sequence[Failure]) -> Failure:
 
 def sentence(failure: Failure, size: int) -> str:
     """What the user reads: the culprit's rank, what happened, and its traceback once."""
-    if failure.usage:
+    if failure.plain:
         return failure.message
     who = f"rank {failure.rank} of {size}"
     if failure.kind in ("killed", "left"):
         return f"{who} {failure.message}."
-    if not failure.traceback:
-        return f"{who}: {failure.message}"
-    place = "lost the connection to another rank" if failure.kind == "victim" else "failed"
-    return f"{who} {place}: {failure.message}\n\n{failure.traceback.rstrip()}"
+    what = "lost the connection to another rank" if failure.kind == "victim" else "failed"
+    return "\n".join([f"{who} {what}: {failure.message}", *failure.notes, *failure.traceback.rstrip().splitlines()])

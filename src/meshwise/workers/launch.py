@@ -318,7 +318,8 @@ def _reported(rank: int, message: Message) -> Failure:
         "victim" if message.get("victim") else "raised",
         str(message["message"]),
         str(message.get("traceback", "")),
-        bool(message.get("usage")),
+        bool(message.get("plain")),
+        tuple(message.get("notes", ())),
         int(message.get("exit_code", 1)),
         float(message["time"]),
     )
