@@ -1,15 +1,276 @@
-# stub: to be replaced
+"""How a run looks while it goes on: a live area on a terminal, plain lines elsewhere.
+
+A terminal that goes away in the middle of a run ends the drawing, never the run. Not covered: notebooks' widgets; there
+plain lines are shown.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import IO, Any, Self, cast
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
+from rich.text import Text
+
+from meshwise.spec.units import bytes_text, count_text, seconds_text
+
+REFRESH_SECONDS = 0.25
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARKLINE_LOSSES = 24
+BAR_WIDTH = 40
+MEMORY_LINES = 6  # more devices than fit in these are summed up in one line
 
 
 @dataclass(frozen=True)
 class Progress:
-    job: str; phase: str; epoch: int; epochs: int; step: int; steps: Any; loss: Any; samples_per_second: Any; seconds_left: Any; memory: Any; devices: Any
+    """Where a run stands. `epoch` and `step` (of the epoch) count from 1; `memory` is bytes a rank; None is unknown.
+
+    phase: "train" or "evaluate". steps: None for a stream of unknown length.
+    """
+
+    job: str
+    phase: str
+    epoch: int
+    epochs: int
+    step: int
+    steps: int | None
+    loss: float | None
+    samples_per_second: float | None
+    seconds_left: float | None
+    memory: tuple[int | None, ...]
+    devices: tuple[str, ...]
+
+
+def progress_line(p: Progress) -> str:
+    """`epoch 1/5  step 100/938  loss 0.2345  12,300 samples/s`, less what is unknown."""
+    parts = [f"epoch {p.epoch:>{len(str(p.epochs))}}/{p.epochs}", _step_text(p)]
+    if p.loss is not None:
+        parts.append(f"loss {loss_text(p.loss)}")
+    if p.samples_per_second is not None:
+        parts.append(f"{rate_text(p.samples_per_second)} samples/s")
+    return "  ".join(parts)
+
+
+def loss_text(loss: float) -> str:
+    """A loss with four decimals, or with four digits where that would show nothing or too much."""
+    if loss == 0 or not math.isfinite(loss) or 1e-3 <= abs(loss) < 1e3:
+        return f"{loss:.4f}"
+    return f"{loss:,.1f}" if 1e3 <= abs(loss) < 1e6 else f"{loss:.3e}"
+
+
+def rate_text(rate: float) -> str:
+    """Things a second as `12,300`; slow ones as `3.4` or `0.052`."""
+    if not math.isfinite(rate) or rate >= 10 or rate <= 0:
+        return count_text(rate)
+    return f"{rate:.1f}" if rate >= 1 else f"{rate:.2g}"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as a row of blocks from the lowest to the highest; what is not finite is a `?`."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((v - low) * scale)] if math.isfinite(v) else "?" for v in values)
+
+
 class LiveView:
-    def __init__(self, console): self.c = console
-    def __enter__(self): return self
-    def __exit__(self, *a): pass
-    def update(self, p): print(p)
-    def say(self, t): print(t)
-    def close(self): pass
+    """Shows a run on `console`; used as a context manager. Every method may be called from any thread, and none raises.
+
+    The console stays guarded when the view is closed: what is printed on it after the run cannot fail either.
+    """
+
+    def __init__(self, console: Console) -> None:
+        _guard(console)
+        self._console = console
+        self.draws = console.is_terminal and console.is_interactive and not console.is_dumb_terminal
+        self._entered = False
+        self._lock = threading.Lock()  # one writer at a time: rich moves the cursor relative to what it drew last
+        self._newest: Progress | None = None
+        self._losses: deque[float] = deque(maxlen=SPARKLINE_LOSSES)
+        self._live: Live | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._entered = True
+        if self.draws:
+            self._thread = threading.Thread(target=self._refresh, name="meshwise live view", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        drawn = self._live is not None
+        self.close()
+        if error is not None and drawn and self._newest is not None:
+            self.say(progress_line(self._newest))  # the area is gone: say how far the run came
+
+    def update(self, p: Progress) -> None:
+        """The run has come as far as `p`. On a terminal this only stores it; elsewhere it prints a line."""
+        if not (self.draws and self._entered):
+            self.say(progress_line(p))
+            return
+        if p.loss is not None and (self._newest is None or p.loss != self._newest.loss):
+            self._losses.append(p.loss)
+        self._newest = p
+
+    def say(self, text: str) -> None:
+        """Show text of the run, as it is: nothing in it is taken for markup."""
+        with self._lock:
+            if self._live is not None:
+                # ANSI colours stay; what would move the cursor, or a progress bar's carriage returns, does not.
+                self._console.print(Text.from_ansi(text), soft_wrap=True, highlight=False)
+            elif not self._console.quiet:
+                self._console.file.write(f"{text}\n")
+                self._console.file.flush()
+
+    def close(self) -> None:
+        """End the drawing: the live area goes, the cursor comes back. May be called twice."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        with self._lock:
+            self._entered = False
+            if self._live is not None:
+                self._live.update(Text(""))  # so that an area higher than the terminal leaves nothing behind
+                self._live.stop()
+                self._live = None
+
+    def _refresh(self) -> None:
+        shown: Progress | None = None
+        while not self._over.wait(REFRESH_SECONDS):
+            newest = self._newest
+            if newest is None or newest is shown:
+                continue
+            shown = newest
+            area = live_area(newest, list(self._losses), self._console)
+            with self._lock:
+                if self._live is None:
+                    self._live = _open_live(self._console)
+                self._live.update(area, refresh=True)
+
+
+def _open_live(console: Console) -> Live:
+    live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
+    live.start()
+    return live
+
+
+def live_area(p: Progress, losses: Sequence[float], console: Console) -> RenderableType:
+    """The drawing of a run that stands at `p`; `losses` are the recent ones, oldest first."""
+    part = p.step / p.steps if p.steps else None
+    whole = (p.epoch - 1 + (part or 0.0)) / p.epochs if p.epochs else 0.0
+    bars = Table.grid(Column(no_wrap=True), Column(max_width=BAR_WIDTH), Column(justify="right"), "", padding=(0, 2))
+    bars.add_row(
+        Text("test" if p.phase == "evaluate" else "epoch"),
+        ProgressBar(total=1.0 if part is not None else None, completed=part or 0.0, pulse=part is None),
+        Text("" if part is None else f"{int(part * 100)} %"),
+        Text(_step_text(p), no_wrap=True),
+    )
+    bars.add_row(
+        Text("run"),
+        ProgressBar(total=1.0, completed=whole),
+        Text(f"{int(whole * 100)} %"),
+        Text(f"epoch {p.epoch}/{p.epochs}", no_wrap=True),
+    )
+    rows: list[RenderableType] = [Text(p.job, style="bold", no_wrap=True, overflow="ellipsis"), bars]
+    rows.append(_facts(p, [] if console.options.ascii_only else losses))
+    if any(size is not None for size in p.memory):
+        rows += [Text(line, no_wrap=True) for line in memory_lines(p.devices, p.memory, console.width)]
+    return Group(*rows)
+
+
+def memory_lines(devices: Sequence[str], memory: Sequence[int | None], width: int) -> list[str]:
+    """Memory a device in aligned columns of at most `width` characters; very many devices in one line."""
+    sizes = ["unknown" if size is None else bytes_text(size) for size in memory]
+    lines = _in_columns(devices, sizes, width)
+    if len(lines) > 2:
+        lines = _in_columns([name.removeprefix("rank ") for name in devices], sizes, width)
+    if len(lines) <= MEMORY_LINES:
+        return lines
+    known = [size for size in memory if size is not None]
+    most = devices[memory.index(max(known))]
+    return [f"memory  {bytes_text(min(known))} to {bytes_text(max(known))} on {len(devices)} devices, most on {most}"]
+
+
+def _in_columns(names: Sequence[str], values: Sequence[str], width: int) -> list[str]:
+    label, gap = "memory  ", "   "
+    wide, broad = max(map(len, names), default=0), max(map(len, values), default=0)
+    cells = [f"{name:<{wide}} {value:>{broad}}" for name, value in zip(names, values, strict=True)]
+    columns = max(1, (width - len(label) + len(gap)) // (wide + 1 + broad + len(gap)))
+    lines = [gap.join(cells[i : i + columns]) for i in range(0, len(cells), columns)]
+    return [(" " * len(label) if i else label) + line for i, line in enumerate(lines)]
+
+
+def _facts(p: Progress, losses: Sequence[float]) -> Text:
+    facts = Text("loss    ", no_wrap=True, overflow="ellipsis")
+    facts.append("not yet known" if p.loss is None else loss_text(p.loss), style="bold")
+    if len(losses) > 1:
+        facts.append(f"  {sparkline(losses)}", style="cyan")
+    if p.samples_per_second is not None:
+        facts.append(f"   {rate_text(p.samples_per_second)} samples/s")
+    if p.seconds_left is not None:
+        facts.append(f"   {seconds_text(max(1.0, p.seconds_left)).replace('.0 s', ' s')} left")
+    return facts
+
+
+def _step_text(p: Progress) -> str:
+    word = "test" if p.phase == "evaluate" else "step"
+    return f"{word} {p.step}" if p.steps is None else f"{word} {p.step:>{len(str(p.steps))}}/{p.steps}"
+
+
+class _GuardedFile:
+    """A text file that goes silent when nobody can read it any more. Everything but writing is the file's own."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file, self._gone = file, False
+
+    def write(self, text: str) -> int:
+        try:
+            if not self._gone:
+                self._write(text)
+        except BlockingIOError:
+            pass  # a reader that is slow, not gone
+        except (OSError, ValueError):  # ValueError: the file was closed
+            self._gone = True
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            if not self._gone:
+                self._file.flush()
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError):
+            self._gone = True
+
+    def isatty(self) -> bool:
+        try:
+            return self._file.isatty()
+        except (OSError, ValueError):
+            return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def _write(self, text: str) -> None:
+        try:
+            self._file.write(text)
+        except UnicodeEncodeError as error:
+            self._file.write(text.encode(error.encoding, "replace").decode(error.encoding))
+
+
+def _guard(console: Console) -> None:
+    """Put a guard before the console's file: rich itself ends the whole process when a pipe breaks."""
+    if not isinstance(console.file, _GuardedFile):
+        console.file = cast("IO[str]", _GuardedFile(console.file))
