@@ -1,0 +1,84 @@
+"""A worker's failure is everyone's answer: shown once, with the culprit, a non-zero exit code, and nobody left over."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwise.records.folder import read_run
+from tests.faults.runs import JOBS, CommandRun, run_folder
+
+FAULTS = {
+    "job_raises": ["rank 1 of 2 failed: ValueError: the planted fault", "rank 1, step 5, phase forward", "in raises"],
+    "job_is_killed": ["rank 1 of 2 was killed by SIGKILL"],
+    "job_exits": ["rank 1 of 2 left with exit code 0 in the middle of an epoch"],
+    "job_exits_at_once": ["rank 1 of 2 left with exit code 0 without saying that its work is done"],
+    "job_leaves_others": ["rank 1 of 2 left with exit code 0 without saying that its work is done"],
+    "job_out_of_memory": ["rank 1 of 2 failed: RuntimeError", "phase forward", "allocated ", "reserved ", "free "],
+    "job_not_a_number": ["step 5: the loss is nan on rank 1", "in step 4"],
+}
+
+
+@pytest.mark.parametrize("job", sorted(FAULTS))
+def test_the_culprit_is_named_once_and_nobody_is_left(job: str, tmp_path: Path) -> None:
+    run = CommandRun(f"{JOBS}:{job}", "--devices", "2xcpu", "--log-every", "10", out=tmp_path)
+    assert run.wait() == 1
+    for text in FAULTS[job]:
+        assert run.output.count(text) == 1, run.output
+    assert run.output.count("Traceback") == (job in ("job_raises", "job_out_of_memory"))
+    assert "Connection closed" not in run.output  # the victim's error is nobody's business
+    assert run.left_over() == []
+    assert read_run(run_folder(tmp_path))["status"] == "failed"
+
+
+def test_a_run_whose_worker_was_killed_goes_on_from_its_last_saved_state(tmp_path: Path) -> None:
+    run = CommandRun(f"{JOBS}:job_is_killed", "--devices", "2xcpu", "--epochs", "1", "--save-every", "2", out=tmp_path)
+    assert run.wait() == 1
+    folder = run_folder(tmp_path)
+    again = CommandRun("--resume", str(folder), out=tmp_path / "again", fail_step=-1)
+    assert again.wait() == 0, again.output
+    assert read_run(folder)["status"] == "finished"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_stop_saves_the_state_and_says_how_to_go_on(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    run = CommandRun(f"{JOBS}:job_long", "--devices", "2xcpu", "--log-every", "20", out=tmp_path)
+    run.wait_for("step  40/500")
+    run.send(number)
+    assert run.wait() == code, run.output
+    folder = run_folder(tmp_path)
+    assert f"meshwise run --resume {folder}" in " ".join(run.output.split()).replace(" /", "/").replace("/ ", "/") or "--resume" in run.output
+    assert read_run(folder)["status"] == "stopped"
+    assert (folder / "checkpoint" / "latest.json").exists()
+    assert run.left_over() == []
+
+
+def test_a_killed_launcher_leaves_no_workers(tmp_path: Path) -> None:
+    run = CommandRun(f"{JOBS}:job_long", "--devices", "2xcpu", "--log-every", "20", out=tmp_path)
+    run.wait_for("step  40/500")
+    run.send(signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
+    assert run.left_over() == []
+
+
+def test_a_closed_terminal_stops_the_run_and_keeps_its_state(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "meshwise", "run", f"{JOBS}:job_long", "--devices", "2xcpu", "--out", str(tmp_path)]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, command)
+    while not list(tmp_path.glob("*/metrics.jsonl")):
+        os.read(terminal, 65536)
+    os.close(terminal)
+    deadline = time.monotonic() + 60
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (folder,) = tmp_path.iterdir()
+    assert read_run(folder)["status"] == "stopped"
+    assert (folder / "checkpoint" / "latest.json").exists()
