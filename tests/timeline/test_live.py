@@ -194,6 +194,13 @@ def test_memory_columns_line_up() -> None:
     ]
 
 
+@pytest.mark.parametrize("left, text", [(12.5, "12 s left"), (0.1, "1 s left"), (math.inf, "unknown left")])
+def test_time_left_is_in_whole_seconds(left: float, text: str) -> None:
+    file = io.StringIO()
+    plain(file).print(live_area(dataclasses.replace(FIRST, seconds_left=left), [], plain(file)))
+    assert f"   {text}" in file.getvalue()
+
+
 def test_sparkline_spans_the_lowest_and_the_highest() -> None:
     assert sparkline([0.0, 7.0, 3.0]) == "▁█▄"
     assert sparkline([1.0, 1.0]) == "▁▁"

@@ -61,7 +61,7 @@ def test_the_whole_text_of_a_run_on_one_device() -> None:
         "mnist-mlp finished after 5 epochs and 4,690 steps in 12.3 s\n"
         "test        accuracy 96.62 %   loss 0.1235\n"
         "throughput  30,000 samples/s on 1 device\n"
-        "memory      512.0 MiB at most\n"
+        "memory      peak 512.0 MiB\n"
         "\n"
         "Where the time went\n"
         "               seconds  share\n"

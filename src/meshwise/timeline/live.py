@@ -170,7 +170,9 @@ def live_area(p: Progress, losses: Sequence[float], console: Console) -> Rendera
     """The drawing of a run that stands at `p`; `losses` are the recent ones, oldest first."""
     part = p.step / p.steps if p.steps else None
     whole = (p.epoch - 1 + (part or 0.0)) / p.epochs if p.epochs else 0.0
-    bars = Table.grid(Column(no_wrap=True), Column(max_width=BAR_WIDTH), Column(justify="right"), "", padding=(0, 2))
+    bars = Table.grid(
+        Column(no_wrap=True, min_width=6), Column(max_width=BAR_WIDTH), Column(justify="right"), "", padding=(0, 2)
+    )
     bars.add_row(
         Text("test" if p.phase == "evaluate" else "epoch"),
         ProgressBar(total=1.0 if part is not None else None, completed=part or 0.0, pulse=part is None),
@@ -220,8 +222,13 @@ def _facts(p: Progress, losses: Sequence[float]) -> Text:
     if p.samples_per_second is not None:
         facts.append(f"   {rate_text(p.samples_per_second)} samples/s")
     if p.seconds_left is not None:
-        facts.append(f"   {seconds_text(max(1.0, p.seconds_left)).replace('.0 s', ' s')} left")
+        facts.append(f"   {_left_text(p.seconds_left)} left")
     return facts
+
+
+def _left_text(seconds: float) -> str:
+    """Whole seconds: tenths of a guess only flicker."""
+    return seconds_text(max(1, round(seconds)) if math.isfinite(seconds) else seconds).replace(".0 s", " s")
 
 
 def _step_text(p: Progress) -> str:

@@ -116,9 +116,10 @@ def largest_share_text(summary: RunSummary) -> str:
     kind = max(means, key=lambda name: means[name])
     share = _share_text(means[kind] / sum(means.values())).strip()
     if kind == "communication":
+        fewer = "one device" if len(summary.phases) <= 2 else f"fewer than these {len(summary.phases)} devices"
         return (
             f"Communication that no computing hides takes the largest share, {share}: "
-            f"try a larger --batch-size, or fewer than these {len(summary.phases)} devices."
+            f"try a larger --batch-size, or {fewer}."
         )
     if kind == OTHER:
         return f"Time between the phases takes the largest share, {share}."
@@ -135,7 +136,7 @@ def _head(s: RunSummary) -> list[Text]:
         Text(f"throughput  {count_text(s.samples_per_second)} samples/s on {_plural(len(s.devices), 'device')}")
     )
     if any(size is not None for size in s.memory):
-        lines.append(Text(f"memory      {_memory_text(s.memory)} at most", no_wrap=False))
+        lines.append(Text(f"memory      peak {_memory_text(s.memory)}", no_wrap=False))
     return lines
 
 
