@@ -201,6 +201,13 @@ def test_time_left_is_in_whole_seconds(left: float, text: str) -> None:
     assert f"   {text}" in file.getvalue()
 
 
+def test_a_narrow_terminal_shortens_the_sparkline_not_the_facts() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False, width=60)
+    with console.capture() as shown:
+        console.print(live_area(FIRST, [float(n) for n in range(24)], console))
+    assert "█   12,300 samples/s   1 min 24 s left" in shown.get() and "▁" in shown.get()
+
+
 def test_sparkline_spans_the_lowest_and_the_highest() -> None:
     assert sparkline([0.0, 7.0, 3.0]) == "▁█▄"
     assert sparkline([1.0, 1.0]) == "▁▁"

@@ -186,7 +186,7 @@ def live_area(p: Progress, losses: Sequence[float], console: Console) -> Rendera
         Text(f"epoch {p.epoch}/{p.epochs}", no_wrap=True),
     )
     rows: list[RenderableType] = [Text(p.job, style="bold", no_wrap=True, overflow="ellipsis"), bars]
-    rows.append(_facts(p, [] if console.options.ascii_only else losses))
+    rows.append(_facts(p, [] if console.options.ascii_only else losses, console.width))
     if any(size is not None for size in p.memory):
         rows += [Text(line, no_wrap=True) for line in memory_lines(p.devices, p.memory, console.width)]
     return Group(*rows)
@@ -214,16 +214,15 @@ def _in_columns(names: Sequence[str], values: Sequence[str], width: int) -> list
     return [(" " * len(label) if i else label) + line for i, line in enumerate(lines)]
 
 
-def _facts(p: Progress, losses: Sequence[float]) -> Text:
-    facts = Text("loss    ", no_wrap=True, overflow="ellipsis")
-    facts.append("not yet known" if p.loss is None else loss_text(p.loss), style="bold")
-    if len(losses) > 1:
-        facts.append(f"  {sparkline(losses)}", style="cyan")
-    if p.samples_per_second is not None:
-        facts.append(f"   {rate_text(p.samples_per_second)} samples/s")
-    if p.seconds_left is not None:
-        facts.append(f"   {_left_text(p.seconds_left)} left")
-    return facts
+def _facts(p: Progress, losses: Sequence[float], width: int) -> Text:
+    loss = "not yet known" if p.loss is None else loss_text(p.loss)
+    rest = "" if p.samples_per_second is None else f"   {rate_text(p.samples_per_second)} samples/s"
+    rest += "" if p.seconds_left is None else f"   {_left_text(p.seconds_left)} left"
+    facts = Text("loss    ", no_wrap=True, overflow="ellipsis").append(loss, style="bold")
+    room = width - len("loss    ") - len(loss) - len(rest) - 2
+    if len(losses) > 1 and room > 1:
+        facts.append(f"  {sparkline(losses[-room:])}", style="cyan")
+    return facts.append(rest)
 
 
 def _left_text(seconds: float) -> str:

@@ -186,10 +186,11 @@ def _time_table(s: RunSummary, width: int, *, ascii_only: bool) -> list[Text]:
             text += f"  {_bar_text(0.0 if kind == 'total' else share, bar, ascii_only):{bar}}"
         text += "".join(f"{gap}{cells[at]:>{wide}}" for _, wide, cells in columns)
         lines.append(Text(text.rstrip(), style="dim" if kind == "total" else ""))
-    if "communication" in rows:
-        lines.append(Text("communication: only the part that is exposed, not hidden under backward", style="dim"))
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
+    if "communication" in rows:
+        note = "communication: only the part that is exposed, not hidden under backward"
+        lines.append(Text(note, style="dim", no_wrap=False))
     return lines
 
 
@@ -200,7 +201,7 @@ Numbers = Callable[[float], str]
 def _columns(rows: Mapping[str, Sequence[float]], room: int, numbers: Numbers) -> tuple[list[Column], str, int]:
     """The columns beside the means, the gap before each, and the width that is left for bars (0: none).
 
-    One a rank where they fit, else the least, the median and the most of all ranks.
+    One a rank where they fit, else the least, the median and the most of all ranks, else none: no number is ever cut.
     """
     ranks = len(next(iter(rows.values())))
     if ranks == 1:
@@ -216,7 +217,8 @@ def _columns(rows: Mapping[str, Sequence[float]], room: int, numbers: Numbers) -
         _column(title, [numbers(pick(row)) for row in rows.values()])
         for title, pick in (("min", min), ("median", median), ("max", max))
     ]
-    return columns, "  ", _bar_width(room - sum(wide + 2 for _, wide, _ in columns))
+    left = room - sum(wide + 2 for _, wide, _ in columns)
+    return (columns, "  ", _bar_width(left)) if left >= 0 else ([], "", _bar_width(room))
 
 
 def _column(title: str, texts: list[str]) -> Column:
