@@ -55,8 +55,9 @@ def connect(environment: Mapping[str, str], rank: int) -> WorkerChannel | None:
     if address is None:
         return None
     host, port = address.rsplit(":", 1)
-    channel = WorkerChannel(socket.create_connection((host, int(port)), timeout=30))
-    channel._connection.settimeout(None)
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection.settimeout(None)
+    channel = WorkerChannel(connection)
     channel.send("hello", rank=rank, pid=os.getpid(), token=environment.get(TOKEN, ""))
     return channel
 
