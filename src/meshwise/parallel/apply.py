@@ -34,29 +34,40 @@ class Applied:
     reduction: DataParallel | None
 
     def backward(
-        self, loss: Tensor, *, reduce: bool = True, factor: Callable[[], Tensor] | None = None, whole: bool = False
-    ) -> None:
+        self,
+        loss: Tensor,
+        *,
+        reduce: bool = True,
+        factor: Callable[[], Tensor] | None = None,
+        whole: bool = False,
+        value: Tensor | None = None,
+    ) -> Tensor | None:
         """Add the gradient of `loss` to `.grad`, as the mean over ranks when `reduce` is set.
 
         factor: gives a scalar that multiplies what this backward adds; with `whole`, all that `.grad` then holds.
+        value: a detached scalar whose mean over ranks is returned.
         """
         if self.reduction is not None:
-            self.reduction.backward(loss, reduce=reduce, factor=factor, whole=whole)
-        else:
-            loss.backward()
-            if factor is not None:
-                scale_gradients(self.model, factor())
+            return self.reduction.backward(loss, reduce=reduce, factor=factor, whole=whole, value=value)
+        loss.backward()
+        if factor is not None:
+            scale_gradients(self.model, factor())
+        return value
 
 
-def apply(model: nn.Module, plan: Plan, world: World, recorder: Recorder) -> Applied:
-    """Lay `model` on this rank's device as `plan` says, in place. Start values are those of rank 0. Collective."""
+def apply(model: nn.Module, plan: Plan, world: World, recorder: Recorder, *, metered: bool = False) -> Applied:
+    """Lay `model` on this rank's device as `plan` says, in place. Start values are those of rank 0. Collective.
+
+    metered: `backward` will be asked for the mean of a value with most losses, so that it should travel along.
+    """
     check_fits(plan, world)
     store_parameters(model, plan.precision)
     model.to(world.device)
     collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
     reduction = None
     if world.size > 1:
-        reduction = DataParallel(list(model.named_parameters()), bucket_mb=plan.bucket_mb, recorder=recorder)
+        named = list(model.named_parameters())
+        reduction = DataParallel(named, bucket_mb=plan.bucket_mb, recorder=recorder, metered=metered)
     return Applied(model, plan, reduction)
 
 
@@ -70,6 +81,7 @@ def check_fits(plan: Plan, world: World) -> None:
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:
+    """Multiply every gradient of `model` by a scalar, in place."""
     for p in model.parameters():
         if p.grad is not None:
             p.grad.mul_(factor.to(p.grad.dtype))

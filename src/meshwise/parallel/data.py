@@ -16,7 +16,6 @@ backwards are part of it, and those already reduced stay what they are, since th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +27,7 @@ from meshwise.compat import reducer
 from meshwise.spec.errors import PlanError
 from meshwise.timeline.record import Recorder
 from meshwise.transfer import collectives
+from meshwise.transfer.agreement import wait_for_all
 
 Gradients = list[Tensor | None]
 LATE_GRACE = 3.0  # seconds in which all ranks must have met a parameter that is new to the reduction
@@ -46,8 +46,11 @@ class _Group:
 class DataParallel:
     """Averages the gradients of `named` parameters over all ranks."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], *, bucket_mb: int, recorder: Recorder) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], *, bucket_mb: int, recorder: Recorder, metered: bool = False
+    ) -> None:
         self._named = list(named)
+        self._meter = _make_meter(self._named) if metered and self._named else None
         self._bucket_mb = bucket_mb
         self._recorder = recorder
         self._groups: list[_Group] = []
@@ -60,12 +63,21 @@ class DataParallel:
         """Whether `.grad` holds contributions of this rank alone."""
 
     def backward(
-        self, loss: Tensor, *, reduce: bool = True, factor: Callable[[], Tensor] | None = None, whole: bool = False
-    ) -> None:
+        self,
+        loss: Tensor,
+        *,
+        reduce: bool = True,
+        factor: Callable[[], Tensor] | None = None,
+        whole: bool = False,
+        value: Tensor | None = None,
+    ) -> Tensor | None:
         """Add the gradient of `loss` to `.grad`: with `reduce` the mean over ranks, else of this rank alone.
 
         factor: gives a scalar, asked for when the first gradients are ready, that multiplies what this backward adds;
             with `whole` it multiplies what `.grad` held before as well.
+        value: a detached scalar whose mean over ranks is returned. In a metered DataParallel it travels with the
+            gradients, as the gradient of a parameter of its own: a collective for it alone would cost more than a step
+            of a small model can hide.
         """
         self._backwards += 1
         self._notice_frozen()
@@ -79,6 +91,9 @@ class DataParallel:
         versions = [None if g is None else reducer.version(g) for g in before] if not kept else [None] * len(before)
         armed = self._armed(loss) if reduce else []
         self._factor, self._calls = factor, 0
+        metered = self._meter is not None and self._groups[:1] == armed[:1] != []
+        if metered and self._meter is not None:
+            loss = loss + self._meter * (0.0 if value is None or factor is not None else value)
         order = self._run(loss, watch=reduce and not self._groups)
         if armed and self._calls < sum(group.buckets for group in armed):
             self._complete(armed, before if not kept else [None] * len(before), versions)
@@ -87,6 +102,15 @@ class DataParallel:
             self._reduce_ungrouped(order)
         self.unreduced = not reduce or (self.unreduced and len(armed) < len(self._groups))
         self._factor, self._kept = None, {}
+        return self._mean(value, metered and factor is None)
+
+    def _mean(self, value: Tensor | None, metered: bool) -> Tensor | None:
+        mean = self._meter.grad if self._meter is not None else None
+        if self._meter is not None:
+            self._meter.grad = None
+        if value is None:
+            return None
+        return mean.to(value.dtype) if metered and mean is not None else collectives.mean_over_ranks(value.clone())
 
     def reduce_now(self) -> None:
         """Average what `.grad` holds now: for gradients that every backward so far kept local. Collective."""
@@ -125,7 +149,7 @@ class DataParallel:
         if len(groups) > 1:  # several reducers: only those whose parameters this loss reaches take part
             reached = _reached_parameters(loss)
             groups = [g for g in groups if any(id(p) in reached for p in g.parameters)]
-            self._agree("loss", [name for g in groups for name in g.names[:1]])
+            self._agree("loss", [name for g in groups for name in g.names[-1:]])
         for group in groups:
             reducer.arm(group.ddp)
         return groups
@@ -142,12 +166,10 @@ class DataParallel:
                 if id(p) in self._kept:
                     gradient.add_(self._kept.pop(id(p)))
         size = buffer.numel() * buffer.element_size()
-        future = collectives.mean_future(buffer)
-        return future.then(lambda done: self._ended(done, start, size))
-
-    def _ended(self, done: torch.futures.Future[Tensor], start: object, size: int) -> Tensor:
-        self._recorder.add("communication", start, self._recorder.mark(), "all-reduce", size)  # type: ignore[arg-type]
-        return done.value()
+        recorder = self._recorder
+        return collectives.mean_future(
+            buffer, lambda: recorder.add("communication", start, recorder.mark(), "all-reduce", size)
+        )
 
     def _complete(self, armed: list[_Group], before: Gradients, versions: Sequence[int | None]) -> None:
         """Take part with zero for the parameters that this rank's loss did not reach, so that nobody waits for them.
@@ -160,7 +182,7 @@ class DataParallel:
             (name, p)
             for group in armed
             for name, p in zip(group.names, group.parameters, strict=True)
-            if _untouched(p, *old[id(p)])
+            if _untouched(p, *old.get(id(p), (None, None)))
         ]
         store = reducer.default_store()
         keys = [f"meshwise/unused/{self._backwards}/{name}" for name, _ in missing]
@@ -207,6 +229,8 @@ class DataParallel:
         """A reducer over these parameters, in this order of readiness, with its bucket rebuild behind it."""
         names = [self._named[i][0] for i in indices]
         parameters = [self._named[i][1] for i in indices]
+        if self._meter is not None and not self._groups:
+            names, parameters = ["the loss", *names], [self._meter, *parameters]
         gradients = [p.grad for p in parameters]
         # DDP expects gradients in the reverse of the order in which it is given the parameters.
         ddp = reducer.make_reducer(parameters[::-1], self._bucket_mb, self._on_bucket)
@@ -230,18 +254,21 @@ class DataParallel:
 
     def _agree(self, what: str, names: Iterable[str]) -> None:
         """All ranks must come here with the same names before any of them enters a collective for them."""
-        store, size, text = reducer.default_store(), collectives.world_size(), ", ".join(names)
+        text = ", ".join(names)
         key = f"meshwise/{what}/{self._backwards}/{text}"
-        store.add(key, 1)
-        deadline = time.monotonic() + LATE_GRACE
-        while store.add(key, 0) < size:
-            if time.monotonic() > deadline:
-                raise PlanError(
-                    f"backward {self._backwards}: the loss of this rank reaches {text}, which it did not reach before and which "
-                    "other ranks do not reach now. Use these parameters on every rank in the same step, or freeze them "
-                    "with requires_grad_(False)."
-                )
-            time.sleep(0.0005)
+        reducer.default_store().add(key, 1)
+        if not wait_for_all(key, collectives.world_size(), LATE_GRACE):
+            raise PlanError(
+                f"backward {self._backwards}: the loss of this rank reaches {text}, which it did not reach before and "
+                "which other ranks do not reach now. Use these parameters on every rank in the same step, or freeze "
+                "them with requires_grad_(False)."
+            )
+
+
+def _make_meter(named: Sequence[tuple[str, nn.Parameter]]) -> nn.Parameter:
+    first = next(p for _, p in named)
+    dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
+    return nn.Parameter(torch.zeros((), dtype=dtype, device=first.device))
 
 
 def _untouched(p: nn.Parameter, gradient: Tensor | None, version: int | None) -> bool:

@@ -121,8 +121,8 @@ class Journal:
             else "it never was a number"
         )
         raise LossError(
-            f"step {step}: the loss is {loss} on rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}; {before}. "
-            "Lower the learning rate, clip with clip_norm, or look at the samples of that step."
+            f"step {step}: the loss is {loss} on rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}; "
+            f"{before}. Lower the learning rate, clip with clip_norm, or look at the samples of that step."
         )
 
     def _write(self, records: list[dict[str, Any]]) -> None:

@@ -61,8 +61,8 @@ class _Run:
 def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None = None) -> dict[str, Any]:
     """Run `job` on this rank. Collective: every rank calls it. Returns the rank's facts of the finished run.
 
-    folder: the run folder, which exists; None keeps no records. tell: gets the messages of the run; the launcher by default.
-    Raises UsageError for what cannot be run, LossError when the loss is not a number any more.
+    folder: the run folder, which exists; None keeps no records. tell: gets the messages of the run; the launcher by
+    default. Raises UsageError for what cannot be run, LossError when the loss is not a number any more.
     """
     session = join()
     job = overridden(job, settings)

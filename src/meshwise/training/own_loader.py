@@ -139,7 +139,8 @@ def _stream(loader: DataLoader[Any], world: World, streams: str) -> Plain:
 def _whole_share(got: list[Any], last: Any, counts: list[int], world: World) -> tuple[list[Any], Share]:
     if len(set(counts)) != 1:
         raise DataError(
-            f"the ranks read streams of different lengths (last batch: {', '.join(f'rank {r}: {n}' for r, n in enumerate(counts))}). "
+            "the ranks read streams of different lengths "
+            f"(last batch: {', '.join(f'rank {r}: {n}' for r, n in enumerate(counts))}). "
             "A data set that splits itself is distributed with mw.distribute(…, streams='per-rank')."
         )
     share = share_of(torch.arange(max(len(got), 1)), 0, len(got), len(got), world)

@@ -37,10 +37,12 @@ from meshwise.training.own_loader import Plain, read_plan
 from meshwise.training.step import seed_draws
 from meshwise.training.weighing import as_weight
 from meshwise.transfer import collectives
+from meshwise.transfer.agreement import wait_for_all
 from meshwise.transfer.prefetch import prefetch
 from meshwise.workers.join import join, open_session
 from meshwise.workers.worker import midway
 
+LOAD_GRACE = 60.0  # seconds in which all ranks must have read a file
 Number = TypeVar("Number", int, float, Tensor)
 
 
@@ -58,6 +60,7 @@ class _Own:
     backwards: int = 0
     """Since the optimizer stepped last."""
     saves: dict[str, int] = field(default_factory=dict)
+    loads: int = 0
 
 
 _own = _Own()
@@ -86,7 +89,7 @@ def _distribute_models(models: list[nn.Module], world: World) -> None:
     _own.models.extend(models)
     if world.size == 1:
         return
-    _own.applied = apply(_own.models, Plan(data=world.size), world, Recorder(None, world.device))
+    _own.applied = apply(_own.models, Plan(data=world.size), world, Recorder(None, world.device), metered=True)
     if any("Dropout" in type(module).__name__ for model in models for module in model.modules()):
         say("dropout: each rank draws its own masks, keyed by (seed, batch, rank)")
 
@@ -184,10 +187,10 @@ def backward(loss: Tensor, weight: Tensor | float | None = None) -> Tensor:
     if loss.numel() != 1:
         raise UsageError(f"mw.backward needs one number; this loss has shape {tuple(loss.shape)}. Take its mean first.")
     if weight is None:
-        scale = share.samples / share.total
-        wait = collectives.begin_sum(loss.detach().clone().mul_(scale))
-        applied.backward(loss * (scale * collectives.world_size()), reduce=_own.reduce)
-        return wait()
+        scaled = loss.reshape(()) * (share.samples * collectives.world_size() / share.total)
+        mean = applied.backward(scaled, reduce=_own.reduce, value=scaled.detach())
+        assert mean is not None
+        return mean
     return _weighted_backward(applied, loss, as_weight(weight if share.samples else weight * 0, loss))
 
 
@@ -257,11 +260,21 @@ def save(thing: Any, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Any:
-    """`torch.load` onto the CPU, on every rank; waits for a `mw.save` to the same path that rank 0 has not finished."""
-    name = str(Path(path).resolve())
-    if join().world.size > 1 and name in _own.saves:
+    """`torch.load` onto the CPU. Every rank calls it, and no rank goes on before all have read.
+
+    Waits for a `mw.save` to the same path that rank 0 has not finished.
+    """
+    world, name = join().world, str(Path(path).resolve())
+    if world.size > 1 and name in _own.saves:
         default_store().wait([f"meshwise/saved/{name}/{_own.saves[name]}"])
-    return torch.load(path, map_location="cpu", weights_only=True)
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    if world.size > 1:
+        _own.loads += 1
+        key = f"meshwise/loaded/{_own.loads}"
+        default_store().add(key, 1)
+        if not wait_for_all(key, world.size, LOAD_GRACE):
+            raise UsageError(f"mw.load({path}) was not called on every rank. Call it on all, or use torch.load on one.")
+    return loaded
 
 
 def rank() -> int:

@@ -28,6 +28,7 @@ class RunRequest:
 
 
 def to_record(request: RunRequest) -> dict[str, Any]:
+    """The request as plain values, as run.json keeps it; `completed` reads it back."""
     return asdict(request)
 
 
@@ -50,6 +51,7 @@ def plan_of(request: RunRequest, devices: int) -> Plan:
 
 
 def settings_of(request: RunRequest, plan: Plan, *, resume: bool) -> Settings:
+    """How the requested run is run under `plan`; without a word about it, every 100th step is logged."""
     return Settings(
         plan,
         epochs=request.epochs,

@@ -1,7 +1,7 @@
 """Read batches from a data set: tensors in memory are sliced by batch, anything else goes through torch's DataLoader.
 
-Random draws inside a data set (augmentation) are keyed by (seed, epoch, sample index): a sample looks the same whichever
-rank and whichever worker process reads it.
+Random draws inside a data set (augmentation) are keyed by (seed, epoch, sample index): a sample looks the same
+whichever rank and whichever worker process reads it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class KeyedDataset(Dataset[Any]):
 
 
 class keyed_draws:
-    """Random draws of torch, numpy and Python inside the with-body depend on the key alone; those outside go on as before."""
+    """Draws of torch, numpy and Python inside the with-body depend on the key alone; those outside go on as before."""
 
     def __init__(self, *key: int) -> None:
         self._key = key

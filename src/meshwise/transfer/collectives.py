@@ -37,13 +37,26 @@ def begin_sum(tensor: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
-def mean_future(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    """Begin to average `tensor` over all ranks in place; the future gives it. Dividing first keeps fp16 in range."""
+def mean_future(tensor: Tensor, ended: Callable[[], None]) -> torch.futures.Future[Tensor]:
+    """Begin to average `tensor` over all ranks in place; the future gives it, and `ended` is called when it is there.
+
+    Dividing before the sum keeps fp16 in range.
+    """
     tensor.div_(world_size())
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None  # async_op=True always gives a handle to members of the group
-    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+
+    def result(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        ended()
+        return done.value()[0]
+
+    future: torch.futures.Future[Tensor] = work.get_future().then(result)
     return future
+
+
+def mean_over_ranks(tensor: Tensor) -> Tensor:
+    """The mean of `tensor` over all ranks, in place."""
+    return sum_over_ranks(tensor).div_(world_size())
 
 
 def gather_tensors(tensor: Tensor) -> Tensor:
