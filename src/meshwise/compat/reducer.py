@@ -1,8 +1,9 @@
 """DistributedDataParallel's reducer, driven without its wrapper around the model.
 
-DDP's bucketing and overlap live in its C++ reducer, which its forward arms for the coming backward. Arming it right before
-the backward instead leaves the model's class, hooks and state_dict keys alone, and lets a step call the model any number
-of times. Read in torch 2.11, 2.13 and 2.15: `nn/parallel/distributed.py`, `_pre_forward` and `_post_forward`.
+DDP's bucketing and overlap live in its C++ reducer, which its forward arms for the coming backward. Arming it right
+before the backward instead leaves the model's class, hooks and state_dict keys alone, and lets a step call the model
+any number of times. Read in torch 2.11, 2.13 and 2.15: `nn/parallel/distributed.py`, `_pre_forward` and
+`_post_forward`.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ def _call(word: str, found: Any, arguments: dict[str, Any], data: Path | None, s
     if isinstance(found, Job):
         if data is not None:
             raise UsageError(
-                f"--data {data}: {word} is a finished Job. Make it a function with a parameter `data` to use another folder."
+                f"--data {data}: {word} is a finished Job. "
+                "Make it a function with a parameter `data` to use another folder."
             )
         return found
     if not callable(found):

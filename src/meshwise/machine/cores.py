@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -35,11 +36,11 @@ def cgroup_quota(root: Path = CGROUP) -> float | None:
 
 
 def split_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """An equal part of `cores` for each worker; nobody is bound (empty parts) when there are more workers than cores."""
+    """An equal part of `cores` for each worker; empty parts, so that nobody is bound, for more workers than cores."""
     if workers > len(cores):
         return [()] * workers
     edges = [round(i * len(cores) / workers) for i in range(workers + 1)]
-    return [tuple(cores[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    return [tuple(cores[a:b]) for a, b in pairwise(edges)]
 
 
 def cores_near(pci_address: str, cores: Sequence[int], root: Path = Path("/sys/bus/pci/devices")) -> tuple[int, ...]:

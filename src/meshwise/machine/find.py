@@ -14,7 +14,7 @@ from meshwise.spec.worker_share import WorkerShare, core_ranges
 
 
 def find_devices(request: DeviceRequest) -> list[WorkerShare]:
-    """One share a worker. `all` is every accelerator, else one CPU worker. Raises UsageError when a device is missing."""
+    """One share a worker. `all` is every accelerator, else one CPU worker. Raises UsageError for a missing device."""
     if request.kind is None:
         kind, count = accelerators()
         return (

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that appears at `path` when the with-body has succeeded, and leaves nothing behind when it has not."""
+    """A binary file that appears at `path` when the with-body succeeds, and leaves nothing behind when it does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -26,10 +26,12 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` as UTF-8, whole or not at all."""
     with atomic_file(path) as file:
         file.write(text.encode())
 
 
 def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write to `path` what `write(file)` writes, whole or not at all."""
     with atomic_file(path) as file:
         write(file)

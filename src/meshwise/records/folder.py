@@ -46,6 +46,7 @@ def create_run_folder(parent: Path, job: str) -> Path:
 
 
 def write_run(folder: Path, facts: dict[str, Any]) -> None:
+    """Write run.json anew with these facts."""
     write_text(folder / RUN, json.dumps(facts, indent=2) + "\n")
 
 

@@ -13,6 +13,7 @@ Record = dict[str, Any]
 
 
 def append_lines(path: Path, records: Iterable[Record]) -> None:
+    """Append each record as one line; the file and its folder are made where they are missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(record) + "\n" for record in records)
     with path.open("ab+") as file:

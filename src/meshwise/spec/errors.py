@@ -8,8 +8,8 @@
     ├── LossError                  the loss is not a number any more
     └── WorkerFailed               a worker raised, was killed or left without saying done
 
-An error says what was asked, why it cannot be, and what to write instead, with the numbers. A `UsageError` is shown to the
-user as that one sentence, without a traceback.
+An error says what was asked, why it cannot be, and what to write instead, with the numbers. A `UsageError` is shown to
+the user as that one sentence, without a traceback.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where the time went: seconds of each phase, from the spans of one rank.
 
-Communication counts only where no computing hides it: the all-reduce of a bucket that runs under the rest of the backward
-costs nothing. The backward itself ends for this account when the last bucket is handed over.
+Communication counts only where no computing hides it: the all-reduce of a bucket that runs under the rest of the
+backward costs nothing. The backward itself ends for this account when the last bucket is handed over.
 """
 
 from __future__ import annotations
@@ -86,4 +86,5 @@ def intersect(first: Sequence[Interval], second: Sequence[Interval]) -> list[Int
 
 
 def length(intervals: Iterable[Interval]) -> int:
+    """The sum of the intervals' lengths, in their unit."""
     return sum(end - start for start, end in intervals)

@@ -20,7 +20,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of work. Times are nanoseconds of the rank's own monotonic clock; `bytes` is 0 where nothing moved."""
+    """One stretch of work. Times are nanoseconds of the rank's own monotonic clock; `bytes` 0 means nothing moved."""
 
     kind: str
     start: int

@@ -20,9 +20,9 @@ class Job:
     """A training program: what is trained on what, with which loss and optimizer.
 
     model: builds the model; called once on every rank, start values are those of rank 0.
-    loss: `loss(model, batch)` gives a scalar mean over the samples of `batch`, or `(mean, weight)` where `weight` counts
-        what the mean is over (a token mean returns its number of tokens). Gradients are the exact weighted mean over
-        the global batch.
+    loss: `loss(model, batch)` gives a scalar mean over the samples of `batch`, or `(mean, weight)` where `weight`
+        counts what the mean is over (a token mean returns its number of tokens). Gradients are the exact weighted mean
+        over the global batch.
     optimizer: makes the optimizer from the parameters.
     data: gives the training set: a map-style dataset, or a tuple or dict of equally long tensors (sliced by batch). A
         dataset with `batch(indices)` is asked for whole batches; any other goes through torch's DataLoader.

@@ -67,7 +67,7 @@ _own = _Own()
 
 
 def distribute(*objects: Any, streams: str = "whole") -> Any:
-    """Lay models, optimizers and loaders on all devices; gives them back in the same order (one object alone, as itself).
+    """Lay models, optimizers and loaders on all devices; gives them back in the same order (one object, as itself).
 
     Models and optimizers are changed in place: class, hooks and state_dict keys stay; start values are those of rank 0.
     Loaders are new, with the same `len`; their `batch_size` is global. Schedulers pass through. On one device only the
@@ -116,7 +116,7 @@ def _distributed(thing: Any, seed: int, world: World, streams: str) -> Any:
 
 
 class DistributedLoader:
-    """Gives this rank its share of every batch of the user's loader. `len`, `dataset` and `batch_size` are the user's."""
+    """Gives this rank its share of every batch of the user's loader; `len`, `dataset`, `batch_size` are the user's."""
 
     def __init__(self, loader: DataLoader[Any], plain: Plain, seed: int, world: World) -> None:
         self.dataset, self.batch_size = loader.dataset, plain.batch_size
@@ -129,7 +129,10 @@ class DistributedLoader:
         return self._plain.length
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader is: the epoch, and how many samples of it have been given out. Any number of devices goes on from it."""
+        """Where the loader is: the epoch, and how many samples of it have been given out.
+
+        Any number of devices goes on from it.
+        """
         return {"epoch": self._epoch, "index": self._index}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -204,7 +207,7 @@ def _weighted_backward(applied: Applied, loss: Tensor, weight: Tensor) -> Tensor
 
 @contextlib.contextmanager
 def accumulate() -> Iterator[None]:
-    """`mw.backward` inside keeps its gradients on their rank; the next one outside, or `optimizer.step`, reduces them all."""
+    """`mw.backward` inside keeps its gradients on their rank; the next outside, or `optimizer.step`, reduces them all."""
     before, _own.reduce = _own.reduce, False
     try:
         yield
@@ -237,8 +240,8 @@ def sum(value: Number) -> Number:
         return value
     if _own.share is None and _own.used_stand_ins:
         raise UsageError(
-            f"mw.sum was called after a loop whose last batch had fewer samples than the {world.size} ranks: some rank's value "
-            "counts a repeated sample. Call mw.sum inside the loop, on each batch's value."
+            f"mw.sum was called after a loop whose last batch had fewer samples than the {world.size} ranks: some rank's "
+            "value counts a repeated sample. Call mw.sum inside the loop, on each batch's value."
         )
     counts = 0 if _own.share is not None and _own.share.samples == 0 else 1
     if isinstance(value, Tensor):

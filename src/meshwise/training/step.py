@@ -1,8 +1,8 @@
 """One optimizer step: forward and backward of every microbatch, one reduction, one update.
 
 The gradient is the exact weighted mean over the global batch. With weights that the sampler knows (samples), each
-microbatch's loss is scaled before its backward and nothing is communicated for it. With weights that only the loss knows
-(tokens), their sum is reduced while the backward runs and divides the gradients before they are averaged.
+microbatch's loss is scaled before its backward and nothing is communicated for it. With weights that only the loss
+knows (tokens), their sum is reduced while the backward runs and divides the gradients before they are averaged.
 The step never reads a value.
 """
 

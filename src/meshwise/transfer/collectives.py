@@ -14,6 +14,7 @@ from torch import Tensor
 
 
 def world_size() -> int:
+    """How many ranks the run has; 1 outside a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -94,5 +95,6 @@ def broadcast_tensors(tensors: list[Tensor]) -> None:
 
 
 def barrier() -> None:
+    """Wait until every rank is here."""
     if world_size() > 1:
         dist.barrier()

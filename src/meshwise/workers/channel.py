@@ -1,11 +1,13 @@
 """The side channel: JSON lines between every worker and the launcher that started it.
 
 It carries what must be known when collectives cannot carry it: done, failed, progress, halt. A channel that closes is
-itself a message: to the launcher that a worker is gone, to a worker that its launcher is gone, so that nobody is left over.
+itself a message: to the launcher that a worker is gone, to a worker that its launcher is gone, so that nobody is left
+over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -79,10 +81,8 @@ class LauncherChannel:
     def send(self, rank: int, kind: str, **facts: Any) -> None:
         connection = self._connections.get(rank)
         if connection is not None:
-            try:
+            with contextlib.suppress(OSError):  # the worker is gone: its closed connection is already the message
                 connection.sendall(json.dumps({"kind": kind, **facts}).encode() + b"\n")
-            except OSError:
-                pass  # the worker is gone: its closed connection is already the message
 
     def close(self) -> None:
         self._server.close()

@@ -1,8 +1,8 @@
 """The step gate: all ranks stop after the same step, without a collective.
 
 On a halt the channel thread of each worker freezes the beginning of further steps and answers with the last step begun.
-The launcher takes the largest answer as the last step and tells everyone. Ranks behind it catch up, ranks at it stop: no
-rank waits in a collective for one that stopped earlier. Nothing is paid while nobody asks.
+The launcher takes the largest answer as the last step and tells everyone. Ranks behind it catch up, ranks at it stop:
+no rank waits in a collective for one that stopped earlier. Nothing is paid while nobody asks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwise.workers.channel import Message, WorkerChannel
 
 
 class StepGate:
-    """Passed at the beginning of every step. Without a channel, `halt()` (called by a signal handler) only sets `wanted`."""
+    """Passed at the beginning of every step. `wanted` asks for a stop at the next log step, without a channel."""
 
     def __init__(self, channel: WorkerChannel | None = None) -> None:
         self._changed = threading.Condition()

@@ -1,7 +1,7 @@
 """Join a run: learn from the environment who this process is, take its device, and enter the process group.
 
-RANK and WORLD_SIZE are set by `meshwise run`, `mw.launch` and torchrun; under srun and mpirun they are derived from what
-those set. Without any of them this process is a run of one device, and no process group is made.
+RANK and WORLD_SIZE are set by `meshwise run`, `mw.launch` and torchrun; under srun and mpirun they are derived from
+what those set. Without any of them this process is a run of one device, and no process group is made.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def open_session() -> Session:
 
 
 def join() -> Session:
-    """The session of this process, inside the process group of all ranks. Collective where it has to make that group."""
+    """The session of this process, inside the process group of all ranks. Collective where it must make that group."""
     session = open_session()
     if session.world.size > 1 and not dist.is_initialized():
         _enter_process_group(session.world)

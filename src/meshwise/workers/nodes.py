@@ -55,7 +55,8 @@ def meet(nnodes: int, node_rank: int, rdzv: str | None, local_size: int) -> Node
     host, _, port = (rdzv or "").rpartition(":")
     if not host or not port.isdigit():
         raise UsageError(
-            f"--rdzv {rdzv}: give where machine 0 is reached, the same on every machine, for instance --rdzv node0:29500."
+            f"--rdzv {rdzv}: give where machine 0 is reached, the same on every machine, "
+            "for instance --rdzv node0:29500."
         )
     try:
         store = TCPStore(host, int(port), None, node_rank == 0, MEET, wait_for_workers=False)

@@ -26,6 +26,7 @@ midway: set[str] = set()
 
 
 def main() -> int:
+    """The life of a worker: its cores, its session, its task. Returns the exit code of the process."""
     process.die_with_parent()
     process.bind_to_cores(os.environ.get(CORES, ""))
     torch.set_num_threads(int(os.environ.get(THREADS, "1")))
