@@ -207,7 +207,7 @@ def _weighted_backward(applied: Applied, loss: Tensor, weight: Tensor) -> Tensor
 
 @contextlib.contextmanager
 def accumulate() -> Iterator[None]:
-    """`mw.backward` inside keeps its gradients on their rank; the next outside, or `optimizer.step`, reduces them all."""
+    """`mw.backward` inside keeps its gradients on their rank; the next outside, or `optimizer.step`, reduces all."""
     before, _own.reduce = _own.reduce, False
     try:
         yield
@@ -240,8 +240,8 @@ def sum(value: Number) -> Number:
         return value
     if _own.share is None and _own.used_stand_ins:
         raise UsageError(
-            f"mw.sum was called after a loop whose last batch had fewer samples than the {world.size} ranks: some rank's "
-            "value counts a repeated sample. Call mw.sum inside the loop, on each batch's value."
+            f"mw.sum was called after a loop whose last batch had fewer samples than the {world.size} ranks: "
+            "some rank's value counts a repeated sample. Call mw.sum inside the loop, on each batch's value."
         )
     counts = 0 if _own.share is not None and _own.share.samples == 0 else 1
     if isinstance(value, Tensor):
