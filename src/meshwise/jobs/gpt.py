@@ -1,1 +1,213 @@
-def gpt(): ...
+"""A plain decoder-only transformer on the bytes of Python's own standard library.
+
+RMSNorm, rotary positions, grouped-query attention and SwiGLU, as in Llama 3 (arXiv 2407.21783, table 3 for the sizes).
+Documents have unequal lengths; the loss is a mean over tokens.
+
+Shapes: B documents, T tokens, D width, H heads, K key-value heads, E width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from meshwise.jobs.text import IGNORED, Documents, make_documents, read_files
+from meshwise.spec.errors import UsageError, nearest
+from meshwise.training.job import Job
+
+BYTES = 257  # every byte, and the token before a document
+
+
+@dataclass(frozen=True)
+class GptSize:
+    """The dimensions of a model. `hidden` is the width inside the feed-forward layers."""
+
+    layers: int
+    width: int
+    heads: int
+    key_value_heads: int
+    hidden: int
+    vocabulary: int = BYTES
+    context: int = 256
+    theta: float = 10_000.0
+
+
+SIZES = {
+    "tiny": GptSize(3, 128, 4, 2, 352, context=128),
+    "small": GptSize(6, 384, 6, 2, 1024),
+    "125m": GptSize(12, 768, 12, 4, 2048, context=1024),
+    "1b": GptSize(16, 2048, 32, 8, 8192, context=2048),
+    "llama3-8b": GptSize(32, 4096, 32, 8, 14336, 128_256, 8192, 500_000.0),
+    "llama3-70b": GptSize(80, 8192, 64, 8, 28672, 128_256, 8192, 500_000.0),
+}
+TRAINED, HELD_OUT = 8_000, 512  # documents of an epoch, documents of an evaluation
+
+
+class Attention(nn.Module):
+    """Causal attention in which H / K query heads share one key-value head."""
+
+    def __init__(self, size: GptSize) -> None:
+        super().__init__()
+        self.heads, self.key_value_heads, self.head_width = size.heads, size.key_value_heads, size.width // size.heads
+        self.query = nn.Linear(size.width, size.heads * self.head_width, bias=False)
+        self.key = nn.Linear(size.width, size.key_value_heads * self.head_width, bias=False)
+        self.value = nn.Linear(size.width, size.key_value_heads * self.head_width, bias=False)
+        self.out = nn.Linear(size.heads * self.head_width, size.width, bias=False)
+
+    def forward(self, x_BTD: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """Mix each token with those before it."""
+        q_BHTE = rotate(self._split(self.query(x_BTD), self.heads), turns)
+        k_BKTE = rotate(self._split(self.key(x_BTD), self.key_value_heads), turns)
+        v_BKTE = self._split(self.value(x_BTD), self.key_value_heads)
+        shared = self.heads // self.key_value_heads
+        k_BHTE, v_BHTE = (t.repeat_interleave(shared, dim=1) for t in (k_BKTE, v_BKTE))
+        mixed_BHTE: Tensor = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True)
+        out: Tensor = self.out(mixed_BHTE.transpose(1, 2).flatten(2))
+        return out
+
+    def _split(self, x: Tensor, heads: int) -> Tensor:
+        split: Tensor = x.unflatten(-1, (heads, self.head_width)).transpose(1, 2)
+        return split
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, size: GptSize) -> None:
+        super().__init__()
+        self.gate = nn.Linear(size.width, size.hidden, bias=False)
+        self.up = nn.Linear(size.width, size.hidden, bias=False)
+        self.down = nn.Linear(size.hidden, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each token by itself."""
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each on the normalised stream and added to it."""
+
+    def __init__(self, size: GptSize) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.RMSNorm(size.width, eps=1e-5), Attention(size)
+        self.feed_norm, self.feed = nn.RMSNorm(size.width, eps=1e-5), FeedForward(size)
+
+    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """The stream, one layer further."""
+        x = x + self.attention(self.attention_norm(x), turns)
+        out: Tensor = x + self.feed(self.feed_norm(x))
+        return out
+
+
+class Gpt(nn.Module):
+    """Tokens (B, T) to logits (B, T, vocabulary)."""
+
+    def __init__(self, size: GptSize) -> None:
+        super().__init__()
+        self.size = size
+        self.embed = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.width, eps=1e-5)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:  # the layers that write to the stream start smaller, the deeper the model
+                depth = math.sqrt(2 * size.layers) if name.endswith(("out.weight", "down.weight")) else 1.0
+                nn.init.normal_(p, std=0.02 / depth)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the token that follows each."""
+        x = self.embed(tokens)
+        turns = rotary_turns(tokens.shape[1], self.size.width // self.size.heads, self.size.theta, x)
+        for block in self.blocks:
+            x = block(x, turns)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def rotary_turns(length: int, head_width: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, E / 2) of the angles by which each position turns each pair (arXiv 2104.09864)."""
+    speed = theta ** (-torch.arange(0, head_width, 2, device=like.device, dtype=torch.float64) / head_width)
+    angles = torch.outer(torch.arange(length, device=like.device, dtype=torch.float64), speed)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pairs (i, i + E / 2) of the last dim by their angles."""
+    cos, sin = turns
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def count_parameters(size: GptSize) -> int:
+    """Parameters of a model, without building it."""
+    head_width = size.width // size.heads
+    attention = 2 * size.width * head_width * (size.heads + size.key_value_heads)
+    layer = attention + 3 * size.width * size.hidden + 2 * size.width
+    return size.layers * layer + 2 * size.vocabulary * size.width + size.width
+
+
+def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean cross entropy over the tokens of a batch in nats, and how many there are; padding does not count."""
+    inputs, targets = batch
+    loss = F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+    return loss, (targets != IGNORED).sum()
+
+
+def gpt(size: str = "tiny", *, seed: int = 0, data: Path | None = None) -> Job:
+    """Train a byte model of a named size on text.
+
+    data: a folder of text files instead of Python's standard library. Raises UsageError for an unknown size.
+    """
+    if size not in SIZES:
+        raise UsageError(f"gpt has no size '{size}'.{nearest(size, SIZES)} Sizes are {', '.join(SIZES)}.")
+    chosen = SIZES[size]
+    batch_size, epochs = 32, 2
+    steps = epochs * math.ceil(TRAINED / batch_size)
+
+    def scheduler(optimizer: optim.Optimizer) -> LRScheduler:
+        return LambdaLR(optimizer, lambda step: warm_up_and_decay(step, steps))
+
+    def optimizer(params: Iterable[nn.Parameter]) -> optim.Optimizer:
+        return optim.AdamW(params, lr=3e-3 if chosen.width <= 384 else 3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+
+    return Job(
+        name=f"gpt:{size}",
+        model=lambda: Gpt(chosen),
+        loss=token_loss,
+        optimizer=optimizer,
+        data=lambda: documents(chosen.context, data)[0],
+        test=lambda: documents(chosen.context, data)[1],
+        metrics=lambda model, batch: {"loss": token_loss(model, batch)},
+        scheduler=scheduler,
+        clip_norm=1.0,
+        batch_size=batch_size,
+        epochs=epochs,
+        seed=seed,
+    )
+
+
+@lru_cache(maxsize=1)
+def documents(context: int, data: Path | None) -> tuple[Documents, Documents]:
+    """Training and held-out documents of at most `context` bytes."""
+    train, held_out = read_files(data)
+    return (
+        make_documents(train, context, TRAINED, first=BYTES - 1),
+        make_documents(held_out, context, HELD_OUT, first=BYTES - 1),
+    )
+
+
+def warm_up_and_decay(step: int, steps: int, warm_up: int = 50) -> float:
+    """The factor of the learning rate: linear warm-up, then a cosine down to a tenth, which it keeps."""
+    if step < warm_up:
+        return (step + 1) / warm_up
+    progress = min((step - warm_up) / max(steps - warm_up, 1), 1.0)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))

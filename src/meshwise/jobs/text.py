@@ -1,0 +1,124 @@
+"""Text that every Python has: the sources of its own standard library, as documents of unequal length.
+
+A document is a run of whole paragraphs (separated by a blank line) of at most `longest` bytes. A file belongs to the
+held-out part by a hash of its name alone, so that the split is the same everywhere and no file is in both parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwise.spec.errors import DataError
+
+HELD_OUT = 16  # one file in 16
+SHORTEST = 24  # bytes; what is shorter is no document
+SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
+IGNORED = -100  # the target that cross entropy leaves out
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents as bytes one behind another: `data` uint8 (all bytes,), `starts` and `lengths` int64 (documents,)."""
+
+    data: Tensor
+    starts: Tensor
+    lengths: Tensor
+    first: int
+    """The token that stands before every document."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64 of shape (documents, longest of them). Padding has the target `IGNORED`."""
+        lengths = self.lengths[indices].unsqueeze(1)
+        place = torch.arange(int(lengths.max()))
+        inside = place < lengths
+        text = self.data[(self.starts[indices].unsqueeze(1) + place).clamp(max=len(self.data) - 1)].long()
+        targets = torch.where(inside, text, IGNORED)
+        before = torch.full((len(indices), 1), self.first)
+        inputs = torch.cat([before, torch.where(inside, text, self.first)[:, :-1]], dim=1)
+        return inputs, targets
+
+
+def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
+    """Training files and held-out files, each sorted by name. `folder` None is the standard library.
+
+    Raises DataError when there are no text files, or too few to hold some out.
+    """
+    root = folder or Path(sysconfig.get_paths()["stdlib"])
+    if not root.is_dir():
+        raise DataError(f"--data {root}: no such folder. Name a folder of text files.")
+    names = sorted(_text_files(root, "*.py" if folder is None else "*"))
+    train = [(root / name).read_bytes() for name in names if not _held_out(name)]
+    held_out = [(root / name).read_bytes() for name in names if _held_out(name)]
+    if folder is not None and train and not held_out:
+        held_out = [train.pop()]
+    if not train or not held_out:
+        raise DataError(f"--data {root}: has {len(names)} text files; at least two are needed, one to hold out.")
+    return train, held_out
+
+
+def make_documents(files: Sequence[bytes], longest: int, most: int, first: int, seed: int = 0) -> Documents:
+    """At most `most` documents of at most `longest` bytes, drawn from all `files` by `seed`."""
+    pieces = [piece for file in files for piece in cut(file, longest)]
+    order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed))[:most].tolist()
+    chosen = [pieces[i] for i in order]
+    if not chosen:
+        raise DataError(f"the text has no document of at least {SHORTEST} bytes. Give longer files.")
+    lengths = torch.tensor([len(piece) for piece in chosen])
+    data = torch.frombuffer(bytearray(b"".join(chosen)), dtype=torch.uint8)
+    return Documents(data, lengths.cumsum(0) - lengths, lengths, first)
+
+
+def cut(text: bytes, longest: int) -> Iterator[bytes]:
+    """The documents of a file: as many whole paragraphs as fit; a paragraph that is too long is cut."""
+    held = b""
+    for paragraph in text.split(b"\n\n"):
+        paragraph += b"\n\n"
+        if held and len(held) + len(paragraph) > longest:
+            yield from (held,) if len(held) >= SHORTEST else ()
+            held = b""
+        held += paragraph
+        while len(held) > longest:
+            yield held[:longest]
+            held = held[longest:]
+    if len(held) >= SHORTEST:
+        yield held
+
+
+def bigram_entropy(train: Sequence[bytes], held_out: Sequence[bytes]) -> float:
+    """Nats a byte that a predictor of each byte from the one before needs on `held_out`; counts from `train`, plus one."""
+    counts = torch.ones(256, 256, dtype=torch.float64)
+    for pairs, number in map(_pairs, train):
+        counts.view(-1).index_add_(0, pairs, number)
+    surprise = -(counts / counts.sum(1, keepdim=True)).log().view(-1)
+    total = sum(float((surprise[pairs] * number).sum()) for pairs, number in map(_pairs, held_out))
+    return total / sum(max(len(text) - 1, 0) for text in held_out)
+
+
+def _pairs(text: bytes) -> tuple[Tensor, Tensor]:
+    """Which pairs of neighbouring bytes a text has, as first * 256 + second, and how often."""
+    if len(text) < 2:
+        return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
+    codes = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    pairs, counts = (codes[:-1] * 256 + codes[1:]).unique(return_counts=True)
+    return pairs, counts.double()
+
+
+def _text_files(root: Path, pattern: str) -> Iterator[str]:
+    for path in root.rglob(pattern):
+        name = path.relative_to(root)
+        if path.is_file() and SKIPPED.isdisjoint(name.parts) and not path.name.startswith("."):
+            yield name.as_posix()
+
+
+def _held_out(name: str) -> bool:
+    return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT == 0

@@ -1,0 +1,55 @@
+"""The text of the gpt job: documents, their split, and the bigram entropy that a model must beat."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwise.jobs.text import IGNORED, SHORTEST, bigram_entropy, cut, make_documents, read_files
+from meshwise.spec.errors import DataError
+
+
+def test_documents_are_whole_paragraphs_where_they_fit() -> None:
+    text = b"\n\n".join([b"a" * 30, b"b" * 30, b"c" * 100])
+    pieces = list(cut(text, 70))
+    assert pieces[0] == b"a" * 30 + b"\n\n" + b"b" * 30 + b"\n\n"
+    assert [set(piece) - {10} for piece in pieces[1:]] == [{ord("c")}, {ord("c")}]
+    assert all(SHORTEST <= len(piece) <= 70 for piece in pieces)
+
+
+def test_the_standard_library_splits_by_file_and_the_same_way_each_time() -> None:
+    train, held_out = read_files()
+    again = read_files()
+    assert (train, held_out) == again
+    assert len(train) > 5 * len(held_out) > 0
+    assert not set(train) & set(held_out) - {b""}
+
+
+def test_a_batch_pads_with_targets_that_do_not_count() -> None:
+    documents = make_documents([b"x" * 40, b"yz" * 30], longest=60, most=10, first=256)
+    order = documents.lengths.argsort()
+    inputs, targets = documents.batch(order)
+    assert inputs.shape == targets.shape == (2, int(documents.lengths.max()))
+    assert (inputs[:, 0] == 256).all() and torch.equal(inputs[1, 1:], targets[1, :-1])
+    assert (targets[0] != IGNORED).sum() == documents.lengths[order[0]]
+
+
+def test_bigram_entropy_of_a_hand_computed_example() -> None:
+    # After "a": "b" twice and "c" once were seen, each of 256 bytes counts one more.
+    train, held_out = [b"ab", b"ab", b"ac"], [b"ab", b"ac"]
+    want = (-math.log(3 / 259) - math.log(2 / 259)) / 2
+    assert bigram_entropy(train, held_out) == pytest.approx(want, abs=1e-12)
+
+
+def test_a_folder_without_text_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such folder"):
+        read_files(tmp_path / "missing")
+    with pytest.raises(DataError, match="at least two are needed"):
+        read_files(tmp_path)
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text(name * 20)
+    train, held_out = read_files(tmp_path)
+    assert len(train) + len(held_out) == 2 and held_out
