@@ -40,7 +40,7 @@ class Plan:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(f"{name}={value!r}: must be a whole number of at least 1. Write {name}=1.")
-        if self.precision not in PRECISIONS:
+        if self.precision not in tuple(PRECISIONS):  # a plan file may hold what has no hash
             hint = nearest(str(self.precision), PRECISIONS)
             raise PlanError(f"precision={self.precision!r} is not known.{hint} Use one of {', '.join(PRECISIONS)}.")
 
