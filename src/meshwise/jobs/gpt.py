@@ -158,7 +158,7 @@ def count_parameters(size: GptSize) -> int:
 def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Mean cross entropy over the tokens of a batch in nats, and how many there are; padding does not count."""
     inputs, targets = batch
-    loss = F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
     return loss, (targets != IGNORED).sum()
 
 

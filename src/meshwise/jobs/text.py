@@ -95,7 +95,7 @@ def cut(text: bytes, longest: int) -> Iterator[bytes]:
 
 
 def bigram_entropy(train: Sequence[bytes], held_out: Sequence[bytes]) -> float:
-    """Nats a byte that a predictor of each byte from the one before needs on `held_out`; counts from `train`, plus one."""
+    """Nats a byte that a predictor from the byte before needs on `held_out`; its counts are from `train`, plus one."""
     counts = torch.ones(256, 256, dtype=torch.float64)
     for pairs, number in map(_pairs, train):
         counts.view(-1).index_add_(0, pairs, number)

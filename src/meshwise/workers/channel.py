@@ -35,7 +35,8 @@ class WorkerChannel:
             self._connection.sendall(line)
 
     def _listen(self) -> None:
-        with self._connection.makefile("rb") as lines:
+        # A launcher that was killed may leave a reset connection or half a line instead of an end.
+        with contextlib.suppress(OSError, ValueError), self._connection.makefile("rb") as lines:
             for line in lines:
                 message = json.loads(line)
                 listener = self.listeners.get(message["kind"])
@@ -85,8 +86,9 @@ class LauncherChannel:
                 connection.sendall(json.dumps({"kind": kind, **facts}).encode() + b"\n")
 
     def close(self) -> None:
-        self._server.close()
-        for connection in list(self._connections.values()):
+        for connection in (self._server, *self._connections.values()):
+            with contextlib.suppress(OSError):  # it is closed already
+                connection.shutdown(socket.SHUT_RDWR)  # close alone would not wake the thread that waits on it
             connection.close()
 
     def _accept(self) -> None:
@@ -102,7 +104,7 @@ class LauncherChannel:
         try:
             with connection, connection.makefile("rb") as lines:
                 hello = json.loads(lines.readline() or b"{}")
-                if hello.get("token") != self._token:
+                if not isinstance(hello, dict) or hello.get("token") != self._token:
                     return  # somebody else's connection
                 rank = int(hello["rank"])
                 self._connections[rank] = connection

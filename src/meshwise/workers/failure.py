@@ -79,7 +79,8 @@ def user_traceback(error: BaseException) -> str:
 def by_exit_status(rank: int, status: int, time: float) -> Failure:
     """The failure of a worker that ended without a word, from its exit status as `Popen.returncode` gives it."""
     if status < 0:
-        name = signal.Signals(-status).name if -status in signal.valid_signals() else f"signal {-status}"
+        names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+        name = names.get(-status, f"signal {-status}")
         hint = " (often the system's out-of-memory killer)" if -status == signal.SIGKILL else ""
         return Failure(rank, "killed", f"was killed by {name}{hint}", time=time)
     return Failure(rank, "left", f"left with exit code {status} without saying that its work is done", time=time)
