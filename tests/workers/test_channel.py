@@ -1,0 +1,168 @@
+"""The side channel over real sockets: who may speak, what arrives, and that a closed end is a message too."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from meshwise.workers import channel
+from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, WorkerChannel, connect
+
+PATIENCE = 20  # seconds until what does not come counts as lost
+
+
+class Launcher:
+    """A launcher's end and all that it was told, and the workers that are connected to it."""
+
+    def __init__(self) -> None:
+        self.told: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
+        self.channel = LauncherChannel("secret", lambda rank, message: self.told.put((rank, message)))
+        self.orphans: queue.Queue[str] = queue.Queue()
+        self.workers: list[WorkerChannel] = []
+
+    def worker(self, rank: int) -> WorkerChannel:
+        made = connect({ADDRESS: self.channel.address, TOKEN: "secret"}, rank)
+        assert made is not None
+        self.workers.append(made)
+        told_rank, hello = self.next()
+        assert (told_rank, hello["kind"], hello["rank"]) == (rank, "hello", rank)
+        return made
+
+    def next(self) -> tuple[int, dict[str, Any]]:
+        return self.told.get(timeout=PATIENCE)
+
+    def stranger(self, *lines: bytes) -> bytes:
+        """What a connection reads after it sent `lines`; empty when it was hung up on."""
+        host, port = self.channel.address.split(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
+            connection.sendall(b"".join(lines))
+            try:
+                return connection.recv(1)
+            except ConnectionResetError:
+                return b""
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    made = Launcher()
+    # A worker without its launcher ends its own process, which here is the test's.
+    monkeypatch.setattr(channel, "end_own_process_group", lambda: made.orphans.put(threading.current_thread().name))
+    yield made
+    for worker in made.workers:
+        worker._connection.close()
+    made.channel.close()
+    for _ in made.workers:
+        made.orphans.get(timeout=PATIENCE)
+
+
+def test_messages_of_a_worker_arrive_in_order_with_its_rank(launcher: Launcher) -> None:
+    first, second = launcher.worker(0), launcher.worker(5)
+    for step in range(20):
+        first.send("log", step=step, loss=0.5)
+    assert [launcher.next() for _ in range(20)] == [(0, {"kind": "log", "step": s, "loss": 0.5}) for s in range(20)]
+    second.send("done")
+    assert launcher.next() == (5, {"kind": "done"})
+
+
+def test_lines_sent_from_many_threads_stay_whole(launcher: Launcher) -> None:
+    worker = launcher.worker(0)
+    threads = [
+        threading.Thread(target=lambda: [worker.send("log", text="x" * 5000) for _ in range(20)]) for _ in range(5)
+    ]
+    for thread in threads:
+        thread.start()
+    messages = [launcher.next() for _ in range(100)]
+    assert messages == [(0, {"kind": "log", "text": "x" * 5000})] * 100
+
+
+def test_what_json_does_not_know_is_sent_as_text(launcher: Launcher) -> None:
+    launcher.worker(0).send("failed", where=ValueError("no"))
+    assert launcher.next() == (0, {"kind": "failed", "where": "no"})
+
+
+def test_the_launcher_speaks_to_the_rank_that_it_names(launcher: Launcher) -> None:
+    heard: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
+    for rank in (0, 1):
+        launcher.worker(rank).listeners["last"] = lambda message, rank=rank: heard.put((rank, message))  # type: ignore[misc]
+    launcher.channel.send(1, "unheard")
+    launcher.channel.send(1, "last", step=3)
+    assert heard.get(timeout=PATIENCE) == (1, {"kind": "last", "step": 3})
+    launcher.channel.send(7, "last", step=3)  # a rank that has not come yet: no error
+    assert heard.empty()
+
+
+def test_a_worker_that_goes_away_is_delivered_as_closed(launcher: Launcher) -> None:
+    worker = launcher.worker(3)
+    worker._connection.sendall(b'{"kind": "lo')  # cut off in the middle of a line
+    worker._connection.shutdown(socket.SHUT_RDWR)
+    assert launcher.next() == (3, {"kind": "closed"})
+    launcher.channel.send(3, "halt")  # to nobody: no error
+
+
+def test_a_launcher_that_goes_away_ends_its_workers(launcher: Launcher) -> None:
+    launcher.worker(0)
+    launcher.channel.close()
+    launcher.orphans.put(launcher.orphans.get(timeout=PATIENCE))
+
+
+@pytest.mark.parametrize("last_words", [b"", b'{"kind": "la', b"reset"])
+def test_however_the_launcher_goes_away_the_worker_ends(monkeypatch: pytest.MonkeyPatch, last_words: bytes) -> None:
+    orphans: queue.Queue[bool] = queue.Queue()
+    monkeypatch.setattr(channel, "end_own_process_group", lambda: orphans.put(True))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        worker = connect({ADDRESS: f"127.0.0.1:{server.getsockname()[1]}"}, 0)
+        connection, _ = server.accept()
+        if last_words == b"reset":  # a killed process with unread messages resets its connections
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        else:
+            connection.sendall(last_words)
+        connection.close()
+        assert orphans.get(timeout=PATIENCE)
+    assert worker is not None
+    worker._connection.close()
+
+
+def test_a_closed_launcher_leaves_no_thread_behind(launcher: Launcher) -> None:
+    before = {thread for thread in threading.enumerate() if thread.name in ("meshwise-accept", "meshwise-serve")}
+    launcher.worker(0)
+    threads = {thread for thread in threading.enumerate() if thread.name in ("meshwise-accept", "meshwise-serve")}
+    assert before and threads > before
+    launcher.channel.close()
+    for thread in threads:
+        thread.join(timeout=PATIENCE)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        b'{"kind": "hello", "rank": 0, "token": "guessed"}\n',
+        b'{"kind": "hello", "rank": 0}\n',
+        b"GET / HTTP/1.1\r\n",
+        b"[1]\n",
+        b"null\n",
+        b"\xff\xfe\n",
+    ],
+)
+def test_a_stranger_is_hung_up_on_and_not_heard(launcher: Launcher, hello: bytes) -> None:
+    assert launcher.stranger(hello, b'{"kind": "failed"}\n') == b""
+    launcher.worker(1).send("done")
+    assert launcher.next() == (1, {"kind": "done"})
+    launcher.channel.send(0, "halt")  # the stranger has become no rank
+
+
+def test_a_token_is_sent_only_with_the_first_line(launcher: Launcher) -> None:
+    worker = launcher.worker(0)
+    worker.send("log", step=1)
+    assert "secret" not in json.dumps(launcher.next())
+
+
+def test_without_an_address_there_is_no_channel() -> None:
+    assert connect({TOKEN: "secret"}, 0) is None

@@ -1,0 +1,158 @@
+"""Who is to blame: a victim is never shown as the cause, and the user sees their own frames."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
+from meshwise.transfer.tree import map_tensors
+from meshwise.workers.failure import (
+    Failure,
+    by_exit_status,
+    culprit,
+    describe,
+    is_communication_error,
+    sentence,
+    user_traceback,
+)
+
+LOST = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:52114")
+
+kinds = st.sampled_from(["raised", "killed", "left", "victim"])
+failures = st.lists(
+    st.builds(Failure, st.integers(0, 7), kinds, st.just("it broke"), time=st.floats(0, 100)), min_size=1, max_size=8
+)
+
+
+def caught(function: Callable[[], object]) -> BaseException:
+    try:
+        function()
+    except BaseException as error:
+        return error
+    raise AssertionError("it raised nothing")
+
+
+@given(failures)
+def test_a_victim_is_never_the_culprit_while_anything_else_failed(found: list[Failure]) -> None:
+    chosen = culprit(found)
+    assert chosen in found
+    causes = [f for f in found if f.kind in ("raised", "killed")] or [f for f in found if f.kind == "left"] or found
+    assert chosen.kind in {f.kind for f in causes}
+    assert chosen.time == min(f.time for f in causes)
+
+
+def test_an_early_victim_does_not_hide_a_late_culprit() -> None:
+    victim = Failure(0, "victim", "lost", time=1.0)
+    for kind in ("raised", "killed", "left"):
+        assert culprit([victim, Failure(1, kind, "cause", time=9.0)]).rank == 1
+
+
+def test_a_worker_that_left_does_not_hide_one_that_raised() -> None:
+    assert culprit([Failure(0, "left", "left", time=1.0), Failure(1, "raised", "boom", time=2.0)]).rank == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "says"),
+    [
+        (-signal.SIGKILL, "killed", "was killed by SIGKILL (often the system's out-of-memory killer)"),
+        (-signal.SIGSEGV, "killed", "was killed by SIGSEGV"),
+        (-40, "killed", "was killed by signal 40"),  # a real-time signal: it has no name of its own
+        (-99, "killed", "was killed by signal 99"),
+        (0, "left", "left with exit code 0 without saying that its work is done"),
+        (7, "left", "left with exit code 7 without saying that its work is done"),
+    ],
+)
+def test_a_worker_that_ended_without_a_word_is_told_by_its_exit_status(status: int, kind: str, says: str) -> None:
+    assert by_exit_status(2, status, 5.0) == Failure(2, kind, says, time=5.0)
+
+
+def raise_from(cause: BaseException) -> None:
+    raise ValueError("the epoch failed") from cause
+
+
+def raise_while_handling(cause: BaseException) -> None:
+    try:
+        raise cause
+    except type(cause):
+        raise KeyError("log")  # noqa: B904
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (LOST, True),
+        (RuntimeError("NCCL error: remote process exited"), True),
+        (dist.DistBackendError("unhandled"), True),
+        (dist.DistStoreError("timed out"), True),
+        (caught(lambda: raise_from(LOST)), True),
+        (caught(lambda: raise_while_handling(LOST)), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("gloo is a word that a user may write"), False),
+        (caught(lambda: raise_from(KeyError("x"))), False),
+    ],
+)
+def test_what_comes_out_of_a_collective_is_told_from_a_mistake(error: BaseException, lost: bool) -> None:
+    assert is_communication_error(error) is lost
+    assert describe(error)["victim"] is lost
+
+
+def test_our_frames_around_the_users_are_left_out() -> None:
+    def the_users_mistake(tensor: Tensor) -> Tensor:
+        raise ValueError("mine")
+
+    error = caught(lambda: map_tensors(the_users_mistake, {"x": torch.ones(1)}))
+    text = user_traceback(error)
+    assert text.startswith("Traceback (most recent call last):\n")
+    assert "in the_users_mistake" in text and 'raise ValueError("mine")' in text
+    assert "meshwise/transfer/tree.py" not in text
+
+
+def test_a_traceback_of_our_frames_alone_is_whole() -> None:
+    error = caught(lambda: map_tensors(1, torch.ones(1)))  # type: ignore[arg-type]
+    while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename == __file__:
+        error = error.with_traceback(error.__traceback__.tb_next)
+    assert "meshwise/transfer/tree.py" in user_traceback(error)
+
+
+def test_the_report_of_a_users_error_has_its_traceback_and_notes() -> None:
+    def step() -> None:
+        error = ValueError("bad label")
+        error.add_note("rank 1, step 3, phase forward")
+        raise error
+
+    report = describe(caught(step))
+    assert report["message"] == "ValueError: bad label"
+    assert "in step" in str(report["traceback"])
+    assert report["notes"] == ["rank 1, step 3, phase forward"]
+    assert (report["plain"], report["victim"], report["exit_code"]) == (False, False, 1)
+
+
+@pytest.mark.parametrize("error", [UsageError("write 2xcpu"), WorkerFailed("stopped", exit_code=2)])
+def test_an_error_of_ours_is_a_plain_sentence_with_its_exit_code(error: MeshwiseError) -> None:
+    try:
+        raise error from LOST
+    except MeshwiseError as raised:
+        report = describe(raised)
+    assert (report["plain"], report["victim"], report["traceback"], report["exit_code"]) == (True, False, "", 2)
+
+
+def test_the_sentence_names_the_rank_what_happened_and_the_traceback_once() -> None:
+    trace = 'Traceback (most recent call last):\n  File "train.py", line 3, in loss\n'
+    raised = Failure(1, "raised", "ValueError: bad label", trace, notes=("rank 1, step 3, phase forward",))
+    assert sentence(raised, 4) == (
+        "rank 1 of 4 failed: ValueError: bad label\n"
+        "rank 1, step 3, phase forward\n"
+        'Traceback (most recent call last):\n  File "train.py", line 3, in loss'
+    )
+    assert sentence(replace(raised, plain=True), 4) == "ValueError: bad label"
+    assert sentence(by_exit_status(2, -9, 0.0), 4).startswith("rank 2 of 4 was killed by SIGKILL")
+    assert sentence(Failure(0, "victim", "lost"), 4) == "rank 0 of 4 lost the connection to another rank: lost"
