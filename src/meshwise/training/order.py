@@ -14,6 +14,8 @@ from torch import Tensor
 
 from meshwise.spec.world import World
 
+GOLDEN = 2654435769  # 2**32 over the golden ratio: multiples lie far apart (Knuth, The Art of Computer Programming, 6.4)
+
 
 @dataclass(frozen=True)
 class Share:
@@ -31,7 +33,8 @@ class Share:
 
 def epoch_order(seed: int, epoch: int, samples: int) -> Tensor:
     """The order in which epoch `epoch` (from 0) reads `samples` samples, int64 of shape (samples,)."""
-    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed * 2**32 + epoch))
+    key = (seed * GOLDEN + epoch) % 2**32  # all that torch's CPU generator keeps of a seed
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(key))
 
 
 def part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
