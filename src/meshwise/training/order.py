@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwise.spec.world import World
 
-GOLDEN = 2654435769  # 2**32 over the golden ratio: multiples lie far apart (Knuth, The Art of Computer Programming, 6.4)
+GOLDEN = 2654435769  # 2**32 over the golden ratio: its multiples lie far apart (Knuth, volume 3, section 6.4)
 
 
 @dataclass(frozen=True)

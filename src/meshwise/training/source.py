@@ -6,6 +6,7 @@ whichever rank and whichever worker process reads it.
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,12 @@ def count_samples(data: Any, what: str) -> int:
     """How many samples `data` has. Raises DataError when it has none or cannot say."""
     if isinstance(data, (tuple, dict)):
         tensors = list(data.values()) if isinstance(data, dict) else list(data)
+        strange = [type(t).__name__ for t in tensors if not isinstance(t, Tensor) or t.dim() == 0]
+        if strange or not tensors:
+            raise DataError(
+                f"{what}: a {type(data).__name__} of {strange[0] if strange else 'nothing'} gives no samples. "
+                "Give tensors with a sample a row, for instance torch.as_tensor(array), or a map-style dataset."
+            )
         lengths = {len(tensor) for tensor in tensors}
         if len(lengths) != 1:
             raise DataError(
@@ -67,19 +74,26 @@ def reader(data: Any, settings: LoaderSettings) -> Reader:
 
 def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:
     """A function from indices to a batch, where the data set is in memory as tensors."""
-    if hasattr(data, "batch") and callable(data.batch):
+    if _gives_batches(data):
         return data.batch  # type: ignore[no-any-return]
-    if isinstance(data, Subset) and settings.collate is None:
+    ready_made = getattr(type(data), "__getitem__", None)  # a subclass may do more to its samples
+    if ready_made is Subset.__getitem__ and settings.collate is None:
         inner = _batch_reader(data.dataset, settings)
         positions = torch.as_tensor(data.indices)
         return None if inner is None else lambda indices: inner(positions[indices])
-    if isinstance(data, TensorDataset) and settings.collate is None:
+    if ready_made is TensorDataset.__getitem__ and settings.collate is None:
         return lambda indices: [tensor[indices] for tensor in data.tensors]
     if isinstance(data, tuple) and all(isinstance(t, Tensor) for t in data):
         return lambda indices: tuple(tensor[indices] for tensor in data)
     if isinstance(data, dict) and all(isinstance(t, Tensor) for t in data.values()):
         return lambda indices: {name: tensor[indices] for name, tensor in data.items()}
     return None
+
+
+def _gives_batches(data: Any) -> bool:
+    """Whether `data` has our `batch(indices)`; the `batch` of Hugging Face's datasets is something else."""
+    method = getattr(data, "batch", None)
+    return callable(method) and "indices" in inspect.signature(method).parameters
 
 
 class KeyedDataset(Dataset[Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,13 +14,19 @@ from meshwise.spec.errors import UsageError
 def split_weight(result: Any, samples: int, where: str) -> tuple[Tensor, Tensor | float | None]:
     """A loss and its weight from what a job's function returned; weight None when the batch's samples weigh it.
 
-    A stand-in (samples 0) weighs nothing. Raises UsageError when the loss is not one number.
+    A stand-in (samples 0) weighs nothing. Raises UsageError when the loss or its weight is not one number.
     """
     mean, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         shape = f"a tensor of shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else f"a {type(mean).__name__}"
         raise UsageError(
             f"{where} gave {shape}, not one number. Return a mean, for instance loss.mean(), or (mean, weight)."
+        )
+    number = weight.numel() == 1 if isinstance(weight, Tensor) else weight is None or isinstance(weight, Real)
+    if not number:
+        raise UsageError(
+            f"{where} gave a {type(weight).__name__} as its weight, not one number. "
+            "Return a mean alone, or (mean, weight), where weight counts what the mean is over."
         )
     if weight is not None and samples == 0:
         weight = weight * 0
