@@ -52,7 +52,7 @@ def read_plan(loader: DataLoader[Any], seed: int, world: World, streams: str) ->
         raise UsageError(f"streams={streams!r}: write 'whole' or 'per-rank'.")
     if isinstance(loader.dataset, IterableDataset):
         return _stream(loader, world, streams)
-    count_samples(loader.dataset, "the data set of a loader")
+    count_samples(_rows(loader.dataset), "the data set of a loader")
     if loader.batch_sampler is None:
         raise UsageError("a loader with batch_size=None gives no batches to share out. Give it a batch_size.")
     sampler = loader.sampler
@@ -68,6 +68,11 @@ def read_plan(loader: DataLoader[Any], seed: int, world: World, streams: str) ->
     return _foreign(loader, seed, world)
 
 
+def _rows(data: Any) -> Any:
+    """A tuple or dict holds samples where a user's loader reads it; a job's holds tensors with a sample a row."""
+    return [data[index] for index in range(len(data))] if isinstance(data, (tuple, dict)) else data
+
+
 def _settings(loader: DataLoader[Any], seed: int) -> LoaderSettings:
     extra = {name: getattr(loader, name) for name in _KEPT if name != "prefetch_factor" or loader.num_workers}
     if not loader.num_workers:
@@ -80,7 +85,7 @@ def _ordered(loader: DataLoader[Any], seed: int, world: World, *, shuffle: bool,
     """Our own order, shuffled or front to back."""
     samples, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
     whole = samples - samples % size if loader.drop_last else samples
-    read = reader(loader.dataset, _settings(loader, seed))
+    read = reader(_rows(loader.dataset), _settings(loader, seed))
 
     def pairs(epoch: int, begin: int) -> Pairs:
         order = (epoch_order(seed, epoch, samples) if shuffle else torch.arange(samples))[:whole]
@@ -92,7 +97,7 @@ def _ordered(loader: DataLoader[Any], seed: int, world: World, *, shuffle: bool,
 
 def _foreign(loader: DataLoader[Any], seed: int, world: World) -> Plain:
     """The user's own sampler, run whole on every rank from one seed."""
-    read = reader(loader.dataset, _settings(loader, seed))
+    read = reader(_rows(loader.dataset), _settings(loader, seed))
     batch_sampler: Iterable[list[int]] = loader.batch_sampler  # type: ignore[assignment]
 
     def pairs(epoch: int, begin: int) -> Pairs:
