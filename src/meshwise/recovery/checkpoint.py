@@ -40,22 +40,22 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     """The newest packed state in `folder`. Raises CheckpointError when there is none or it is damaged."""
     try:
         facts = json.loads((folder / "latest.json").read_text())
-        path = folder / facts["file"]
+        path, expected = folder / facts["file"], facts["sha256"]
         digest = _digest(path)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: no checkpoint was saved there. Run with --save-every N, or start anew."
         ) from None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / 'latest.json'}: cannot be read ({error}).") from None
-    if digest != facts["sha256"]:
+    if digest != expected:
         raise CheckpointError(
             f"{path}: is damaged (its SHA-256 is not the one that was saved). Older states lie beside it."
         )
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}).") from None
+        raise CheckpointError(f"{path}: cannot be read ({str(error).partition(chr(10))[0]}).") from None
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path}: holds no state of a run.")
     return saved

@@ -40,6 +40,7 @@ def pack(state: RunState) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "model": state.model.state_dict(),
+        "optimizer_kind": type(state.optimizer).__name__,
         "optimizer": state.optimizer.state_dict(),
         "scheduler": state.scheduler.state_dict() if state.scheduler else None,
         "scaler": state.scaler.state_dict(),
@@ -55,6 +56,12 @@ def unpack(state: RunState, saved: dict[str, Any]) -> None:
     if saved.get("format") != FORMAT:
         raise CheckpointError(f"the checkpoint has format {saved.get('format')}; this meshwise reads format {FORMAT}.")
     _compare(state.model.state_dict(), saved["model"])
+    own = type(state.optimizer).__name__
+    other = saved.get("optimizer_kind", own)
+    if own != other:  # torch would load it and take its settings over the job's
+        raise CheckpointError(
+            f"the checkpoint is of another optimizer: {other} there and {own} here. Resume with the job that was run."
+        )
     state.model.load_state_dict(saved["model"])
     try:
         state.optimizer.load_state_dict(saved["optimizer"])
