@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from meshwise.training.request import RunRequest, completed, plan_of, settings_o
 from meshwise.training.settings import Settings
 from meshwise.training.supervise import Viewer, now, summarise, supervise, versions
 from meshwise.transfer.collectives import broadcast_object, gather_objects
-from meshwise.workers.join import join, open_session
+from meshwise.workers.join import join, started_by_launcher
 from meshwise.workers.launch import Listeners
 from meshwise.workers.launch import launch as launch_workers
 from meshwise.workers.nodes import Nodes, meet
@@ -103,7 +104,7 @@ def run_request(
         request = completed(request, names.read_run(folder))
     if request.job is None:
         raise UsageError("say what to run: meshwise run mnist-mlp, or meshwise run file.py:name.")
-    if open_session().world.size > 1:
+    if started_by_launcher():
         return _run_joined(request, console, given, folder, Path(out)), 0
     shares = find_devices(parse_devices(request.devices or "all"))
     nodes = machines.meet(len(shares))
@@ -119,8 +120,9 @@ def run_request(
 
 def _run_joined(request: RunRequest, console: Console, given: Job | None, folder: Path | None, out: Path) -> RunSummary:
     """Run in this process, one of those that torchrun, srun or mpirun started."""
-    world = join().world
-    first = world.rank == 0
+    session = join()
+    world, first = session.world, session.world.rank == 0
+    signal.signal(signal.SIGTERM, lambda number, frame: setattr(session.gate, "wanted", True))
     plan = plan_of(request, world.size)
     settings = settings_of(request, plan, resume=folder is not None)
     job = given or _find(request)
@@ -173,7 +175,7 @@ def _closed(
     if keep:
         write_text(folder / names.SUMMARY, json.dumps(summary_dict(summary), indent=2) + "\n")
         names.update_run(folder, status=summary.status, ended=now())
-    console.print(summary_text(summary, console.width))
+    console.print(summary_text(summary, None), soft_wrap=True)
     return summary
 
 
@@ -192,7 +194,7 @@ def run_script(
     """
     if not script.is_file():
         raise UsageError(f"{script}: no such file. Name a Python file.")
-    if open_session().world.size > 1:
+    if started_by_launcher():
         run_script_file(script, arguments)
         return 0
     shares = find_devices(parse_devices(devices or "all"))

@@ -53,7 +53,10 @@ def test_a_stop_saves_the_state_and_says_how_to_go_on(number: signal.Signals, co
     run.send(number)
     assert run.wait() == code, run.output
     folder = run_folder(tmp_path)
-    assert f"meshwise run --resume {folder}" in " ".join(run.output.split()).replace(" /", "/").replace("/ ", "/") or "--resume" in run.output
+    assert (
+        f"meshwise run --resume {folder}" in " ".join(run.output.split()).replace(" /", "/").replace("/ ", "/")
+        or "--resume" in run.output
+    )
     assert read_run(folder)["status"] == "stopped"
     assert (folder / "checkpoint" / "latest.json").exists()
     assert run.left_over() == []
@@ -68,7 +71,17 @@ def test_a_killed_launcher_leaves_no_workers(tmp_path: Path) -> None:
 
 
 def test_a_closed_terminal_stops_the_run_and_keeps_its_state(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "meshwise", "run", f"{JOBS}:job_long", "--devices", "2xcpu", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwise",
+        "run",
+        f"{JOBS}:job_long",
+        "--devices",
+        "2xcpu",
+        "--out",
+        str(tmp_path),
+    ]
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, command)

@@ -52,7 +52,9 @@ def plain_loop(job: Job, dtype: torch.dtype, samples: int, pieces: int = 1) -> l
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     data, losses = job.data(), []
     for epoch in range(job.epochs):
-        order = torch.randperm(samples, generator=torch.Generator().manual_seed(job.seed * 2**32 + epoch))
+        order = torch.randperm(
+            samples, generator=torch.Generator().manual_seed((job.seed * 2654435769 + epoch) % 2**32)
+        )
         for indices in order.split(job.batch_size):
             total = 0.0
             for piece in indices.tensor_split(pieces):

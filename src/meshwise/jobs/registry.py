@@ -53,6 +53,12 @@ def _call(word: str, found: Any, arguments: dict[str, Any], data: Path | None, s
         arguments["data"] = data
     if seed is not None and "seed" in accepted:
         arguments["seed"] = seed
+    try:
+        inspect.signature(found).bind(**arguments)
+    except TypeError as error:
+        raise UsageError(
+            f"{word}: {error}. Name a Job, or a function that makes one without being told more."
+        ) from None
     job = found(**arguments)
     if not isinstance(job, Job):
         raise UsageError(f"{word} returned a {type(job).__name__}. Return a meshwise.Job.")
@@ -98,6 +104,7 @@ def import_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except UsageError:
+        sys.modules.pop(name, None)
         raise
     except Exception as error:
         sys.modules.pop(name, None)

@@ -77,8 +77,8 @@ def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None
         run = _prepare(job, settings, folder, session, journal, recorder)
         started = time.perf_counter()
         _train(run)
-        trained = time.perf_counter()
         _finish(run)
+        trained = time.perf_counter()
     except BaseException as error:
         _explain(error, session, run, recorder)
         raise
@@ -104,8 +104,7 @@ def _prepare(
     job: Job, settings: Settings, folder: Path | None, session: Session, journal: Journal, recorder: Recorder
 ) -> _Run:
     world, plan = session.world, settings.plan
-    with recorder.span("data", on_device=False):
-        train, test = _data(job, job.data(), "training set"), _data(job, job.test(), "test set") if job.test else None
+    train, test = _data(job, job.data(), "training set"), _data(job, job.test(), "test set") if job.test else None
     torch.manual_seed(job.seed)
     applied = apply(job.model(), plan, world, recorder)
     optimizer = job.optimizer(applied.model.parameters())
@@ -143,7 +142,7 @@ def _train_epoch(run: _Run) -> bool:
     state, job, journal, recorder = run.context.state, run.context.job, run.journal, run.context.recorder
     in_epoch = -(-state.index // job.batch_size)
     steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size)
-    pace = _Pace(run.train.samples * job.epochs)
+    pace = _Pace(run.train.samples * job.epochs, run.samples)
     batches = _train_batches(run)
     stop = False
     midway.add("an epoch")
@@ -197,9 +196,9 @@ def _test_batches(run: _Run, test: Data) -> Iterator[Part]:
 class _Pace:
     """How fast the run goes now, and how long it still takes."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, done: int) -> None:
         self._all = samples
-        self._since, self._samples = time.perf_counter(), 0
+        self._since, self._samples = time.perf_counter(), done
 
     def facts(self, done_now: int, behind: int) -> dict[str, float | None]:
         now = time.perf_counter()

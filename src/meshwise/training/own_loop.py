@@ -34,7 +34,7 @@ from meshwise.spec.world import World
 from meshwise.timeline.record import Recorder
 from meshwise.training.order import Share
 from meshwise.training.own_loader import Plain, read_plan
-from meshwise.training.step import seed_draws
+from meshwise.training.step import mixed, seed_draws
 from meshwise.training.weighing import as_weight
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import wait_for_all
@@ -155,7 +155,7 @@ class DistributedLoader:
                     raise KeyboardInterrupt("the run was asked to stop; every rank stops before the same batch")
                 _own.share = share
                 _own.used_stand_ins |= share.total < self._world.size
-                seed_draws(self._seed + self._epoch, self._index, self._world)
+                seed_draws(mixed(self._seed, self._epoch), self._index, self._world)
                 self._index += share.total
                 yield batch
             self._epoch, self._index, self._running = self._epoch + 1, 0, False

@@ -94,9 +94,7 @@ def supervise(
     """
     halt = Halt()
     with LiveView(console) as view, forwarded_signals(halt, view):
-        viewer = Viewer(
-            view, [f"rank {rank} {share.name}" for rank, share in enumerate(shares)], live=console.is_terminal
-        )
+        viewer = Viewer(view, [f"rank {rank} {share.name}" for rank, share in enumerate(shares)], live=view.draws)
         listeners = Listeners(message=viewer.message, output=viewer.output)
         try:
             results = launch(function, arguments, shares, folder=folder, listeners=listeners, nodes=nodes, halt=halt)
@@ -150,13 +148,19 @@ def summarise(
         samples=first["samples"],
         seconds=first["seconds"],
         train_seconds=first["train_seconds"],
-        samples_per_second=first["samples"] / first["train_seconds"] if first["train_seconds"] else 0.0,
+        samples_per_second=first["samples"] / max(_training_seconds(first), 1e-9),
         metrics=first["metrics"],
         phases=tuple(dict(result["phases"]) for result in results),
         memory=tuple(result["memory"] for result in results),
         folder=str(folder) if folder else "",
         notes=(),
     )
+
+
+def _training_seconds(facts: Mapping[str, Any]) -> float:
+    """Wall time without evaluating and saving."""
+    phases = facts["phases"]
+    return float(facts["train_seconds"] - phases.get("evaluate", 0.0) - phases.get("checkpoint", 0.0))
 
 
 def versions() -> dict[str, str]:

@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """`tree` with `function` applied to every tensor in it; anything else stays as it is."""
     if isinstance(tree, Tensor):
         return function(tree)
+    if isinstance(tree, PackedSequence):  # its batch sizes have to stay on the CPU
+        indices = map_tensors(function, (tree.sorted_indices, tree.unsorted_indices))
+        return PackedSequence(function(tree.data), tree.batch_sizes, *indices)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(function, item) for item in tree))
     if isinstance(tree, (list, tuple)):

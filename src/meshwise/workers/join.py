@@ -37,6 +37,12 @@ class Session:
 _session: Session | None = None
 
 
+def started_by_launcher() -> bool:
+    """Whether this process is one of several that a launcher started (ours, torchrun, srun or mpirun)."""
+    derive_ranks(os.environ)
+    return read_world(os.environ).size > 1
+
+
 def open_session() -> Session:
     """The session of this process; the first call makes it. It takes the device and opens the side channel, no more."""
     global _session
@@ -113,7 +119,7 @@ def _take_device(world: World) -> World:
     if kind == "cuda" and world.size > 1 and DEVICE_KIND not in os.environ:
         _see_one_gpu(world.local_rank)
     device = "cuda:0" if kind == "cuda" else kind
-    if kind == "cuda":
+    if kind == "cuda" and (world.size > 1 or DEVICE_KIND in os.environ):
         if torch.cuda.device_count() > 1 and world.size > 1:
             device = f"cuda:{world.local_rank}"  # CUDA was awake before meshwise was: all devices stay visible
         torch.cuda.set_device(torch.device(device))

@@ -1,0 +1,191 @@
+"""What our step costs over a hand-written one: interleaved step by step in one process group.
+
+    python bench/overhead.py [--steps 400]
+
+On one device against a plain loop, on two against a hand-written DistributedDataParallel loop; the job's own step, and the
+two lines in a loop of one's own. Both sides read the same batches by the same slicing; who goes first alternates. The
+claim of the project is made for steps of 5 ms or more; shorter ones are shown beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from machine import keep, ratio_interval
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+import meshwise as mw
+from meshwise.jobs.registry import find_job
+from meshwise.spec.plan import Plan
+from meshwise.timeline.record import Recorder
+from meshwise.training import loop
+from meshwise.training.job import Job
+from meshwise.training.journal import Journal
+from meshwise.training.order import epoch_order, part
+from meshwise.training.settings import Settings
+from meshwise.training.step import train_step
+from meshwise.workers.join import join
+
+Step = Callable[[], Any]
+
+
+def our_step(job: Job, log_every: int = 100) -> Step:
+    """One turn of our loop: gate, data, step, losses noted; read and written down every `log_every` steps."""
+    session = join()
+    journal = Journal(None, None, session.world, scaled=False)
+    recorder = Recorder(journal.keep_spans, session.world.device)
+    settings = Settings(Plan(data=session.world.size), log_every=log_every)
+    run = loop._prepare(job, settings, None, session, journal, recorder)
+    batches = loop._train_batches(run)
+
+    def step() -> None:
+        session.gate.begin()
+        with recorder.span("data", on_device=False):
+            parts = next(batches)
+        losses = train_step(run.context, parts)
+        journal.note(0, run.context.state.step, losses)
+        if run.context.state.step % log_every == 0:
+            journal.read()
+            recorder.flush()
+
+    return step
+
+
+def slices(job: Job) -> Iterator[Any]:
+    """This rank's part of each batch, by hand."""
+    world = join().world
+    data = job.data()
+    order = epoch_order(0, 0, len(data))
+    for start in range(0, len(order), job.batch_size):
+        first, last = part(start, min(start + job.batch_size, len(order)), world.size, world.rank)
+        yield data.batch(order[first:last])
+
+
+def hand_step(job: Job, log_every: int = 100) -> Step:
+    """The loop that a user writes by hand, with DistributedDataParallel on several ranks."""
+    torch.manual_seed(0)
+    model: Any = job.model()
+    if join().world.size > 1:
+        model = DistributedDataParallel(model)
+    optimizer = job.optimizer(model.parameters())
+    batches, count = slices(job), {"steps": 0}
+
+    def step() -> None:
+        batch = next(batches)
+        optimizer.zero_grad()
+        loss = job.loss(model, batch)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        loss.backward()
+        if job.clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
+        optimizer.step()
+        count["steps"] += 1
+        if count["steps"] % log_every == 0:
+            loss.item()
+
+    return step
+
+
+class _Rows(Dataset[Any]):
+    """The job's data set, for a DataLoader that mw.distribute takes over."""
+
+    def __init__(self, data: Any) -> None:
+        self.data, self.batch = data, data.batch
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def two_lines_step(job: Job) -> Step:
+    """A loop of one's own with mw.distribute and mw.backward."""
+    torch.manual_seed(0)
+    model = job.model()
+    loader = DataLoader(_Rows(job.data()), batch_size=job.batch_size, shuffle=True)
+    model, optimizer, loader = mw.distribute(model, job.optimizer(model.parameters()), loader)
+    batches = iter(loader)
+
+    def step() -> None:
+        batch = next(batches)
+        loss = job.loss(model, batch)
+        if isinstance(loss, tuple):
+            mw.backward(loss[0], weight=loss[1])
+        else:
+            mw.backward(loss)
+        if job.clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def compare(ours: Step, theirs: Step, steps: int) -> dict[str, Any]:
+    """Interleaved times of both, who goes first alternating."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for number in range(steps + 20):
+        for side in (0, 1) if number % 2 else (1, 0):
+            start = time.perf_counter()
+            (ours, theirs)[side]()
+            if number >= 20:
+                times[side].append(time.perf_counter() - start)
+    ratio, low, high = ratio_interval(*times)
+    ms = [statistics.median(side) * 1e3 for side in times]
+    return {"ratio": ratio, "low": low, "high": high, "ours_ms": ms[0], "by_hand_ms": ms[1], "steps": steps}
+
+
+def measure(name: str, batch_size: int | None, steps: int) -> dict[str, Any]:
+    """Job step, two lines, and the hand-written loop against itself, on this rank."""
+    job = find_job(name)
+    job = replace(job, batch_size=batch_size or job.batch_size, scheduler=None)
+    data = job.data()
+    needed = (steps + 20) * job.batch_size
+    job = replace(job, data=lambda: _Repeated(data, needed))
+    return {
+        "job": compare(our_step(job), hand_step(job), steps),
+        "two lines": compare(two_lines_step(job), hand_step(job), steps),
+        "by hand against itself": compare(hand_step(job), hand_step(job), steps),
+    }
+
+
+class _Repeated(Dataset[Any]):
+    """A data set repeated until it has enough samples for all steps."""
+
+    def __init__(self, data: Any, samples: int) -> None:
+        self.data, self.samples = data, samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def batch(self, indices: torch.Tensor) -> Any:
+        return self.data.batch(indices % len(self.data))
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=400)
+    steps = parser.parse_args().steps
+    result: dict[str, Any] = {"claims": {"1xcpu": "ratio <= 1.03", "2xcpu": "ratio <= 1.02"}, "measured": {}}
+    for devices in ("1xcpu", "2xcpu"):
+        for name, batch_size in (("mnist-cnn", None), ("mnist-mlp", None), ("mnist-mlp", 1024)):
+            (first, *_) = mw.launch(measure, name, batch_size, steps, devices=devices)
+            for what, figures in first.items():
+                key = f"{name}{f' batch {batch_size}' if batch_size else ''}, {devices}, {what}"
+                result["measured"][key] = figures
+                print(
+                    f"{key:48}  {figures['ratio']:.3f}  [{figures['low']:.3f}, {figures['high']:.3f}]  "
+                    f"{figures['ours_ms']:.2f} ms against {figures['by_hand_ms']:.2f} ms",
+                    flush=True,
+                )
+    keep("overhead", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Jobs by the word that the user typed; what is not found, or is no job, is told in one sentence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from meshwise.jobs.registry import BUILT_IN, find_job, import_file
+from meshwise.spec.errors import UsageError
+
+TOP = """
+import torch
+import meshwise as mw
+
+def make(name="mine", seed=0):
+    return mw.Job(name=name, model=lambda: torch.nn.Linear(1, 1), loss=lambda m, b: m(b[0]).mean(),
+                  optimizer=lambda p: torch.optim.SGD(p, 0.1), data=lambda: (torch.ones(4, 1),), seed=seed)
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """`write("my_job.py", text)`: a job file with a name of its own; forgets its module and path afterwards."""
+    paths, modules = list(sys.path), set(sys.modules)
+
+    def file(text: str, name: str = "meshwise_test_job.py") -> Path:
+        path = tmp_path / name
+        path.write_text(TOP + text)
+        return path
+
+    yield file
+    sys.path[:] = paths
+    for name in set(sys.modules) - modules:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def refusal(word: str, **options: object) -> str:
+    with pytest.raises(UsageError) as caught:
+        find_job(word, **options)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mnist-mlp", "mnist-cnn"])
+def test_built_in_jobs_are_found_with_their_seed(name: str) -> None:
+    assert find_job(name).name == name
+    assert find_job(name, seed=11).seed == 11
+
+
+def test_an_unknown_name_is_told_with_the_nearest() -> None:
+    assert refusal("mnist-mpl") == (
+        f"no job is called 'mnist-mpl'. Did you mean 'mnist-mlp'? Built in are {', '.join(BUILT_IN)}; "
+        "your own is file.py:name."
+    )
+    assert "Did you mean" not in refusal("zzz")
+
+
+def test_a_size_for_a_job_without_sizes_is_told() -> None:
+    assert refusal("mlp:large") == "job 'mlp' has no sizes. Write mlp."
+
+
+def test_a_job_or_a_function_that_makes_one_is_found_in_a_file(write: Callable[..., Path]) -> None:
+    path = write("job = make('a job')\ndef factory(seed=5):\n    return make('a function', seed)\n")
+    assert find_job(f"{path}:job").name == "a job"
+    assert find_job(f"{path}:factory").seed == 5
+    assert find_job(f"{path}:factory", seed=9).seed == 9
+
+
+def test_the_only_job_of_a_file_needs_no_name(write: Callable[..., Path]) -> None:
+    assert find_job(f"{write('only = make()')}").name == "mine"
+
+
+def test_a_file_with_several_jobs_asks_which(write: Callable[..., Path]) -> None:
+    path = write("first, second = make(), make()")
+    assert refusal(f"{path}") == f"{path}: say which job is meant, for instance {path}:first."
+
+
+def test_a_folder_with_data_reaches_a_function_that_takes_one(write: Callable[..., Path], tmp_path: Path) -> None:
+    path = write(
+        "def job(data=None):\n    return make(f'from {data}')\nfixed = make()\ndef none():\n    return make()\n"
+    )
+    assert find_job(f"{path}:job", data=tmp_path).name == f"from {tmp_path}"
+    assert "is a finished Job" in refusal(f"{path}:fixed", data=tmp_path)
+    assert "takes no data folder" in refusal(f"{path}:none", data=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x = 1\nraise ValueError('half done')", "does not import. Line 9: ValueError: half done"),
+        ("import meshwise_no_such_module", "does not import. Line 8: ModuleNotFoundError: No module named"),
+        ("def job(:\n    pass", "does not import. SyntaxError: invalid syntax"),
+        ("def helper():\n    return 1 / 0\nhelper()", "does not import. Line 9: ZeroDivisionError"),
+    ],
+)
+def test_a_file_that_does_not_import_is_told_with_its_line(write: Callable[..., Path], text: str, says: str) -> None:
+    path = write(text)
+    for _ in range(2):  # and the second time it is not taken for imported
+        assert f"{path}: {says}" in refusal(f"{path}:job")
+
+
+def test_a_file_that_refuses_by_itself_is_not_taken_for_imported(write: Callable[..., Path]) -> None:
+    path = write("from meshwise.spec.errors import UsageError\nraise UsageError('give a GPU')\njob = make()")
+    for _ in range(2):
+        assert refusal(f"{path}:job") == "give a GPU"
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        (":jop", "has no 'jop'. Did you mean 'job'? Define a meshwise.Job with that name."),
+        (":zzzzzz", "has no 'zzzzzz'. Define"),
+        (":number", "is a int. Make it a meshwise.Job, or a function that returns one."),
+        (":nothing", "returned a NoneType. Return a meshwise.Job."),
+        (":needs", "missing a required argument: 'width'. Name a Job, or a function that makes one"),
+    ],
+)
+def test_what_is_no_job_in_a_file_is_told(write: Callable[..., Path], word: str, says: str) -> None:
+    path = write("job = make()\nnumber = 3\ndef nothing():\n    pass\ndef needs(width):\n    return make()\n")
+    found = refusal(f"{path}{word}")
+    assert found.startswith(str(path)) and says in found
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    assert refusal(f"{tmp_path}/none.py:job").endswith(
+        "none.py: no such file. Name a Python file, for instance train.py:job."
+    )
+
+
+def test_a_file_is_imported_once_and_finds_its_neighbours(write: Callable[..., Path]) -> None:
+    write("width = 7", "meshwise_test_neighbour.py")
+    path = write("from meshwise_test_neighbour import width\n")
+    first = import_file(path)
+    assert first.width == 7
+    assert import_file(path) is first

@@ -1,0 +1,106 @@
+"""For a world of one every collective is a plain return. Several ranks: tests/training/test_own_loop.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwise.transfer import collectives
+from meshwise.transfer.prefetch import prefetch, to_device
+from tests.pool import Pool
+
+
+@pytest.fixture(autouse=True)
+def no_group() -> None:
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("collective", [collectives.sum_over_ranks, collectives.mean_over_ranks])
+def test_a_sum_and_a_mean_over_one_rank_are_the_tensor_itself(collective: Callable[[Any], Any]) -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    assert collective(tensor) is tensor
+    assert tensor.tolist() == [1.0, 2.0]
+
+
+def test_a_sum_that_is_begun_is_there_at_once() -> None:
+    tensor = torch.tensor(3.0)
+    assert collectives.begin_sum(tensor)() is tensor
+
+
+def test_gathering_from_one_rank_gives_one_row() -> None:
+    tensor = torch.arange(6).view(2, 3)
+    assert collectives.gather_tensors(tensor).shape == (1, 2, 3)
+    assert collectives.gather_tensors(torch.tensor(5)).tolist() == [5]
+    assert collectives.gather_objects({"a": 1}) == [{"a": 1}]
+
+
+def test_rank_0_is_this_one() -> None:
+    tensor = torch.tensor(3.0)
+    assert collectives.world_size() == 1
+    assert collectives.broadcast_object("x") == "x"
+    collectives.broadcast_tensors([tensor])
+    collectives.barrier()
+    assert tensor.item() == 3.0
+
+
+def on_every_rank() -> Any:
+    rank = dist.get_rank()
+    own = torch.full((2,), float(rank + 1))
+    begun = collectives.begin_sum(torch.tensor(rank + 1))
+    ended: list[int] = []
+    future = collectives.mean_future(own.clone(), lambda: ended.append(rank))
+    broadcast = [torch.tensor(rank + 1.0), torch.nn.Parameter(own.clone())]
+    collectives.broadcast_tensors(broadcast)  # type: ignore[arg-type]
+    return {
+        "sum": collectives.sum_over_ranks(own.clone()).tolist(),
+        "mean": collectives.mean_over_ranks(own.clone()).tolist(),
+        "begun": begun().item(),
+        "future": future.wait().tolist(),
+        "ended": ended == [rank],
+        "gathered": collectives.gather_tensors(own).tolist(),
+        "objects": collectives.gather_objects((rank, "x")),
+        "object": collectives.broadcast_object({"from": rank}),
+        "broadcast": [tensor.tolist() for tensor in broadcast],
+        "size": collectives.world_size(),
+    }
+
+
+def test_three_ranks_see_what_one_would_compute_from_all(pool: Callable[[int], Pool]) -> None:
+    expected = {
+        "sum": [6.0, 6.0],
+        "mean": [2.0, 2.0],
+        "begun": 6,
+        "future": [2.0, 2.0],
+        "ended": True,
+        "gathered": [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]],
+        "objects": [(0, "x"), (1, "x"), (2, "x")],
+        "object": {"from": 0},
+        "broadcast": [1.0, [1.0, 1.0]],
+        "size": 3,
+    }
+    for found in pool(3).run(on_every_rank):
+        assert found == expected
+
+
+def test_batches_for_the_cpu_are_passed_on_in_order_and_not_ahead() -> None:
+    made: list[int] = []
+
+    def batches() -> Any:
+        for i in range(3):
+            made.append(i)
+            yield torch.tensor(i), f"facts {i}"
+
+    stream = prefetch(batches(), "cpu")
+    first, facts = next(stream)
+    assert (first.item(), facts, made) == (0, "facts 0", [0])
+    assert [facts for _, facts in stream] == ["facts 1", "facts 2"]
+
+
+def test_a_batch_that_is_where_it_belongs_is_not_copied() -> None:
+    batch = {"x": torch.ones(1)}
+    assert to_device(batch, "cpu") is batch
+    assert to_device(batch, "meta")["x"].device.type == "meta"
