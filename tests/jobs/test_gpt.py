@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from meshwise.jobs.gpt import SIZES, Attention, Gpt, count_parameters, gpt, rotary_turns, rotate, token_loss
 from meshwise.jobs.text import IGNORED
-from meshwise.spec.errors import UsageError
+from meshwise.spec.errors import DataError, UsageError
 
 TINY = SIZES["tiny"]
 
@@ -79,3 +81,37 @@ def test_rotation_depends_on_the_distance_alone() -> None:
 def test_an_unknown_size_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="Did you mean 'tiny'"):
         gpt("tyni")
+
+
+def test_bfloat16_runs_and_float64_stays_float64() -> None:
+    model, text = Gpt(TINY), tokens()
+    batch = (text[:, :-1], text[:, 1:])
+    with torch.autocast("cpu", torch.bfloat16):
+        low, _ = token_loss(model, batch)
+    full, _ = token_loss(model, batch)
+    double, _ = token_loss(model.double(), batch)
+    assert double.dtype == torch.float64
+    torch.testing.assert_close(double, full.double())
+    torch.testing.assert_close(low.float(), full, rtol=0.02, atol=0)
+
+
+def test_a_missing_folder_is_refused_when_the_data_are_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such folder"):
+        gpt(data=tmp_path / "missing").data()
+
+
+def test_training_learns_a_text_and_batches_are_the_same_each_time(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text("the cat sat on the mat. " * (2 + number % 3))
+    job = gpt(data=tmp_path)
+    torch.manual_seed(0)
+    model, data = job.model(), job.data()
+    optimizer, losses = job.optimizer(model.parameters()), []
+    for _ in range(12):
+        loss, _weight = job.loss(model, data.batch(torch.arange(16)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    assert all(map(torch.equal, data.batch(torch.arange(4)), gpt(data=tmp_path).data().batch(torch.arange(4))))

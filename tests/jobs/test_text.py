@@ -47,9 +47,27 @@ def test_bigram_entropy_of_a_hand_computed_example() -> None:
 def test_a_folder_without_text_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such folder"):
         read_files(tmp_path / "missing")
-    with pytest.raises(DataError, match="at least two are needed"):
+    with pytest.raises(DataError, match="0 text files and two are needed"):
         read_files(tmp_path)
     for name in ("one.txt", "two.txt"):
         (tmp_path / name).write_text(name * 20)
     train, held_out = read_files(tmp_path)
     assert len(train) + len(held_out) == 2 and held_out
+
+
+def test_a_folder_is_split_whatever_its_files_are_called(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    for number in range(2):
+        for name in ("a", "b", "tests/c"):
+            (tmp_path / f"{name}{number}.txt").write_text(name * 20)
+    train, held_out = read_files(tmp_path)
+    assert sorted(train + held_out) == sorted(path.read_bytes() for path in tmp_path.rglob("*.txt"))
+    assert train and held_out
+
+
+def test_hidden_files_are_not_text(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    for name in (".git/config", ".hidden", "one.txt"):
+        (tmp_path / name).write_text(name * 20)
+    with pytest.raises(DataError, match="1 text files"):
+        read_files(tmp_path)

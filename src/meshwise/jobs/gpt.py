@@ -43,7 +43,7 @@ class GptSize:
 SIZES = {
     "tiny": GptSize(3, 128, 4, 2, 352, context=128),
     "small": GptSize(6, 384, 6, 2, 1024),
-    "125m": GptSize(12, 768, 12, 4, 2048, context=1024),
+    "125m": GptSize(12, 768, 12, 4, 3840, context=1024),
     "1b": GptSize(16, 2048, 32, 8, 8192, context=2048),
     "llama3-8b": GptSize(32, 4096, 32, 8, 14336, 128_256, 8192, 500_000.0),
     "llama3-70b": GptSize(80, 8192, 64, 8, 28672, 128_256, 8192, 500_000.0),
@@ -135,8 +135,9 @@ class Gpt(nn.Module):
 
 def rotary_turns(length: int, head_width: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines (T, E / 2) of the angles by which each position turns each pair (arXiv 2104.09864)."""
-    speed = theta ** (-torch.arange(0, head_width, 2, device=like.device, dtype=torch.float64) / head_width)
-    angles = torch.outer(torch.arange(length, device=like.device, dtype=torch.float64), speed)
+    dtype = torch.promote_types(like.dtype, torch.float32)  # bfloat16 cannot tell neighbouring positions apart
+    speed = theta ** (-torch.arange(0, head_width, 2, device=like.device, dtype=dtype) / head_width)
+    angles = torch.outer(torch.arange(length, device=like.device, dtype=dtype), speed)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
@@ -158,7 +159,9 @@ def count_parameters(size: GptSize) -> int:
 def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Mean cross entropy over the tokens of a batch in nats, and how many there are; padding does not count."""
     inputs, targets = batch
-    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    logits = model(inputs).flatten(0, 1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED)
     return loss, (targets != IGNORED).sum()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from meshwise.spec.errors import DataError
 
 HELD_OUT = 16  # one file in 16
 SHORTEST = 24  # bytes; what is shorter is no document
-SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
+SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}  # not the library, or not everywhere
 IGNORED = -100  # the target that cross entropy leaves out
 
 
@@ -53,16 +53,22 @@ def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
 
     Raises DataError when there are no text files, or too few to hold some out.
     """
-    root = folder or Path(sysconfig.get_paths()["stdlib"])
+    if folder is None:
+        root, pattern, skipped, asked = Path(sysconfig.get_paths()["stdlib"]), "*.py", SKIPPED, "this Python's library"
+    else:
+        root, pattern, skipped, asked = folder, "*", set[str](), "--data"
     if not root.is_dir():
-        raise DataError(f"--data {root}: no such folder. Name a folder of text files.")
-    names = sorted(_text_files(root, "*.py" if folder is None else "*"))
+        raise DataError(f"{asked} {root}: no such folder. Give --data a folder of text files.")
+    names = sorted(_text_files(root, pattern, skipped))
     train = [(root / name).read_bytes() for name in names if not _held_out(name)]
     held_out = [(root / name).read_bytes() for name in names if _held_out(name)]
-    if folder is not None and train and not held_out:
-        held_out = [train.pop()]
+    if len(names) > 1:  # so few files that the hash put them all on one side
+        train, held_out = train or [held_out.pop()], held_out or [train.pop()]
     if not train or not held_out:
-        raise DataError(f"--data {root}: has {len(names)} text files; at least two are needed, one to hold out.")
+        raise DataError(
+            f"{asked} {root}: has {len(names)} text files and two are needed, one to hold out. "
+            "Give --data a folder with more of them."
+        )
     return train, held_out
 
 
@@ -113,10 +119,11 @@ def _pairs(text: bytes) -> tuple[Tensor, Tensor]:
     return pairs, counts.double()
 
 
-def _text_files(root: Path, pattern: str) -> Iterator[str]:
+def _text_files(root: Path, pattern: str, skipped: Set[str]) -> Iterator[str]:
     for path in root.rglob(pattern):
         name = path.relative_to(root)
-        if path.is_file() and SKIPPED.isdisjoint(name.parts) and not path.name.startswith("."):
+        hidden = any(part.startswith((".", "__pycache__")) for part in name.parts)
+        if path.is_file() and not hidden and skipped.isdisjoint(name.parts):
             yield name.as_posix()
 
 
