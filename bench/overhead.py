@@ -2,9 +2,9 @@
 
     python bench/overhead.py [--steps 400]
 
-On one device against a plain loop, on two against a hand-written DistributedDataParallel loop; the job's own step, and the
-two lines in a loop of one's own. Both sides read the same batches by the same slicing; who goes first alternates. The
-claim of the project is made for steps of 5 ms or more; shorter ones are shown beside it.
+On one device against a plain loop, on two against a hand-written DistributedDataParallel loop; the job's own step, and
+the two lines in a loop of one's own. Both sides read the same batches by the same slicing; who goes first alternates.
+The claim of the project is made for steps of 5 ms or more; shorter ones are shown beside it.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -129,10 +130,8 @@ def _say(error: MeshwiseError) -> None:
     text = str(error)
     if text:
         name = "" if isinstance(error, WorkerFailed) else f"{type(error).__name__}: "
-        try:
+        with contextlib.suppress(OSError):  # the terminal may be gone
             print(f"{name}{text}", file=sys.stderr, flush=True)
-        except OSError:
-            pass  # the terminal is gone
 
 
 def _flush() -> None:

@@ -105,7 +105,7 @@ def test_a_token_mean_is_weighted_by_its_tokens(size: int, pool: Any) -> None:
 
 
 def evaluate_21() -> Any:
-    model, loader = mw.distribute(nn.Linear(1, 1), DataLoader(torch.arange(21.0) + 1, batch_size=4))
+    _model, loader = mw.distribute(nn.Linear(1, 1), DataLoader(torch.arange(21.0) + 1, batch_size=4))
     total, count = 0.0, 0
     for x in loader:
         total += mw.sum(float(x.sum()))
@@ -155,7 +155,7 @@ def test_streams_of_6_and_4_items_end_together_and_count_every_item(pool: Any) -
     assert len(losses) == 6 and items == 10
     model, want = net(), []
     for i in range(6):
-        rows = [r for r in ([i] if i < 6 else []) + ([10 + i] if i < 4 else [])]
+        rows = list(([i] if i < 6 else []) + ([10 + i] if i < 4 else []))
         x = torch.stack([torch.full((6,), float(r), dtype=torch.float64) for r in rows])
         want.append(float(model(x).pow(2).mean().detach()))
     same(losses, want)

@@ -130,9 +130,10 @@ def test_however_the_launcher_goes_away_the_worker_ends(monkeypatch: pytest.Monk
 
 
 def test_a_closed_launcher_leaves_no_thread_behind(launcher: Launcher) -> None:
-    before = {thread for thread in threading.enumerate() if thread.name in ("meshwise-accept", "meshwise-serve")}
+    address = launcher.channel.address
+    before = {thread for thread in threading.enumerate() if thread.name.endswith(address)}
     launcher.worker(0)
-    threads = {thread for thread in threading.enumerate() if thread.name in ("meshwise-accept", "meshwise-serve")}
+    threads = {thread for thread in threading.enumerate() if thread.name.endswith(address)}
     assert before and threads > before
     launcher.channel.close()
     for thread in threads:

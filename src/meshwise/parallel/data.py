@@ -7,7 +7,7 @@ DistributedDataParallel does the reducing, driven from outside, so that the mode
                       through, and the gradients at hand are reduced by it. From here on buckets never change: a resumed
                       run adds up in the same order.
     every backward    the reducer is armed, buckets are averaged while the backward still runs.
-    a parameter that this rank's loss did not reach takes part with zero; one that no rank reached keeps `grad` as it was.
+    a parameter that this rank's loss did not reach takes part with zero; one that no rank reached keeps its `grad`.
     a parameter reached for the first time later gets a reducer of its own.
 
 `.grad` after a backward is the mean over ranks of what each rank had there: gradients kept back by earlier local

@@ -88,7 +88,7 @@ def supervise(
     console: Console,
     nodes: Nodes | None = None,
 ) -> tuple[list[Any], int]:
-    """Launch `function` on the shares and show the run on `console`. Returns the results in rank order and the exit code.
+    """Launch `function` on the shares and show the run. Returns the results in rank order and the exit code.
 
     run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails.
     """
@@ -164,6 +164,7 @@ def _training_seconds(facts: Mapping[str, Any]) -> float:
 
 
 def versions() -> dict[str, str]:
+    """What the run runs on, for its record."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -172,4 +173,5 @@ def versions() -> dict[str, str]:
 
 
 def now() -> str:
+    """The time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -77,7 +77,7 @@ class LauncherChannel:
         self._connections: dict[int, socket.socket] = {}
         self._server = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
-        threading.Thread(target=self._accept, name="meshwise-accept", daemon=True).start()
+        threading.Thread(target=self._accept, name=f"meshwise-accept {self.address}", daemon=True).start()
 
     def send(self, rank: int, kind: str, **facts: Any) -> None:
         connection = self._connections.get(rank)
@@ -97,7 +97,9 @@ class LauncherChannel:
                 connection, _ = self._server.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(connection,), name="meshwise-serve", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(connection,), name=f"meshwise-serve {self.address}", daemon=True
+            ).start()
 
     def _serve(self, connection: socket.socket) -> None:
         rank: int | None = None

@@ -1,0 +1,17 @@
+"""The mean over 21 samples is 11, on any number of devices: nothing is padded, nothing counts twice.
+
+python examples/05_evaluate.py
+meshwise run examples/05_evaluate.py --devices 4xcpu
+"""
+
+import torch
+from torch.utils.data import DataLoader
+
+import meshwise as mw
+
+loader = mw.distribute(DataLoader(torch.arange(1.0, 22.0), batch_size=8))
+total, count = 0.0, 0
+for values in loader:
+    total += mw.sum(float(values.sum()))
+    count += mw.sum(len(values))
+print(f"mean {total / count:.3f} of {count} samples on {mw.world_size()} device(s)")

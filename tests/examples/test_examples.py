@@ -1,0 +1,81 @@
+"""Each example runs, and prints the same numbers on one device and on two."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(*words: str, folder: Path) -> str:
+    result = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def alone(name: str, *words: str, folder: Path) -> list[str]:
+    return run(str(EXAMPLES / name), *words, folder=folder).splitlines()
+
+
+def on_two(name: str, *words: str, folder: Path) -> list[str]:
+    """What rank 0 prints; the first line is the launcher's."""
+    return run("-m", "meshwise", "run", str(EXAMPLES / name), "--devices", "2xcpu", *words, folder=folder).splitlines()[
+        1:
+    ]
+
+
+def numbers(lines: list[str]) -> list[float]:
+    return [float(n) for n in re.findall(r"\d+\.\d+", " ".join(lines))]
+
+
+def test_mnist_prints_the_tutorials_lines(tmp_path: Path) -> None:
+    one = alone("01_mnist.py", "--epochs", "1", folder=tmp_path)
+    two = on_two("01_mnist.py", "--epochs", "1", folder=tmp_path)
+    assert re.fullmatch(r"Epoch \[1/1\], Step \[100/938\], Loss: 0\.\d{4}", one[0])
+    assert one[-2] == two[-2] == "Training Finished!"
+    assert numbers(two) == pytest.approx(numbers(one), abs=0.3)
+    assert numbers(two[:3]) == pytest.approx(numbers(one[:3]), abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    "name", ["02_linear_layers.py:job", pytest.param("03_convolutions.py:job", marks=pytest.mark.slow)]
+)
+def test_a_job_runs_on_two_devices(name: str, tmp_path: Path) -> None:
+    shown = run("-m", "meshwise", "run", str(EXAMPLES / name), "--devices", "2xcpu", "--epochs", "1", folder=tmp_path)
+    assert re.search(r"epoch 1/1  test accuracy \d+\.\d\d %", shown)
+
+
+@pytest.mark.parametrize("name", ["04_token_mean.py", "05_evaluate.py"])
+def test_an_own_loop_prints_the_same_numbers_on_two_devices(name: str, tmp_path: Path) -> None:
+    one, two = alone(name, folder=tmp_path), on_two(name, folder=tmp_path)
+    assert numbers(one) and numbers(two) == pytest.approx(numbers(one), abs=2e-4)
+
+
+def test_a_loop_saved_on_one_device_goes_on_on_two(tmp_path: Path) -> None:
+    whole = alone("06_save_and_resume.py", "--state", "none.pt", folder=tmp_path)
+    before = alone("06_save_and_resume.py", "--stop-after", "7", folder=tmp_path)
+    after = on_two("06_save_and_resume.py", folder=tmp_path)
+    assert len(whole) == 20 and len(before) == 7 and len(after) == 13
+    assert numbers(before + after) == pytest.approx(numbers(whole), abs=2e-5)
+
+
+def test_launch_gives_the_results_in_rank_order(tmp_path: Path) -> None:
+    assert alone("07_launch.py", folder=tmp_path) == [f"rank {rank} of 3: the ranks add up to 3" for rank in range(3)]
+
+
+def test_the_notebook_launches_a_function_of_a_cell(tmp_path: Path) -> None:
+    notebook = nbformat.read(EXAMPLES / "08_notebook.ipynb", as_version=4)
+    nbclient.NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    one, two = ([o["data"]["text/plain"] for o in cell["outputs"] if "data" in o] for cell in notebook.cells[-2:])
+    (loss,) = json.loads(one[0])
+    assert json.loads(two[0]) == pytest.approx([loss] * 2, abs=2e-5)
