@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ def make(fail, samples=4000, epochs=50, pause=0.002):
         time.sleep(pause)
         value = nn.functional.mse_loss(model(batch[0]), batch[1])
         if mw.rank() == 1 and calls["loss"] == STEP:
+            if "FAULT_STAMP" in os.environ:
+                Path(os.environ["FAULT_STAMP"]).write_text(str(time.time()))
             changed = fail(value)
             value = value if changed is None else changed
         return value

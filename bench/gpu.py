@@ -1,0 +1,96 @@
+"""Everything of this project that needs a GPU, in one go.
+
+    PYTHONPATH=src python bench/gpu.py
+
+Correctness on CUDA (losses of the built-in jobs against a plain loop on the same GPU, float32 without TF32), time and
+memory of the jobs, the cost of our step over a plain one, bf16 and fp16. Writes bench/results/gpu.json.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import keep
+from rich.console import Console
+
+import meshwise as mw
+from meshwise import api
+from meshwise.jobs.registry import find_job
+from meshwise.training.job import Job
+from meshwise.training.order import epoch_order
+from meshwise.training.request import RunRequest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from overhead import measure
+
+STEPS = 50
+
+
+def plain_losses(job: Job) -> list[float]:
+    """The first losses of a loop that a user would write on one GPU."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.manual_seed(job.seed)
+    model, losses = job.model().cuda(), []
+    optimizer = job.optimizer(model.parameters())
+    scheduler = job.scheduler(optimizer) if job.scheduler else None
+    data = job.data()
+    for indices in epoch_order(job.seed, 0, len(data)).split(job.batch_size)[:STEPS]:
+        result = job.loss(model, tuple(t.cuda() for t in data.batch(indices)))
+        loss = result[0] if isinstance(result, tuple) else result
+        loss.backward()
+        if job.clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler:
+            scheduler.step()
+        losses.append(float(loss))
+    return losses
+
+
+def largest_difference(name: str) -> float:
+    """Between our losses and the plain loop's over the first steps, relative."""
+    job = replace(find_job(name), epochs=1, test=None)
+    with tempfile.TemporaryDirectory() as out:
+        summary = mw.run(job, devices="1xcuda", out=out, log_every=10)
+        lines = (Path(summary.folder) / "metrics.jsonl").read_text().splitlines()
+    ours = [eval(line)["loss"] for line in lines[:STEPS]]
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, plain_losses(job), strict=False))
+
+
+def run(job: str, precision: str) -> dict[str, Any]:
+    """A whole run on all GPUs: final metrics, seconds, throughput, peak memory."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as out:
+        summary, _ = api.run_request(RunRequest(job, "all", precision=precision), Console(quiet=True), out=out)
+    return {
+        "metrics": dict(summary.metrics),
+        "seconds": time.perf_counter() - start,
+        "samples_per_second": summary.samples_per_second,
+        "peak_bytes": list(summary.memory),
+        "phases": [dict(phases) for phases in summary.phases],
+    }
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    if not torch.cuda.is_available():
+        sys.exit("bench/gpu.py needs a CUDA device; torch sees none here.")
+    result: dict[str, Any] = {"gpus": torch.cuda.device_count()}
+    for name in ("mnist-mlp", "mnist-cnn", "gpt"):
+        result[f"{name}: largest relative difference to a plain loop in {STEPS} steps"] = largest_difference(name)
+        for precision in ("fp32", "bf16", "fp16"):
+            result[f"{name} {precision}"] = run(name, precision)
+            print(name, precision, result[f"{name} {precision}"], flush=True)
+    (result["overhead mnist-cnn"],) = mw.launch(measure, "mnist-cnn", 1024, 200, devices="1xcuda")
+    keep("gpu", result)
+
+
+if __name__ == "__main__":
+    main()

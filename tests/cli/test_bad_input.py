@@ -1,0 +1,145 @@
+"""Bad input gets one clear sentence and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwise import cli
+from meshwise.jobs.mnist import MNIST
+
+JOB_FILE = """
+import torch
+from torch import nn
+import meshwise as mw
+
+def make(samples=8, **fields):
+    x = torch.randn(samples, 4)
+    return mw.Job(**{
+        "name": "mine", "model": lambda: nn.Linear(4, 1), "data": lambda: (x, x[:, :1]),
+        "loss": lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1), **fields})
+
+job = make()
+empty = make(samples=0)
+not_scalar = make(loss=lambda model, batch: (model(batch[0]) - batch[1]).pow(2))
+not_a_tensor = make(loss=lambda model, batch: 3)
+wider = make(model=lambda: nn.Linear(4, 2))
+number = 7
+"""
+
+
+def command(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and the last line on stderr."""
+    monkeypatch.setattr(sys, "argv", ["meshwise", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.out + shown.err
+    return int(ended.value.code or 0), shown.err.strip()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(JOB_FILE)
+    (tmp_path / "broken.py").write_text("import torch\n\nvalue = torch.nothing\n")
+    (tmp_path / "unfinished.py").write_text("def f(:\n")
+    return tmp_path
+
+
+SENTENCES = {
+    "mnist-mlpp": "UsageError: no job is called 'mnist-mlpp'. Did you mean 'mnist-mlp'?",
+    "gpt:tinny": "UsageError: gpt has no size 'tinny'. Did you mean 'tiny'?",
+    "mlp:large": "UsageError: job 'mlp' has no sizes. Write mlp.",
+    "missing.py:job": "missing.py: no such file",
+    "broken.py:job": "broken.py: does not import. Line 3: AttributeError",
+    "unfinished.py:job": "unfinished.py: does not import. SyntaxError",
+    "mine.py:jbo": "mine.py has no 'jbo'. Did you mean 'job'?",
+    "mine.py:number": "mine.py:number is a int",
+    "mine.py:job --devices 2xgpu": "'gpu' is no kind of device",
+    "mine.py:job --devices 0xcpu": "at least one device",
+    "mine.py:job --devices 4000xcpu": "at most 256 CPU workers",
+    "mine.py:job --devices cpu:0,1": "CPU workers have no indices. Write 2xcpu.",
+    "mine.py:job --precision fp8": "precision='fp8' is not known",
+    "mine.py:job --accumulate 0": "accumulate=0: must be a whole number of at least 1",
+    "mine.py:job --epochs many": "Invalid value for '--epochs'",
+    "mine.py:job --log-every 0": "--log-every 0: must be at least 1",
+    "mine.py:job --speed fast": "'--speed fast' is no option of a job",
+    "mine.py:job --data folder": "is a finished Job",
+    "mine.py:job --nnodes 2 --node-rank 2 --rdzv here:1": "machines are counted from 0 to 1",
+    "mine.py:job --nnodes 2 --rdzv here": "give where machine 0 is reached",
+    "mnist-mlp --data nowhere": "DataError",
+    "--resume nowhere": "nowhere: no run folder",
+    "": "say what to run",
+    "missing.py": "missing.py: no such file",
+}
+
+
+@pytest.mark.parametrize("words", sorted(SENTENCES))
+def test_a_wrong_word_is_answered_before_any_worker_starts(
+    words: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, shown = command(["run", *words.split()], monkeypatch, capsys)
+    assert code == 2
+    assert SENTENCES[words] in shown and len(shown.splitlines()) == 1, shown
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA devices")
+def test_cuda_without_a_gpu_says_so(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, shown = command(["run", "mine.py:job", "--devices", "2xcuda"], monkeypatch, capsys)
+    assert code == 2 and "finds no cuda device here. Use 2xcpu, or all." in shown
+
+
+def test_a_truncated_data_file_is_told_with_its_bytes(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(MNIST, here / "cut")
+    images = here / "cut" / "train-images-idx3-ubyte.gz"
+    (here / "cut" / "train-images-idx3-ubyte").write_bytes(gzip.decompress(images.read_bytes())[:-1000])
+    images.unlink()
+    code, shown = command(["run", "mnist-mlp", "--data", "cut", "--devices", "1xcpu"], monkeypatch, capsys)
+    assert code == 2 and "DataError" in shown and "train-images-idx3-ubyte" in shown
+
+
+@pytest.mark.parametrize(
+    ("job", "sentence"),
+    [
+        ("empty", "the data set is empty"),
+        ("not_scalar", "gave a tensor of shape (8, 1), not one number"),
+        ("not_a_tensor", "gave a int, not one number"),
+    ],
+)
+def test_what_only_a_worker_sees_is_one_sentence_too(
+    job: str, sentence: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, shown = command(["run", f"mine.py:{job}", "--devices", "1xcpu"], monkeypatch, capsys)
+    assert code == 2 and sentence in shown and len(shown.splitlines()) == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["run", "mine.py:job", "--devices", "1xcpu"], monkeypatch, capsys)[0] == 0
+    (folder,) = (here / "runs").iterdir()
+    (here / "mine.py").write_text(JOB_FILE.replace("nn.Linear(4, 1)", "nn.Linear(4, 3)"))
+    sys.modules.pop("mine")
+    code, shown = command(["run", "--resume", str(folder), "--epochs", "2"], monkeypatch, capsys)
+    assert code == 2 and "the checkpoint is of another model: weight is (1, 4) there and (3, 4) here" in shown
+
+
+def test_a_run_of_another_job_is_not_resumed(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["run", "mine.py:job", "--devices", "1xcpu"], monkeypatch, capsys)[0] == 0
+    (folder,) = (here / "runs").iterdir()
+    code, shown = command(["run", "mnist-mlp", "--resume", str(folder)], monkeypatch, capsys)
+    assert code == 2 and "is of job 'mine.py:job', not 'mnist-mlp'" in shown

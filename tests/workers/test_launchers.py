@@ -1,0 +1,91 @@
+"""The same command under torchrun, and on two machines that meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwise.workers.launch import free_port
+
+JOB = """
+import torch
+from torch import nn
+import meshwise as mw
+
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+job = mw.Job(
+    name="small", model=lambda: nn.Linear(4, 1), data=lambda: (x, x.sum(1, keepdim=True)), batch_size=8, epochs=2,
+    loss=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+
+def failing():
+    def loss(model, batch):
+        if mw.rank() == 1:
+            raise ValueError("the planted fault")
+        return job.loss(model, batch)
+    return mw.Job(**{**vars(job), "loss": loss})
+"""
+MESHWISE = [sys.executable, "-m", "meshwise", "run"]
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    (tmp_path / "small.py").write_text(JOB)
+    return tmp_path
+
+
+def losses(out: Path) -> list[float]:
+    (folder,) = out.iterdir()
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records]
+
+
+def finished(command: list[str], here: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=here, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+
+
+def test_torchrun_and_our_launcher_give_the_same_losses(here: Path) -> None:
+    ours = finished([*MESHWISE, "small.py:job", "--devices", "2xcpu", "--out", "ours"], here)
+    assert ours.returncode == 0, ours.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "meshwise", "run"]
+    theirs = finished([*torchrun, "small.py:job", "--out", "theirs"], here, GLOO_SOCKET_IFNAME="lo")
+    assert theirs.returncode == 0, theirs.stderr
+    assert losses(here / "ours") == losses(here / "theirs") != []
+    assert theirs.stdout.count("finished after 2 epochs") == 1
+
+
+def two_machines(job: str, here: Path) -> list[tuple[int, str]]:
+    """Two launchers on this machine, as if each were a machine of its own: exit codes and what they showed."""
+    meeting = ["--nnodes", "2", "--rdzv", f"127.0.0.1:{free_port()}", "--devices", "1xcpu"]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        subprocess.Popen(
+            [*MESHWISE, job, *meeting, "--node-rank", str(node), "--out", f"node{node}"],
+            cwd=here,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in (0, 1)
+    ]
+    shown = [process.communicate(timeout=120)[0] for process in started]
+    return [(process.returncode, text) for process, text in zip(started, shown, strict=True)]
+
+
+def test_two_machines_make_one_run(here: Path) -> None:
+    ended = two_machines("small.py:job", here)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert "Plan(data=2)" in ended[0][1] and len(losses(here / "node0")) == 16
+
+
+def test_a_failure_on_one_machine_ends_the_other_and_is_told_there(here: Path) -> None:
+    ended = two_machines("small.py:failing", here)
+    assert [code for code, _ in ended] == [1, 1]
+    assert "rank 1 of 2 failed: ValueError: the planted fault" in ended[1][1]
+    assert "the planted fault" in ended[0][1] or "lost the connection" in ended[0][1]
