@@ -122,7 +122,8 @@ def _run_joined(request: RunRequest, console: Console, given: Job | None, folder
     """Run in this process, one of those that torchrun, srun or mpirun started."""
     session = join()
     world, first = session.world, session.world.rank == 0
-    signal.signal(signal.SIGTERM, lambda number, frame: setattr(session.gate, "wanted", True))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, session.gate.want)
     plan = plan_of(request, world.size)
     settings = settings_of(request, plan, resume=folder is not None)
     job = given or _find(request)

@@ -100,6 +100,11 @@ def sequence(*layers: nn.Module) -> nn.Module:
         (sequence(nn.Linear(3, 3)), sequence(nn.Linear(3, 3), nn.Linear(3, 3)), "it lacks 1.bias, 1.weight"),
         (sequence(nn.Linear(3, 3), nn.Linear(3, 3)), sequence(nn.Linear(3, 3)), "it has 1.bias, 1.weight, which this"),
         (
+            sequence(nn.Linear(1, 1), nn.BatchNorm1d(1, affine=False)),
+            sequence(nn.Linear(1, 1)),
+            "it has 1.num_batches_tracked, 1.running_mean, 1.running_var, which",
+        ),
+        (
             sequence(*(nn.Linear(1, 1) for _ in range(4))),
             sequence(nn.Linear(1, 1)),
             "1.bias, 1.weight, 2.bias and 3 more",
@@ -137,3 +142,11 @@ def test_a_state_of_other_parameter_groups_is_told() -> None:
 def test_a_state_of_another_format_is_told(saved: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=f"has format {saved.get('format')}; this meshwise reads format 1"):
         unpack(make(), saved)
+
+
+def test_a_scheduler_that_the_job_has_gained_starts_anew() -> None:
+    saved, state = make(), make(scheduler=SCHEDULERS["multistep"])
+    train(saved, 3)
+    unpack(state, pack(saved))
+    assert state.scheduler is not None and state.scheduler.last_epoch == 0
+    assert state.step == 3

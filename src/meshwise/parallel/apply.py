@@ -27,11 +27,13 @@ class Applied:
     """A model under a plan: the same object, and how a backward is run on it.
 
     reduction: averages gradients over the ranks; None on one device.
+    notes: what differs from one device, for the user to read.
     """
 
     model: nn.Module
     plan: Plan
     reduction: DataParallel | None
+    notes: tuple[str, ...] = ()
 
     def backward(
         self,
@@ -68,7 +70,18 @@ def apply(model: nn.Module, plan: Plan, world: World, recorder: Recorder, *, met
     if world.size > 1:
         named = list(model.named_parameters())
         reduction = DataParallel(named, bucket_mb=plan.bucket_mb, recorder=recorder, metered=metered)
-    return Applied(model, plan, reduction)
+    return Applied(model, plan, reduction, differences(model) if world.size > 1 else ())
+
+
+def differences(model: nn.Module) -> tuple[str, ...]:
+    """What a model on several ranks does not do as on one device, a sentence each."""
+    kinds = " ".join({type(module).__name__ for module in model.modules()})
+    notes = []
+    if "BatchNorm" in kinds:
+        notes.append("batch norm: each rank takes the statistics of its own share, so numbers are not one device's.")
+    if "Dropout" in kinds:
+        notes.append("dropout: each rank draws its own masks, keyed by (seed, step, rank).")
+    return tuple(notes)
 
 
 def check_fits(plan: Plan, world: World) -> None:

@@ -43,6 +43,8 @@ class Recorder:
         return time.perf_counter_ns()
 
     def add(self, kind: str, start: Mark, end: Mark, name: str = "", bytes: int = 0) -> None:
+        if self._sink is None:
+            return
         self._raw.append((kind, start, end, self.step, name, bytes))
 
     def span(self, kind: str, name: str = "", on_device: bool = True) -> _Open:

@@ -27,7 +27,7 @@ from meshwise.training.order import Share, epoch_order, sequential_shares, steps
 from meshwise.training.settings import Settings, overridden
 from meshwise.training.source import LoaderSettings, Reader, count_samples, reader
 from meshwise.training.step import Part, StepContext, train_step
-from meshwise.transfer.collectives import barrier
+from meshwise.transfer.collectives import barrier, broadcast_object
 from meshwise.transfer.prefetch import prefetch
 from meshwise.workers.join import Session, join
 from meshwise.workers.worker import midway
@@ -97,6 +97,7 @@ def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None
         "losses": journal.losses,
         "phases": journal.phases.seconds,
         "memory": peak_bytes(session.world.device),
+        "notes": run.context.applied.notes,
     }
 
 
@@ -111,10 +112,12 @@ def _prepare(
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     state = RunState(applied.model, optimizer, scheduler, loss_scaler(world.device, plan.precision), job.seed)
     if settings.resume and folder is not None:
-        unpack(state, load_checkpoint(folder / names.CHECKPOINTS))
+        unpack(state, broadcast_object(load_checkpoint(folder / names.CHECKPOINTS) if world.rank == 0 else None))
         journal.rewind(state.step)
     run = _Run(session, settings, folder, StepContext(job, applied, state, world, recorder), journal, train, test)
     run.saved_step = state.step
+    for note in applied.notes if world.rank == 0 else ():
+        journal.tell("say", text=note)
     journal.tell("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
     return run
 

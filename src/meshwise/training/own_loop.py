@@ -90,8 +90,8 @@ def _distribute_models(models: list[nn.Module], world: World) -> None:
     if world.size == 1:
         return
     _own.applied = apply(_own.models, Plan(data=world.size), world, Recorder(None, world.device), metered=True)
-    if any("Dropout" in type(module).__name__ for model in models for module in model.modules()):
-        say("dropout: each rank draws its own masks, keyed by (seed, batch, rank)")
+    for note in _own.applied.notes:
+        say(note)
 
 
 def _distributed(thing: Any, seed: int, world: World, streams: str) -> Any:

@@ -153,7 +153,7 @@ def summarise(
         phases=tuple(dict(result["phases"]) for result in results),
         memory=tuple(result["memory"] for result in results),
         folder=str(folder) if folder else "",
-        notes=(),
+        notes=tuple(first["notes"]),
     )
 
 

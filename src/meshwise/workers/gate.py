@@ -7,6 +7,7 @@ no rank waits in a collective for one that stopped earlier. Nothing is paid whil
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 
@@ -26,6 +27,11 @@ class StepGate:
             self._answer: Callable[[int], None] = lambda begun: channel.send("halting", begun=begun)
             channel.listeners["halt"] = self._freeze
             channel.listeners["last"] = self._set_last
+
+    def want(self, number: int, frame: object) -> None:
+        """A signal handler that asks for a stop at the next log step; the same signal again ends the process."""
+        self.wanted = True
+        signal.signal(number, signal.SIG_DFL)
 
     def begin(self) -> bool:
         """True: go on with the next step. False: the agreed last step is behind us."""

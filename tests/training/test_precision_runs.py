@@ -1,0 +1,42 @@
+"""Reduced precision trains as on one device, to its own rounding; what differs from one device is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Subset
+
+from meshwise.jobs.mnist import mnist_mlp
+from meshwise.parallel.apply import differences
+from meshwise.spec.plan import Plan
+from meshwise.training.job import Job
+from meshwise.training.loop import run_job
+from meshwise.training.settings import Settings
+
+
+def small() -> Job:
+    job = mnist_mlp()
+    return replace(job, data=lambda: Subset(job.data(), range(640)), test=None, epochs=3)
+
+
+def losses(plan: Plan) -> Any:
+    return run_job(small(), Settings(plan), None)["losses"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_two_devices_train_in_reduced_precision(precision: str, pool: Any) -> None:
+    (got, _) = pool(2).run(losses, Plan(data=2, precision=precision))
+    full = losses(Plan())
+    assert got != full  # it did compute in another precision
+    torch.testing.assert_close(got, full, rtol=0.05, atol=0.02)
+
+
+def test_what_differs_from_one_device_is_said() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.1))
+    first, second = differences(model)
+    assert first.startswith("batch norm") and second.startswith("dropout")
+    assert differences(nn.Linear(2, 2)) == ()
