@@ -6,7 +6,7 @@ import pytest
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
-from meshwise.workers.join import derive_ranks, first_host, read_world
+from meshwise.workers.join import derive_ranks, first_host, read_world, tasks_of_nodes
 
 SBATCH = {"SLURM_JOB_ID": "30017", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 SRUN = SBATCH | {
@@ -14,14 +14,16 @@ SRUN = SBATCH | {
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
     "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_NODEID": "1",
 }
 MPIRUN = {
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
-PMI = {"PMI_SIZE": "4", "PMI_RANK": "2", "MPI_LOCALRANKID": "0"}
+PMI = {"PMI_SIZE": "4", "PMI_RANK": "2", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"}
 
 
 def derived(environment: dict[str, str]) -> dict[str, str]:
@@ -37,6 +39,7 @@ def test_srun_gives_ranks_and_the_first_host() -> None:
         "RANK": "5",
         "WORLD_SIZE": "8",
         "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",  # not 8: several hosts do not meet on a loopback interface
         "MASTER_ADDR": "gpu03",
         "MASTER_PORT": "30017",
     }
@@ -58,8 +61,8 @@ def test_mpirun_gives_ranks() -> None:
     assert derived(MPIRUN) == {
         "RANK": "3",
         "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_RANK": "3",
+        "LOCAL_WORLD_SIZE": "4",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
     }
@@ -67,7 +70,28 @@ def test_mpirun_gives_ranks() -> None:
 
 def test_pmi_gives_ranks() -> None:
     found = derived(PMI)
-    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("2", "4", "0")
+    assert (found["RANK"], found["WORLD_SIZE"]) == ("2", "4")
+    assert (found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("2", "4")
+
+
+def test_mpirun_on_several_hosts_asks_where_rank_0_is() -> None:
+    several = MPIRUN | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(UsageError, match=r"2 of 4 ranks are on this host.*Set MASTER_ADDR to its host"):
+        derived(several)
+    assert derived(several | {"MASTER_ADDR": "node0"})["RANK"] == "3"
+    assert derived(several | {"SLURM_JOB_NODELIST": "gpu[03-04]"})["MASTER_ADDR"] == "gpu03"
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("4", [4]), ("4(x2)", [4, 4]), ("4(x2),3", [4, 4, 3]), ("1,2(x3),10", [1, 2, 2, 2, 10])]
+)
+def test_slurms_counts_of_tasks_are_read(text: str, counts: list[int]) -> None:
+    assert tasks_of_nodes(text) == counts
+
+
+def test_a_node_with_fewer_tasks_knows_its_own_number() -> None:
+    last = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "5,3", "SLURM_NODEID": "1"}
+    assert derived(last)["LOCAL_WORLD_SIZE"] == "3"
 
 
 def test_mpirun_inside_a_slurm_job_goes_by_mpirun() -> None:

@@ -63,7 +63,7 @@ def join() -> Session:
 
 
 def derive_ranks(environment: MutableMapping[str, str]) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* from what srun or mpirun set, where the first two are missing."""
+    """Set RANK, WORLD_SIZE, LOCAL_* and MASTER_* from what srun or mpirun set, where the first two are missing."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return
     names = _launcher_names(environment)
@@ -72,9 +72,11 @@ def derive_ranks(environment: MutableMapping[str, str]) -> None:
     for name, source in names.items():
         if source in environment:
             environment.setdefault(name, environment[source])
+    if "SLURM_STEP_TASKS_PER_NODE" in environment and names["RANK"] == "SLURM_PROCID":
+        counts = tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
+        environment.setdefault("LOCAL_WORLD_SIZE", str(counts[int(environment.get("SLURM_NODEID", "0"))]))
     if "MASTER_ADDR" not in environment:
-        nodes = environment.get("SLURM_STEP_NODELIST", "")
-        environment["MASTER_ADDR"] = first_host(nodes) if nodes else "127.0.0.1"
+        environment["MASTER_ADDR"] = _host_of_rank_0(environment)
     environment.setdefault("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", "9500")) % 20000))
 
 
@@ -87,8 +89,31 @@ def _launcher_names(environment: Mapping[str, str]) -> dict[str, str] | None:
         local = {"LOCAL_RANK": prefix + "LOCAL_RANK", "LOCAL_WORLD_SIZE": prefix + "LOCAL_SIZE"}
         return {"RANK": prefix + "RANK", "WORLD_SIZE": prefix + "SIZE", **local}
     if int(environment.get("PMI_SIZE", "1")) > 1:
-        return {"RANK": "PMI_RANK", "WORLD_SIZE": "PMI_SIZE", "LOCAL_RANK": "MPI_LOCALRANKID"}
+        local = {"LOCAL_RANK": "MPI_LOCALRANKID", "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS"}
+        return {"RANK": "PMI_RANK", "WORLD_SIZE": "PMI_SIZE", **local}
     return None
+
+
+def tasks_of_nodes(text: str) -> list[int]:
+    """Slurm's counts of tasks: `4(x2),3` is 4, 4 and 3 on three nodes."""
+    counts: list[int] = []
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(repeat or "1")
+    return counts
+
+
+def _host_of_rank_0(environment: Mapping[str, str]) -> str:
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    if nodes:
+        return first_host(nodes)
+    size = environment.get("WORLD_SIZE", "1")
+    local_size = environment.get("LOCAL_WORLD_SIZE", size)
+    if local_size != size:
+        raise UsageError(
+            f"{local_size} of {size} ranks are on this host, and nothing says where rank 0 is. "
+            "Set MASTER_ADDR to its host, for instance with mpirun -x MASTER_ADDR=node0."
+        )
+    return "127.0.0.1"
 
 
 def first_host(nodes: str) -> str:
