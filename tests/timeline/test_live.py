@@ -90,6 +90,12 @@ def test_a_view_that_is_never_entered_prints_lines() -> None:
     assert file.getvalue() == f"{progress_line(FIRST)}\n"
 
 
+def test_without_a_console_the_lines_go_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    with LiveView() as view:
+        view.update(FIRST)
+    assert capsys.readouterr().out == f"{progress_line(FIRST)}\n"
+
+
 def test_a_terminal_shows_the_area_and_gets_its_cursor_back() -> None:
     file = io.StringIO()
     with LiveView(terminal(file)) as view:

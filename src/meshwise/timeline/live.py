@@ -82,12 +82,14 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 class LiveView:
-    """Shows a run on `console`; used as a context manager. Every method may be called from any thread, and none raises.
+    """Shows a run on `console` (None: on stdout); used as a context manager.
 
+    Every method may be called from any thread, and none raises.
     The console stays guarded when the view is closed: what is printed on it after the run cannot fail either.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console | None = None) -> None:
+        console = Console() if console is None else console
         _guard(console)
         self._console = console
         self.draws = console.is_terminal and console.is_interactive and not console.is_dumb_terminal
