@@ -57,7 +57,7 @@ def main() -> None:
     """Measure, print, keep."""
     torch.set_num_threads(1)
     data = read_digits(MNIST, "train")
-    single = PerSample(data.images, data.labels)
+    single = PerSample(data.pixels, data.labels)
     fast, slow = [], []
     for epoch in range(5):
         fast.append(ours(data, epoch))

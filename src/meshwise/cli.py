@@ -78,15 +78,28 @@ def run(
     if not script and context.args:
         raise UsageError(f"'{' '.join(context.args)}' is no option of a job. See meshwise run --help.")
     machines = api.Machines(nnodes, node_rank, rdzv)
+    asked = RunRequest(job, devices, epochs, batch_size, accumulate, precision, seed, data, log_every, save_every)
     if script and job is not None:
+        _refuse_job_options(asked, resume)
         raise typer.Exit(
             api.run_script(Path(job), context.args, console, devices=devices, out=Path(out), machines=machines)
         )
-    asked = RunRequest(job, devices, epochs, batch_size, accumulate, precision, seed, data, log_every, save_every)
     summary, code = api.run_request(asked, console, resume=resume, out=out, machines=machines)
     if as_json:
         print(json.dumps(summary_dict(summary), indent=2))
     raise typer.Exit(code)
+
+
+def _refuse_job_options(asked: RunRequest, resume: str | None) -> None:
+    """Options of a job say nothing to a script that keeps its own loop."""
+    said = {name: value for name, value in vars(asked).items() if value is not None} | (
+        {"resume": resume} if resume else {}
+    )
+    for name in said.keys() - {"job", "devices"}:
+        option = f"--{name.replace('_', '-')} {said[name]}"
+        raise UsageError(
+            f"{option}: {asked.job} keeps its own loop. Write its own options behind its name, or make a Job."
+        )
 
 
 def main() -> None:
@@ -115,7 +128,11 @@ def script_arguments_apart(words: list[str]) -> list[str]:
 
     Options of the launcher are ours before the script's name and directly behind it.
     """
-    values = (i for i, word in enumerate(words) if word.endswith(".py") and not (i and words[i - 1] in LAUNCH_OPTIONS))
+    values = (
+        i
+        for i, word in enumerate(words)
+        if word.endswith(".py") and not word.startswith("-") and not (i and words[i - 1] in LAUNCH_OPTIONS)
+    )
     at = next(values, None)
     if at is None:
         return words

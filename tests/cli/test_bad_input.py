@@ -78,6 +78,7 @@ SENTENCES = {
     "--resume nowhere": "nowhere: no run folder",
     "": "say what to run",
     "missing.py": "missing.py: no such file",
+    "--epochs 3 mine.py": "--epochs 3: mine.py keeps its own loop",
 }
 
 

@@ -54,7 +54,8 @@ def train_step(run: StepContext, parts: Sequence[Part]) -> Losses:
         with run.recorder.span("backward"):
             if weight is None:
                 losses.append((mean.detach(), float(share.samples)))
-                _backward(run, mean * (share.samples * run.world.size / share.total), last, None)
+                scale = share.samples * run.world.size / share.total
+                _backward(run, mean if scale == 1 else mean * scale, last, None)
             else:
                 weight = as_weight(weight, mean)
                 losses.append((mean.detach(), weight))

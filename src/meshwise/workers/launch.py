@@ -39,6 +39,7 @@ from meshwise.workers.nodes import Nodes
 GRACE = 1.0  # seconds in which a real culprit may still report after its victim did
 EXIT_GRACE = 3.0  # seconds in which the others may follow a rank that left in the middle of an epoch
 END_GRACE = 10.0  # seconds for a worker that said done to end
+HALT_AGAIN = 0.3  # seconds between two askings of a worker that has not answered
 HALT_GRACE = 60.0  # seconds in which a halted run may finish its step and save
 
 
@@ -130,7 +131,7 @@ class _Launcher:
         self._halting: dict[int, int] | None = None
         self._last: int | None = None
         self._halted_at = 0.0
-        self._looked = 0.0
+        self._looked = self._asked = 0.0
 
     def start(self, task: Path, shares: Sequence[WorkerShare]) -> None:
         port = self.nodes.port if self.nodes else free_port()
@@ -275,11 +276,14 @@ class _Launcher:
             raise WorkerFailed("stopped at once; what was saved before is kept.", exit_code=128 + self.halt.signal)
         if not self.halt.wanted.is_set():
             return
+        now = time.monotonic()
         if self._halting is None:
-            self._halting, self._halted_at = {}, time.monotonic()
-            for entry in self.workers:
-                self._channel.send(entry.rank, "halt")
+            self._halting, self._halted_at = {}, now
         waiting = [w for w in self.workers if w.state == "running" and w.rank not in self._halting]
+        if waiting and now - self._asked > HALT_AGAIN:  # again: a worker that still starts has not heard it
+            self._asked = now
+            for entry in waiting:
+                self._channel.send(entry.rank, "halt")
         if self._halting and not waiting and self._last is None:
             self._last = self._agreed_last(max(self._halting.values()))
             if self._last is None:
