@@ -41,7 +41,7 @@ class GptSize:
 
 
 SIZES = {
-    "tiny": GptSize(3, 128, 4, 2, 352, context=128),
+    "tiny": GptSize(2, 128, 4, 2, 352, context=128),
     "small": GptSize(6, 384, 6, 2, 1024),
     "125m": GptSize(12, 768, 12, 4, 3840, context=1024),
     "1b": GptSize(16, 2048, 32, 8, 8192, context=2048),
