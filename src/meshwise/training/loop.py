@@ -115,7 +115,7 @@ def _prepare(
         unpack(state, broadcast_object(load_checkpoint(folder / names.CHECKPOINTS) if world.rank == 0 else None))
         journal.rewind(state.step)
     run = _Run(session, settings, folder, StepContext(job, applied, state, world, recorder), journal, train, test)
-    run.saved_step = state.step
+    run.saved_step = state.step if settings.resume else -1
     for note in applied.notes if world.rank == 0 else ():
         journal.tell("say", text=note)
     journal.tell("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
