@@ -1,9 +1,7 @@
 """Tutorial 1 with a loop of one's own: MNIST, 784-128-10, Adam, and the two lines that bring it to many devices.
 
-The batches hold 64 images on any number of devices. The loader brings each to the device of the model.
-
-python examples/01_mnist.py                          on one device
-meshwise run examples/01_mnist.py --devices 2xcpu    on two: the same numbers
+python examples/01_mnist.py                                  on one device
+meshwise run examples/01_mnist.py --devices 2xcpu            on two: the same numbers
 """
 
 import argparse
@@ -31,17 +29,15 @@ model, optimizer, train, test = mw.distribute(model, optimizer, train, test)  # 
 
 for epoch in range(epochs):
     for step, (images, labels) in enumerate(train, start=1):
-        loss = mw.backward(criterion(model(images), labels))  # 2
+        loss = mw.backward(criterion(model(images.to(device)), labels.to(device)))  # 2
         optimizer.step()
         optimizer.zero_grad()
         if step % 100 == 0 and mw.rank() == 0:
             print(f"Epoch [{epoch + 1}/{epochs}], Step [{step}/{len(train)}], Loss: {loss.item():.4f}", flush=True)
-if mw.rank() == 0:
-    print("Training Finished!")
+print("Training Finished!")
 
 right = 0
 with torch.no_grad():
     for images, labels in test:
-        right += mw.sum(int((model(images).argmax(dim=1) == labels).sum()))
-if mw.rank() == 0:
-    print(f"Accuracy: {right / len(test.dataset):.2%}")
+        right += mw.sum(int((model(images.to(device)).argmax(1) == labels.to(device)).sum()))
+print(f"Accuracy: {right / len(test.dataset):.2%}")

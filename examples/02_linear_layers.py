@@ -28,7 +28,7 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 def accuracy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
     inputs, labels = batch
-    return {"accuracy": (model(inputs).argmax(dim=1) == labels).float().mean()}
+    return {"accuracy": (model(inputs).argmax(1) == labels).float().mean()}
 
 
 job = mw.Job(
