@@ -1,6 +1,6 @@
 """meshwise: many devices work as one for anyone who writes PyTorch."""
 
-from meshwise.api import launch, run
+from meshwise.api import launch, report, run
 from meshwise.spec.errors import (
     CheckpointError,
     DataError,
@@ -30,6 +30,7 @@ __all__ = [
     "launch",
     "load",
     "rank",
+    "report",
     "run",
     "save",
     "sum",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,16 @@ from meshwise.spec.device_words import parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, plan_to_toml
 from meshwise.spec.worker_share import WorkerShare
+from meshwise.timeline.analyse import report_of
 from meshwise.timeline.live import LiveView
+from meshwise.timeline.read import read_timeline
+from meshwise.timeline.report import Report
 from meshwise.timeline.summary_text import RunSummary, summary_dict, summary_text
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
 from meshwise.training.request import RunRequest, completed, plan_of, settings_of, to_record
 from meshwise.training.settings import Settings
-from meshwise.training.supervise import Viewer, now, summarise, supervise, versions
+from meshwise.training.supervise import Viewer, summarise, supervise, versions
 from meshwise.transfer.collectives import broadcast_object, gather_objects
 from meshwise.workers.join import join, started_by_launcher
 from meshwise.workers.launch import Listeners
@@ -94,11 +98,14 @@ def run_request(
     resume: str | Path | None = None,
     out: str | Path = RUNS,
     machines: Machines = Machines(),
+    began: float | None = None,
 ) -> tuple[RunSummary, int]:
     """Run what was asked: in workers of our own, or in this process where another launcher started it.
 
+    began: when the user asked for it (seconds since 1970), if that was earlier than now.
     Returns the summary and the exit code: 0, or 128 and the number of the signal that stopped the run.
     """
+    began = began or time.time()
     folder = None if resume is None else Path(resume)
     if folder is not None:
         request = completed(request, names.read_run(folder))
@@ -111,11 +118,13 @@ def run_request(
     plan = plan_of(request, nodes.size if nodes else len(shares))
     settings = settings_of(request, plan, resume=folder is not None)
     job = given or _find(request)  # here too, so that a wrong word is answered before any worker starts
-    folder = _opened(folder, request, job, plan, shares, Path(out))
+    facts = {"request": to_record(request), "plan": plan_to_toml(plan)}
+    folder = _opened(folder, Path(out), job.name, shares, began, nodes, **facts)
     console.print(f"{job.name}  {plan}  {describe(shares)}", soft_wrap=True, markup=False, highlight=False)
     arguments = (given, request, settings, folder)
     results, code = supervise(_run_in_worker, arguments, shares, folder=folder, console=console, nodes=nodes)
-    return _closed(results, plan, shares, folder, console), code
+    machine = nodes.node_rank if nodes else 0
+    return _closed(results, plan, shares, folder, console, machine=machine), code
 
 
 def _run_joined(request: RunRequest, console: Console, given: Job | None, folder: Path | None, out: Path) -> RunSummary:
@@ -128,7 +137,11 @@ def _run_joined(request: RunRequest, console: Console, given: Job | None, folder
     settings = settings_of(request, plan, resume=folder is not None)
     job = given or _find(request)
     shares = [WorkerShare(world.kind, None, (), 1)] * world.size
-    folder = broadcast_object(_opened(folder, request, job, plan, shares, out) if first else None)
+    if first:
+        facts = {"request": to_record(request), "plan": plan_to_toml(plan)}
+        folder = _opened(folder, out, job.name, shares, time.time(), None, **facts)
+    folder = broadcast_object(folder)
+    assert folder is not None
     viewer = Viewer(LiveView(console), [f"rank {r}" for r in range(world.size)], live=False)
     result = run_job(job, settings, folder, viewer.tell if first else None)
     results = gather_objects(result)
@@ -145,21 +158,42 @@ def _find(request: RunRequest) -> Job:
 
 
 def _opened(
-    folder: Path | None, request: RunRequest, job: Job, plan: Plan, shares: Sequence[WorkerShare], out: Path
+    folder: Path | None,
+    out: Path,
+    name: str,
+    shares: Sequence[WorkerShare],
+    began: float,
+    nodes: Nodes | None,
+    **facts: Any,
 ) -> Path:
-    """The run folder, new or gone on with, that says what runs in it."""
-    facts = {
-        "status": "running",
-        "request": to_record(request),
-        "devices": [s.name for s in shares],
-        "versions": versions(),
-    }
-    if folder is None:
-        folder = names.create_run_folder(out, job.name)
-        names.write_run(folder, {"job": job.name, "started": now(), "ended": None} | facts)
-    else:
-        names.update_run(folder, resumed=now(), ended=None, error=None, **facts)
-    write_text(folder / names.PLAN, plan_to_toml(plan))
+    """The run folder, new or gone on with, that says what runs in it: one of the same name on every machine.
+
+    Machines that share a disk share the folder; the first of them keeps its run.json.
+    """
+    machine = nodes.node_rank if nodes else 0
+    if folder is None and (nodes is None or machine == 0):
+        folder = names.create_run_folder(out, name)
+    elif folder is None and nodes is not None:
+        folder = out / str(nodes.hear("folder"))
+        folder.mkdir(parents=True, exist_ok=True)
+    assert folder is not None
+    if names.is_kept_by(folder, machine):
+        devices = [share.name for share in shares]
+        plan = facts.pop("plan", None)
+        names.begin_session(
+            folder,
+            began,
+            job=name,
+            devices=devices,
+            world=nodes.size if nodes else len(shares),
+            machine=machine,
+            versions=versions(),
+            **facts,
+        )
+        if plan is not None:
+            write_text(folder / names.PLAN, plan)
+    if nodes is not None and machine == 0:
+        nodes.tell("folder", folder.name)
     return folder
 
 
@@ -170,12 +204,14 @@ def _closed(
     folder: Path,
     console: Console,
     *,
+    machine: int = 0,
     keep: bool = True,
 ) -> RunSummary:
     summary = summarise(results, plan, shares, folder)
-    if keep:
+    if keep and names.is_kept_by(folder, machine):
         write_text(folder / names.SUMMARY, json.dumps(summary_dict(summary), indent=2) + "\n")
-        names.update_run(folder, status=summary.status, ended=now())
+        if names.read_run(folder)["status"] == "running":  # nobody supervised it: another launcher started it
+            names.end_session(folder, summary.status)
     console.print(summary_text(summary, None), soft_wrap=True)
     return summary
 
@@ -188,6 +224,7 @@ def run_script(
     devices: str | None,
     out: Path = RUNS,
     machines: Machines = Machines(),
+    began: float | None = None,
 ) -> int:
     """Run an own-loop script on every device, as `python script.py` runs it on one. Returns the exit code.
 
@@ -200,20 +237,23 @@ def run_script(
         return 0
     shares = find_devices(parse_devices(devices or "all"))
     nodes = machines.meet(len(shares))
-    folder = names.create_run_folder(out, script.stem)
-    facts = {
-        "status": "running",
-        "started": now(),
-        "ended": None,
-        "devices": [s.name for s in shares],
-        "versions": versions(),
-    }
-    names.write_run(folder, {"job": str(script), "arguments": list(arguments)} | facts)
+    folder = _opened(None, out, str(script), shares, began or time.time(), nodes, arguments=list(arguments))
     console.print(f"{script.name}  {describe(shares)}", soft_wrap=True, markup=False, highlight=False)
     _, code = supervise(
         run_script_file, (script.resolve(), list(arguments)), shares, folder=folder, console=console, nodes=nodes
     )
+    console.print(f"records     {folder}", soft_wrap=True, markup=False, highlight=False)
     return code
+
+
+def report(run: str | Path | None = None, *, steps: tuple[int, int] | None = None) -> Report:
+    """What a run did: where its time and memory went, who was late, what limited it.
+
+    run: its folder; None for the newest in `runs`. steps: the first and last step to have span by span.
+    Raises UsageError when there is no such run.
+    """
+    folder = names.newest_run(RUNS) if run is None else Path(run)
+    return report_of(read_timeline(folder), str(folder), steps)
 
 
 def _joined(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -15,11 +15,13 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import typer
 from rich.console import Console
 
 from meshwise import api
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
+from meshwise.timeline.report import report_dict
 from meshwise.timeline.summary_text import summary_dict
 from meshwise.training.request import RunRequest
 
@@ -29,11 +31,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Many devices work as one for PyTorch: train on all of them with the numbers of one.",
 )
-
-
-@app.callback()
-def _verbs() -> None:
-    """Keeps `run` a verb of its own while it is the only one."""
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -78,16 +75,31 @@ def run(
     if not script and context.args:
         raise UsageError(f"'{' '.join(context.args)}' is no option of a job. See meshwise run --help.")
     machines = api.Machines(nnodes, node_rank, rdzv)
+    began: float = psutil.Process().create_time()  # when the command was typed, near enough
     asked = RunRequest(job, devices, epochs, batch_size, accumulate, precision, seed, data, log_every, save_every)
     if script and job is not None:
         _refuse_job_options(asked, resume)
-        raise typer.Exit(
-            api.run_script(Path(job), context.args, console, devices=devices, out=Path(out), machines=machines)
+        code = api.run_script(
+            Path(job), context.args, console, devices=devices, out=Path(out), machines=machines, began=began
         )
-    summary, code = api.run_request(asked, console, resume=resume, out=out, machines=machines)
+        raise typer.Exit(code)
+    summary, code = api.run_request(asked, console, resume=resume, out=out, machines=machines, began=began)
     if as_json:
         print(json.dumps(summary_dict(summary), indent=2))
     raise typer.Exit(code)
+
+
+@app.command()
+def report(
+    folder: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="a run's folder; default: the newest in runs")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print every number as JSON")] = False,
+) -> None:
+    """Say what limited a run, and show where its time and memory went."""
+    found = api.report(folder)
+    if as_json:
+        print(json.dumps(report_dict(found), indent=2))
 
 
 def _refuse_job_options(asked: RunRequest, resume: str | None) -> None:

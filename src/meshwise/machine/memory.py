@@ -16,6 +16,19 @@ def used_bytes(device: str) -> int | None:
     return int(psutil.Process().memory_info().rss)
 
 
+def memory_counters(device: str) -> dict[str, float]:
+    """Bytes in use by name, for the timeline: `allocated` and `reserved` by torch and `device`, all processes together,
+    on CUDA; `resident` memory of this process for a CPU worker."""
+    if device.startswith("cuda"):
+        free, total = torch.cuda.mem_get_info()
+        return {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "device": total - free,
+        }
+    return {"resident": psutil.Process().memory_info().rss}
+
+
 def peak_bytes(device: str) -> int | None:
     """The largest use so far, as `used_bytes` counts it."""
     if device.startswith("cuda"):

@@ -18,7 +18,6 @@ from meshwise.parallel.precision import store_parameters
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.timeline.record import Recorder
 from meshwise.transfer import collectives
 
 
@@ -57,7 +56,7 @@ class Applied:
         return value
 
 
-def apply(model: nn.Module, plan: Plan, world: World, recorder: Recorder, *, metered: bool = False) -> Applied:
+def apply(model: nn.Module, plan: Plan, world: World, *, metered: bool = False) -> Applied:
     """Lay `model` on this rank's device as `plan` says, in place. Start values are those of rank 0. Collective.
 
     metered: `backward` will be asked for the mean of a value with most losses, so that it should travel along.
@@ -69,7 +68,7 @@ def apply(model: nn.Module, plan: Plan, world: World, recorder: Recorder, *, met
     reduction = None
     if world.size > 1:
         named = list(model.named_parameters())
-        reduction = DataParallel(named, bucket_mb=plan.bucket_mb, recorder=recorder, metered=metered)
+        reduction = DataParallel(named, bucket_mb=plan.bucket_mb, metered=metered)
     return Applied(model, plan, reduction, differences(model) if world.size > 1 else ())
 
 

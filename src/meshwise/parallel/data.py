@@ -25,7 +25,6 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from meshwise.compat import reducer
 from meshwise.spec.errors import PlanError
-from meshwise.timeline.record import Recorder
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import wait_for_all
 
@@ -46,13 +45,10 @@ class _Group:
 class DataParallel:
     """Averages the gradients of `named` parameters over all ranks."""
 
-    def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], *, bucket_mb: int, recorder: Recorder, metered: bool = False
-    ) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], *, bucket_mb: int, metered: bool = False) -> None:
         self._named = list(named)
         self._meter = _make_meter(self._named) if metered and self._named else None
         self._bucket_mb = bucket_mb
-        self._recorder = recorder
         self._groups: list[_Group] = []
         self._trained: tuple[bool, ...] = ()
         self._calls = 0
@@ -157,7 +153,6 @@ class DataParallel:
     def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Called by the reducer when a bucket is ready."""
         self._calls += 1
-        start = self._recorder.mark()
         buffer = bucket.buffer()
         if self._factor is not None:
             buffer.mul_(self._factor().to(buffer.dtype))
@@ -165,11 +160,7 @@ class DataParallel:
             for gradient, p in zip(bucket.gradients(), bucket.parameters(), strict=True):
                 if id(p) in self._kept:
                     gradient.add_(self._kept.pop(id(p)))
-        size = buffer.numel() * buffer.element_size()
-        recorder = self._recorder
-        return collectives.mean_future(
-            buffer, lambda: recorder.add("communication", start, recorder.mark(), "all-reduce", size)
-        )
+        return collectives.mean_future(buffer)
 
     def _complete(self, armed: list[_Group], before: Gradients, versions: Sequence[int | None]) -> None:
         """Take part with zero for the parameters that this rank's loss did not reach, so that nobody waits for them.

@@ -1,8 +1,8 @@
-"""Spans: what a rank did from when to when."""
+"""Spans as data: kinds, lanes, and the table in which a timeline keeps them, measured or predicted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import numpy as np
 
 KINDS = (
     "data",
@@ -16,15 +16,27 @@ KINDS = (
     "checkpoint",
     "idle",
 )
+LANES = ("main", "blocks", "communication", "host")
+"""Rows of a rank: phases and blocking collectives · layer blocks · collectives that run beside the computing · what the
+host does while an accelerator computes."""
 
+KIND = {kind: code for code, kind in enumerate(KINDS)}
+LANE = {lane: code for code, lane in enumerate(LANES)}
+NO_COLLECTIVE = -1
 
-@dataclass(frozen=True)
-class Span:
-    """One stretch of work. Times are nanoseconds of the rank's own monotonic clock; `bytes` 0 means nothing moved."""
-
-    kind: str
-    start: int
-    end: int
-    step: int
-    name: str = ""
-    bytes: int = 0
+SPAN = np.dtype(
+    [
+        ("rank", "<i4"),
+        ("kind", "u1"),
+        ("lane", "u1"),
+        ("name", "<i4"),
+        ("step", "<i4"),
+        ("start", "<i8"),
+        ("end", "<i8"),
+        ("bytes", "<i8"),
+        ("collective", "<i8"),
+    ]
+)
+"""One span a row. kind, lane: index in KINDS, LANES. name: index in the timeline's names. step: counts from 1; 0 before
+the first. start, end: nanoseconds. bytes: moved or saved, 0 for none. collective: the number that a collective has on
+every rank, or -1."""

@@ -18,7 +18,18 @@ from rich.text import Text
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text, count_text, seconds_text
 
-ORDER = ("data", "transfer", "forward", "backward", "communication", "optimizer", "evaluate", "checkpoint")
+ORDER = (
+    "data",
+    "transfer",
+    "forward",
+    "backward",
+    "communication",
+    "waiting",
+    "optimizer",
+    "evaluate",
+    "checkpoint",
+    "idle",
+)
 OTHER = "other"
 DEFAULT_WIDTH = 80
 BLOCKS = " ▏▎▍▌▋▊▉█"
@@ -32,7 +43,7 @@ class RunSummary:
 
     status: "finished" or "stopped". seconds: wall time of it all; train_seconds: of training and evaluating.
     phases: seconds of each phase, a rank each; "communication" is the part that no computing hid.
-    memory: peak bytes a rank, None unknown. folder: where its records lie, "" for nowhere.
+    memory: peak bytes a rank, None unknown. folder: where its records lie, "" for nowhere. verdict: what limited it.
     """
 
     job: str
@@ -50,6 +61,7 @@ class RunSummary:
     memory: tuple[int | None, ...]
     folder: str
     notes: tuple[str, ...]
+    verdict: str = ""
 
 
 def summary_dict(summary: RunSummary) -> dict[str, Any]:
@@ -110,22 +122,6 @@ def mean_seconds(summary: RunSummary) -> dict[str, float]:
     return {kind: fmean(row) for kind, row in _rows(summary).items()}
 
 
-def largest_share_text(summary: RunSummary) -> str:
-    """One sentence: what took most of the time, and what to try where it is communication."""
-    means = mean_seconds(summary)
-    kind = max(means, key=lambda name: means[name])
-    share = _share_text(means[kind] / sum(means.values())).strip()
-    if kind == "communication":
-        fewer = "one device" if len(summary.phases) <= 2 else f"fewer than these {len(summary.phases)} devices"
-        return (
-            f"Communication that no computing hides takes the largest share, {share}: "
-            f"try a larger --batch-size, or {fewer}."
-        )
-    if kind == OTHER:
-        return f"Time between the phases takes the largest share, {share}."
-    return f"{kind.capitalize()} takes the largest share, {share}."
-
-
 def _head(s: RunSummary) -> list[Text]:
     done = f"{_plural(s.epochs, 'epoch')} and {_plural(s.steps, 'step')}"
     lines = [Text(f"{s.job} {s.status} after {done} in {seconds_text(s.seconds)}", style="bold", no_wrap=False)]
@@ -148,12 +144,13 @@ def _memory_text(memory: Sequence[int | None]) -> str:
 
 
 def _end(s: RunSummary) -> list[Text]:
-    lines = [Text(largest_share_text(s), no_wrap=False)] if _rows(s) else []
+    lines = [Text(s.verdict, no_wrap=False)] if s.verdict else []
     lines += [Text(note, no_wrap=False) for note in s.notes]
     if not s.folder:
         return lines
     # Paths are never cut where they are printed with soft_wrap, so that they can be copied.
     lines.append(Text(f"records     {s.folder}"))
+    lines.append(Text(f"more with   meshwise report {shlex.quote(s.folder)}"))
     if s.status == "stopped":
         return [*lines, Text(f"go on with  meshwise run --resume {shlex.quote(s.folder)}")]
     return [*lines, Text(f"weights     {s.folder.rstrip('/')}/weights.safetensors")]
@@ -189,7 +186,7 @@ def _time_table(s: RunSummary, width: int, *, ascii_only: bool) -> list[Text]:
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
     if "communication" in rows:
-        note = "communication: only the part that is exposed, not hidden under backward"
+        note = "communication: from the last rank's arrival on, and only what no computing hides; waiting: until then"
         lines.append(Text(note, style="dim", no_wrap=False))
     return lines
 

@@ -20,8 +20,6 @@ from meshwise.records import folder as names
 from meshwise.records.lines import append_lines, keep_lines
 from meshwise.spec.errors import LossError
 from meshwise.spec.world import World
-from meshwise.timeline.phases import PhaseClock
-from meshwise.timeline.spans import Span
 from meshwise.training.step import Losses
 from meshwise.training.weighing import as_weight
 from meshwise.transfer import collectives
@@ -32,7 +30,7 @@ LIVE_EVERY = 0.2  # seconds between messages to the live view
 
 
 class Journal:
-    """Writes down one rank's part of a run. Rank 0 writes the metrics; every rank its spans."""
+    """Writes down what the run reached. Rank 0 writes the metrics, for all ranks."""
 
     def __init__(self, folder: Path | None, tell: Tell | None, world: World, *, scaled: bool) -> None:
         self._folder, self._tell, self._world, self._scaled = folder, tell, world, scaled
@@ -41,20 +39,12 @@ class Journal:
         self._told = 0.0
         self.last_loss: float | None = None
         self.losses: list[float] = []
-        self.phases = PhaseClock()
         self._tensorboard = _tensorboard(folder) if world.rank == 0 else None
 
     def rewind(self, step: int) -> None:
         """Forget what was written after `step`: the run goes on from there."""
         if self._folder is not None and self._world.rank == 0:
             keep_lines(self._folder / names.METRICS, lambda record: record.get("step", 0) <= step)
-
-    def keep_spans(self, spans: list[Span]) -> None:
-        """The recorder's sink."""
-        self.phases.add(spans)
-        if self._folder is not None:
-            rows = [{"kind": s.kind, "start": s.start, "end": s.end, "step": s.step, "bytes": s.bytes} for s in spans]
-            append_lines(self._folder / names.SPANS / f"rank{self._world.rank}.jsonl", rows)
 
     def note(self, epoch: int, step: int, losses: Losses) -> None:
         """Keep a step's losses, unread."""

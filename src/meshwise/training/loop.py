@@ -24,6 +24,7 @@ from meshwise.training.evaluate import evaluate
 from meshwise.training.job import Job
 from meshwise.training.journal import Journal, Tell
 from meshwise.training.order import Share, epoch_order, sequential_shares, steps_of_epoch
+from meshwise.training.recording import Recording
 from meshwise.training.settings import Settings, overridden
 from meshwise.training.source import LoaderSettings, Reader, count_samples, reader
 from meshwise.training.step import Part, StepContext, train_step
@@ -70,7 +71,8 @@ def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None
     if tell is None and session.channel is not None:
         tell = session.channel.send
     journal = Journal(folder, tell, session.world, scaled=settings.plan.precision == "fp16")
-    recorder = Recorder(journal.keep_spans, session.world.device)
+    recording = Recording(session.world, folder, lambda text: journal.tell("say", text=text))
+    recorder, status = recording.recorder, "failed"
     began = time.perf_counter()
     run: _Run | None = None
     try:
@@ -79,15 +81,16 @@ def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None
         _train(run)
         _finish(run)
         trained = time.perf_counter()
+        status = "stopped" if run.stopped else "finished"
     except BaseException as error:
         _explain(error, session, run, recorder)
         raise
     finally:
-        recorder.flush()
+        recording.close(status)
         journal.close()
     return {
         "job": job.name,
-        "status": "stopped" if run.stopped else "finished",
+        "status": status,
         "epochs": run.context.state.epoch,
         "steps": run.context.state.step,
         "samples": run.samples,
@@ -95,7 +98,6 @@ def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None
         "train_seconds": trained - started,
         "metrics": run.metrics,
         "losses": journal.losses,
-        "phases": journal.phases.seconds,
         "memory": peak_bytes(session.world.device),
         "notes": run.context.applied.notes,
     }
@@ -107,7 +109,7 @@ def _prepare(
     world, plan = session.world, settings.plan
     train, test = _data(job, job.data(), "training set"), _data(job, job.test(), "test set") if job.test else None
     torch.manual_seed(job.seed)
-    applied = apply(job.model(), plan, world, recorder)
+    applied = apply(job.model(), plan, world)
     optimizer = job.optimizer(applied.model.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     state = RunState(applied.model, optimizer, scheduler, loss_scaler(world.device, plan.precision), job.seed)
@@ -153,18 +155,18 @@ def _train_epoch(run: _Run) -> bool:
         if not run.session.gate.begin():
             stop = True
             break
+        recorder.begin_step(state.step + 1)
         with recorder.span("data", on_device=False):
             parts = next(batches)
-        recorder.step = state.step + 1
         losses = train_step(run.context, parts)
         in_epoch += 1
         state.index = min(state.index + job.batch_size, run.train.samples)
         run.samples += parts[0][1].total
+        recorder.samples = run.samples
         journal.note(state.epoch, state.step, losses)
         if in_epoch % run.settings.log_every == 0 or in_epoch == steps:
             stop = journal.read(run.session.gate.wanted)
             journal.memory()
-            recorder.flush()
             _tell(run, "log", pace, in_epoch, steps)
             if stop:
                 break

@@ -12,7 +12,9 @@ The objects that come back are the objects that were given; only loaders are new
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,15 +33,16 @@ from meshwise.records.atomic import write_with
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.timeline.record import Recorder
 from meshwise.training.order import Share
 from meshwise.training.own_loader import Plain, read_plan
+from meshwise.training.own_spans import OwnSpans
+from meshwise.training.recording import Recording
 from meshwise.training.step import mixed, seed_draws
 from meshwise.training.weighing import as_weight
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import wait_for_all
 from meshwise.transfer.prefetch import prefetch
-from meshwise.workers.join import join, open_session
+from meshwise.workers.join import RUN_FOLDER, join, open_session
 from meshwise.workers.worker import midway
 
 LOAD_GRACE = 60.0  # seconds in which all ranks must have read a file
@@ -59,6 +62,8 @@ class _Own:
     reduce: bool = True
     backwards: int = 0
     """Since the optimizer stepped last."""
+    spans: OwnSpans = field(default_factory=OwnSpans)
+    recording: Recording | None = None
     saves: dict[str, int] = field(default_factory=dict)
     loads: int = 0
 
@@ -77,6 +82,7 @@ def distribute(*objects: Any, streams: str = "whole") -> Any:
     (the data set splits itself by `mw.rank()`). Raises UsageError for anything else that is given.
     """
     world = join().world
+    _record(world)
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     if models:
         _distribute_models(models, world)
@@ -85,11 +91,19 @@ def distribute(*objects: Any, streams: str = "whole") -> Any:
     return result[0] if len(result) == 1 else result
 
 
+def _record(world: World) -> None:
+    """Begin the records of this rank, where the run has a folder."""
+    folder = os.environ.get(RUN_FOLDER)
+    if _own.recording is None and folder is not None:
+        _own.recording = Recording(world, Path(folder), say)
+        atexit.register(_own.recording.close)
+
+
 def _distribute_models(models: list[nn.Module], world: World) -> None:
     _own.models.extend(models)
     if world.size == 1:
         return
-    _own.applied = apply(_own.models, Plan(data=world.size), world, Recorder(None, world.device), metered=True)
+    _own.applied = apply(_own.models, Plan(data=world.size), world, metered=True)
     for note in _own.applied.notes:
         say(note)
 
@@ -100,6 +114,9 @@ def _distributed(thing: Any, seed: int, world: World, streams: str) -> Any:
     if isinstance(thing, Optimizer):
         if world.size > 1:
             thing.register_step_pre_hook(_before_step)
+        if _own.recording is not None:
+            thing.register_step_pre_hook(lambda *_: _own.spans.optimizer_begins())
+            thing.register_step_post_hook(lambda *_: _own.spans.optimizer_ends())
         return thing
     if isinstance(thing, DistributedLoader):
         return thing
@@ -150,13 +167,20 @@ class DistributedLoader:
         midway.add(name)
         _own.used_stand_ins = False
         try:
-            for batch, share in prefetch(self._plain.pairs(self._epoch, self._index), _device()):
+            pairs = prefetch(self._plain.pairs(self._epoch, self._index), _device())
+            while True:
+                with _own.spans.reading():
+                    pair = next(pairs, None)
+                if pair is None:
+                    break
+                batch, share = pair
                 if not gate.begin():
                     raise KeyboardInterrupt("the run was asked to stop; every rank stops before the same batch")
                 _own.share = share
                 _own.used_stand_ins |= share.total < self._world.size
                 seed_draws(mixed(self._seed, self._epoch), self._index, self._world)
                 self._index += share.total
+                _own.spans.given()
                 yield batch
             self._epoch, self._index, self._running = self._epoch + 1, 0, False
         finally:
@@ -177,11 +201,17 @@ def backward(loss: Tensor, weight: Tensor | float | None = None) -> Tensor:
     token mean passes its number of tokens. Collective: every rank calls it once a batch.
     """
     _own.backwards += 1
-    applied = _own.applied
+    with _own.spans.backward(_own.share.total if _own.share is not None else 0):
+        mean = _backward(loss, weight)
+    _own.spans.loss(mean)
+    return mean
+
+
+def _backward(loss: Tensor, weight: Tensor | float | None) -> Tensor:
+    applied, share = _own.applied, _own.share
     if applied is None:
         loss.backward()
         return loss.detach()
-    share = _own.share
     if share is None:
         raise UsageError(
             "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. "

@@ -7,7 +7,6 @@ import platform
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ from meshwise.records import folder as names
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.plan import Plan
 from meshwise.spec.worker_share import WorkerShare
+from meshwise.timeline.analyse import report_of
 from meshwise.timeline.live import LiveView, Progress
+from meshwise.timeline.read import read_timeline
 from meshwise.timeline.summary_text import RunSummary
 from meshwise.workers.channel import Message
 from meshwise.workers.launch import Halt, Listeners, launch
@@ -93,20 +94,19 @@ def supervise(
     run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails.
     """
     halt = Halt()
+    keeps = folder if folder is not None and names.is_kept_by(folder, nodes.node_rank if nodes else 0) else None
     with LiveView(console) as view, forwarded_signals(halt, view):
         viewer = Viewer(view, [f"rank {rank} {share.name}" for rank, share in enumerate(shares)], live=view.draws)
         listeners = Listeners(message=viewer.message, output=viewer.output)
         try:
             results = launch(function, arguments, shares, folder=folder, listeners=listeners, nodes=nodes, halt=halt)
         except WorkerFailed as error:
-            if folder is not None:
-                names.update_run(
-                    folder, status="stopped" if error.rank is None else "failed", ended=now(), error=str(error)
-                )
+            if keeps:
+                names.end_session(keeps, "stopped" if error.rank is None else "failed", str(error))
             raise
     stopped = halt.wanted.is_set()
-    if folder is not None:
-        names.update_run(folder, status="stopped" if stopped else "finished", ended=now())
+    if keeps:
+        names.end_session(keeps, "stopped" if stopped else "finished")
     return results, 128 + halt.signal if stopped else 0
 
 
@@ -134,9 +134,10 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
 
 
 def summarise(
-    results: Sequence[Mapping[str, Any]], plan: Plan, shares: Sequence[WorkerShare], folder: Path | None
+    results: Sequence[Mapping[str, Any]], plan: Plan, shares: Sequence[WorkerShare], folder: Path
 ) -> RunSummary:
-    """What a run did, from the facts that each rank returned."""
+    """What a run did, from the facts that each rank returned and the records in its folder."""
+    report = report_of(read_timeline(folder), str(folder))
     first = results[0]
     return RunSummary(
         job=first["job"],
@@ -148,19 +149,14 @@ def summarise(
         samples=first["samples"],
         seconds=first["seconds"],
         train_seconds=first["train_seconds"],
-        samples_per_second=first["samples"] / max(_training_seconds(first), 1e-9),
+        samples_per_second=report.samples_per_second or 0.0,
         metrics=first["metrics"],
-        phases=tuple(dict(result["phases"]) for result in results),
+        phases=tuple(dict(rank.seconds) for rank in report.ranks),
+        verdict=report.verdict,
         memory=tuple(result["memory"] for result in results),
-        folder=str(folder) if folder else "",
+        folder=str(folder),
         notes=tuple(first["notes"]),
     )
-
-
-def _training_seconds(facts: Mapping[str, Any]) -> float:
-    """Wall time without evaluating and saving."""
-    phases = facts["phases"]
-    return float(facts["train_seconds"] - phases.get("evaluate", 0.0) - phases.get("checkpoint", 0.0))
 
 
 def versions() -> dict[str, str]:
@@ -170,8 +166,3 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-def now() -> str:
-    """The time in UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,6 +1,7 @@
 """Collectives over all ranks: the one seam through which our own code communicates between processes.
 
-Every function is a plain return for a world of one. Not covered: gradients, which DDP reduces itself.
+Every function is a plain return for a world of one, and records a span otherwise, with the number that the collective
+has on every rank. Not covered: the broadcast of start values that DDP makes itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwise.timeline.record import current
+
 
 def world_size() -> int:
     """How many ranks the run has; 1 outside a process group."""
@@ -21,7 +24,8 @@ def world_size() -> int:
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """The sum of `tensor` over all ranks, in place. Blocks the stream (CPU: the caller) until it is there."""
     if world_size() > 1:
-        dist.all_reduce(tensor)
+        with current().collective("all-reduce", tensor.nbytes):
+            dist.all_reduce(tensor)
     return tensor
 
 
@@ -29,29 +33,32 @@ def begin_sum(tensor: Tensor) -> Callable[[], Tensor]:
     """Begin to sum `tensor` over all ranks in place; call the result to wait for it."""
     if world_size() == 1:
         return lambda: tensor
-    work = dist.all_reduce(tensor, async_op=True)
+    future = _begin_all_reduce(tensor)
 
     def wait() -> Tensor:
-        work.wait()
+        future.wait()
         return tensor
 
     return wait
 
 
-def mean_future(tensor: Tensor, ended: Callable[[], None]) -> torch.futures.Future[Tensor]:
-    """Begin to average `tensor` over all ranks in place; the future gives it, and `ended` is called when it is there.
+def mean_future(tensor: Tensor) -> torch.futures.Future[Tensor]:
+    """Begin to average `tensor` over all ranks in place; the future gives it. Dividing first keeps fp16 in range."""
+    return _begin_all_reduce(tensor.div_(world_size()))
 
-    Dividing before the sum keeps fp16 in range.
-    """
-    tensor.div_(world_size())
+
+def _begin_all_reduce(tensor: Tensor) -> torch.futures.Future[Tensor]:
+    recorder = current()
+    number, start = recorder.arrive(), recorder.mark()
+    code = recorder.code("communication", "all-reduce", "communication")
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None  # async_op=True always gives a handle to members of the group
 
-    def result(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-        ended()
+    def ended(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        recorder.add(code, start, recorder.mark(), tensor.nbytes, number)
         return done.value()[0]
 
-    future: torch.futures.Future[Tensor] = work.get_future().then(result)
+    future: torch.futures.Future[Tensor] = work.get_future().then(ended)
     return future
 
 
@@ -65,7 +72,8 @@ def gather_tensors(tensor: Tensor) -> Tensor:
     if world_size() == 1:
         return tensor.unsqueeze(0)
     parts = [torch.empty_like(tensor) for _ in range(world_size())]
-    dist.all_gather(parts, tensor)
+    with current().collective("all-gather", tensor.nbytes * world_size()):
+        dist.all_gather(parts, tensor)
     return torch.stack(parts)
 
 
@@ -74,7 +82,8 @@ def gather_objects(value: Any) -> list[Any]:
     if world_size() == 1:
         return [value]
     parts: list[Any] = [None] * world_size()
-    dist.all_gather_object(parts, value)
+    with current().collective("all-gather", 0):
+        dist.all_gather_object(parts, value)
     return parts
 
 
@@ -83,18 +92,21 @@ def broadcast_object(value: Any) -> Any:
     if world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    with current().collective("broadcast", 0):
+        dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def broadcast_tensors(tensors: list[Tensor]) -> None:
     """Write rank 0's values into `tensors` of every rank."""
-    if world_size() > 1:
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=0)
+    if world_size() > 1 and tensors:
+        with current().collective("broadcast", sum(tensor.nbytes for tensor in tensors)):
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0)
 
 
 def barrier() -> None:
     """Wait until every rank is here."""
     if world_size() > 1:
-        dist.barrier()
+        with current().collective("barrier", 0):
+            dist.barrier()

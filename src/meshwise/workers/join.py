@@ -23,6 +23,10 @@ from meshwise.workers.channel import WorkerChannel, connect
 from meshwise.workers.gate import StepGate
 
 DEVICE_KIND = "MESHWISE_DEVICE"
+LAUNCHED = "MESHWISE_LAUNCHED"
+"""When the launcher began, in seconds since 1970."""
+RUN_FOLDER = "MESHWISE_RUN"
+"""Where this run keeps its records."""
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,8 @@ class _Launcher:
     ) -> None:
         self.scratch, self.folder, self.listeners, self.nodes, self.halt = scratch, folder, listeners, nodes, halt
         self.local_size = local_size
+        self.launched = time.time()
+        self.run_folder = {} if folder == scratch else {join.RUN_FOLDER: str(folder.resolve())}
         self.size = nodes.size if nodes else local_size
         self.first_rank = nodes.first_rank if nodes else 0
         self.workers: list[_Worker] = []
@@ -169,6 +171,8 @@ class _Launcher:
             ADDRESS: self._channel.address,
             TOKEN: self._token,
             join.DEVICE_KIND: share.device,
+            join.LAUNCHED: repr(self.launched),
+            **self.run_folder,
             worker.CORES: ",".join(map(str, share.cores)),
             worker.THREADS: str(share.threads),
         }

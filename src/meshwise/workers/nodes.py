@@ -39,6 +39,10 @@ class Nodes:
     def tell(self, key: str, value: object) -> None:
         self._store.set(key, json.dumps(value))
 
+    def hear(self, key: str) -> object:
+        """What some machine tells under `key`; waits for it."""
+        return json.loads(self._store.get(key))
+
     def told(self, key: str) -> object:
         """What some machine told under `key`, or None."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None

@@ -1,0 +1,115 @@
+"""Clocks of all ranks laid on rank 0's, from round trips and from what collectives allow.
+
+A round trip (sent, theirs, received) says that rank 0's clock is ahead by `theirs - (sent + received) / 2`, to within
+half its length; of the round trips of one burst the shortest counts. Over the bursts a line is fitted, which is the
+drift; where clocks wander more than their samples allow, the offset is interpolated between bursts instead.
+
+Afterwards, an all-reduce must not end on any rank before the last rank has arrived at it. What still breaks that is
+mended by the smallest shifts that do, since it can only be an error of the clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.timeline.timeline import Clock
+
+Times = NDArray[np.int64]
+BURST = 1_000_000_000  # ns: samples closer than this are one burst
+
+
+@dataclass(frozen=True)
+class ClockFit:
+    """Maps a rank's times to rank 0's: piecewise linear through `at` -> `offset` (ns), extended by the end slopes."""
+
+    clock: Clock
+    at: NDArray[np.float64]
+    offset: NDArray[np.float64]
+
+    def to_reference(self, times: Times) -> Times:
+        """`times` (ns, the rank's clock) on rank 0's clock."""
+        if len(self.at) == 1:
+            return times + round(float(self.offset[0]))
+        origin = int(self.at[0])
+        # Differences to `origin` are small enough for float64 to keep nanoseconds.
+        offset = np.interp((times - origin).astype(np.float64), self.at - origin, self.offset)
+        return times + np.rint(offset).astype(np.int64)
+
+
+def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
+    """The clock of `rank` against rank 0's. Without samples both are taken for one, with an error of 0: ranks of one
+    host share a clock."""
+    if not samples:
+        return ClockFit(Clock(rank), np.zeros(1), np.zeros(1))
+    at, offset, half = _bursts(np.asarray(samples, dtype=np.int64))
+    slope, level = _line(at, offset, half)
+    residual = np.abs(offset - (level + slope * (at - at[0])))
+    if (residual <= half).all():
+        ends = np.array([at[0] - 3.6e12, at[-1] + 3.6e12])  # an hour beyond either end
+        fitted = level + slope * (ends - at[0])
+        error = float(np.median(half)) if len(at) > 2 else float(half.min())
+        return ClockFit(Clock(rank, level, slope, error, len(samples)), ends, fitted)
+    drift = float((offset[-1] - offset[0]) / (at[-1] - at[0]))
+    return ClockFit(Clock(rank, float(offset[0]), drift, float(half.max()), len(samples)), at, offset)
+
+
+def _bursts(samples: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """The shortest round trip of each burst: its middle on the rank's clock, the offset, half its length."""
+    sent, theirs, received = samples[np.argsort(samples[:, 0], kind="stable")].T
+    burst = np.concatenate([[0], np.cumsum(np.diff(sent) > BURST)])
+    order = np.lexsort((received - sent, burst))
+    best = order[np.unique(burst[order], return_index=True)[1]]
+    middle = sent[best] + (received[best] - sent[best]) // 2
+    half = (received[best] - sent[best]) / 2
+    return middle.astype(np.float64), (theirs[best] - middle).astype(np.float64), half
+
+
+def _line(at: NDArray[np.float64], offset: NDArray[np.float64], half: NDArray[np.float64]) -> tuple[float, float]:
+    """Slope and level (at at[0]) of the line through the offsets, each weighed by how well it is known.
+
+    With fewer than three bursts, or where the bursts cannot tell a slope from none, there is none.
+    """
+    weight = 1 / np.maximum(half, 1.0) ** 2
+    level = float(np.average(offset, weights=weight))
+    flat = 0.0, float(offset[np.argmin(half)])
+    if len(at) < 3:
+        return flat if len(at) < 2 or abs(offset[1] - offset[0]) <= half.sum() else _through(at, offset)
+    x = at - at[0]
+    middle = float(np.average(x, weights=weight))
+    slope = float((weight * (x - middle) * (offset - level)).sum() / (weight * (x - middle) ** 2).sum())
+    return slope, level - slope * middle
+
+
+def _through(at: NDArray[np.float64], offset: NDArray[np.float64]) -> tuple[float, float]:
+    return float((offset[1] - offset[0]) / (at[1] - at[0])), float(offset[0])
+
+
+def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:
+    """The shift of each rank's clock (ns, rank 0's is 0) after which no collective ends before its last arrival.
+
+    arrivals, ends: shape (collectives, ranks), aligned as well as round trips allow. None when no shift of whole clocks
+    can do it: then something else than an offset is wrong.
+    """
+    ranks = arrivals.shape[1]
+    if not len(arrivals):
+        return np.zeros(ranks, np.int64)
+    # lag[i, j]: by how much rank i's clock must be moved on against rank j's.
+    lag = np.stack([(arrivals - ends[:, i : i + 1]).max(axis=0) for i in range(ranks)])
+    np.fill_diagonal(lag, 0)
+    shift = np.zeros(ranks, np.int64)
+    for _ in range(ranks + 1):  # Bellman and Ford: longest paths, which end after `ranks` rounds if they end
+        moved = np.maximum(shift, (shift[None, :] + lag).max(axis=1))
+        if (moved == shift).all():
+            result: NDArray[np.int64] = shift - shift[0]
+            return result
+        shift = moved
+    return None
+
+
+def widened(clock: Clock, shift: int) -> Clock:
+    """A clock that was shifted by what collectives showed."""
+    return replace(clock, offset=clock.offset + shift, error=max(clock.error, float(abs(shift))))

@@ -1,0 +1,278 @@
+"""From a timeline to its report: the one place where numbers are made; views only show them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshwise.spec.errors import UsageError
+from meshwise.timeline.account import Whole
+from meshwise.timeline.arrivals import ABSENT
+from meshwise.timeline.book import HIDDEN, Book, book_of, spans_of_session
+from meshwise.timeline.findings import findings_of, verdict_of
+from meshwise.timeline.goodput import goodput_of, late_seconds
+from meshwise.timeline.report import (
+    Bar,
+    ClockReport,
+    CollectiveReport,
+    CounterSeries,
+    RankReport,
+    Report,
+    Series,
+    View,
+)
+from meshwise.timeline.spans import KIND, KINDS, LANES
+from meshwise.timeline.timeline import NO_PHASE, Counter, Spans, Timeline
+
+POINTS = 300
+"""Most points of a series."""
+BARS = 900
+"""Most bars of a view that was not asked for."""
+VIEW_STEPS = 5
+NOT_MEMORY = ("samples", "loss")
+
+
+def report_of(timeline: Timeline, folder: str = "", steps: tuple[int, int] | None = None) -> Report:
+    """The report of a timeline. steps: the first and the last step of a view of one's own.
+
+    Raises UsageError when those steps are not there.
+    """
+    book = book_of(timeline)
+    wall, goodput, waiting = goodput_of(timeline, book)
+    collectives = _collectives(timeline, book)
+    error = max((clock.error for clock in timeline.clocks), default=0.0) / 1e9
+    findings = findings_of(book, error, goodput, collectives, timeline.counters)
+    seconds = book.step_seconds()[book.trained]
+    kinds = book.kind_seconds()[book.trained].sum(axis=0) if len(seconds) else np.zeros(len(KINDS))
+    status = timeline.sessions[-1].status if timeline.sessions else str(timeline.facts.get("status", "unknown"))
+    return Report(
+        title=str(timeline.facts.get("job", folder)),
+        status=status,
+        source=timeline.source,
+        folder=folder,
+        facts=timeline.facts,
+        verdict=_verdict(status, timeline, verdict_of(findings)),
+        findings=findings,
+        missing=list(timeline.missing),
+        steps=len(seconds),
+        step_seconds=float(np.median(seconds)) if len(seconds) else 0.0,
+        step_seconds_p95=float(np.percentile(seconds, 95)) if len(seconds) else 0.0,
+        samples_per_second=_throughput(timeline, float(seconds.sum())),
+        wall_seconds=wall,
+        goodput=goodput,
+        waiting=waiting,
+        kinds={kind: float(kinds[code]) for code, kind in enumerate(KINDS)},
+        ranks=_ranks(timeline, book),
+        clocks=[ClockReport(c.rank, c.offset / 1e9, c.drift, c.error / 1e9, c.samples) for c in timeline.clocks],
+        error_seconds=error,
+        collectives=collectives,
+        series=_series(timeline, book),
+        counters=[_thinned(counter) for counter in timeline.counters],
+        views=_views(timeline, book, steps),
+    )
+
+
+def _verdict(status: str, timeline: Timeline, verdict: str) -> str:
+    if status == "failed":
+        error = str(timeline.facts.get("error") or "a worker failed").strip().splitlines()[0]
+        return f"The run failed: {error.rstrip('.')}. Until then: {verdict}"
+    return verdict
+
+
+def _throughput(timeline: Timeline, seconds: float) -> float | None:
+    """Samples of the global batches, a second of training: counted on the lowest rank that counted any."""
+    for counter in timeline.counters:
+        if counter.name == "samples" and seconds > 0:
+            done = np.diff(counter.value, prepend=0.0)
+            return float(np.where(done >= 0, done, counter.value).sum()) / seconds
+    return None
+
+
+def _ranks(timeline: Timeline, book: Book) -> list[RankReport]:
+    cost = late_seconds(book)
+    column = {rank: at for at, rank in enumerate(book.ranks.tolist())}
+    reports = []
+    for facts in timeline.ranks:
+        if facts.rank in column:
+            seconds = book.seconds[book.trained, column[facts.rank]]
+            present = book.present[book.trained, column[facts.rank]]
+        else:
+            seconds, present = np.zeros((0, HIDDEN + 1)), np.zeros(0, bool)
+        total = seconds.sum(axis=0)
+        aside = seconds[:, [KIND["evaluate"], KIND["checkpoint"]]].sum(axis=1)
+        steps = (seconds[:, : len(KINDS)].sum(axis=1) - aside)[present]
+        memory, by_phase = _memory(timeline, facts.rank)
+        reports.append(
+            RankReport(
+                rank=facts.rank,
+                device=facts.device,
+                host=facts.host,
+                steps=int(present.sum()),
+                seconds={kind: float(total[code]) for code, kind in enumerate(KINDS)},
+                hidden_seconds=float(total[HIDDEN]),
+                step_seconds=float(np.median(steps)) if len(steps) else 0.0,
+                last_times=int((book.meetings.rank == facts.rank).sum()),
+                meetings=len(book.meetings.rank),
+                late_seconds=cost.get(facts.rank, 0.0),
+                memory=memory,
+                memory_by_phase=by_phase,
+                spans=len(timeline.of_rank(facts.rank)),
+                complete=facts.complete,
+                dropped=facts.dropped,
+                watching_seconds=facts.watching_seconds,
+            )
+        )
+    return reports
+
+
+def _memory(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Peaks by counter, and by counter and phase at whose end they were."""
+    counters = [c for c in timeline.counters if c.rank == rank and c.name not in NOT_MEMORY]
+    peaks = {c.name: float(c.value.max()) for c in counters}
+    by_phase = {
+        c.name: {KINDS[code]: float(c.value[c.phase == code].max()) for code in np.unique(c.phase) if code != NO_PHASE}
+        for c in counters
+    }
+    return peaks, by_phase
+
+
+def _collectives(timeline: Timeline, book: Book) -> list[CollectiveReport]:
+    """By name and size: the time from when each could begin, its last arrival or the end of the one before it."""
+    table = book.arrivals
+    use = table.complete
+    if not use.any() or len(table.ranks) < 2:
+        return []
+    ended, last = table.end[use].max(axis=1), table.last[use]
+    before = np.maximum.accumulate(np.concatenate([[ABSENT], ended[:-1]]))
+    takes = np.maximum(ended - np.maximum(last, before), 0) / 1e9
+    sizes, names = table.bytes[use], table.name[use]
+    reports = []
+    for name, size in sorted(set(zip(names.tolist(), sizes.tolist(), strict=True))):
+        which = (names == name) & (sizes == size)
+        seconds = float(np.median(takes[which]))
+        text = timeline.names[name]
+        reports.append(
+            CollectiveReport(
+                text, size, int(which.sum()), seconds, _bus_bandwidth(text, size, seconds, len(table.ranks))
+            )
+        )
+    return sorted(reports, key=lambda report: -report.count * report.seconds)[:12]
+
+
+def _bus_bandwidth(name: str, size: int, seconds: float, ranks: int) -> float | None:
+    """By nccl-tests (doc/PERFORMANCE.md): all-reduce 2(n-1)/n, all-gather (n-1)/n of all ranks' bytes, broadcast 1."""
+    factor = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": (ranks - 1) / ranks, "broadcast": 1.0}.get(name)
+    return factor * size / seconds if factor is not None and size and seconds > 0 else None
+
+
+def _series(timeline: Timeline, book: Book) -> Series:
+    rows = np.flatnonzero(book.trained)
+    if not len(rows):
+        return Series()
+    chunks = np.array_split(rows, min(POINTS, len(rows)))
+    seconds, kinds = book.step_seconds(), book.kind_seconds()
+    loss = _loss_by_step(timeline)
+    return Series(
+        step=[int(book.step[chunk[0]]) for chunk in chunks],
+        time=[float(book.start[chunk[0]]) / 1e9 for chunk in chunks],
+        seconds=[float(seconds[chunk].mean()) for chunk in chunks],
+        kinds={
+            kind: [float(kinds[chunk, code].mean()) for chunk in chunks]
+            for code, kind in enumerate(KINDS)
+            if kinds[rows, code].any()
+        },
+        loss=[_last_known(loss, book.step[chunk]) for chunk in chunks],
+    )
+
+
+def _loss_by_step(timeline: Timeline) -> dict[int, float]:
+    for counter in timeline.counters:
+        if counter.name == "loss":
+            return dict(zip(counter.step.tolist(), counter.value.tolist(), strict=True))
+    return {}
+
+
+def _last_known(loss: dict[int, float], steps: Whole) -> float:
+    return next((loss[step] for step in reversed(steps.tolist()) if step in loss), float("nan"))
+
+
+def _thinned(counter: Counter) -> CounterSeries:
+    """A counter with the largest value of each of at most POINTS stretches: peaks stay."""
+    parts = np.array_split(np.arange(len(counter.value)), min(POINTS, len(counter.value)))
+    keep = [int(part[counter.value[part].argmax()]) for part in parts]
+    return CounterSeries(counter.rank, counter.name, (counter.time[keep] / 1e9).tolist(), counter.value[keep].tolist())
+
+
+def _views(timeline: Timeline, book: Book, steps: tuple[int, int] | None) -> list[View]:
+    rows = np.flatnonzero(book.trained)
+    if steps is not None:
+        inside = rows[(book.step[rows] >= steps[0]) & (book.step[rows] <= steps[1])]
+        if not len(inside):
+            known = f"{book.step[rows].min()} to {book.step[rows].max()}" if len(rows) else "none"
+            raise UsageError(f"--steps {steps[0]}:{steps[1]}: the run has no such steps; it has {known}.")
+        return [_view("chosen", timeline, book, inside)]
+    if not len(rows):
+        return []
+    many = max(1, min(VIEW_STEPS, BARS * len(rows) // max(len(timeline.spans), 1)))
+    if len(rows) <= many:
+        return [_view("all", timeline, book, rows)]
+    seconds = book.step_seconds()[rows]
+    steady = np.flatnonzero(book.steady[rows])
+    typical = steady[np.abs(seconds[steady] - np.median(seconds[steady])).argsort(kind="stable")[0]]
+    slowest = steady[seconds[steady].argmax()]
+    starts = {"typical": typical - many // 2, "slowest": slowest - many // 2, "first": 0, "last": len(rows) - many}
+    return [
+        _view(name, timeline, book, rows[max(0, min(at, len(rows) - many)) :][:many]) for name, at in starts.items()
+    ]
+
+
+def _view(name: str, timeline: Timeline, book: Book, rows: Whole) -> View:
+    """The spans of the steps in these rows of the book, as bars."""
+    first, last = int(book.step[rows].min()), int(book.step[rows].max())
+    spans = timeline.of_steps(first, last)
+    sessions = np.unique(book.session[rows])
+    spans = np.concatenate([spans_of_session(spans, timeline, session) for session in sessions.tolist()])
+    start = int(spans["start"].min())
+    bars = [*_bars(spans, timeline.names, start), *_found_waiting(spans, timeline.names, book, start)]
+    return View(name, first, last, start / 1e9, float(spans["end"].max() - start) / 1e9, bars)
+
+
+def _bars(spans: Spans, names: Sequence[str], origin: int) -> list[Bar]:
+    return [
+        Bar(
+            rank=int(s["rank"]),
+            lane=LANES[s["lane"]],
+            kind=KINDS[s["kind"]],
+            name=names[s["name"]],
+            step=int(s["step"]),
+            start=(int(s["start"]) - origin) / 1e9,
+            seconds=(int(s["end"]) - int(s["start"])) / 1e9,
+            bytes=int(s["bytes"]),
+            collective=int(s["collective"]),
+        )
+        for s in spans
+    ]
+
+
+def _found_waiting(spans: Spans, names: Sequence[str], book: Book, origin: int) -> list[Bar]:
+    """The part of each collective in which its rank waited for the last one."""
+    collective = spans[spans["kind"] == KIND["communication"]]
+    last = book.arrivals.last_of(collective["collective"])
+    until = np.where(last == ABSENT, collective["start"], np.minimum(last, collective["end"]))
+    waits = collective["start"] < until
+    return [
+        Bar(
+            rank=int(s["rank"]),
+            lane=LANES[s["lane"]],
+            kind="waiting",
+            name=names[s["name"]],
+            step=int(s["step"]),
+            start=(int(s["start"]) - origin) / 1e9,
+            seconds=(int(end) - int(s["start"])) / 1e9,
+            bytes=0,
+            collective=int(s["collective"]),
+            found=True,
+        )
+        for s, end in zip(collective[waits], until[waits], strict=True)
+    ]

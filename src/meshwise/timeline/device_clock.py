@@ -1,0 +1,57 @@
+"""The clock of an accelerator's stream: CUDA events as moments of the host's clock, without synchronising.
+
+An event gives only the time since another event, in float32 milliseconds: after an hour that is coarse to 0.25 ms. So
+times are measured from an event of the last batch, and the sums kept as integers. The device's clock drifts against the
+host's; both ends of what is possible correct it: an event cannot have passed before the host recorded it, nor after the
+host saw that it had passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+REBASE = 1_000_000_000  # ns after which times are measured from a newer event
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMark:
+    """A CUDA event, and when the host recorded it (ns)."""
+
+    event: Any
+    host: int
+
+
+class DeviceClock:
+    """Makes marks on the current stream and tells their times, once the device has passed them."""
+
+    def __init__(self, clock: Callable[[], int], make_event: Callable[[], Any] | None = None) -> None:
+        self._clock = clock
+        self._make_event = make_event or (lambda: torch.cuda.Event(enable_timing=True))
+        self._base: tuple[Any, int] | None = None
+        self._shift = 0
+
+    def mark(self) -> DeviceMark:
+        """Where the device's stream is now."""
+        event = self._make_event()
+        event.record()
+        return DeviceMark(event, self._clock())
+
+    def passed(self, mark: DeviceMark) -> bool:
+        """Whether the device has passed the mark. Asks, never waits."""
+        return bool(mark.event.query())
+
+    def time(self, mark: DeviceMark) -> int:
+        """When the device passed the mark, in ns of the host's clock. Only for marks that it has passed."""
+        if self._base is None:
+            self._base = (mark.event, mark.host)
+        event, origin = self._base
+        moment = origin + int(event.elapsed_time(mark.event) * 1e6)
+        if moment - origin > REBASE:
+            self._base = (mark.event, moment)
+        earliest, latest = mark.host, self._clock()
+        self._shift = min(max(self._shift, earliest - moment), latest - moment)
+        return moment + self._shift

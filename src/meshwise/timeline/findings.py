@@ -1,0 +1,215 @@
+"""What limited a run: a sentence each with its number, and the next thing to try.
+
+Shares are of the time of a step, mean over ranks, without the first step of a session. A finding is made from its
+LEAST share on; a late rank also needs to be late more often than chance makes one (see `late.CHANCE`) and by more than
+twice the error of the clocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwise.spec.units import bytes_text, seconds_text
+from meshwise.timeline.book import Book
+from meshwise.timeline.late import late_ranks
+from meshwise.timeline.report import CollectiveReport, Finding, Part
+from meshwise.timeline.spans import KINDS
+from meshwise.timeline.timeline import Counter
+
+LEAST = {"late-rank": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0.10, "idle": 0.10}
+LEAST_OF_RUN = {"checkpoint": 0.10, "evaluation": 0.30}
+FEWEST = 10
+"""Steps below which a run is too short to say who is late."""
+GROWTH = 0.05
+"""Memory that grows by this share from each third of a run to the next is a finding."""
+
+TRY_IF_LATE = {
+    "data": "Compare its data source with the others': slower storage, larger samples, fewer loader workers.",
+    "transfer": "Compare the path from host to device with the others': meshwise run prints which cores it uses.",
+    "forward": "Look for another program on its device or cores, a lower clock or throttling, or longer samples.",
+    "backward": "Look for another program on its device or cores, a lower clock or throttling, or longer samples.",
+    "optimizer": "Look for another program on its device or cores, a lower clock or throttling.",
+    "evaluate": "Its part of the test set takes longer; look for other work on its device.",
+    "checkpoint": "It saves while the others wait: save less often (--save-every), or to faster storage.",
+    "idle": "Its time goes by between the phases: look for work of the host in its loop, or another program.",
+}
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Of the time of a step: seconds and share by kind, mean over ranks and steady steps."""
+
+    steps: int
+    seconds: dict[str, float]
+    step: float
+
+    def share(self, *kinds: str) -> float:
+        return sum(self.seconds[kind] for kind in kinds) / self.step if self.step else 0.0
+
+
+def findings_of(
+    book: Book,
+    error_seconds: float,
+    goodput: list[Part],
+    collectives: list[CollectiveReport],
+    counters: tuple[Counter, ...],
+) -> list[Finding]:
+    """What there is to say, the largest share first; how computing stands comes last and is always there."""
+    steady = book.steady
+    if not steady.any():
+        return []
+    mean = book.kind_seconds()[steady].mean(axis=0)
+    shares = _Shares(
+        int(steady.sum()), dict(zip(KINDS, mean.tolist(), strict=True)), float(book.step_seconds()[steady].mean())
+    )
+    late = _late(book, shares, error_seconds)
+    found = [*late, *_input(shares), *_communication(book, shares, collectives), *_imbalance(shares, late)]
+    found += [*_idle(shares), *_of_run(goodput), *_memory(counters)]
+    return [*sorted(found, key=lambda finding: -finding.share), _computing(shares)]
+
+
+def verdict_of(findings: list[Finding]) -> str:
+    """The one sentence: the first finding's."""
+    return findings[0].sentence if findings else "No step was recorded, so nothing limited one."
+
+
+def _late(book: Book, shares: _Shares, error_seconds: float) -> list[Finding]:
+    met = book.meetings
+    steady = np.isin(met.step, book.step[book.steady])
+    if shares.steps < FEWEST:
+        return []
+    found = []
+    for rank in late_ranks(met, book.arrivals.ranks):
+        of_rank = steady & (met.rank == rank)
+        counted = of_rank & met.beside if met.beside.any() else of_rank
+        by, cost = float(np.median(met.late[counted])), float(met.cost[of_rank].sum()) / shares.steps
+        if cost / shares.step < LEAST["late-rank"] or by < 2 * error_seconds:
+            continue
+        by_phase = np.bincount(met.phase[of_rank], weights=met.cost[of_rank], minlength=len(KINDS))
+        phase = KINDS[int(by_phase.argmax())]
+        often = counted.sum() / max((steady & met.beside).sum() if met.beside.any() else steady.sum(), 1)
+        where = "between phases" if phase == "idle" else f"in {phase}"
+        sentence = (
+            f"Rank {rank} is late: last in {often:.0%} of the steps, by {seconds_text(by)}, {where}. "
+            f"On time it would save {seconds_text(cost)} a step ({cost / shares.step:.0%})."
+        )
+        found.append(
+            Finding("late-rank", _percent(sentence), TRY_IF_LATE[phase], cost / shares.step, cost, rank, phase)
+        )
+    return found
+
+
+def _input(shares: _Shares) -> list[Finding]:
+    share = shares.share("data", "transfer")
+    if share < LEAST["input"]:
+        return []
+    seconds = shares.seconds["data"] + shares.seconds["transfer"]
+    return [
+        Finding(
+            "input",
+            _percent(f"Input-bound: {share:.0%} of a step ({seconds_text(seconds)}) waits for the next batch."),
+            "Read ahead with more loader workers (loader_workers of a Job, num_workers of a DataLoader).",
+            share,
+            seconds,
+            phase="data",
+        )
+    ]
+
+
+def _communication(book: Book, shares: _Shares, collectives: list[CollectiveReport]) -> list[Finding]:
+    share, seconds = shares.share("communication"), shares.seconds["communication"]
+    if share < LEAST["communication"]:
+        return []
+    spread = float(np.median(book.meetings.late)) if len(book.meetings.late) else 0.0
+    rates = [c for c in collectives if c.bus_bandwidth and c.bytes]
+    largest = max(rates, key=lambda c: c.bytes * c.count, default=None)
+    speed = ""
+    if largest is not None and largest.bus_bandwidth:
+        rate = bytes_text(largest.bus_bandwidth)
+        speed = f" The largest part moves {bytes_text(largest.bytes)} at a bus bandwidth of {rate}/s."
+    sentence = (
+        f"Communication-bound: {share:.0%} of a step ({seconds_text(seconds)}) is communication that no computing "
+        f"hides, counted from the last rank's arrival (they come within {seconds_text(spread)}): the links, not a rank."
+        f"{speed}"
+    )
+    advice = "Fewer reductions a sample: a larger --batch-size, or --accumulate; half the bytes: --precision bf16."
+    return [Finding("communication", _percent(sentence), advice, share, seconds, phase="communication")]
+
+
+def _imbalance(shares: _Shares, late: list[Finding]) -> list[Finding]:
+    explained = sum(finding.share for finding in late)
+    share = shares.share("waiting")
+    if share < LEAST["imbalance"] or explained > share / 2:
+        return []
+    sentence = (
+        f"Uneven: {share:.0%} of a step ({seconds_text(shares.seconds['waiting'])}) waits for whichever rank comes "
+        "last; none is it always."
+    )
+    advice = (
+        "Samples of unequal length: batch alike ones together. A shared or throttling machine: look for other programs."
+    )
+    return [Finding("imbalance", _percent(sentence), advice, share, shares.seconds["waiting"], phase="waiting")]
+
+
+def _idle(shares: _Shares) -> list[Finding]:
+    share = shares.share("idle")
+    if share < LEAST["idle"]:
+        return []
+    sentence = f"Between phases: {share:.0%} of a step ({seconds_text(shares.seconds['idle'])}) is in none of them."
+    advice = "Look for work of the host in the loop: printing, .item(), logging, metrics."
+    return [Finding("idle", _percent(sentence), advice, share, shares.seconds["idle"], phase="idle")]
+
+
+def _of_run(goodput: list[Part]) -> list[Finding]:
+    parts = {part.name: part for part in goodput}
+    found = []
+    saving, evaluation = parts["saving"], parts["evaluation"]
+    if saving.share >= LEAST_OF_RUN["checkpoint"]:
+        sentence = f"Saving takes {saving.share:.0%} of the run ({seconds_text(saving.seconds)})."
+        advice = "Save less often (--save-every), or to faster storage."
+        found.append(
+            Finding("checkpoint", _percent(sentence), advice, saving.share, saving.seconds, phase="checkpoint")
+        )
+    if evaluation.share >= LEAST_OF_RUN["evaluation"]:
+        sentence = f"Evaluating takes {evaluation.share:.0%} of the run ({seconds_text(evaluation.seconds)})."
+        advice = "Evaluate less often, or on fewer samples."
+        found.append(
+            Finding("evaluation", _percent(sentence), advice, evaluation.share, evaluation.seconds, phase="evaluate")
+        )
+    return found
+
+
+def _memory(counters: tuple[Counter, ...]) -> list[Finding]:
+    """Memory that grows all the time: the medians of a run's thirds rise by GROWTH each."""
+    found = []
+    for counter in counters:
+        if counter.name not in ("allocated", "resident") or len(counter.value) < 60:
+            continue
+        first, second, third = (float(np.median(part)) for part in np.array_split(counter.value, 3))
+        if second > first * (1 + GROWTH) and third > second * (1 + GROWTH):
+            steps = max(float(counter.step[-1] - counter.step[0]), 1.0)
+            slope = (counter.value[-1] - counter.value[0]) / steps * 1000
+            sentence = (
+                f"Memory grows on rank {counter.rank}: {counter.name} from {bytes_text(first)} to {bytes_text(third)}, "
+                f"{bytes_text(slope)} every 1,000 steps."
+            )
+            advice = "Keep no graph alive: append loss.item() or loss.detach(), not loss."
+            found.append(Finding("memory", sentence, advice, 0.0, 0.0, counter.rank))
+    return found
+
+
+def _computing(shares: _Shares) -> Finding:
+    share = shares.share("forward", "backward", "optimizer")
+    seconds = share * shares.step
+    sentence = f"Computing takes {share:.0%} of a step ({seconds_text(seconds)} of {seconds_text(shares.step)})."
+    if share >= 0.8:
+        sentence = f"Compute-bound: {share:.0%} of a step ({seconds_text(seconds)}) is forward, backward and optimizer."
+    advice = "To go faster: more devices, --precision bf16, torch.compile, or a smaller model."
+    return Finding("compute", _percent(sentence), advice, share, seconds)
+
+
+def _percent(text: str) -> str:
+    """`18 %`, as the rest of the project writes it."""
+    return text.replace("%", " %")

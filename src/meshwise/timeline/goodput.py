@@ -1,0 +1,75 @@
+"""Goodput: what the wall time of a run went into, averaged over its devices. The parts add up to the wall time.
+
+useful       forward, backward and optimizer of steps that count
+evaluation   saving
+waiting      for data, transfers, communication that nothing hides, late ranks, and between phases
+starting     from the command to the first step of each session, and from the last span to its end
+lost         steps that were done again after a stop, and what followed a failed session's last span
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwise.timeline.account import OUTSIDE, session_of
+from meshwise.timeline.book import Book
+from meshwise.timeline.report import Part
+from meshwise.timeline.spans import KIND
+from meshwise.timeline.timeline import Timeline
+
+PARTS = ("useful", "evaluation", "saving", "waiting", "starting", "lost")
+USEFUL = [KIND[kind] for kind in ("forward", "backward", "optimizer")]
+WAITING = {
+    "data": KIND["data"],
+    "transfer": KIND["transfer"],
+    "communication": KIND["communication"],
+    "late ranks": KIND["waiting"],
+    "between phases": KIND["idle"],
+}
+
+
+def goodput_of(timeline: Timeline, book: Book) -> tuple[float, list[Part], list[Part]]:
+    """Wall seconds, their parts, and the parts of the waiting."""
+    wall = sum(session.ended - session.began for session in timeline.sessions) / 1e9
+    counted = book.seconds[book.trained][:, :, :OUTSIDE].sum(axis=0)  # (ranks, kinds)
+    ranks = max(len(book.ranks), 1)
+    of_kind = counted.sum(axis=0) / ranks
+    waiting = {name: float(of_kind[code]) for name, code in WAITING.items()}
+    starting, lost = _around(timeline, book)
+    seconds = {
+        "useful": float(of_kind[USEFUL].sum()),
+        "evaluation": float(of_kind[KIND["evaluate"]]),
+        "saving": float(of_kind[KIND["checkpoint"]]),
+        "waiting": sum(waiting.values()),
+        "starting": starting,
+        "lost": lost,
+    }
+    parts = [Part(name, seconds[name], seconds[name] / wall if wall else 0.0) for name in PARTS]
+    return wall, parts, [Part(name, value, value / wall if wall else 0.0) for name, value in waiting.items()]
+
+
+def _around(timeline: Timeline, book: Book) -> tuple[float, float]:
+    """Seconds before the steps and behind them, and seconds lost, mean over the ranks."""
+    starting = float(book.seconds[(book.step == 0) & ~book.lost][:, :, :OUTSIDE].sum())
+    lost = float(book.seconds[book.lost][:, :, :OUTSIDE].sum())
+    for rank in book.ranks.tolist():
+        spans = timeline.of_rank(rank)
+        session = session_of(spans["start"], timeline.sessions)
+        for number, facts in enumerate(timeline.sessions):
+            inside = spans[session == number]
+            first = int(inside["start"][0]) if len(inside) else facts.ended
+            last = min(int(inside["end"].max()), facts.ended) if len(inside) else facts.ended
+            starting += (first - facts.began) / 1e9
+            tail = (facts.ended - last) / 1e9
+            if facts.status == "failed":
+                lost += tail
+            else:
+                starting += tail
+    if not len(book.ranks):
+        return sum(s.ended - s.began for s in timeline.sessions) / 1e9, 0.0
+    return float(starting / len(book.ranks)), float(lost / len(book.ranks))
+
+
+def late_seconds(book: Book) -> dict[int, float]:
+    """What each rank's coming late cost over the run."""
+    return {rank: float(np.sum(book.meetings.cost[book.meetings.rank == rank])) for rank in book.ranks.tolist()}

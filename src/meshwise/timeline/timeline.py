@@ -1,0 +1,92 @@
+"""A timeline: what every device did, or will do, when. Measured and predicted runs have the same type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.timeline.spans import SPAN
+
+Spans = NDArray[np.void]
+"""A table of rows of SPAN."""
+NO_PHASE = -1
+
+
+@dataclass(frozen=True)
+class Counter:
+    """One counter of one rank: values at times (ns, the timeline's clock), each in a step, and at the end of a kind of
+    phase (index in KINDS) or of none (-1). All four have the same length; times ascend."""
+
+    rank: int
+    name: str
+    time: NDArray[np.int64]
+    step: NDArray[np.int64]
+    phase: NDArray[np.int64]
+    value: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How a rank's clock was laid on rank 0's: offset (ns) at its first sample and drift (ns a ns), error ± ns."""
+
+    rank: int
+    offset: float = 0.0
+    drift: float = 0.0
+    error: float = 0.0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Session:
+    """One stretch in which the run's workers lived, in ns of the timeline's clock; a run that was gone on with has
+    several. first_step: the first step in it, 0 when none was begun. status: finished, stopped, failed, running."""
+
+    began: int
+    ended: int
+    first_step: int
+    status: str
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One device of the run. last: ns of its last record. complete: it said how it ended; else it was cut off."""
+
+    rank: int
+    device: str
+    host: str
+    last: int
+    complete: bool
+    dropped: int = 0
+    watching_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All ranks on one clock: 0 is where the first session began.
+
+    spans: sorted by rank, then start. names: what the column `name` counts. missing: sentences on what is not there.
+    facts: what run.json says of a measured run (job, plan, devices, versions), or of a prediction.
+    """
+
+    spans: Spans = field(default_factory=lambda: np.empty(0, SPAN))
+    names: tuple[str, ...] = ("",)
+    counters: tuple[Counter, ...] = ()
+    ranks: tuple[Rank, ...] = ()
+    clocks: tuple[Clock, ...] = ()
+    sessions: tuple[Session, ...] = ()
+    missing: tuple[str, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+    source: str = "measured"
+
+    def of_rank(self, rank: int) -> Spans:
+        """The spans of one rank, in the order in which they began. A view, not a copy."""
+        low, high = np.searchsorted(self.spans["rank"], [rank, rank + 1])
+        return self.spans[low:high]
+
+    def of_steps(self, first: int, last: int) -> Spans:
+        """The spans of the steps from `first` to `last`, both included."""
+        step = self.spans["step"]
+        return self.spans[(step >= first) & (step <= last)]

@@ -1,0 +1,80 @@
+"""The spans of a loop that is not ours, told from where it calls us.
+
+next batch asked for .. given      data
+batch given .. mw.backward         forward (the user's own code up to the loss)
+mw.backward                        backward
+optimizer.step                     optimizer
+batch given .. next batch asked    evaluate, when no backward came in between
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from meshwise.timeline.record import Mark, current
+
+LOSS_EVERY = 0.2  # seconds: reading each loss would cost more than it tells
+
+
+class OwnSpans:
+    """Where a loop of the user's own stands."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._since: Mark | None = None
+        self._trained = False
+        self._optimizer: Mark | None = None
+        self._counted = 0.0
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """The next batch is read."""
+        recorder = current()
+        if self._since is not None:
+            if self._trained:
+                self._steps += 1
+            else:
+                recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
+        self._since, self._trained = None, False
+        recorder.begin_step(self._steps + 1)
+        with recorder.span("data", on_device=False):
+            yield
+
+    def given(self) -> None:
+        """The loop has its batch."""
+        self._since = current().mark()
+
+    @contextlib.contextmanager
+    def backward(self, samples: int) -> Iterator[None]:
+        """The loop is in `mw.backward`; the global batch has so many samples."""
+        recorder = current()
+        if self._since is not None:
+            recorder.add(recorder.code("forward"), self._since, recorder.mark())
+        if not self._trained:
+            recorder.samples += samples
+        self._trained = True
+        with recorder.span("backward"):
+            yield
+        self._since = recorder.mark()
+
+    def optimizer_begins(self) -> None:
+        self._optimizer = current().mark()
+
+    def optimizer_ends(self) -> None:
+        recorder = current()
+        if self._optimizer is not None:
+            recorder.add(recorder.code("optimizer"), self._optimizer, recorder.mark())
+        self._optimizer = None
+        if self._since is not None:
+            self._since = recorder.mark()
+
+    def loss(self, loss: Tensor) -> None:
+        """Note the global loss, now and then."""
+        now = time.monotonic()
+        if now - self._counted > LOSS_EVERY:
+            self._counted = now
+            current().count("loss", loss.detach())

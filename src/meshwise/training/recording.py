@@ -1,0 +1,84 @@
+"""Begin and end the recording of this rank: its recorder, its log, its clock against rank 0's."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+from meshwise.compat.reducer import default_store
+from meshwise.machine.memory import memory_counters
+from meshwise.records import folder as names
+from meshwise.spec.world import World
+from meshwise.timeline.log import Log
+from meshwise.timeline.record import Recorder, make_current
+from meshwise.workers.clock import ClockProbe, ClockServer
+from meshwise.workers.join import LAUNCHED
+
+CLOCK_KEY = "meshwise/clock"
+
+
+class Recording:
+    """A recorder that is the process's own, with its log in a run folder. `close` ends both."""
+
+    def __init__(
+        self,
+        world: World,
+        folder: Path | None,
+        say: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        """folder: the run folder; None records nothing. Collective where there are several ranks and a folder."""
+        self.recorder = Recorder(world.device, on=folder is not None, clock=clock)
+        self._before = make_current(self.recorder)
+        self._server: ClockServer | None = None
+        self._probe: ClockProbe | None = None
+        self._log: Log | None = None
+        if folder is None:
+            return
+        if world.size > 1:
+            self._meet_clocks(world, clock)
+        self.recorder.memory = lambda: memory_counters(world.device)
+        head = {
+            "rank": world.rank,
+            "world": world.size,
+            "device": _device_name(world),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "launched": float(os.environ.get(LAUNCHED, psutil.Process().create_time())),
+        }
+        path = names.span_log(folder, world.rank)
+        sample = self._probe.sample if self._probe is not None else None
+        self._log = Log(path, self.recorder, head, sample_clock=sample, failed=say)
+
+    def _meet_clocks(self, world: World, clock: Callable[[], int]) -> None:
+        alone = world.local_size == world.size
+        host = "127.0.0.1" if alone else os.environ["MASTER_ADDR"]
+        store = default_store()
+        if world.rank == 0:
+            self._server = ClockServer("127.0.0.1" if alone else "", clock)
+            store.set(CLOCK_KEY, str(self._server.port))
+        else:
+            self._probe = ClockProbe((host, int(store.get(CLOCK_KEY))), clock)
+
+    def close(self, status: str = "finished") -> None:
+        """Write what is left. Later spans of this process go to the recorder that was there before."""
+        if self._log is not None:
+            self._log.close(status)
+            self._log = None
+        if self._probe is not None:
+            self._probe.close()
+        if self._server is not None:
+            self._server.close()
+        make_current(self._before)
+
+
+def _device_name(world: World) -> str:
+    if world.kind == "cuda":
+        return torch.cuda.get_device_name()
+    return world.kind

@@ -1,0 +1,97 @@
+"""Rank 0's clock, asked by the other ranks over connections of their own.
+
+A round trip that took r ns tells the difference of two clocks to within r / 2; the shortest of several tells it best
+(Cristian, 1989). The offsets themselves are worked out later, where the logs are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+ROUND = b"?"
+REPLY = struct.Struct("<q")
+TIMEOUT = 2.0  # seconds: a round trip that takes longer says nothing
+Sample = tuple[int, int, int]
+
+
+class ClockServer:
+    """Answers every byte with this process's clock. Listens on `host`, at `port`."""
+
+    def __init__(self, host: str, clock: Callable[[], int]) -> None:
+        self._clock = clock
+        self._server = socket.create_server((host, 0), backlog=512)
+        self.port = int(self._server.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._closed = False
+        threading.Thread(target=self._run, name="meshwise-clock", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _run(self) -> None:
+        while not self._closed:
+            for key, _ in self._selector.select(timeout=1.0):
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                if connection is self._server:
+                    self._accept()
+                else:
+                    self._answer(connection)
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._server.accept()
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            if connection.recv(1) == ROUND:
+                connection.sendall(REPLY.pack(self._clock()))
+                return
+        except OSError:
+            pass
+        self._selector.unregister(connection)
+        connection.close()
+
+
+class ClockProbe:
+    """Asks a ClockServer for the time. A server that is gone gives no samples, and no error."""
+
+    def __init__(self, address: tuple[str, int], clock: Callable[[], int]) -> None:
+        self._address, self._clock = address, clock
+        self._connection: socket.socket | None = None
+
+    def sample(self, rounds: int) -> list[Sample]:
+        """`rounds` round trips: when the question was sent, the server's clock, when the answer came."""
+        samples: list[Sample] = []
+        try:
+            if self._connection is None:
+                self._connection = socket.create_connection(self._address, timeout=TIMEOUT)
+                self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for _ in range(rounds):
+                sent = self._clock()
+                self._connection.sendall(ROUND)
+                reply = self._connection.recv(REPLY.size, socket.MSG_WAITALL)
+                received = self._clock()
+                if len(reply) < REPLY.size:
+                    break
+                samples.append((sent, REPLY.unpack(reply)[0], received))
+        except OSError:
+            self.close()
+        return samples
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
