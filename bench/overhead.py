@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from meshwise.training import loop
 from meshwise.training.job import Job
 from meshwise.training.journal import Journal
 from meshwise.training.order import epoch_order, part
+from meshwise.training.recording import Recording
 from meshwise.training.settings import Settings
 from meshwise.training.step import train_step
 from meshwise.workers.join import join
@@ -36,24 +39,23 @@ from meshwise.workers.join import join
 Step = Callable[[], Any]
 
 
-def our_step(job: Job, log_every: int = 100) -> Step:
+def our_step(job: Job, recorder: Recorder, log_every: int = 100) -> Step:
     """One turn of our loop: gate, data, step, losses noted; read and written down every `log_every` steps."""
     session = join()
     journal = Journal(None, None, session.world, scaled=False)
-    recorder = Recorder(journal.keep_spans, session.world.device)
     settings = Settings(Plan(data=session.world.size), log_every=log_every)
     run = loop._prepare(job, settings, None, session, journal, recorder)
     batches = loop._train_batches(run)
 
     def step() -> None:
         session.gate.begin()
+        recorder.begin_step(run.context.state.step + 1)
         with recorder.span("data", on_device=False):
             parts = next(batches)
         losses = train_step(run.context, parts)
         journal.note(0, run.context.state.step, losses)
         if run.context.state.step % log_every == 0:
             journal.read()
-            recorder.flush()
 
     return step
 
@@ -147,8 +149,11 @@ def measure(name: str, batch_size: int | None, steps: int) -> dict[str, Any]:
     data = job.data()
     needed = (steps + 20) * job.batch_size
     job = replace(job, data=lambda: _Repeated(data, needed))
+    recording = Recording(join().world, Path(tempfile.mkdtemp()))  # as in a run: spans are written beside
+    ours = compare(our_step(job, recording.recorder), hand_step(job), steps)
+    recording.close()
     return {
-        "job": compare(our_step(job), hand_step(job), steps),
+        "job": ours,
         "two lines": compare(two_lines_step(job), hand_step(job), steps),
         "by hand against itself": compare(hand_step(job), hand_step(job), steps),
     }

@@ -22,6 +22,7 @@ PUBLIC = [
     "launch",
     "load",
     "rank",
+    "report",
     "run",
     "save",
     "sum",

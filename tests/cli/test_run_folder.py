@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from meshwise.jobs.mnist import mnist_mlp
 from meshwise.spec.plan import Plan, plan_from_toml
+from meshwise.timeline.read import read_timeline
+from meshwise.timeline.spans import KINDS
 
 COMMAND = [sys.executable, "-m", "meshwise", "run", "mnist-mlp", "--epochs", "1", "--batch-size", "1000", "--json"]
 
@@ -51,8 +53,9 @@ def test_job_plan_versions_spans_output_and_events_are_there(ran: tuple[Path, di
     assert run["status"] == "finished" and run["job"] == "mnist-mlp" and "torch" in run["versions"]
     assert plan_from_toml((folder / "plan.toml").read_text()) == Plan(data=2)
     for rank in (0, 1):
-        spans = [json.loads(line) for line in (folder / "spans" / f"rank{rank}.jsonl").read_text().splitlines()]
-        assert {"forward", "backward", "communication", "optimizer"} <= {span["kind"] for span in spans}
+        spans = read_timeline(folder).of_rank(rank)
+        assert {"forward", "backward", "communication", "optimizer"} <= {KINDS[kind] for kind in spans["kind"]}
+        assert set(range(1, 61)) <= set(spans["step"].tolist())
         assert (folder / "workers" / f"rank{rank}.log").exists()
     pytest.importorskip("tensorboard")
     assert list((folder / "tensorboard").iterdir())

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.records.folder import RUN, create_run_folder, read_run, update_run, write_run
+from meshwise.records.folder import (
+    RUN,
+    begin_session,
+    create_run_folder,
+    end_session,
+    is_kept_by,
+    newest_run,
+    read_run,
+)
 from meshwise.spec.errors import UsageError
 
 
@@ -21,6 +29,7 @@ def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path) -> Non
         ("../../etc/passwd", "-..-..-etc-passwd"),
         ("my job/ä", "-my-job"),
         ("ä", "-run"),
+        ("examples/01_mnist.py", "-01_mnist"),
     ],
 )
 def test_a_job_name_becomes_one_plain_folder_name(tmp_path: Path, job: str, ending: str) -> None:
@@ -37,10 +46,34 @@ def test_a_file_in_the_way_is_told(tmp_path: Path, below: str) -> None:
         create_run_folder(tmp_path / below, "mlp")
 
 
-def test_facts_are_changed_one_by_one(tmp_path: Path) -> None:
-    write_run(tmp_path, {"job": "mlp", "status": "running"})
-    update_run(tmp_path, status="finished", ended="now")
-    assert read_run(tmp_path) == {"job": "mlp", "status": "finished", "ended": "now"}
+def test_a_run_that_is_gone_on_with_has_two_sessions(tmp_path: Path) -> None:
+    begin_session(tmp_path, 1000.0, job="mlp")
+    end_session(tmp_path, "failed", "rank 1 was killed")
+    assert read_run(tmp_path)["error"] == "rank 1 was killed"
+    begin_session(tmp_path, 2000.0, devices=["cpu"])
+    run = read_run(tmp_path)
+    assert run["status"] == "running" and run["ended"] is None and run["error"] is None and run["job"] == "mlp"
+    end_session(tmp_path, "finished")
+    run = read_run(tmp_path)
+    assert [session["status"] for session in run["sessions"]] == ["failed", "finished"]
+    assert [session["began"] for session in run["sessions"]] == [1000.0, 2000.0]
+    assert all(session["ended"] > 1e9 for session in run["sessions"]) and run["status"] == "finished"
+    assert run["started"] == "1970-01-01T00:16:40+00:00"
+
+
+def test_of_machines_that_share_a_folder_the_first_keeps_it(tmp_path: Path) -> None:
+    assert is_kept_by(tmp_path, 1)
+    begin_session(tmp_path, 0.0, machine=0)
+    assert is_kept_by(tmp_path, 0) and not is_kept_by(tmp_path, 1)
+
+
+def test_the_newest_run_is_the_one_that_began_last(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no run in"):
+        newest_run(tmp_path)
+    for name, began in (("a", 300.0), ("b", 100.0)):
+        (tmp_path / name).mkdir()
+        begin_session(tmp_path / name, began)
+    assert newest_run(tmp_path).name == "a"
 
 
 def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:

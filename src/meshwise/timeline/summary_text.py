@@ -186,7 +186,7 @@ def _time_table(s: RunSummary, width: int, *, ascii_only: bool) -> list[Text]:
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
     if "communication" in rows:
-        note = "communication: from the last rank's arrival on, and only what no computing hides; waiting: until then"
+        note = "communication: from the last rank's arrival on, where no computing hides it"
         lines.append(Text(note, style="dim", no_wrap=False))
     return lines
 
