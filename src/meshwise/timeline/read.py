@@ -265,7 +265,10 @@ def _missing(
             yield f"rank {rank.rank} was cut off {at}: it did not say how it ended, and up to half a second is lost."
         if rank.dropped:
             yield f"rank {rank.rank}: {rank.dropped:,} of its oldest spans were dropped: its log could not be written."
+    hosts = {log.rank: log.head.get("host") for log in logs}
     for log in logs:
+        if not log.clock and hosts.get(0) not in (None, log.head.get("host")):
+            yield f"rank {log.rank}: its clock was never compared with rank 0's, on another host; its times may be off."
         if log.damaged:
             yield f"rank {log.rank}: {log.damaged} damaged blocks of its log were left out."
 

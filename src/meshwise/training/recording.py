@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,7 @@ from meshwise.timeline.record import Recorder, make_current
 from meshwise.workers.clock import ClockProbe, ClockServer
 from meshwise.workers.join import LAUNCHED
 
-CLOCK_KEY = "meshwise/clock"
+_numbers = count(1)  # of the recordings of this process: ranks begin them together
 
 
 class Recording:
@@ -42,7 +43,7 @@ class Recording:
         if folder is None:
             return
         if world.size > 1:
-            self._meet_clocks(world, clock)
+            self._meet_clocks(world, clock, f"meshwise/clock/{next(_numbers)}")
         self.recorder.memory = lambda: memory_counters(world.device)
         head = {
             "rank": world.rank,
@@ -56,15 +57,15 @@ class Recording:
         sample = self._probe.sample if self._probe is not None else None
         self._log = Log(path, self.recorder, head, sample_clock=sample, failed=say)
 
-    def _meet_clocks(self, world: World, clock: Callable[[], int]) -> None:
+    def _meet_clocks(self, world: World, clock: Callable[[], int], key: str) -> None:
         alone = world.local_size == world.size
         host = "127.0.0.1" if alone else os.environ["MASTER_ADDR"]
         store = default_store()
         if world.rank == 0:
             self._server = ClockServer("127.0.0.1" if alone else "", clock)
-            store.set(CLOCK_KEY, str(self._server.port))
+            store.set(key, str(self._server.port))
         else:
-            self._probe = ClockProbe((host, int(store.get(CLOCK_KEY))), clock)
+            self._probe = ClockProbe((host, int(store.get(key))), clock)
 
     def close(self, status: str = "finished") -> None:
         """Write what is left. Later spans of this process go to the recorder that was there before."""
