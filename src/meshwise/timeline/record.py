@@ -97,9 +97,14 @@ class Recorder:
 
     def span(self, kind: str, name: str = "", *, on_device: bool = True, lane: str = "main") -> _Open:
         """Record the body of a with-statement as one span."""
-        if self._device is not None and not on_device:
-            lane = "host"
+        if not on_device and lane == "main":
+            lane = self.host_lane
         return _Open(self, kind, self.code(kind, name, lane), on_device)
+
+    @property
+    def host_lane(self) -> str:
+        """Where work of the host is drawn: on the main lane when it is the host that computes."""
+        return "main" if self._device is None else "host"
 
     def collective(self, name: str, bytes: int) -> _Blocking:
         """Record the body of a with-statement as a collective that this rank waits for."""

@@ -169,8 +169,8 @@ class DistributedLoader:
         try:
             pairs = prefetch(self._plain.pairs(self._epoch, self._index), _device())
             while True:
-                with _own.spans.reading():
-                    pair = next(pairs, None)
+                _own.spans.asked()
+                pair = next(pairs, None)
                 if pair is None:
                     break
                 batch, share = pair

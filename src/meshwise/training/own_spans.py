@@ -25,14 +25,14 @@ class OwnSpans:
 
     def __init__(self) -> None:
         self._steps = 0
+        self._asked: Mark = 0
         self._since: Mark | None = None
         self._trained = False
         self._optimizer: Mark | None = None
         self._counted = 0.0
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """The next batch is read."""
+    def asked(self) -> None:
+        """The loop asks for its next batch, which may not come."""
         recorder = current()
         if self._since is not None:
             if self._trained:
@@ -40,13 +40,15 @@ class OwnSpans:
             else:
                 recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
         self._since, self._trained = None, False
-        recorder.begin_step(self._steps + 1)
-        with recorder.span("data", on_device=False):
-            yield
+        self._asked = recorder.mark(on_device=False)
 
     def given(self) -> None:
         """The loop has its batch."""
-        self._since = current().mark()
+        recorder = current()
+        recorder.begin_step(self._steps + 1)
+        code = recorder.code("data", lane=recorder.host_lane)
+        recorder.add(code, self._asked, recorder.mark(on_device=False))
+        self._since = recorder.mark()
 
     @contextlib.contextmanager
     def backward(self, samples: int) -> Iterator[None]:
