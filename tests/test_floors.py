@@ -42,7 +42,7 @@ FLOORS = {
 WITHOUT_TORCH = {"spec", "records"}
 WITH_PRIVATE_TORCH = {"compat"}
 # Files of parallel/ that techniques may import: a floor that they share, itself no technique.
-SHARED_BY_TECHNIQUES: set[str] = set()
+SHARED_BY_TECHNIQUES: set[str] = {"blocks"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "manager", "managers", "base", "misc"}
 
 MOST_FILE_LINES = 350

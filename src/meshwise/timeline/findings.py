@@ -22,8 +22,9 @@ LEAST = {"late-rank": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0
 LEAST_OF_RUN = {"checkpoint": 0.10, "evaluation": 0.30}
 FEWEST = 10
 """Steps below which a run is too short to say who is late."""
-GROWTH = 0.05
-"""Memory that grows by this share from each third of a run to the next is a finding."""
+GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
+"""Memory that grows by this share from third to third of a run's last three quarters is a finding, if there are so many
+steps and samples of it: allocators warm up for a while."""
 
 TRY_IF_LATE = {
     "data": "Compare its data source with the others': slower storage, larger samples, fewer loader workers.",
@@ -56,7 +57,7 @@ def findings_of(
     collectives: list[CollectiveReport],
     counters: tuple[Counter, ...],
 ) -> list[Finding]:
-    """What there is to say, the largest share first; how computing stands comes last and is always there."""
+    """What limits a step, the largest share first; how computing stands, which is always told; growing memory."""
     steady = book.steady
     if not steady.any():
         return []
@@ -66,8 +67,8 @@ def findings_of(
     )
     late = _late(book, shares, error_seconds)
     found = [*late, *_input(shares), *_communication(book, shares, collectives), *_imbalance(shares, late)]
-    found += [*_idle(shares), *_of_run(goodput), *_memory(counters)]
-    return [*sorted(found, key=lambda finding: -finding.share), _computing(shares)]
+    found += [*_idle(shares), *_of_run(goodput)]
+    return [*sorted(found, key=lambda finding: -finding.share), _computing(shares), *_memory(counters)]
 
 
 def verdict_of(findings: list[Finding]) -> str:
@@ -185,12 +186,14 @@ def _memory(counters: tuple[Counter, ...]) -> list[Finding]:
     """Memory that grows all the time: the medians of a run's thirds rise by GROWTH each."""
     found = []
     for counter in counters:
-        if counter.name not in ("allocated", "resident") or len(counter.value) < 60:
+        late = slice(len(counter.value) // 4, None)
+        value, step = counter.value[late], counter.step[late]
+        if counter.name not in ("allocated", "resident") or len(value) < GROWTH_SAMPLES:
             continue
-        first, second, third = (float(np.median(part)) for part in np.array_split(counter.value, 3))
-        if second > first * (1 + GROWTH) and third > second * (1 + GROWTH):
-            steps = max(float(counter.step[-1] - counter.step[0]), 1.0)
-            slope = (counter.value[-1] - counter.value[0]) / steps * 1000
+        steps = float(step[-1] - step[0])
+        first, second, third = (float(np.median(part)) for part in np.array_split(value, 3))
+        if steps >= GROWTH_STEPS and second > first * (1 + GROWTH) and third > second * (1 + GROWTH):
+            slope = (value[-1] - value[0]) / steps * 1000
             sentence = (
                 f"Memory grows on rank {counter.rank}: {counter.name} from {bytes_text(first)} to {bytes_text(third)}, "
                 f"{bytes_text(slope)} every 1,000 steps."

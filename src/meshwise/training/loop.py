@@ -20,6 +20,7 @@ from meshwise.recovery.weights import save_weights
 from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.units import bytes_text
 from meshwise.timeline.record import Recorder
+from meshwise.training.block_spans import record_blocks
 from meshwise.training.evaluate import evaluate
 from meshwise.training.job import Job
 from meshwise.training.journal import Journal, Tell
@@ -110,6 +111,7 @@ def _prepare(
     train, test = _data(job, job.data(), "training set"), _data(job, job.test(), "test set") if job.test else None
     torch.manual_seed(job.seed)
     applied = apply(job.model(), plan, world)
+    record_blocks(applied.model)
     optimizer = job.optimizer(applied.model.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     state = RunState(applied.model, optimizer, scheduler, loss_scaler(world.device, plan.precision), job.seed)

@@ -33,6 +33,7 @@ from meshwise.records.atomic import write_with
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.training.block_spans import record_blocks
 from meshwise.training.order import Share
 from meshwise.training.own_loader import Plain, read_plan
 from meshwise.training.own_spans import OwnSpans
@@ -101,6 +102,8 @@ def _record(world: World) -> None:
 
 def _distribute_models(models: list[nn.Module], world: World) -> None:
     _own.models.extend(models)
+    for model in models:
+        record_blocks(model)
     if world.size == 1:
         return
     _own.applied = apply(_own.models, Plan(data=world.size), world, metered=True)

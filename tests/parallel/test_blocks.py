@@ -1,0 +1,35 @@
+"""Blocks are found from the module tree alone."""
+
+from torch import nn
+
+from meshwise.jobs.registry import find_job
+from meshwise.parallel.blocks import blocks_of
+
+
+def test_the_entries_of_lists_are_blocks_and_what_stands_beside_them() -> None:
+    names = [name for name, _ in blocks_of(find_job("gpt:tiny").model())]
+    assert "blocks.0" in names and "blocks.1" in names and "embed" in names
+    assert not any(name.startswith("blocks.0.") for name in names)
+
+
+def test_lists_inside_other_modules_are_looked_into() -> None:
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+            self.norm = nn.LayerNorm(2)
+            self.drop = nn.Dropout()
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Body()
+            self.head = nn.Linear(2, 2)
+
+    names = [name for name, _ in blocks_of(Whole())]
+    assert names == ["body.layers.0", "body.layers.1", "body.layers.2", "body.norm", "head"]
+
+
+def test_a_sequence_and_a_plain_module() -> None:
+    assert [n for n, _ in blocks_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))] == ["0", "2"]
+    assert blocks_of(nn.Linear(2, 2)) == []
