@@ -64,9 +64,22 @@ def test_each_block_has_its_forward_and_its_backward_in_order(monkeypatch: pytes
     assert forward == sorted(forward) and all(a < b for a, b in forward)
     backward = [spans["backward", name][0] for name in reversed(names)]
     assert backward == sorted(backward)
+    assert [spans["backward", name][1] for name in reversed(names)] == [*backward[1:], spans["backward", "first"][1]]
     for kind in ("forward", "backward"):
         start, end = spans[kind, ""]
         assert all(start < spans[kind, name][0] < spans[kind, name][1] < end for name in names)
+
+
+def test_hooks_on_parameters_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BLOCKS, "1")
+    before = make_current(Recorder())
+    model = Model()
+    record_blocks(model)
+    for _ in range(3):
+        model(torch.ones(2, 4)).backward()
+    make_current(before)
+    hooks = [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()]
+    assert max(hooks) == 1
 
 
 @pytest.mark.parametrize("asked", ["", "0"])

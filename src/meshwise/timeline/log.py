@@ -18,7 +18,7 @@ from meshwise.timeline.pack import as_rows, pack
 from meshwise.timeline.record import WIDTH, Count, Recorder
 
 VERSION = 2
-EVERY = 0.5  # seconds between writes: what a killed worker loses at most
+EVERY = 1.0  # seconds between writes: what a killed worker loses at most
 MEMORY_EVERY = 1.0
 CLOCK_EVERY = 10.0
 FIRST_ROUNDS, ROUNDS = 32, 8

@@ -16,6 +16,7 @@ from meshwise.timeline.record import WIDTH
 
 Rows = NDArray[np.int64]
 """Shape (spans, WIDTH): code, start, end, step, bytes, collective."""
+Column = NDArray[np.int64]
 QUANTUM = 1000  # ns
 LEVEL = 1  # of deflate: higher ones save 5 % and take twice as long
 
@@ -26,7 +27,7 @@ def as_rows(flat: Sequence[int]) -> Rows:
 
 
 def pack(rows: Rows) -> str:
-    """The rows as text; `unpack` gives them back with times rounded down to QUANTUM."""
+    """The rows as text; `unpack` gives their columns back, with times rounded down to QUANTUM."""
     code, start, end, step, size, collective = rows.T
     start, end = start // QUANTUM, end // QUANTUM
     # A span begins about where the one before it ended; the others hardly change from span to span.
@@ -43,8 +44,11 @@ def pack(rows: Rows) -> str:
     return base64.b64encode(head + zlib.compress(b"".join(text for _, text in parts), LEVEL)).decode()
 
 
-def unpack(text: str, count: int) -> Rows:
-    """The inverse of `pack` for `count` rows. Raises ValueError when the text is damaged."""
+def unpack(text: str, count: int) -> tuple[Column, ...]:
+    """The columns of `count` packed rows: code, start, end, step, bytes, collective.
+
+    Raises ValueError when the text is damaged.
+    """
     raw = base64.b64decode(text, validate=True)
     widths = raw[:WIDTH]
     try:
@@ -61,8 +65,7 @@ def unpack(text: str, count: int) -> Rows:
     code, gap, long, step, size, collective = columns
     # start[i] = end[i-1] + gap[i] and end[i] = start[i] + long[i]
     end = np.cumsum(gap + long)
-    times = ((end - long) * QUANTUM, end * QUANTUM)
-    return np.stack([code, *times, np.cumsum(step), size, np.cumsum(collective)], axis=1)
+    return code, (end - long) * QUANTUM, end * QUANTUM, np.cumsum(step), size, np.cumsum(collective)
 
 
 def _steps(values: NDArray[np.int64], before: NDArray[np.int64] | None = None) -> NDArray[np.int64]:

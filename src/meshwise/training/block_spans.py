@@ -1,13 +1,14 @@
 """Spans of the model's blocks, forward and backward, where they are asked for with MESHWISE_BLOCKS or `--blocks`.
 
-The backward of a block goes from when the gradient of its output is there to when that of its input is, or, where no
-input needs one, those of its parameters. Hooks on tensors leave the graph as it is.
+The backward of a block begins with the node that made its output, and ends where the next block's begins; that of a
+block whose inputs need no gradient ends with the gradients of its parameters. The graph stays as it is.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,46 +23,64 @@ BLOCKS = "MESHWISE_BLOCKS"
 def record_blocks(model: nn.Module) -> None:
     """Record the spans of each block of `model` from now on, if the environment asks for it."""
     if os.environ.get(BLOCKS, "") not in ("", "0"):
+        backward = _Backward()
         for name, block in blocks_of(model):
-            _Block(name, block)
+            _Block(name, block, backward)
+
+
+@dataclass
+class _Backward:
+    """The block whose backward is under way, and since when."""
+
+    name: str = ""
+    began: Mark | None = None
+
+    def turn_to(self, name: str) -> None:
+        """What was under way ends, and `name` begins; an empty name begins nothing."""
+        recorder = current()
+        now = recorder.mark()
+        if self.began is not None:
+            recorder.add(recorder.code("backward", self.name, "blocks"), self.began, now)
+        self.name, self.began = name, now if name else None
 
 
 class _Block:
     """The hooks of one block."""
 
-    def __init__(self, name: str, block: nn.Module) -> None:
-        self._name = name
+    def __init__(self, name: str, block: nn.Module, backward: _Backward) -> None:
+        self._name, self._backward = name, backward
         self._began: list[Mark] = []
-        self._back: Mark | None = None
         self._parameters = [p for p in block.parameters() if p.requires_grad]
-        block.register_forward_pre_hook(lambda *_: self._began.append(current().mark()))
+        self._left = 0
+        self._is_first = False
+        block.register_forward_pre_hook(self._begins)
         block.register_forward_hook(self._ended, always_call=True)
 
-    def _ended(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if not self._began:
-            return
+    def _begins(self, block: nn.Module, inputs: Any) -> None:
+        self._began.append(current().mark())
+
+    def _ended(self, block: nn.Module, inputs: Any, output: Any) -> None:
         recorder = current()
         recorder.add(recorder.code("forward", self._name, "blocks"), self._began.pop(), recorder.mark())
         if not recorder.on or not torch.is_grad_enabled():
             return
-        gives = next((t for t in _tensors(output) if t.requires_grad and t.grad_fn is not None), None)
-        if gives is None:
+        node = next((t.grad_fn for t in _tensors(output) if t.grad_fn is not None), None)
+        if node is None:
             return
-        gives.register_hook(self._backward_begins)
-        takes = [t for t in _tensors(inputs) if t.requires_grad]
-        if takes:
-            takes[0].register_hook(self._backward_ends)
-        elif self._parameters:
-            torch.autograd.graph.register_multi_grad_hook(self._parameters, lambda _: self._backward_ends(None))
+        node.register_prehook(self._backward_begins)
+        if not self._is_first and not any(t.requires_grad for t in _tensors(inputs)):
+            self._is_first = True
+            for parameter in self._parameters:
+                parameter.register_post_accumulate_grad_hook(self._parameter_done)
 
-    def _backward_begins(self, gradient: Tensor) -> None:
-        self._back = current().mark()
+    def _backward_begins(self, gradients: Any) -> None:
+        self._left = len(self._parameters)
+        self._backward.turn_to(self._name)
 
-    def _backward_ends(self, gradient: Tensor | None) -> None:
-        if self._back is not None:
-            recorder = current()
-            recorder.add(recorder.code("backward", self._name, "blocks"), self._back, recorder.mark())
-            self._back = None
+    def _parameter_done(self, parameter: Tensor) -> None:
+        self._left -= 1
+        if self._left == 0 and self._backward.name == self._name:
+            self._backward.turn_to("")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

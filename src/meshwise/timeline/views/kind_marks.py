@@ -1,0 +1,68 @@
+"""How each kind of time looks in a terminal: a colour, and a mark that tells it apart where there are no colours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class KindMark:
+    """mark, plain: one character, the second for consoles that know ASCII alone. colour: of rich. word: in a legend."""
+
+    mark: str
+    plain: str
+    colour: str
+    word: str
+
+
+# Colours that people with weak red-green sight tell apart too (Okabe and Ito, https://jfly.uni-koeln.de/color/).
+MARKS: Mapping[str, KindMark] = {
+    "data": KindMark("d", "d", "#e69f00", "data"),
+    "transfer": KindMark("t", "t", "#f0e442", "transfer"),
+    "forward": KindMark("f", "f", "#56b4e9", "forward"),
+    "backward": KindMark("b", "b", "#3d8fd1", "backward"),
+    "communication": KindMark("═", "=", "#cc79a7", "communication"),
+    "waiting": KindMark("░", "~", "#ff5f00", "waiting"),
+    "optimizer": KindMark("o", "o", "#009e73", "optimizer"),
+    "evaluate": KindMark("e", "e", "#b0b0b0", "evaluate"),
+    "checkpoint": KindMark("s", "s", "#a6761d", "saving"),
+    "idle": KindMark("·", ".", "bright_black", "between phases"),
+}
+NOT_FILLED = ("waiting", "idle")
+# What a console without these characters gets instead, one for one, so that columns stay.
+ASCII = str.maketrans({"µ": "u", "·": "|", "±": "~", "…": ".", "×": "x", "╵": "|", "–": "-", "→": ">"})
+
+
+def mark_of(kind: str, ascii_only: bool) -> str:
+    """The one character of a kind."""
+    return MARKS[kind].plain if ascii_only else MARKS[kind].mark
+
+
+def style_of(kind: str, filled: bool = True) -> str:
+    """The style of a kind's mark: on its colour, or (waiting, nothing, thin rows) in it."""
+    colour = MARKS[kind].colour
+    return f"black on {colour}" if filled and kind not in NOT_FILLED else colour
+
+
+def legend(kinds: Iterable[str], width: int, ascii_only: bool) -> list[Text]:
+    """The marks of these kinds with their words, in the order of a step, in lines of at most `width` characters."""
+    present = set(kinds)
+    lines = [Text(no_wrap=True)]
+    for kind, mark in MARKS.items():
+        if kind not in present:
+            continue
+        if lines[-1].plain and cell_len(lines[-1].plain) + len(mark.word) + 4 > width:
+            lines.append(Text(no_wrap=True))
+        if lines[-1].plain:
+            lines[-1].append("  ")
+        lines[-1].append(mark_of(kind, ascii_only), style_of(kind)).append(f" {mark.word}", "dim")
+    return lines if lines[0].plain else []
+
+
+def fitting(text: str, ascii_only: bool) -> str:
+    """`text` in characters that the console can show."""
+    return text.translate(ASCII).encode("ascii", "replace").decode() if ascii_only else text
