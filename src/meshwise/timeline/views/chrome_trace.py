@@ -4,7 +4,8 @@ A rank is a process, a lane is a thread. What overlaps on a lane, such as bucket
 own, since slices of one thread may only nest. The format: "Trace Event Format", Google, 2016.
 
 Read by Perfetto, a time is `int(number * 1000)`; where that would miss by a nanosecond, three tenths of one are added:
-slices that touch would cross. It reads neither \\u escapes in all its versions, nor `displayTimeUnit` as it is meant: both are left out.
+slices that touch would cross. Not all its versions read \\u escapes, or `displayTimeUnit` as it is meant: both are left
+out.
 """
 
 from __future__ import annotations
