@@ -30,7 +30,7 @@ MARKS: Mapping[str, KindMark] = {
     "optimizer": KindMark("o", "o", "#009e73", "optimizer"),
     "evaluate": KindMark("e", "e", "#b0b0b0", "evaluate"),
     "checkpoint": KindMark("s", "s", "#a6761d", "saving"),
-    "idle": KindMark("·", ".", "bright_black", "between phases"),
+    "idle": KindMark("·", ".", "bright_black", "idle"),
 }
 NOT_FILLED = ("waiting", "idle")
 # What a console without these characters gets instead, one for one, so that columns stay.

@@ -5,7 +5,7 @@ Of more devices than MOST_ROWS it shows the least, the median and the most of ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -14,12 +14,13 @@ from rich.text import Text
 
 from meshwise.spec.units import bytes_text, count_text, seconds_text
 from meshwise.timeline.report import RankReport, Report
-from meshwise.timeline.views.kind_marks import MARKS, mark_of, style_of
+from meshwise.timeline.views.kind_marks import MARKS, fitting, mark_of, style_of
 
 MOST_ROWS = 8
 MOST_OUTLIERS = 4
 LEAST_BAR, MOST_BAR = 10, 60
 OF_STEP = tuple(kind for kind in MARKS if kind not in ("evaluate", "checkpoint"))
+MEMORY = ("allocated", "resident")
 COMPUTING = ("forward", "backward", "optimizer")
 # Columns that are left out first where the table is too wide. The first two never are.
 LESS_NEEDED = ("last", "cost", "memory", "wait", "comm", "compute")
@@ -40,7 +41,7 @@ def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
         return []
     rows = _rows(report)
     titles = [title for title in rows[0].cells if any(row.cells[title] for row in rows)]
-    name = max(cell_len(row.name) for row in rows)
+    name = max(4, *(cell_len(row.name) for row in rows))
     for drop in (None, *LESS_NEEDED):
         titles = [title for title in titles if title != drop]
         wide = {title: max([len(title), *(cell_len(row.cells[title]) for row in rows)]) for title in titles}
@@ -82,22 +83,29 @@ def bar_text(seconds: Mapping[str, float], width: int, ascii_only: bool) -> Text
 
 def _rows(report: Report) -> list[Row]:
     if len(report.ranks) <= MOST_ROWS:
-        devices = len({rank.device for rank in report.ranks}) > 1 or len(report.ranks) == 1
-        names = [f"{rank.rank} {rank.device}" if devices else str(rank.rank) for rank in report.ranks]
-        return [Row(name, rank.seconds, _cells(rank)) for name, rank in zip(names, report.ranks, strict=True)]
+        return [Row(_name(rank, report), rank.seconds, _cells(rank)) for rank in report.ranks]
     rows = [_picked(name, report, pick) for name, pick in (("min", min), ("median", median), ("max", max))]
-    return rows + [Row(f"{rank.rank} {rank.device}".strip(), rank.seconds, _cells(rank)) for rank in outliers(report)]
+    return rows + [Row(_name(rank, report), rank.seconds, _cells(rank)) for rank in outliers(report)]
+
+
+def _name(rank: RankReport, report: Report) -> str:
+    """The rank, with its host and device where those differ between ranks."""
+    hosts, devices = {r.host for r in report.ranks}, {r.device for r in report.ranks}
+    parts = [str(rank.rank), rank.host if len(hosts) > 1 else "", rank.device if len(devices) > 1 else ""]
+    return " ".join(part for part in parts if part)
 
 
 def outliers(report: Report) -> list[RankReport]:
     """The ranks to name of many: those of findings, then those that cost most and those with most memory, where that
     is half more than the median."""
     named = [finding.rank for finding in report.findings if finding.rank is not None]
-    for of_rank in (lambda rank: rank.late_seconds, _peak, lambda rank: -shares_of(rank.seconds).get("forward", 0.0)):
-        value = {rank.rank: of_rank(rank) for rank in report.ranks}
+    for value in (
+        {rank.rank: rank.late_seconds for rank in report.ranks},
+        {rank.rank: peak_bytes(rank) for rank in report.ranks},
+    ):
         usual = median(value.values())
         most = max(value, key=lambda rank: value[rank])
-        if value[most] - usual > abs(usual) / 2:
+        if value[most] > 1.5 * usual:
             named.append(most)
     by_rank = {rank.rank: rank for rank in report.ranks}
     return [by_rank[rank] for rank in dict.fromkeys(named) if rank in by_rank][:MOST_OUTLIERS]
@@ -113,7 +121,7 @@ def _numbers(rank: RankReport) -> dict[str, float | None]:
         "wait": shares.get("waiting"),
         "last": float(rank.last_times) if met else None,
         "cost": rank.late_seconds if met else None,
-        "memory": _peak(rank) or None,
+        "memory": peak_bytes(rank) or None,
     }
 
 
@@ -137,7 +145,7 @@ def _cell(title: str, value: float | None) -> str:
         return seconds_text(value)
     if title == "memory":
         return bytes_text(value)
-    return count_text(value) if title == "last" else percent(value)
+    return f"{count_text(value)}×" if title == "last" else percent(value)
 
 
 def percent(share: float) -> str:
@@ -145,14 +153,12 @@ def percent(share: float) -> str:
     return "<1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"
 
 
-def _peak(rank: RankReport) -> float:
-    """The most memory by any counter of it."""
-    return max(rank.memory.values(), default=0.0)
+def peak_bytes(rank: RankReport) -> float:
+    """The most memory of the device, or of the process where that is all that is known; 0 unknown."""
+    return next((rank.memory[name] for name in MEMORY if name in rank.memory), max(rank.memory.values(), default=0.0))
 
 
-def _lines(
-    rows: Sequence[Row], name: int, wide: Mapping[str, int], gap: str, bar: int, ascii_only: bool
-) -> list[Text]:
+def _lines(rows: Sequence[Row], name: int, wide: Mapping[str, int], gap: str, bar: int, ascii_only: bool) -> list[Text]:
     bar = bar if bar >= LEAST_BAR else 0
     first = [title for title in wide if title == "step"]
     rest = [title for title in wide if title != "step"]
@@ -162,11 +168,11 @@ def _lines(
     for row in rows:
         line = Text(row.name + " " * (name - cell_len(row.name)), no_wrap=True)
         for title in first:
-            line.append(gap + row.cells[title].rjust(wide[title]))
+            line.append(gap + fitting(row.cells[title], ascii_only).rjust(wide[title]))
         if bar:
             line.append(gap).append_text(bar_text(row.seconds or {}, bar, ascii_only))
         for title in rest:
-            line.append(gap + row.cells[title].rjust(wide[title]))
+            line.append(gap + fitting(row.cells[title], ascii_only).rjust(wide[title]))
         line.rstrip()
         lines.append(line)
     return lines

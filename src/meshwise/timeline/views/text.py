@@ -1,0 +1,176 @@
+"""A run's report on one screen of a terminal: the verdict first, then what it rests on.
+
+What does not fit on the screen is left out from the least important on; in a file or a pipe nothing is. No number is
+ever cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.text import Text
+
+from meshwise.spec.units import count_text, seconds_text
+from meshwise.timeline.live import rate_text
+from meshwise.timeline.report import Part, Report
+from meshwise.timeline.views.gantt_text import gantt_text, step_nearest
+from meshwise.timeline.views.kind_marks import fitting, legend
+from meshwise.timeline.views.rank_table import OF_STEP, outliers, percent, rank_table, whole_parts
+
+STATUS_STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "bold red"}
+MOST_MISSING = 3
+LEAST_NEEDED = ("clocks", "marks", "advice")
+"""What is left out, in this order, where the screen is too low."""
+APART = ("table", "gantt", "goodput")
+FEWEST_GANTT_ROWS = 2
+MOST_GANTT_RANKS = 16
+UNIT = re.compile(r"(?<=\d) (?=(?:%|µs|ms|s|min|h|B|[KMGTP]iB)(?![^\W_]))")
+GLUE = "\ue000"  # stands for a space at which a line must not end
+
+
+def report_text(report: Report, width: int | None = None, height: int | None = None) -> RenderableType:
+    """The report, at most `width` characters wide (None: as wide as the console) and, where `height` is given or it is
+    printed on a terminal, if possible no higher than that leaves room for a prompt."""
+    return _ReportText(report, width, height)
+
+
+@dataclass(frozen=True)
+class _ReportText:
+    """Drawn when it is printed: only the console knows how large it is, and whether it can show blocks."""
+
+    report: Report
+    width: int | None
+    height: int | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(self.width or options.max_width, options.max_width)
+        height = self.height or (console.size.height - 1 if console.is_terminal else None)
+        lines = report_lines(self.report, width, height, ascii_only=options.ascii_only, console=console)
+        yield from lines
+
+
+def report_lines(report: Report, width: int, height: int | None, *, ascii_only: bool, console: Console) -> list[Text]:
+    """The lines of the report, each at most `width` characters; at most `height` of them where that can be."""
+
+    def wrapped(*texts: Text) -> list[Text]:
+        return [line for text in texts for line in wrap(text, width, console)]
+
+    table = rank_table(report, width, ascii_only)
+    kinds = [kind for kind in OF_STEP if report.kinds.get(kind, 0.0) > 0]
+    parts = {
+        "head": [_title(report, width), *wrapped(Text(report.verdict, "bold"))],
+        "table": table,
+        "gantt": [],
+        "marks": legend(kinds, width, ascii_only) if table else [],
+        "goodput": wrapped(*_goodput(report)),
+        "missing": wrapped(*_missing(report)),
+        "advice": wrapped(*_advice(report)),
+        "clocks": [_clocks(report)] if len(report.clocks) > 1 else [],
+    }
+    for less in LEAST_NEEDED:
+        if height is not None and sum(map(len, parts.values())) > height:
+            parts[less] = []
+    room = None if height is None else height - sum(map(len, parts.values()))
+    parts["gantt"] = _gantt(report, width, room, ascii_only)
+    lines = _spaced(parts, None if room is None else room - len(parts["gantt"]))
+    for line in lines:
+        line.no_wrap, line.overflow = True, "crop"
+        line.plain = fitting(line.plain, ascii_only)
+    return lines
+
+
+def wrap(text: Text, width: int, console: Console) -> list[Text]:
+    """The text in lines of at most `width` characters, none of which parts a number from its unit."""
+    text = text.copy()
+    text.plain = UNIT.sub(GLUE, text.plain)
+    lines = list(text.wrap(console, width))
+    for line in lines:
+        line.plain = line.plain.replace(GLUE, " ")
+        line.rstrip()
+    return lines
+
+
+def _spaced(parts: Mapping[str, list[Text]], room: int | None) -> list[Text]:
+    """The parts below each other, with an empty line before each of APART as long as there is room for one."""
+    lines: list[Text] = []
+    for name, part in parts.items():
+        apart = name in APART or (name == "marks" and not parts["gantt"] and not parts["table"])
+        if part and lines and apart and (room is None or room > 0):
+            lines.append(Text())
+            room = None if room is None else room - 1
+        lines += part
+    return lines
+
+
+def _title(report: Report, width: int) -> Text:
+    """What run, and how far it came: `mnist-mlp finished · 938 steps of 2.7 ms · 13.3 s · 16,422 samples/s`."""
+    facts = []
+    if report.steps:
+        facts.append(
+            f"{count_text(report.steps)} step{'s' if report.steps > 1 else ''} of {seconds_text(report.step_seconds)}"
+        )
+    if report.samples_per_second is not None:
+        facts.append(f"{rate_text(report.samples_per_second)} samples/s")
+    facts.append(f"{seconds_text(report.wall_seconds)} in all")
+    source = "" if report.source == "measured" else f"{report.source} "
+    rest = "".join(f" · {fact}" for fact in facts)
+    room = width - len(f" {source}{report.status}{rest}")
+    title = report.title if len(report.title) <= room else "…" + report.title[len(report.title) - max(room - 1, 8) :]
+    text = Text(title, "bold").append(" ").append(source)
+    return text.append(report.status, STATUS_STYLES.get(report.status, "")).append(rest, "not bold")
+
+
+def _goodput(report: Report) -> list[Text]:
+    """Where the wall time went, in whole percents that add up to 100, and what the waiting was for."""
+    waits = sorted((part for part in report.waiting if part.share >= 0.005), key=lambda part: -part.seconds)
+    of_waiting = ", ".join(f"{part.name} {percent(part.share)}" for part in waits)
+    facts = [
+        f"{share} % {name}" + (f" ({of_waiting})" if name == "waiting" and of_waiting else "")
+        for name, share in _percents(report.goodput)
+    ]
+    return [Text("goodput  " + " · ".join(facts))] if facts else []
+
+
+def _percents(parts: Sequence[Part]) -> list[tuple[str, int]]:
+    """The first part, then the others from the largest on, as percents that add up to 100; those of 0 are left out."""
+    shares = dict(zip([part.name for part in parts], whole_parts([part.share for part in parts], 100), strict=True))
+    first, *others = [*shares] or [""]
+    names = [first, *sorted(others, key=lambda name: -shares[name])]
+    return [(name, shares[name]) for name in names if shares.get(name)]
+
+
+def _missing(report: Report) -> list[Text]:
+    more = len(report.missing) - MOST_MISSING
+    lines = [Text(f"missing  {sentence}", "yellow") for sentence in report.missing[:MOST_MISSING]]
+    return [*lines, Text(f"missing  and {more} more of that kind", "yellow")] if more > 0 else lines
+
+
+def _advice(report: Report) -> list[Text]:
+    return [Text("try      ", "green").append(f.advice, "default") for f in report.findings[:1] if f.advice]
+
+
+def _clocks(report: Report) -> Text:
+    return Text(f"clocks   times of different ranks agree to ±{seconds_text(report.error_seconds)}", "dim")
+
+
+def _gantt(report: Report, width: int, room: int | None, ascii_only: bool) -> list[Text]:
+    """One step of usual length, of as many ranks as there is room for; those that stand out come first."""
+    view = report.views[0] if report.views else None
+    step = step_nearest(view, report.step_seconds) if view else None
+    if view is None or step is None:
+        return []
+    ranks = [rank.rank for rank in report.ranks]
+    named = [*dict.fromkeys([*(rank.rank for rank in outliers(report)), *ranks])]
+    for many, beside in [(len(ranks), True), *((n, False) for n in range(len(ranks), 0, -1))]:
+        if many > MOST_GANTT_RANKS or many < min(FEWEST_GANTT_ROWS, len(ranks)):
+            continue
+        shown = sorted(named[:many])
+        some = f", {many} of {len(ranks)} ranks" if many < len(ranks) else ""
+        lines = gantt_text(view, shown, width, step=step, ascii_only=ascii_only, beside=beside, with_legend=False)
+        spare = 1 + len(APART) if beside else 1  # rows that say less come after empty lines that order the rest
+        if lines and (room is None or len(lines) + spare <= room):
+            return [Text(f"step {step}, a usual one{some}", "dim"), *lines]
+    return []
