@@ -1,0 +1,114 @@
+"""A step as a Mermaid Gantt chart, for a README, an issue or a notebook.
+
+Mermaid knows whole milliseconds only. A step of less than a tenth of a second is written in µs as if they were ms, and
+its axis counts them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshwise.spec.errors import UsageError
+from meshwise.spec.units import count_text, seconds_text
+from meshwise.timeline.report import Bar, RankReport, Report, View
+
+MOST_BARS = 60
+IN_MICROSECONDS = 0.1  # s: what is shorter
+TAGS = {"waiting": "crit, ", "communication": "active, "}
+PLAIN = re.compile(r"[^\w .,/+*=()·±-]")
+"""What is written as a character's number: `:`, `;`, `#` and others mean something to Mermaid."""
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """How seconds are written: so many a second, and the axis for them."""
+
+    per_second: float
+    axis: str
+    unit: str
+
+
+def mermaid_gantt(report: Report, view: View | None = None) -> str:
+    """The Gantt chart of a view; by default of one step in the middle of the typical view, or of the view asked for.
+
+    Of more than MOST_BARS bars the longest are drawn. Raises UsageError when the run has no steps.
+    """
+    if view is None:
+        view = _default(report)
+    bars = _waiting_apart(view.bars)
+    origin = min((bar.start for bar in bars), default=0.0)
+    scale = _scale(max((bar.start + bar.seconds for bar in bars), default=0.0) - origin)
+    drawn = _longest(bars)
+    first, last = view.first_step, view.last_step
+    steps = f"step {count_text(first)}" if first == last else f"steps {count_text(first)} to {count_text(last)}"
+    predicted = "" if report.source == "measured" else f", {report.source}"
+    lines = [
+        "gantt",
+        f"    title {_escaped(f'{report.title}, {steps}{predicted} ({scale.unit})')}",
+        "    dateFormat x",
+        f"    axisFormat {scale.axis}",
+        "    todayMarker off",
+        "    %% crit: waits for another rank. active: communicates.",
+    ]
+    if len(drawn) < len(bars):
+        left_out = len(bars) - len(drawn)
+        lines.append(f"    %% {count_text(left_out)} shorter bar{'s' if left_out > 1 else ''} left out.")
+    for rank in sorted({bar.rank for bar in drawn}):
+        lines.append(f"    section {_escaped(_rank_name(rank, report.ranks))}")
+        lines += [_task(bar, origin, scale) for bar in drawn if bar.rank == rank]
+    return "\n".join(lines) + "\n"
+
+
+def _default(report: Report) -> View:
+    views = {view.name: view for view in report.views}
+    if "chosen" in views:
+        return views["chosen"]
+    if not views:
+        raise UsageError("this run has no steps to draw: it ended before its first, or it was not recorded.")
+    view = views.get("typical", report.views[0])
+    step = (view.first_step + view.last_step) // 2
+    bars = [bar for bar in view.bars if bar.step == step]
+    return replace(view, first_step=step, last_step=step, bars=bars) if bars else view
+
+
+def _waiting_apart(bars: Sequence[Bar]) -> list[Bar]:
+    """Each collective from where its found waiting ends: in a Gantt chart bars do not lie upon each other."""
+    waits = {(bar.rank, bar.lane, bar.collective, bar.start): bar.seconds for bar in bars if bar.found}
+    apart = []
+    for bar in bars:
+        wait = waits.get((bar.rank, bar.lane, bar.collective, bar.start), 0.0)
+        if wait and bar.kind == "communication":
+            bar = replace(bar, start=bar.start + wait, seconds=max(bar.seconds - wait, 0.0))
+        apart.append(bar)
+    return apart
+
+
+def _longest(bars: Sequence[Bar]) -> list[Bar]:
+    """At most MOST_BARS, in the order in which they begin."""
+    longest = sorted(bars, key=lambda bar: -bar.seconds)[:MOST_BARS]
+    return sorted(longest, key=lambda bar: (bar.rank, bar.start, -bar.seconds))
+
+
+def _scale(seconds: float) -> _Scale:
+    if seconds < IN_MICROSECONDS:
+        return _Scale(1e6, "%Q", "axis in µs")
+    return _Scale(1e3, "%S.%L", "axis in s") if seconds < 60 else _Scale(1e3, "%M:%S", "axis in min:s")
+
+
+def _rank_name(rank: int, ranks: Sequence[RankReport]) -> str:
+    return next((f"rank {rank} · {known.device}" for known in ranks if known.rank == rank), f"rank {rank}")
+
+
+def _task(bar: Bar, origin: float, scale: _Scale) -> str:
+    start = round((bar.start - origin) * scale.per_second)
+    end = max(round((bar.start + bar.seconds - origin) * scale.per_second), start + 1)
+    text = _escaped(f"{bar.kind} {bar.name}".strip() + f", {seconds_text(bar.seconds)}")
+    return f"    {text} :{TAGS.get(bar.kind, '')}{start}, {end}"
+
+
+def _escaped(text: str) -> str:
+    """Text in one line, with `#58;` for a colon, as Mermaid reads it."""
+    line = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", " ", text).split())
+    return PLAIN.sub(lambda found: f"#{ord(found[0])};", line)
