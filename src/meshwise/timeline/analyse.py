@@ -9,7 +9,7 @@ import numpy as np
 from meshwise.spec.errors import UsageError
 from meshwise.timeline.account import Whole
 from meshwise.timeline.arrivals import ABSENT
-from meshwise.timeline.book import HIDDEN, Book, book_of, spans_of_session
+from meshwise.timeline.book import HIDDEN, OF_STEP, Book, book_of, spans_of_session
 from meshwise.timeline.findings import findings_of, verdict_of
 from meshwise.timeline.goodput import goodput_of, late_seconds
 from meshwise.timeline.report import (
@@ -44,7 +44,7 @@ def report_of(timeline: Timeline, folder: str = "", steps: tuple[int, int] | Non
     error = max((clock.error for clock in timeline.clocks), default=0.0) / 1e9
     findings = findings_of(book, error, goodput, collectives, timeline.counters)
     seconds = book.step_seconds()[book.trained]
-    kinds = book.kind_seconds()[book.trained].sum(axis=0) if len(seconds) else np.zeros(len(KINDS))
+    kinds = book.kind_seconds()[book.counted].sum(axis=0)
     status = timeline.sessions[-1].status if timeline.sessions else str(timeline.facts.get("status", "unknown"))
     return Report(
         title=str(timeline.facts.get("job", folder)),
@@ -94,21 +94,17 @@ def _ranks(timeline: Timeline, book: Book) -> list[RankReport]:
     column = {rank: at for at, rank in enumerate(book.ranks.tolist())}
     reports = []
     for facts in timeline.ranks:
-        if facts.rank in column:
-            seconds = book.seconds[book.trained, column[facts.rank]]
-            present = book.present[book.trained, column[facts.rank]]
-        else:
-            seconds, present = np.zeros((0, HIDDEN + 1)), np.zeros(0, bool)
-        total = seconds.sum(axis=0)
-        aside = seconds[:, [KIND["evaluate"], KIND["checkpoint"]]].sum(axis=1)
-        steps = (seconds[:, : len(KINDS)].sum(axis=1) - aside)[present]
+        at = column.get(facts.rank)
+        total = np.zeros(HIDDEN + 1) if at is None else book.seconds[book.counted, at].sum(axis=0)
+        done = book.trained & book.present[:, at] if at is not None else np.zeros(len(book.step), bool)
+        steps = book.seconds[done, at][:, OF_STEP].sum(axis=1) if at is not None else np.empty(0)
         memory, by_phase = _memory(timeline, facts.rank)
         reports.append(
             RankReport(
                 rank=facts.rank,
                 device=facts.device,
                 host=facts.host,
-                steps=int(present.sum()),
+                steps=len(steps),
                 seconds={kind: float(total[code]) for code, kind in enumerate(KINDS)},
                 hidden_seconds=float(total[HIDDEN]),
                 step_seconds=float(np.median(steps)) if len(steps) else 0.0,

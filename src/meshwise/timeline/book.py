@@ -39,9 +39,14 @@ class Book:
     meetings: Meetings
 
     @property
-    def trained(self) -> NDArray[np.bool_]:
-        """The steps that count: begun, and not done again later."""
+    def counted(self) -> NDArray[np.bool_]:
+        """What counts: all after a session's start that was not done again later."""
         return (self.step > 0) & ~self.lost
+
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        """Of it the steps, which have a backward; an evaluation behind the last step is none."""
+        return self.counted & (self.seconds[:, :, KIND["backward"]] > 0).any(axis=1)
 
     @property
     def steady(self) -> NDArray[np.bool_]:

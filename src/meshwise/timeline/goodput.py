@@ -31,7 +31,7 @@ WAITING = {
 def goodput_of(timeline: Timeline, book: Book) -> tuple[float, list[Part], list[Part]]:
     """Wall seconds, their parts, and the parts of the waiting."""
     wall = sum(session.ended - session.began for session in timeline.sessions) / 1e9
-    counted = book.seconds[book.trained][:, :, :OUTSIDE].sum(axis=0)  # (ranks, kinds)
+    counted = book.seconds[book.counted][:, :, :OUTSIDE].sum(axis=0)  # (ranks, kinds)
     ranks = max(len(book.ranks), 1)
     of_kind = counted.sum(axis=0) / ranks
     waiting = {name: float(of_kind[code]) for name, code in WAITING.items()}

@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from torch.utils.data import DataLoader
 
 from meshwise.compat.reducer import default_store
 from meshwise.parallel.apply import Applied, apply
+from meshwise.records import folder as names
 from meshwise.records.atomic import write_with
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
@@ -93,11 +95,18 @@ def distribute(*objects: Any, streams: str = "whole") -> Any:
 
 
 def _record(world: World) -> None:
-    """Begin the records of this rank, where the run has a folder."""
-    folder = os.environ.get(RUN_FOLDER)
-    if _own.recording is None and folder is not None:
-        _own.recording = Recording(world, Path(folder), say)
-        atexit.register(_own.recording.close)
+    """Begin the records of this rank, where the run has a folder: our launcher names one, others may (MESHWISE_RUN)."""
+    named = os.environ.get(RUN_FOLDER)
+    if _own.recording is not None or named is None:
+        return
+    folder = Path(named)
+    if world.rank == 0 and not (folder / names.RUN).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        facts = {"devices": [world.kind] * world.size, "versions": {"torch": torch.__version__}}
+        names.begin_session(folder, time.time(), job=sys.argv[0], **facts)
+        atexit.register(names.end_session, folder, "finished")
+    _own.recording = Recording(world, folder, say)
+    atexit.register(_own.recording.close)
 
 
 def _distribute_models(models: list[nn.Module], world: World) -> None:
