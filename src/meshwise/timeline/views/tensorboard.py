@@ -1,0 +1,92 @@
+"""The report's series as TensorBoard events, to lie beside those of other runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwise.spec.errors import UsageError
+from meshwise.timeline.analyse import NOT_MEMORY
+from meshwise.timeline.report import Report, Series
+from meshwise.timeline.timeline import Counter, Timeline
+
+Scalar = tuple[str, float, int, float]
+"""Tag, value, step, seconds since the run began."""
+MOST_LOSSES = 5000
+
+
+def write_tensorboard(timeline: Timeline, report: Report, folder: Path) -> int:
+    """Write the scalars of a run to a new file of events in `folder`; returns how many. Each has the run's own time.
+
+    step/seconds, step/forward ...     seconds of a step, and of its parts, mean over ranks
+    train/loss                         of the lowest rank that told one, at most MOST_LOSSES of its steps
+    memory/allocated/rank 0 ...        bytes
+    goodput/useful ...                 shares of the wall time, at the last step
+    throughput/samples_per_second      of the run, at the last step
+
+    What is not a finite number is left out. Raises UsageError where tensorboard is not installed.
+    """
+    writer = _writer(folder)
+    began = _began(timeline)
+    count = 0
+    try:
+        for tag, value, step, time in _scalars(timeline, report):
+            if math.isfinite(value):
+                writer.add_scalar(tag, value, step, walltime=began + time)
+                count += 1
+    finally:
+        writer.close()
+    return count
+
+
+def _writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UsageError("TensorBoard's events need tensorboard: pip install 'meshwise[tensorboard]'") from None
+    return SummaryWriter(str(folder))
+
+
+def _began(timeline: Timeline) -> float:
+    """When the run began, in seconds since 1970; 0 where nobody said so, as in a prediction."""
+    sessions = timeline.facts.get("sessions") or [{}]
+    began = sessions[0].get("began")
+    return float(began) if isinstance(began, int | float) else 0.0
+
+
+def _scalars(timeline: Timeline, report: Report) -> Iterator[Scalar]:
+    series = report.series
+    yield from _over_steps("step/seconds", series.seconds, series)
+    for kind, seconds in series.kinds.items():
+        yield from _over_steps(f"step/{kind}", seconds, series)
+    counters = {(counter.rank, counter.name): counter for counter in timeline.counters}
+    yield from _loss(timeline.counters)
+    for thinned in report.counters:
+        if thinned.name not in NOT_MEMORY:
+            whole = counters[thinned.rank, thinned.name]
+            steps = whole.step[np.searchsorted(whole.time / 1e9, thinned.time)].tolist()
+            for time, value, step in zip(thinned.time, thinned.value, steps, strict=True):
+                yield f"memory/{thinned.name}/rank {thinned.rank}", value, step, time
+    last = int(timeline.spans["step"].max(initial=0))
+    for part in report.goodput:
+        yield f"goodput/{part.name}", part.share, last, report.wall_seconds
+    if report.samples_per_second is not None:
+        yield "throughput/samples_per_second", report.samples_per_second, last, report.wall_seconds
+
+
+def _over_steps(tag: str, values: Sequence[float], series: Series) -> Iterator[Scalar]:
+    for value, step, time in zip(values, series.step, series.time, strict=True):
+        yield tag, value, step, time
+
+
+def _loss(counters: Sequence[Counter]) -> Iterator[Scalar]:
+    counter = next((counter for counter in counters if counter.name == "loss"), None)
+    if counter is not None:
+        some = np.unique(np.linspace(0, len(counter.value) - 1, min(MOST_LOSSES, len(counter.value))).astype(np.int64))
+        facts = (counter.value[some].tolist(), counter.step[some].tolist(), (counter.time[some] / 1e9).tolist())
+        for value, step, time in zip(*facts, strict=True):
+            yield "train/loss", value, step, time
