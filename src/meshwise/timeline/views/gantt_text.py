@@ -100,12 +100,12 @@ def column_kinds(pieces: Sequence[Piece], start: float, seconds: float, columns:
 
     Of kinds with equal time the one that a step comes to first.
     """
-    share = [dict.fromkeys(KINDS, 0.0) for _ in range(columns)]
-    scale = columns / seconds
+    share = [dict.fromkeys(KINDS, 0) for _ in range(columns)]
+    whole = max(round(seconds * 1e9), 1)  # ns, and whole: what ends where a column begins is not in it
     for piece in pieces:
-        first, last = (piece.start - start) * scale, (piece.end - start) * scale
-        for column in range(max(0, math.floor(first)), min(columns, math.ceil(last))):
-            share[column][piece.kind] += min(last, column + 1) - max(first, column)
+        first, last = (round((time - start) * 1e9) * columns for time in (piece.start, piece.end))
+        for column in range(max(0, first // whole), min(columns, -(-last // whole))):
+            share[column][piece.kind] += min(last, (column + 1) * whole) - max(first, column * whole)
     best = [max(KINDS, key=lambda kind: of_kind[kind]) for of_kind in share]
     return [kind if of_kind[kind] > 0 else NOTHING for kind, of_kind in zip(best, share, strict=True)]
 
@@ -162,8 +162,8 @@ def _axis(label: int, columns: int, seconds: float, ascii_only: bool) -> Text:
     line = [" "] * columns
     at = 0
     while at * every <= seconds:
-        column = int(at * every / seconds * columns)
-        text = f"╵{at * every * 1e3:,.{digits}f}{' ms' if at == 0 else ''}" if at else "╵0 ms"
+        column = round(at * every * 1e9) * columns // max(round(seconds * 1e9), 1)
+        text = f"╵{at * every * 1e3:,.{digits}f}" if at else "╵0 ms"
         if column + len(text) > columns:
             break
         line[column : column + len(text)] = text

@@ -18,6 +18,7 @@ from meshwise.timeline.views.kind_marks import MARKS, fitting, mark_of, style_of
 
 MOST_ROWS = 8
 MOST_OUTLIERS = 4
+FOUND = "bold #ff5f00"
 LEAST_BAR, MOST_BAR = 10, 60
 OF_STEP = tuple(kind for kind in MARKS if kind not in ("evaluate", "checkpoint"))
 MEMORY = ("allocated", "resident")
@@ -28,11 +29,15 @@ LESS_NEEDED = ("last", "cost", "memory", "wait", "comm", "compute")
 
 @dataclass(frozen=True)
 class Row:
-    """One row: its name, the seconds by kind for its bar (none: no bar), and its cells by the column's title."""
+    """One row: its name, the seconds by kind for its bar (none: no bar), and its cells by the column's title.
+
+    found: a finding is about it.
+    """
 
     name: str
     seconds: Mapping[str, float] | None
     cells: Mapping[str, str]
+    found: bool = False
 
 
 def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
@@ -83,9 +88,14 @@ def bar_text(seconds: Mapping[str, float], width: int, ascii_only: bool) -> Text
 
 def _rows(report: Report) -> list[Row]:
     if len(report.ranks) <= MOST_ROWS:
-        return [Row(_name(rank, report), rank.seconds, _cells(rank)) for rank in report.ranks]
+        return [_row(rank, report) for rank in report.ranks]
     rows = [_picked(name, report, pick) for name, pick in (("min", min), ("median", median), ("max", max))]
-    return rows + [Row(_name(rank, report), rank.seconds, _cells(rank)) for rank in outliers(report)]
+    return rows + [_row(rank, report) for rank in outliers(report)]
+
+
+def _row(rank: RankReport, report: Report) -> Row:
+    found = any(finding.rank == rank.rank for finding in report.findings)
+    return Row(_name(rank, report), rank.seconds, _cells(rank), found)
 
 
 def _name(rank: RankReport, report: Report) -> str:
@@ -166,7 +176,8 @@ def _lines(rows: Sequence[Row], name: int, wide: Mapping[str, int], gap: str, ba
     head += (gap + "its step".ljust(bar) if bar else "") + "".join(gap + title.rjust(wide[title]) for title in rest)
     lines = [Text(head, style="dim", no_wrap=True)]
     for row in rows:
-        line = Text(row.name + " " * (name - cell_len(row.name)), no_wrap=True)
+        line = Text(no_wrap=True).append(row.name, FOUND if row.found else "")
+        line.append(" " * (name - cell_len(row.name)))
         for title in first:
             line.append(gap + fitting(row.cells[title], ascii_only).rjust(wide[title]))
         if bar:

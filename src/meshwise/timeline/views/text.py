@@ -61,14 +61,14 @@ def report_lines(report: Report, width: int, height: int | None, *, ascii_only: 
     table = rank_table(report, width, ascii_only)
     kinds = [kind for kind in OF_STEP if report.kinds.get(kind, 0.0) > 0]
     parts = {
-        "head": [_title(report, width), *wrapped(Text(report.verdict, "bold"))],
+        "head": wrapped(_title(report, width), Text(report.verdict, "bold")),
         "table": table,
         "gantt": [],
         "marks": legend(kinds, width, ascii_only) if table else [],
         "goodput": wrapped(*_goodput(report)),
         "missing": wrapped(*_missing(report)),
         "advice": wrapped(*_advice(report)),
-        "clocks": [_clocks(report)] if len(report.clocks) > 1 else [],
+        "clocks": wrapped(_clocks(report)) if len(report.clocks) > 1 else [],
     }
     for less in LEAST_NEEDED:
         if height is not None and sum(map(len, parts.values())) > height:
@@ -145,7 +145,7 @@ def _percents(parts: Sequence[Part]) -> list[tuple[str, int]]:
 def _missing(report: Report) -> list[Text]:
     more = len(report.missing) - MOST_MISSING
     lines = [Text(f"missing  {sentence}", "yellow") for sentence in report.missing[:MOST_MISSING]]
-    return [*lines, Text(f"missing  and {more} more of that kind", "yellow")] if more > 0 else lines
+    return [*lines, Text(f"missing  and {more} more", "yellow")] if more > 0 else lines
 
 
 def _advice(report: Report) -> list[Text]:
@@ -172,5 +172,5 @@ def _gantt(report: Report, width: int, room: int | None, ascii_only: bool) -> li
         lines = gantt_text(view, shown, width, step=step, ascii_only=ascii_only, beside=beside, with_legend=False)
         spare = 1 + len(APART) if beside else 1  # rows that say less come after empty lines that order the rest
         if lines and (room is None or len(lines) + spare <= room):
-            return [Text(f"step {step}, a usual one{some}", "dim"), *lines]
+            return [Text(f"step {step}, one of usual length{some}", "dim"), *lines]
     return []

@@ -1,0 +1,58 @@
+"""Reports to draw: of runs that were played from a schedule, and views made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+from meshwise.timeline.analyse import report_of
+from meshwise.timeline.report import Bar, Report, View
+from tests.timeline.schedules import Schedule, Works, delayed, even, jittered, played
+
+MANY_DEVICES = tuple(f"cuda:{rank}" for rank in range(64))
+
+
+def report_on(ranks: int, works: Works | None = None, seed: int = 0, **changes: Any) -> Report:
+    """A run of 40 steps on devices cuda:0 and on, whose last rank is late in its forward; `changes` to its fields."""
+    works = works or delayed(jittered(even(), seed), ranks - 1, "forward", 6.0)
+    report = report_of(played(Schedule(ranks=ranks), works), "runs/20261121-140502-gpt")
+    devices = [
+        dataclasses.replace(
+            rank,
+            device=MANY_DEVICES[rank.rank],
+            memory={"allocated": (61.2 + rank.rank / 10) * 2**30, "reserved": 70 * 2**30},
+        )
+        for rank in report.ranks
+    ]
+    facts = {"title": "gpt-125m", "ranks": devices, "samples_per_second": 12_345.6, "error_seconds": 19e-6}
+    return dataclasses.replace(report, **(facts | changes))
+
+
+def bar(rank: int, kind: str, start: float, seconds: float, lane: str = "main", step: int = 1, **more: Any) -> Bar:
+    """One bar of a view made by hand."""
+    facts: dict[str, Any] = {"name": "", "bytes": 0, "collective": -1} | more
+    return Bar(rank=rank, lane=lane, kind=kind, step=step, start=start, seconds=seconds, **facts)
+
+
+def view_of(*bars: Bar) -> View:
+    """A view of these bars, from 0."""
+    end = max((bar.start + bar.seconds for bar in bars), default=0.0)
+    return View("typical", 1, max((bar.step for bar in bars), default=1), 0.0, end, list(bars))
+
+
+def printed(what: RenderableType, width: int = 80, encoding: str = "utf-8", **options: Any) -> str:
+    """What a console of that width shows, without colours where `options` do not ask for them."""
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding)
+    Console(file=file, width=width, **({"force_terminal": False} | options)).print(what)
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def plain(text: str) -> str:
+    """Text without the codes of a terminal."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)

@@ -1,0 +1,200 @@
+"""One step as rows of characters: the rows of known steps, and every column against a count of its moments."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise.timeline.account import OUTSIDE
+from meshwise.timeline.analyse import report_of
+from meshwise.timeline.book import book_of
+from meshwise.timeline.report import Bar, View
+from meshwise.timeline.spans import KINDS
+from meshwise.timeline.views.gantt_text import Piece, column_kinds, gantt_text, owned_pieces, step_nearest, step_times
+from meshwise.timeline.views.kind_marks import MARKS
+from tests.timeline.schedules import Schedule, delayed, even, jittered, played
+from tests.timeline.views.reports import bar, printed, view_of
+
+MS = 1e-3
+
+
+def two_ranks() -> View:
+    """Rank 0 waits 8 ms in its backward for rank 1, which reads 8 ms longer."""
+    bars = [
+        bar(0, "data", 0, 4 * MS),
+        bar(0, "forward", 4 * MS, 10 * MS),
+        bar(0, "backward", 14 * MS, 22 * MS),
+        bar(0, "communication", 24 * MS, 12 * MS, "communication"),
+        bar(0, "waiting", 24 * MS, 8 * MS, "communication", found=True),
+        bar(0, "optimizer", 36 * MS, 4 * MS),
+        bar(1, "data", 0, 12 * MS),
+        bar(1, "forward", 12 * MS, 10 * MS),
+        bar(1, "backward", 22 * MS, 14 * MS),
+        bar(1, "communication", 32 * MS, 4 * MS, "communication"),
+        bar(1, "optimizer", 38 * MS, 2 * MS),
+    ]
+    return view_of(*bars)
+
+
+def rows(view: View, width: int, **options: bool) -> list[str]:
+    ranks = sorted({bar.rank for bar in view.bars})
+    return [line.plain for line in gantt_text(view, ranks, width, **options)]
+
+
+def test_the_rows_of_a_known_step() -> None:
+    assert rows(two_ranks(), 47) == [
+        "rank 0 ddddffffffffffbbbbbbbbbb░░░░░░░░════oooo",
+        "  comm                         ░░░░░░░░════",
+        "rank 1 ddddddddddddffffffffffbbbbbbbbbb════··oo",
+        "  comm                                 ════",
+        "       ╵0 ms               ╵20",
+        "d data  f forward  b backward  ═ communication",
+        "░ waiting  o optimizer  · idle",
+    ]
+
+
+def test_without_blocks_without_the_lanes_beside_and_without_legend() -> None:
+    assert rows(two_ranks(), 47, ascii_only=True, beside=False, with_legend=False) == [
+        "rank 0 ddddffffffffffbbbbbbbbbb~~~~~~~~====oooo",
+        "rank 1 ddddddddddddffffffffffbbbbbbbbbb====..oo",
+        "       |0 ms               |20",
+    ]
+
+
+def test_half_the_width_shows_the_same_step() -> None:
+    assert rows(two_ranks(), 27)[:4] == [
+        "rank 0 ddfffffbbbbb░░░░══oo",
+        "  comm             ░░░░══",
+        "rank 1 ddddddfffffbbbbb══·o",
+        "  comm                 ══",
+    ]
+
+
+def test_a_blocking_collective_lies_on_the_phase_in_which_it_was_called() -> None:
+    view = view_of(
+        bar(0, "evaluate", 0, 20 * MS),
+        bar(0, "communication", 10 * MS, 8 * MS),
+        bar(0, "waiting", 10 * MS, 6 * MS, found=True),
+    )
+    assert rows(view, 27)[0] == "rank 0 eeeeeeeeee░░░░░░══ee"
+
+
+def test_collectives_under_computing_are_seen_below_it_alone() -> None:
+    view = view_of(
+        bar(0, "backward", 0, 20 * MS),
+        bar(0, "communication", 4 * MS, 6 * MS, "communication"),
+        bar(0, "communication", 19 * MS, 1 * MS, "communication"),
+    )
+    assert rows(view, 27)[:2] == ["rank 0 " + "b" * 19 + "═", "  comm     ══════         ═"]
+
+
+def test_a_span_alone_in_its_column_is_seen_however_short() -> None:
+    view = view_of(bar(0, "forward", 0, 1 * MS), bar(0, "optimizer", 50 * MS, 1e-9), bar(0, "data", 99 * MS, 1 * MS))
+    assert rows(view, 107)[0] == "rank 0 f" + "·" * 49 + "o" + "·" * 48 + "d"
+
+
+def test_only_the_bars_of_the_step_are_drawn() -> None:
+    view = view_of(
+        bar(0, "forward", 0, 10 * MS), bar(0, "backward", 10 * MS, 10 * MS), bar(0, "data", 20 * MS, 30 * MS, step=2)
+    )
+    assert gantt_text(view, [0], 27, step=1)[0].plain == "rank 0 " + "f" * 10 + "b" * 10
+    assert gantt_text(view, [0], 27, step=2)[0].plain == "rank 0 " + "d" * 20
+    assert [times.step for times in step_times(view)] == [1, 2]
+    assert step_nearest(view, 0.028) == 2
+    assert step_nearest(view, 0.021) == 1
+
+
+@pytest.mark.parametrize("view", [view_of(), view_of(bar(0, "forward", 0.0, 0.0))])
+def test_nothing_gives_no_lines(view: View) -> None:
+    assert gantt_text(view, [0], 80) == []
+    assert gantt_text(two_ranks(), [0], 80, step=7) == []
+
+
+@pytest.mark.parametrize("seconds", [3e-6, 2.66e-3, 0.0412, 0.5, 7.0, 900.0])
+@pytest.mark.parametrize("width", [20, 80, 200])
+def test_ticks_stand_under_their_times(seconds: float, width: int) -> None:
+    axis = gantt_text(view_of(bar(0, "forward", 0.0, seconds)), [0], width, with_legend=False)[-1].plain
+    assert len(axis) <= width
+    columns = width - 7
+    for tick in axis.split("╵")[1:]:
+        at = float(tick.removesuffix(" ms").replace("ms", "").replace(",", "").strip()) / 1e3
+        assert axis[7 + int(at / seconds * columns + 1e-9)] == "╵"
+    assert axis.count("╵") >= (1 if width == 20 else 3)
+
+
+def test_every_kind_has_a_mark_and_a_colour_of_its_own() -> None:
+    assert [*MARKS] == [*KINDS]
+    for field in ("mark", "plain", "colour", "word"):
+        assert len({getattr(mark, field) for mark in MARKS.values()}) == len(MARKS)
+    assert all(mark.plain.isascii() and len(mark.mark) == len(mark.plain) == 1 for mark in MARKS.values())
+
+
+def test_on_a_terminal_rows_are_coloured_and_wait_in_another_way() -> None:
+    row = gantt_text(two_ranks(), [0], 47)[0]
+    shown = printed(row, force_terminal=True, color_system="truecolor")
+    assert "\x1b[30;48;2;86;180;233m" in shown  # forward: on its colour
+    assert "\x1b[38;2;255;95;0m░" in shown  # waiting: in its colour
+
+
+def test_what_a_step_shows_is_what_the_accounts_say() -> None:
+    timeline = played(Schedule(ranks=3, steps=8, gap=0.3), delayed(jittered(even(), 5), 1, "backward", 4.0))
+    book, report = book_of(timeline), report_of(timeline)
+    view = report.views[0]
+    assert view.name in ("all", "first", "typical")
+    of_step = {step: row for row, step in enumerate(book.step.tolist())}
+    for times in step_times(view):
+        for rank in range(3):
+            bars = [bar for bar in view.bars if bar.rank == rank and bar.step == times.step]
+            got = dict.fromkeys(KINDS, 0.0)
+            for piece in owned_pieces(bars):
+                got[piece.kind] += piece.end - piece.start
+            said = dict(zip(KINDS, book.seconds[of_step[times.step], rank, :OUTSIDE].tolist(), strict=True))
+            del got["idle"], said["idle"]  # nothing is no bar
+            assert got == pytest.approx(said, abs=2e-9)
+
+
+TICKS = 60
+
+
+@st.composite
+def bars_of_a_rank(draw: st.DrawFn) -> list[Bar]:
+    """Bars at whole ticks (s), nested, overlapping or apart; no backward, whose end has a rule of its own."""
+    kinds = st.sampled_from([kind for kind in KINDS if kind not in ("backward", "data", "waiting", "idle")])
+    found = []
+    for _ in range(draw(st.integers(1, 9))):
+        start = draw(st.integers(0, TICKS - 1))
+        end = draw(st.integers(start + 1, TICKS))
+        found.append(bar(0, draw(kinds), float(start), float(end - start), found=draw(st.booleans())))
+    return found
+
+
+@given(bars_of_a_rank(), st.sampled_from([5, 6, 10, 12, 20, 30, 60]))
+def test_every_column_shows_the_kind_that_owns_most_of_it(bars: list[Bar], columns: int) -> None:
+    owners: list[str | None] = []
+    for tick in range(TICKS):
+        there = [b for b in bars if b.start <= tick < b.start + b.seconds]
+        best = max(((b.found, b.start, -b.seconds) for b in there), default=None)
+        owners.append(max((b.kind for b in there if (b.found, b.start, -b.seconds) == best), default=None))
+    each = TICKS // columns
+    row = column_kinds(owned_pieces(bars), 0.0, float(TICKS), columns)
+    for column, kind in enumerate(row):
+        moments = [owner for owner in owners[column * each : (column + 1) * each] if owner]
+        count = {owner: moments.count(owner) for owner in moments}
+        if not moments:
+            assert kind == ""
+        else:
+            most = max(count.values())
+            assert kind == next(k for k in KINDS if count.get(k) == most)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.sampled_from(KINDS)), min_size=1, max_size=20), st.integers(1, 40))
+def test_pieces_one_after_the_other_fill_every_column(parts: list[tuple[float, str]], columns: int) -> None:
+    total = sum(seconds for seconds, _ in parts)
+    if total <= 1e-6:
+        return
+    pieces, at = [], 0.0
+    for seconds, kind in parts:
+        pieces.append(Piece(at, at + seconds, kind))
+        at += seconds
+    assert all(column_kinds(pieces, 0.0, total, columns))
