@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwise.timeline.record import WIDTH, Recorder, make_current
 from meshwise.transfer import collectives
 from meshwise.transfer.prefetch import prefetch, to_device
 from tests.pool import Pool
@@ -50,23 +51,28 @@ def test_rank_0_is_this_one() -> None:
 def on_every_rank() -> Any:
     rank = dist.get_rank()
     own = torch.full((2,), float(rank + 1))
+    recorder = Recorder()
+    before = make_current(recorder)
     begun = collectives.begin_sum(torch.tensor(rank + 1))
-    ended: list[int] = []
-    future = collectives.mean_future(own.clone(), lambda: ended.append(rank))
+    future = collectives.mean_future(own.clone())
     broadcast = [torch.tensor(rank + 1.0), torch.nn.Parameter(own.clone())]
     collectives.broadcast_tensors(broadcast)  # type: ignore[arg-type]
-    return {
+    found = {
         "sum": collectives.sum_over_ranks(own.clone()).tolist(),
         "mean": collectives.mean_over_ranks(own.clone()).tolist(),
         "begun": begun().item(),
         "future": future.wait().tolist(),
-        "ended": ended == [rank],
         "gathered": collectives.gather_tensors(own).tolist(),
         "objects": collectives.gather_objects((rank, "x")),
         "object": collectives.broadcast_object({"from": rank}),
         "broadcast": [tensor.tolist() for tensor in broadcast],
         "size": collectives.world_size(),
     }
+    make_current(before)
+    rows, _ = recorder.drain()
+    spans = [rows[at : at + WIDTH] for at in range(0, len(rows), WIDTH)]
+    named = sorted((number, *recorder.names[code][1:], size) for code, _, _, _, size, number in spans)
+    return found | {"spans": named, "forwards": all(start <= end for _, start, end, *_ in spans)}
 
 
 def test_three_ranks_see_what_one_would_compute_from_all(pool: Callable[[int], Pool]) -> None:
@@ -75,12 +81,22 @@ def test_three_ranks_see_what_one_would_compute_from_all(pool: Callable[[int], P
         "mean": [2.0, 2.0],
         "begun": 6,
         "future": [2.0, 2.0],
-        "ended": True,
         "gathered": [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]],
         "objects": [(0, "x"), (1, "x"), (2, "x")],
         "object": {"from": 0},
         "broadcast": [1.0, [1.0, 1.0]],
         "size": 3,
+        "forwards": True,
+        "spans": [
+            (0, "communication", "all-reduce", 8),
+            (1, "communication", "all-reduce", 8),
+            (2, "main", "broadcast", 12),
+            (3, "main", "all-reduce", 8),
+            (4, "main", "all-reduce", 8),
+            (5, "main", "all-gather", 24),
+            (6, "main", "all-gather", 0),
+            (7, "main", "broadcast", 0),
+        ],
     }
     for found in pool(3).run(on_every_rank):
         assert found == expected
