@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise.timeline.analyse import report_of
 from meshwise.timeline.report import Finding, Part, Report, Series
 from meshwise.timeline.views.rank_table import OF_STEP, bar_text, outliers, whole_parts
 from meshwise.timeline.views.text import report_text
-from tests.timeline.schedules import delayed, even
+from tests.timeline.schedules import Schedule, delayed, even, played
 from tests.timeline.views.reports import plain, printed, report_on
 
 EVEN = delayed(even(), 1, "forward", 8.0)
@@ -217,3 +218,13 @@ def test_kinds_that_only_the_step_has_are_in_the_legend_too() -> None:
     legend = next(line for line in text.splitlines() if line.startswith("d data"))
     for mark in set("".join(re.findall(r"^rank \d (.*)$", text, re.MULTILINE))) - {" "}:
         assert f"{mark} " in legend
+
+
+def test_chosen_steps_are_drawn_as_they_were_asked_for() -> None:
+    timeline = played(Schedule(ranks=2), EVEN)
+    text = printed(report_text(report_of(timeline, "x", (7, 9))))
+    assert "\nsteps 7 to 9\n" in text
+    row = next(line for line in text.splitlines() if line.startswith("rank 0 "))
+    assert len(re.findall("d+", row.removeprefix("rank 0"))) == 3
+    assert "\nstep 7\n" in printed(report_text(report_of(timeline, "x", (7, 7))))
+    assert re.search(r"\nstep \d+, one of usual length\n", printed(report_text(report_of(timeline, "x", (7, 30)))))

@@ -72,26 +72,28 @@ def gantt_text(
     with_legend: bool = True,
 ) -> list[Text]:
     """Lines of at most `width` characters: a row a rank, one below it for its collectives beside the computing
-    (`beside`), the axis in ms, and the legend (`with_legend`). step: None is the first. Nothing for an empty view."""
-    steps = step_times(view)
-    chosen = next((times for times in steps if step in (None, times.step)), None)
-    if chosen is None or chosen.seconds <= 0:
+    (`beside`), the axis in ms, and the legend (`with_legend`). step: the one to draw; None draws all of the view.
+    Nothing where there is no bar."""
+    drawn = [bar for bar in view.bars if step in (None, bar.step)]
+    start = min((bar.start for bar in drawn), default=0.0)
+    seconds = max((bar.start + bar.seconds for bar in drawn), default=0.0) - start
+    if seconds <= 0:
         return []
     label = len(f"rank {max(ranks, default=0)} ")
     columns = max(width - label, LEAST_WIDTH)
     lines: list[Text] = []
     kinds: set[str] = set()
     for rank in ranks:
-        bars = [bar for bar in view.bars if bar.rank == rank and bar.step == chosen.step]
-        row = _with_gaps(column_kinds(owned_pieces(bars), chosen.start, chosen.seconds, columns))
+        bars = [bar for bar in drawn if bar.rank == rank]
+        row = _with_gaps(column_kinds(owned_pieces(bars), start, seconds, columns))
         lines.append(_line(f"{f'rank {rank}':<{label}}", row, True, ascii_only))
         kinds |= {*row}
         collectives = [bar for bar in bars if bar.lane == BESIDE]
         if beside and collectives:
-            row = column_kinds(owned_pieces(collectives), chosen.start, chosen.seconds, columns)
+            row = column_kinds(owned_pieces(collectives), start, seconds, columns)
             lines.append(_line(f"{'  comm':<{label}}", row, False, ascii_only))
             kinds |= {*row}
-    lines.append(_axis(label, columns, chosen.seconds, ascii_only))
+    lines.append(_axis(label, columns, seconds, ascii_only))
     return [*lines, *legend(kinds, width, ascii_only)] if with_legend else lines
 
 

@@ -27,6 +27,7 @@ LEAST_NEEDED = ("clocks", "marks", "advice")
 APART = ("table", "gantt", "goodput")
 FEWEST_GANTT_ROWS = 2
 MOST_GANTT_RANKS = 16
+MOST_GANTT_STEPS = 4
 UNIT = re.compile(r"(?<=\d) (?=(?:%|µs|ms|s|min|h|B|[KMGTP]iB)(?![^\W_]))")
 GLUE = "\ue000"  # stands for a space at which a line must not end
 
@@ -157,20 +158,28 @@ def _clocks(report: Report) -> Text:
 
 
 def _gantt(report: Report, width: int, room: int | None, ascii_only: bool) -> list[Text]:
-    """One step of usual length, of as many ranks as there is room for; those that stand out come first."""
+    """One step of usual length, or the few that were chosen, of as many ranks as there is room for; those that stand
+    out come first."""
     view = report.views[0] if report.views else None
-    step = step_nearest(view, report.step_seconds) if view else None
-    if view is None or step is None:
+    if view is None or not view.bars:
         return []
+    whole = view.name == "chosen" and view.last_step - view.first_step < MOST_GANTT_STEPS
+    step = None if whole else step_nearest(view, report.step_seconds)
+    title = f"step {step}, one of usual length"
+    if whole:
+        one = view.first_step == view.last_step
+        title = f"step {view.first_step}" if one else f"steps {view.first_step} to {view.last_step}"
     ranks = [rank.rank for rank in report.ranks]
     named = [*dict.fromkeys([*(rank.rank for rank in outliers(report)), *ranks])]
     for many, beside in [(len(ranks), True), *((n, False) for n in range(len(ranks), 0, -1))]:
-        if many > MOST_GANTT_RANKS or many < min(FEWEST_GANTT_ROWS, len(ranks)):
+        # Rows that say less come after the empty lines that order the rest.
+        least = many + (3 + len(APART) if beside else 2)
+        if many > MOST_GANTT_RANKS or many < min(FEWEST_GANTT_ROWS, len(ranks)) or (room is not None and least > room):
             continue
-        shown = sorted(named[:many])
         some = f", {many} of {len(ranks)} ranks" if many < len(ranks) else ""
-        lines = gantt_text(view, shown, width, step=step, ascii_only=ascii_only, beside=beside, with_legend=False)
-        spare = 1 + len(APART) if beside else 1  # rows that say less come after empty lines that order the rest
-        if lines and (room is None or len(lines) + spare <= room):
-            return [Text(f"step {step}, one of usual length{some}", "dim"), *lines]
+        lines = gantt_text(
+            view, sorted(named[:many]), width, step=step, ascii_only=ascii_only, beside=beside, with_legend=False
+        )
+        if lines and (room is None or len(lines) + least - many - 1 <= room):
+            return [Text(f"{title}{some}", "dim"), *lines]
     return []
