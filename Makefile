@@ -10,7 +10,7 @@ DEV := $(VENV)/installed-dev
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check suite bench clean
+.PHONY: help demo test check suite bench browser clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,13 @@ bench: $(DEV)  ## every benchmark, one script a claim; results go to bench/resul
 	@set -e; for script in $(filter-out bench/gpu.py,$(sort $(wildcard bench/*.py))); do \
 		echo "$(PY) $$script"; $(PY) $$script; \
 	done
+
+browser:  ## install Chromium, in which the tests of the report's page are run (Debian and Ubuntu)
+	@if command -v chromium chromium-browser google-chrome; then exit 0; fi; \
+	if ! command -v apt-get >/dev/null; then \
+		echo "there is no apt-get here: install Chromium or Chrome, so that one of chromium, google-chrome is found" >&2; exit 1; fi; \
+	if [ "$$(id -u)" = 0 ]; then run=; else run=sudo; fi; \
+	$$run apt-get update && $$run apt-get install -y chromium
 
 clean:  ## remove the virtual environment and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwise.spec.errors import UsageError
-from meshwise.timeline.account import Whole
+from meshwise.timeline.account import Whole, account_of
 from meshwise.timeline.arrivals import ABSENT
 from meshwise.timeline.book import HIDDEN, OF_STEP, Book, book_of, spans_of_session
 from meshwise.timeline.findings import findings_of, verdict_of
@@ -231,7 +231,8 @@ def _view(name: str, timeline: Timeline, book: Book, rows: Whole) -> View:
     spans = np.concatenate([spans_of_session(spans, timeline, session) for session in sessions.tolist()])
     start = int(spans["start"].min())
     bars = [*_bars(spans, timeline.names, start), *_found_waiting(spans, timeline.names, book, start)]
-    return View(name, first, last, start / 1e9, float(spans["end"].max() - start) / 1e9, bars)
+    end = float(spans["end"].max() - start) / 1e9
+    return View(name, first, last, start / 1e9, end, bars, _blocked(spans, book, start))
 
 
 def _bars(spans: Spans, names: Sequence[str], origin: int) -> list[Bar]:
@@ -272,3 +273,21 @@ def _found_waiting(spans: Spans, names: Sequence[str], book: Book, origin: int) 
         )
         for s, end in zip(collective[waits], until[waits], strict=True)
     ]
+
+
+def _blocked(spans: Spans, book: Book, origin: int) -> list[Bar]:
+    """When ranks waited or communicated with nothing to compute meanwhile."""
+    bars = []
+    for rank in np.unique(spans["rank"]):
+        mine = spans[spans["rank"] == rank]
+        account = account_of(mine, book.arrivals)
+        cut = np.flatnonzero(np.diff(account.kind, prepend=-1) != 0)
+        ends = np.append(account.start[cut[1:]], account.start[-1:] + account.length[-1:])
+        for start, end, kind in zip(
+            account.start[cut].tolist(), ends.tolist(), account.kind[cut].tolist(), strict=True
+        ):
+            if kind in (KIND["waiting"], KIND["communication"]) and end > start:
+                step = int(mine["step"][np.searchsorted(mine["start"], start, side="right") - 1])
+                times = ((start - origin) / 1e9, (end - start) / 1e9)
+                bars.append(Bar(int(rank), "main", KINDS[kind], "", step, *times, bytes=0, collective=-1, found=True))
+    return bars

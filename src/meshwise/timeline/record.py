@@ -64,6 +64,13 @@ class Recorder:
         """Take memory at the end of each phase of the next step."""
         self._memory_wanted = True
 
+    def phase_ends(self, kind: str) -> None:
+        """A phase of this kind is over: memory is taken, if that is wanted in this step."""
+        if self._memory_now and self.memory is not None:
+            now = self.clock()
+            for name, value in self.memory().items():
+                self._counters.append((now, self.step, KIND[kind], name, value))
+
     def mark(self, on_device: bool = True) -> Mark:
         """Now, on the device's clock where the device runs behind the host."""
         if self._device is not None and on_device and self.on:
@@ -135,13 +142,6 @@ class Recorder:
         self._rows[:0] = later
         return ready
 
-    def _phase_over(self, kind: str) -> None:
-        if self.memory is not None:
-            now = self.clock()
-            for name, value in self.memory().items():
-                self._counters.append((now, self.step, KIND[kind], name, value))
-
-
 class _Open:
     """A span that is still open."""
 
@@ -164,7 +164,7 @@ class _Open:
         if self._profiled is not None:
             self._profiled.__exit__(kind, error, trace)
         if recorder._memory_now:
-            recorder._phase_over(self._kind)
+            recorder.phase_ends(self._kind)
         if error is None:
             recorder.phase = self._before  # after an error the phase stays, to be named in the report
 

@@ -129,7 +129,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class View:
-    """A few steps, span by span. name: typical, slowest, first, last or chosen. start: s since the run began."""
+    """A few steps, span by span. name: all, typical, slowest, first, last or chosen. start: s since the run began.
+
+    bars: the spans of the log, and the waiting found in collectives. blocked: when a rank could do nothing else than
+    wait or communicate, on its main lane.
+    """
 
     name: str
     first_step: int
@@ -137,6 +141,7 @@ class View:
     start: float
     seconds: float
     bars: list[Bar]
+    blocked: list[Bar] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

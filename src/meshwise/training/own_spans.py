@@ -48,6 +48,7 @@ class OwnSpans:
         recorder.begin_step(self._steps + 1)
         code = recorder.code("data", lane=recorder.host_lane)
         recorder.add(code, self._asked, recorder.mark(on_device=False))
+        recorder.phase_ends("data")
         self._since = recorder.mark()
 
     @contextlib.contextmanager
@@ -56,6 +57,7 @@ class OwnSpans:
         recorder = current()
         if self._since is not None:
             recorder.add(recorder.code("forward"), self._since, recorder.mark())
+            recorder.phase_ends("forward")
         if not self._trained:
             recorder.samples += samples
         self._trained = True
@@ -70,6 +72,7 @@ class OwnSpans:
         recorder = current()
         if self._optimizer is not None:
             recorder.add(recorder.code("optimizer"), self._optimizer, recorder.mark())
+            recorder.phase_ends("optimizer")
         self._optimizer = None
         if self._since is not None:
             self._since = recorder.mark()

@@ -1,0 +1,233 @@
+"use strict";
+// Builds the page from the JSON that it carries. No number is made here: `shown` writes one, and says where it stands.
+const R = JSON.parse(document.getElementById("report").textContent);
+const page = document.getElementById("page");
+const KINDS = ["data", "transfer", "forward", "backward", "communication", "waiting", "optimizer", "evaluate", "checkpoint", "idle"];
+const HATCHED = ["waiting", "idle", "starting"];
+document.documentElement.dataset.errors = "0";
+window.addEventListener("error", () => { document.documentElement.dataset.errors++; });
+
+// ---- numbers as text: the same as spec/units.py ----
+function grouped(text) { return text.replace(/\B(?=(\d{3})+(?!\d))/g, ","); }
+function rounded(value, digits = 0) { // as Python rounds: halves to even, on the exact binary value
+  if (digits > 0) return value.toFixed(digits);
+  const down = Math.floor(value), rest = value - down;
+  return String(rest > 0.5 || (rest === 0.5 && down % 2 !== 0) ? down + 1 : down);
+}
+function count(value) { return value === null ? "unknown" : (value < 0 ? "-" : "") + grouped(rounded(Math.abs(value))); }
+function bytes(value) {
+  if (value === null) return "unknown";
+  if (Math.abs(value) < 1023.5) return `${rounded(value)} B`;
+  let unit = 0, size = value / 1024;
+  const units = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+  while (Math.abs(size) >= 1023.95 && unit < units.length - 1) { size /= 1024; unit++; }
+  return `${size.toFixed(1)} ${units[unit]}`;
+}
+function seconds(value) {
+  if (value === null) return "unknown";
+  if (value < 0) return `-${seconds(-value)}`;
+  if (value === 0) return "0 s";
+  if (value < 0.0009995) return `${rounded(value * 1e6)} µs`;
+  if (value < 0.01) return `${(value * 1e3).toFixed(1)} ms`;
+  if (value < 0.9995) return `${rounded(value * 1e3)} ms`;
+  if (value < 59.95) return `${value.toFixed(1)} s`;
+  const whole = Number(rounded(value)), minutes = Math.floor(whole / 60);
+  if (minutes < 60) return `${minutes} min ${String(whole % 60).padStart(2, "0")} s`;
+  const all = Number(rounded(value / 60));
+  return `${Math.floor(all / 60)} h ${String(all % 60).padStart(2, "0")} min`;
+}
+function percent(value) { return value === null ? "unknown" : `${rounded(100 * value)} %`; }
+function rate(value) { return value === null ? "unknown" : `${bytes(value)}/s`; }
+function drift(value) { return value === null ? "unknown" : `${(value * 1e6).toFixed(2)} ppm`; }
+const WRITE = { count, bytes, seconds, percent, rate, drift, text: String };
+
+// ---- elements ----
+function el(tag, attributes, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (name === "style") element.style.cssText = value; else element.setAttribute(name, value);
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+}
+function at(path) { return path.split("/").reduce((value, key) => (value === null || value === undefined ? null : value[key]), R); }
+function shown(path, as, tag = "span") {
+  const value = at(path) ?? null;
+  return el(tag, { "data-path": path, "data-as": as, "data-value": JSON.stringify(value) }, value === null && as === "text" ? "" : WRITE[as](value));
+}
+function swatch(kind) { return el("i", { style: `--kind: var(--${kind})`, class: HATCHED.includes(kind) ? "hatched" : "" }); }
+function add(...children) { page.append(...children.filter(Boolean)); }
+function section(title, note) { add(el("h2", {}, title), note ? el("p", { class: "note" }, ...[].concat(note)) : null); }
+function stack(parts) { // [[colour, share], …]
+  return el("div", { class: "bar" }, ...parts.filter(([, share]) => share > 0).map(([kind, share]) =>
+    el("div", { style: `flex: ${share} 0 0; background-color: var(--${kind})`, class: HATCHED.includes(kind) ? "hatched" : "", title: kind })));
+}
+function table(heads, rows) {
+  return el("div", { class: "card scroll" }, el("table", {},
+    el("thead", {}, el("tr", {}, ...heads.map(([head, text]) => el("th", { class: text ? "text" : "" }, head)))),
+    el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((cell, i) => el("td", { class: heads[i][1] ? "text" : "" }, cell)))))));
+}
+
+// ---- the story ----
+function head() {
+  const facts = R.facts || {}, versions = facts.versions || {};
+  const hosts = [...new Set(R.ranks.map((rank) => rank.host))];
+  const devices = [...new Set(R.ranks.map((rank) => rank.device))];
+  add(el("header", {}, el("h1", {}, shown("title", "text")), el("span", { class: `status ${R.status}` }, shown("status", "text")),
+    el("span", {}, `${R.ranks.length} × ${devices.join(", ") || "unknown"} on ${hosts.join(", ") || "no host"}`),
+    versions.torch ? el("span", {}, `torch ${versions.torch}`) : null, facts.started ? el("span", {}, facts.started) : null,
+    R.source === "measured" ? null : el("span", { class: "status" }, shown("source", "text"))));
+  add(el("p", { class: "verdict" }, shown("verdict", "text")));
+  if (R.missing.length) {
+    add(el("div", { class: "card missing" }, el("b", {}, "What is missing"),
+      el("ul", {}, ...R.missing.map((_, i) => el("li", {}, shown(`missing/${i}`, "text"))))));
+  }
+  const peak = Math.max(...R.ranks.flatMap((rank) => Object.values(rank.memory)), -1);
+  const most = R.ranks.findIndex((rank) => Object.values(rank.memory).includes(peak));
+  const tiles = [["step, median", shown("step_seconds", "seconds")], ["step, 95 % within", shown("step_seconds_p95", "seconds")],
+    ["samples a second", shown("samples_per_second", "count")], ["steps", shown("steps", "count")], ["wall time", shown("wall_seconds", "seconds")]];
+  if (most >= 0) {
+    const name = Object.keys(R.ranks[most].memory).find((key) => R.ranks[most].memory[key] === peak);
+    tiles.push([`peak memory, rank ${R.ranks[most].rank}`, shown(`ranks/${most}/memory/${name}`, "bytes")]);
+  }
+  add(el("div", { class: "tiles" }, ...tiles.map(([label, value]) =>
+    el("div", { class: "card tile" }, el("div", { class: "label" }, label), el("div", { class: "value" }, value)))));
+}
+function findings() {
+  if (!R.findings.length) return;
+  section("What limits it", "Shares of a step, mean over ranks, without the first step.");
+  const colour = { "late-rank": "waiting", input: "data", imbalance: "waiting", compute: "backward", checkpoint: "checkpoint", evaluation: "evaluate", idle: "idle", memory: "lost" };
+  add(el("div", { class: "findings" }, ...R.findings.map((finding, i) =>
+    el("div", { class: "card finding", style: `--kind: var(--${colour[finding.kind] || finding.kind})` },
+      shown(`findings/${i}/sentence`, "text", "p"), el("p", { class: "advice" }, shown(`findings/${i}/advice`, "text"))))));
+}
+function goodput() {
+  section("Goodput", "What the wall time went into, mean over devices. The parts add up to all of it.");
+  const key = (path, part) => el("span", { class: "key" }, part ? swatch(part) : null, shown(`${path}/name`, "text"),
+    shown(`${path}/share`, "percent"), el("span", { class: "soft" }, shown(`${path}/seconds`, "seconds")));
+  add(el("div", { class: "card" }, stack(R.goodput.map((part) => [part.name, part.share])),
+    el("div", { class: "keys" }, ...R.goodput.map((part, i) => key(`goodput/${i}`, part.name))),
+    el("div", { class: "keys soft" }, "waiting for", ...R.waiting.map((_, i) => key(`waiting/${i}`, null)))));
+}
+function ranks() {
+  if (!R.ranks.length) return;
+  const kinds = KINDS.filter((kind) => R.ranks.some((rank) => rank.seconds[kind] > 0));
+  section("Devices", "Seconds of training, evaluating and saving. Communication counts from the last rank's arrival on, where no computing hides it; waiting is until then.");
+  const heads = [["device", true], ["a step"], ["its time"], ...kinds.map((kind) => [kind]), ["communication hidden"], ["came last, times"], ["which cost"], ["peak memory"]];
+  add(table(heads, R.ranks.map((rank, i) => [`rank ${rank.rank}`, shown(`ranks/${i}/step_seconds`, "seconds"), stack(kinds.map((kind) => [kind, rank.seconds[kind]])),
+    ...kinds.map((kind) => shown(`ranks/${i}/seconds/${kind}`, "seconds")), shown(`ranks/${i}/hidden_seconds`, "seconds"),
+    shown(`ranks/${i}/last_times`, "count"), shown(`ranks/${i}/late_seconds`, "seconds"),
+    el("span", {}, ...Object.keys(rank.memory).slice(0, 1).map((name) => shown(`ranks/${i}/memory/${name}`, "bytes")))]) ));
+  add(el("div", { class: "keys" }, ...kinds.map((kind) => el("span", { class: "key" }, swatch(kind), kind))));
+}
+
+// ---- charts ----
+function colour(name) { return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim(); }
+function layout(more) {
+  const line = colour("line"), axis = { gridcolor: line, zerolinecolor: line, linecolor: line, tickcolor: line, automargin: true };
+  const base = { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: colour("ink"), family: "system-ui, sans-serif", size: 13 },
+    margin: { l: 64, r: 18, t: 12, b: 44 }, hoverlabel: { font: { family: "system-ui, sans-serif" } }, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, traceorder: "normal" } };
+  return { ...base, ...more, xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, ...more.yaxis } };
+}
+const CONFIG = { displayModeBar: false, responsive: true };
+const charts = [];
+function chart(parent, name, height, draw) {
+  const place = el("div", { id: name, style: `height: ${height}px` });
+  parent.append(el("div", { class: "card chart" }, place));
+  charts.push(() => { const [traces, shape] = draw(); return Plotly.react(place, traces, layout({ ...shape, height: place.clientHeight }), CONFIG); });
+  return place;
+}
+function safe(text) { return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;"); }
+function rows(view) { // of the Gantt: [rank, lane] from top to bottom
+  const lanes = ["main", "blocks", "host", "communication"], used = new Set(view.bars.map((bar) => `${bar.rank} ${bar.lane}`));
+  return R.ranks.flatMap((rank) => lanes.filter((lane) => used.has(`${rank.rank} ${lane}`)).map((lane) => [rank.rank, lane]));
+}
+function label(rank, lane) { return lane === "main" ? `rank ${rank}` : `${lane === "communication" ? "comm." : lane} ${rank}`; }
+function gantt(view) {
+  const order = rows(view).map(([rank, lane]) => label(rank, lane));
+  const found = view.bars.filter((bar) => bar.found), logged = view.bars.filter((bar) => !bar.found);
+  const trace = (bars, kind, name, more) => ({ type: "bar", orientation: "h", name, legendgroup: kind, base: bars.map((bar) => bar.start * 1e3), x: bars.map((bar) => bar.seconds * 1e3),
+    y: bars.map((bar) => label(bar.rank, bar.lane)), width: bars.map((bar) => (bar.lane === "main" ? 0.86 : 0.6)), hoverinfo: "text",
+    hovertext: bars.map((bar) => `<b>${safe(kind)}${bar.name ? ` · ${safe(bar.name)}` : ""}</b><br>rank ${bar.rank}, step ${bar.step}<br>${seconds(bar.seconds)} from ${seconds(bar.start)}`
+      + (bar.bytes ? `<br>${bytes(bar.bytes)}` : "") + (bar.collective >= 0 ? `<br>collective ${bar.collective}` : "")), ...more });
+  const line = { color: colour("card"), width: 0.6 };
+  const traces = KINDS.map((kind) => [kind, logged.filter((bar) => bar.kind === kind)]).filter(([, bars]) => bars.length)
+    .map(([kind, bars]) => trace(bars, kind, kind, { marker: { color: colour(kind), line } }));
+  const hatch = (name) => ({ marker: { color: colour(name), line: { color: colour("card"), width: 0.6 }, pattern: { shape: "/", fillmode: "overlay", fgcolor: colour("card"), fgopacity: 0.75, size: 6, solidity: 0.38 } } });
+  const waits = [...found, ...view.blocked.filter((bar) => bar.kind === "waiting")], sends = view.blocked.filter((bar) => bar.kind === "communication");
+  if (waits.length) traces.push(trace(waits, "waiting", "waiting for the last rank", hatch("waiting")));
+  if (sends.length) traces.push(trace(sends, "communication", "communicating, nothing to compute", hatch("communication")));
+  return [traces, { barmode: "overlay", bargap: 0, dragmode: "zoom", margin: { l: 84, r: 18, t: 40, b: 48 },
+    xaxis: { title: { text: "ms" }, range: [0, view.seconds * 1e3], zeroline: false },
+    yaxis: { categoryorder: "array", categoryarray: order, autorange: "reversed", fixedrange: true, showgrid: false } }];
+}
+function chosen() { return Math.max(0, R.views.findIndex((view) => location.hash === `#view=${view.name}`)); }
+function timeline() {
+  if (!R.views.length) return;
+  section("Timeline", [el("span", { id: "view" }), " Drag to zoom, double-click for all of it. Hatched: nothing to compute, for the last rank has not come, or the bytes are on their way. Times of different ranks agree to ±", shown("error_seconds", "seconds"), "."]);
+  const links = R.views.map((view) => el("a", { href: `#view=${view.name}` }, view.name === "all" ? "all steps" : view.name));
+  if (links.length > 1) add(el("div", { class: "choose" }, ...links));
+  const height = Math.max(...R.views.map((view) => 110 + rows(view).reduce((sum, [, lane]) => sum + (lane === "main" ? 30 : 24), 0)));
+  const place = chart(page, "gantt", Math.max(240, height), () => {
+    const view = R.views[chosen()];
+    links.forEach((link, i) => link.classList.toggle("here", i === chosen()));
+    document.getElementById("view").textContent = view.first_step === view.last_step ? `Step ${count(view.first_step)}.` : `Steps ${count(view.first_step)} to ${count(view.last_step)}.`;
+    place.dataset.view = view.name;
+    return gantt(view);
+  });
+  window.addEventListener("hashchange", drawAll);
+}
+function ceiling(values) { // of an axis: what nearly all points reach, so that one slow step does not flatten the rest
+  const sorted = [...values].sort((a, b) => a - b), usual = sorted[Math.floor(0.98 * (sorted.length - 1))] * 1.3;
+  return Math.min(sorted[sorted.length - 1] * 1.05, usual);
+}
+function series() {
+  const kinds = KINDS.filter((kind) => R.series.kinds && R.series.kinds[kind]);
+  if (R.series.step && R.series.step.length > 1) {
+    section("Over the run", "Milliseconds of a step by kind, mean over ranks; each point is the mean of the steps up to the next.");
+    chart(page, "kinds", 320, () => [kinds.map((kind) => ({ type: "scatter", mode: "none", stackgroup: "one", name: kind, x: R.series.step, y: R.series.kinds[kind].map((s) => s * 1e3),
+      fillcolor: colour(kind), hovertemplate: `%{y:.2f} ms<extra>${kind}</extra>` })), { hovermode: "x unified", xaxis: { title: { text: "step" } }, yaxis: { title: { text: "ms a step" }, range: [0, ceiling(R.series.seconds) * 1e3] } }]);
+  }
+  const two = el("div", { class: "two" });
+  const half = (title) => { const side = el("div", {}, el("h2", {}, title)); two.append(side); return side; };
+  if (R.series.loss && R.series.loss.some((loss) => loss !== null)) {
+    chart(half("Loss"), "loss", 260, () => [[{ type: "scatter", mode: "lines", x: R.series.step, y: R.series.loss, connectgaps: true, line: { color: colour("accent"), width: 1.8 }, hovertemplate: "step %{x}: %{y:.4f}<extra></extra>" }],
+      { xaxis: { title: { text: "step" } }, showlegend: false }]);
+  }
+  const memory = R.counters.filter((counter) => !["samples", "loss"].includes(counter.name));
+  if (memory.length) {
+    const names = [...new Set(memory.map((counter) => counter.name))];
+    chart(half("Memory over time"), "memory", 260, () => [memory.map((counter) => ({ type: "scatter", mode: counter.time.length > 1 ? "lines" : "markers", x: counter.time, y: counter.value.map((value) => value / 2 ** 20),
+      name: `rank ${counter.rank}${names.length > 1 ? ` ${counter.name}` : ""}`, line: { width: 1.6 }, hovertemplate: "%{y:,.0f} MiB<extra>%{fullData.name}</extra>" })),
+      { xaxis: { title: { text: "seconds since the run began" } }, yaxis: { title: { text: `MiB ${names.length > 1 ? "" : names[0]}` } }, showlegend: memory.length <= 12 }]);
+  }
+  if (two.children.length) add(two);
+}
+function memoryByPhase() {
+  const name = [...new Set(R.ranks.flatMap((rank) => Object.keys(rank.memory_by_phase)))][0];
+  const phases = KINDS.filter((kind) => R.ranks.some((rank) => name && (rank.memory_by_phase[name] || {})[kind] !== undefined));
+  if (!phases.length) return;
+  section("Memory by phase", `The most that was ${name} at the end of each phase, sampled about once a second.`);
+  add(table([["device", true], ...phases.map((phase) => [phase])], R.ranks.map((rank, i) => [`rank ${rank.rank}`,
+    ...phases.map((phase) => ((rank.memory_by_phase[name] || {})[phase] === undefined ? "" : shown(`ranks/${i}/memory_by_phase/${name}/${phase}`, "bytes")))])));
+}
+function collectives() {
+  if (!R.collectives.length) return;
+  section("Collectives", "From the last rank's arrival to the last end, median. Bus bandwidth by the definition of nccl-tests.");
+  add(table([["collective", true], ["bytes"], ["times"], ["takes"], ["bus bandwidth"]], R.collectives.map((_, i) => [shown(`collectives/${i}/name`, "text"), shown(`collectives/${i}/bytes`, "bytes"),
+    shown(`collectives/${i}/count`, "count"), shown(`collectives/${i}/seconds`, "seconds"), at(`collectives/${i}/bus_bandwidth`) === null ? "" : shown(`collectives/${i}/bus_bandwidth`, "rate")])));
+}
+function watching() {
+  if (!R.ranks.length) return;
+  section("Clocks and watching", "Each rank's clock against rank 0's, from round trips between them; what was recorded, and what that took of a core.");
+  const clock = (rank, key, as) => { const i = R.clocks.findIndex((one) => one.rank === rank); return i < 0 ? "" : shown(`clocks/${i}/${key}`, as); };
+  add(table([["device", true], ["offset"], ["drift"], ["±"], ["round trips"], ["spans"], ["dropped"], ["processor time"]], R.ranks.map((rank, i) => [`rank ${rank.rank}`,
+    clock(rank.rank, "offset_seconds", "seconds"), clock(rank.rank, "drift", "drift"), clock(rank.rank, "error_seconds", "seconds"), clock(rank.rank, "samples", "count"),
+    shown(`ranks/${i}/spans`, "count"), shown(`ranks/${i}/dropped`, "count"), shown(`ranks/${i}/watching_seconds`, "seconds")])));
+}
+function drawAll() { return Promise.all(charts.map((draw) => draw())); }
+
+head(); findings(); goodput(); ranks(); timeline(); series(); memoryByPhase(); collectives(); watching();
+add(el("footer", {}, "meshwise report ", shown("folder", "text")));
+drawAll().then(() => { document.documentElement.dataset.drawn = "yes"; });
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

@@ -1,0 +1,290 @@
+"""The page: every number on it is the JSON's, written as the rest of the project writes it, and it loads nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwise.spec.errors import UsageError
+from meshwise.spec.units import bytes_text, count_text, seconds_text
+from meshwise.timeline.analyse import report_of
+from meshwise.timeline.report import Report, report_dict
+from meshwise.timeline.timeline import Counter, Timeline
+from meshwise.timeline.views import html_page
+from meshwise.timeline.views.html_page import page_html
+from tests.timeline.schedules import Schedule, delayed, even, jittered, played
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSER = next((found for found in map(shutil.which, BROWSERS) if found), None)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium (make browser)")
+WRITTEN: dict[str, Callable[[Any], str]] = {
+    "text": str,
+    "count": count_text,
+    "bytes": bytes_text,
+    "seconds": seconds_text,
+    "percent": lambda value: f"{100 * value:.0f} %",
+    "rate": lambda value: f"{bytes_text(value)}/s",
+    "drift": lambda value: f"{value * 1e6:.2f} ppm",
+}
+HOSTILE = "</script><b>\"job\" & 'co' ünï"
+
+
+def hostile_timeline() -> Timeline:
+    """Three ranks, one of them late, with losses, memory, and names that are markup."""
+    timeline = played(Schedule(ranks=3, steps=40), delayed(jittered(even(), seed=1), rank=1, phase="backward", ms=20))
+    time, step = np.arange(40) * 50_000_000, np.arange(1, 41)
+    counters = tuple(
+        Counter(rank, name, time, step, step % 4, np.linspace(1.5e9, 2.2e9, 40) if name == "resident" else 1 / step)
+        for rank in range(3)
+        for name in ("loss", "resident")
+        if rank == 0 or name == "resident"
+    )
+    facts = {"job": HOSTILE, "status": "finished", "versions": {"torch": "2.13.0"}, "started": "2026-11-21T00:00:00"}
+    names = ("", "all-reduce <i>")
+    return dataclasses.replace(timeline, counters=counters, facts=facts, missing=(HOSTILE,), names=names)
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return report_of(hostile_timeline(), "runs/<x>")
+
+
+@pytest.fixture(scope="module")
+def page(report: Report) -> str:
+    return page_html(report)
+
+
+def carried(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    carried: dict[str, Any] = json.loads(found[1])
+    return carried
+
+
+def test_the_page_carries_the_report_whole(report: Report, page: str) -> None:
+    assert carried(page) == json.loads(json.dumps(report_dict(report)))
+
+
+def test_names_are_never_markup(page: str) -> None:
+    assert page.count("<b>") == page_html(report_of(played(Schedule(steps=3), even()))).count("<b>")
+    assert "&lt;/script&gt;&lt;b&gt;" in page.split("<style>")[0]
+
+
+def test_nothing_is_loaded(page: str) -> None:
+    tags = Tags()
+    tags.feed(re.sub(r"<script.*?</script>", "<script></script>", page, flags=re.DOTALL))
+    assert not [(tag, name) for tag, name in tags.seen if name in ("src", "href", "action", "data")]
+    assert not re.search(r"@import|url\(", page.split("</style>")[0])
+
+
+class Tags(html.parser.HTMLParser):
+    """(tag, attribute) of all elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen += [(tag, name) for name, _ in attrs]
+
+
+def test_without_plotly_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(UsageError, match=r"pip install 'meshwise\[report\]'"):
+        html_page.page_html(report)
+
+
+# ---- in a browser ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A page as Chromium drew it: elements that show a number, attributes of the root, bars, console, requests."""
+
+    shown: list[tuple[str, str, str, str]]  # path, as, value, text
+    root: dict[str, str | None]
+    view: str
+    bars: int
+    found: int
+    console: list[str]
+    requests: list[str]
+
+
+class Dom(html.parser.HTMLParser):
+    """Reads what Chromium dumps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root: dict[str, str | None] = {}
+        self.shown: list[list[str]] = []
+        self.view = ""
+        self._open: list[str] | None = None
+        self._tag = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        facts = dict(attrs)
+        if tag == "html":
+            self.root = facts
+        if facts.get("id") == "gantt":
+            self.view = str(facts.get("data-view"))
+        if "data-path" in facts:
+            self._tag = tag
+            self._open = [str(facts["data-path"]), str(facts["data-as"]), str(facts["data-value"]), ""]
+            self.shown.append(self._open)
+
+    def handle_data(self, data: str) -> None:
+        if self._open is not None:
+            self._open[3] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == self._tag:
+            self._open = None
+
+
+def drawn(page: str, folder: Path, view: str = "", *, shot: Path | None = None) -> Drawn:
+    """Open the page in headless Chromium, with every network name unknown."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file, net = folder / "page.html", folder / "net.json"
+    file.write_text(page, encoding="utf-8")
+    command = [
+        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}",
+        "--enable-logging=stderr", "--v=0", f"--log-net-log={net}", "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--disable-background-networking", "--disable-component-update", "--no-first-run",
+        "--virtual-time-budget=20000", "--window-size=1300,3200", "--hide-scrollbars",
+        *(["--dump-dom"] if shot is None else [f"--screenshot={shot}"]),
+        f"file://{file}{f'#view={view}' if view else ''}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    dom = Dom()
+    dom.feed(done.stdout)
+    return Drawn(
+        [tuple(row) for row in dom.shown],  # type: ignore[misc]
+        dom.root,
+        dom.view,
+        *bars_of(done.stdout),
+        [line for line in done.stderr.splitlines() if "CONSOLE" in line],
+        requests_of(net),
+    )
+
+
+def bars_of(dom: str) -> tuple[int, int]:
+    """Bars of the Gantt: of spans, and of what was found (waiting, being blocked), which are drawn with a pattern."""
+    gantt = dom[dom.index('id="gantt"') :]
+    layer = gantt[gantt.index("barlayer") : gantt.index("</svg>")]
+    points = re.findall(r'<g class="point"><path[^>]*>', layer)
+    hatched = sum("url(" in point for point in points)
+    return len(points) - hatched, hatched
+
+
+def requests_of(net: Path) -> list[str]:
+    """Addresses that the page asked for, but for itself; Chromium's own services do not count."""
+    text = net.read_text(errors="replace") if net.exists() else ""
+    addresses = set(re.findall(r'"url":"((?:https?|wss?)://[^"]*)"', text))
+    return sorted(a for a in addresses if not re.match(r"https?://[^/]*(google|gstatic|gvt1)[^/]*/", a))
+
+
+@pytest.fixture(scope="module")
+def opened(page: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drawn]:
+    yield drawn(page, tmp_path_factory.mktemp("page"))
+
+
+def value_at(report: dict[str, Any], path: str) -> Any:
+    value: Any = report
+    for key in path.split("/"):
+        value = value[int(key)] if isinstance(value, list) else value[key]
+    return value
+
+
+@needs_browser
+def test_every_number_on_the_page_is_that_of_the_json(opened: Drawn, report: Report) -> None:
+    plain = report_dict(report)
+    assert len(opened.shown) > 100
+    for path, form, value, text in opened.shown:
+        expected = value_at(plain, path)
+        assert json.loads(value) == expected, path
+        assert text == ("unknown" if expected is None else WRITTEN[form](expected)), path
+    paths = {path for path, *_ in opened.shown}
+    assert {"verdict", "missing/0", "step_seconds", "goodput/0/share", "ranks/2/seconds/waiting", "title"} <= paths
+
+
+@needs_browser
+def test_the_page_draws_without_an_error_and_asks_nobody(opened: Drawn) -> None:
+    assert opened.root.get("data-drawn") == "yes" and opened.root.get("data-errors") == "0"
+    assert opened.console == [] and opened.requests == []
+
+
+@needs_browser
+def test_the_gantt_has_a_bar_for_each_span_in_view(opened: Drawn, report: Report, page: str, tmp_path: Path) -> None:
+    pages = {opened.view: opened}
+    for view in report.views[1:]:
+        pages[view.name] = drawn(page, tmp_path / view.name, view.name)
+    assert list(pages) == [view.name for view in report.views] == ["typical", "slowest", "first", "last"]
+    timeline = hostile_timeline()
+    for view in report.views:
+        found = pages[view.name]
+        assert found.view == view.name
+        assert found.bars == len(timeline.of_steps(view.first_step, view.last_step)) > 0
+        assert found.found == sum(bar.found for bar in view.bars) + len(view.blocked) > 0
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_page_that_asks_somebody_or_fails_would_be_seen(page: str, tmp_path: Path) -> None:
+    """The two checks above can fail."""
+    asking = page.replace('<main id="page">', '<img src="http://example.com/x.png"><main id="page">')
+    assert any("example.com" in address for address in drawn(asking, tmp_path / "a").requests)
+    failing = page.replace('"use strict";', '"use strict"; setTimeout(() => { throw new Error("planted"); });')
+    found = drawn(failing, tmp_path / "b")
+    assert any("planted" in line for line in found.console) and found.root.get("data-errors") != "0"
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 64])
+def test_one_rank_and_sixty_four(ranks: int, tmp_path: Path) -> None:
+    report = report_of(played(Schedule(ranks=ranks, steps=6), even()))
+    found = drawn(page_html(report), tmp_path)
+    assert found.root.get("data-drawn") == "yes" and found.root.get("data-errors") == "0" and found.console == []
+    assert found.bars == sum(not bar.found for bar in report.views[0].bars)
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_run_without_steps(tmp_path: Path) -> None:
+    report = report_of(Timeline(facts={"job": "early", "status": "failed"}))
+    page = page_html(report)
+    file = tmp_path / "page.html"
+    file.write_text(page)
+    dom = subprocess.run(
+        [str(BROWSER), "--headless", "--no-sandbox", f"--user-data-dir={tmp_path / 'p'}", "--dump-dom", f"file://{file}"],
+        capture_output=True, text=True, timeout=60,
+    ).stdout  # fmt: skip
+    assert 'data-drawn="yes"' in dom and 'data-errors="0"' in dom
+
+
+NODE = shutil.which("node")
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node")
+@settings(max_examples=10)
+@given(st.lists(st.floats(0, 1e12, allow_nan=False), min_size=20, max_size=200))
+def test_numbers_read_as_they_do_elsewhere(values: list[float]) -> None:
+    script = Path(html_page.__file__).with_suffix(".js").read_text()
+    functions = script[script.index("function grouped") : script.index("const WRITE")]
+    call = f"console.log(JSON.stringify({json.dumps(values)}.map((v) => [count(v), bytes(v), seconds(v)])))"
+    done = subprocess.run([str(NODE), "-e", functions + call], capture_output=True, text=True, check=True)
+    for value, texts in zip(values, json.loads(done.stdout), strict=True):
+        assert texts == [count_text(value), bytes_text(value), seconds_text(value)]
