@@ -21,15 +21,21 @@ from rich.console import Console
 
 from meshwise import api
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
+from meshwise.timeline.compare import comparison_dict
 from meshwise.timeline.report import report_dict
 from meshwise.timeline.summary_text import summary_dict
+from meshwise.timeline.views.compare_text import compare_text
+from meshwise.timeline.views.follow import follow
+from meshwise.timeline.views.mermaid import mermaid_gantt
+from meshwise.timeline.views.text import report_text
+from meshwise.training.block_spans import BLOCKS
 from meshwise.training.request import RunRequest
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Many devices work as one for PyTorch: train on all of them with the numbers of one.",
+    help="Many devices work as one for PyTorch: train on all of them with the numbers of one, and see where time went.",
 )
 
 
@@ -65,6 +71,7 @@ def run(
     rdzv: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="where machine 0 is reached by the others")
     ] = None,
+    blocks: Annotated[bool, typer.Option(help="record each block of the model: about 30 µs a block")] = False,
 ) -> None:
     """Train a job on the devices, or run a script that keeps its own loop on all of them.
 
@@ -76,6 +83,8 @@ def run(
         raise UsageError(f"'{' '.join(context.args)}' is no option of a job. See meshwise run --help.")
     machines = api.Machines(nnodes, node_rank, rdzv)
     began: float = psutil.Process().create_time()  # when the command was typed, near enough
+    if blocks:
+        os.environ[BLOCKS] = "1"  # workers inherit it, whatever they run
     asked = RunRequest(job, devices, epochs, batch_size, accumulate, precision, seed, data, log_every, save_every)
     if script and job is not None:
         _refuse_job_options(asked, resume)
@@ -92,14 +101,42 @@ def run(
 @app.command()
 def report(
     folder: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="a run's folder; default: the newest in runs")
+        str | None, typer.Argument(metavar="RUN", help="the folder of a run; default: the newest in runs")
     ] = None,
+    other: Annotated[str | None, typer.Argument(metavar="RUN2", help="a run to compare it with")] = None,
+    html: Annotated[bool, typer.Option("--html", help="write one page that works offline: report.html")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="write trace.json.gz for Perfetto")] = False,
+    openmetrics: Annotated[bool, typer.Option("--openmetrics", help="write metrics.prom for Prometheus")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write TensorBoard events")] = False,
+    to: Annotated[str | None, typer.Option(metavar="DIR", help="where files are written; default: RUN")] = None,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="print the Gantt chart of a step for Markdown")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print every number as JSON")] = False,
+    live: Annotated[bool, typer.Option("--live", help="follow a run that goes on")] = False,
+    steps: Annotated[str | None, typer.Option(metavar="A:B", help="show these steps span by span")] = None,
 ) -> None:
-    """Say what limited a run, and show where its time and memory went."""
-    found = api.report(folder)
-    if as_json:
-        print(json.dumps(report_dict(found), indent=2))
+    """Say what limited a run, and show where its time and memory went. With two runs, compare them."""
+    console, run = Console(), api.run_folder(folder)
+    span = api.step_range(steps)
+    if live:
+        follow(run, console)
+    elif other is not None:
+        compared = api.compare(run, other)
+        if as_json:
+            print(json.dumps(comparison_dict(compared), indent=2))
+        else:
+            console.print(compare_text(compared, None), soft_wrap=True)
+    else:
+        asked = {"html": html, "trace": trace, "openmetrics": openmetrics, "tensorboard": tensorboard}
+        kinds = [kind for kind, wanted in asked.items() if wanted]
+        found, written = api.report_files(run, Path(to) if to else run, kinds, span)
+        if as_json:
+            print(json.dumps(report_dict(found), indent=2))
+        elif mermaid:
+            print(mermaid_gantt(found))
+        elif not written:
+            console.print(report_text(found))
+        for path in written:
+            print(f"written     {path}", file=sys.stderr if as_json or mermaid else sys.stdout)
 
 
 def _refuse_job_options(asked: RunRequest, resume: str | None) -> None:

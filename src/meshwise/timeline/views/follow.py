@@ -1,0 +1,188 @@
+"""Watch a run from beside it: its report again and again while it goes on, and once more when it is over.
+
+It reads the run's folder and nothing else, so it can come and go at any time, from any machine that sees the folder. Of
+a long run it reads the newest stretch: what it then shows is of that stretch alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from meshwise.records import folder as names
+from meshwise.spec.errors import UsageError
+from meshwise.spec.units import count_text, seconds_text
+from meshwise.timeline.analyse import report_of
+from meshwise.timeline.live import LiveView
+from meshwise.timeline.read import read_timeline
+from meshwise.timeline.report import Report
+from meshwise.timeline.timeline import Timeline
+from meshwise.timeline.views.kind_marks import fitting
+from meshwise.timeline.views.text import report_text
+
+BLOCKS = 40
+"""Blocks of spans a rank that are read; a worker writes one a second."""
+LINE_EVERY = 10.0
+SILENT = 30.0
+"""Seconds after which a run whose logs do not grow may be gone."""
+SHARE = 0.25
+"""Of one core, at most, that reading may take."""
+UNREADABLE = (UsageError, OSError, ValueError, LookupError, TypeError)  # of files that are being written
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What was seen of a run: its report (None: nothing could be read yet), whether run.json says that it goes on, the
+    sizes of its files, and since when they have not changed (s, monotonic). window: seconds that the report is about,
+    None for all of it."""
+
+    report: Report | None
+    running: bool
+    sizes: tuple[tuple[str, int], ...]
+    changed: float
+    window: float | None = None
+
+
+def follow(folder: Path, console: Console, *, every: float = 1.0, stop: Callable[[], bool] | None = None) -> None:
+    """Show the run in `folder` until it is over, Ctrl-C is pressed or `stop` says so; then, if it is over, its report.
+
+    On a terminal the screen is drawn anew each `every` seconds; elsewhere a line is printed each LINE_EVERY.
+    Raises UsageError when `folder` is no run folder.
+    """
+    names.read_run(folder)
+    view = LiveView(console)  # guards the console: a terminal that goes away ends the drawing, with no traceback
+    try:
+        over = _on_screen(folder, console, every, stop) if view.draws else _in_lines(folder, view, every, stop)
+        if over:
+            console.print(report_text(report_of(read_timeline(folder), str(folder))))
+    except KeyboardInterrupt:
+        return
+
+
+def _on_screen(folder: Path, console: Console, every: float, stop: Callable[[], bool] | None) -> bool:
+    sight = None
+    with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+        while stop is None or not stop():
+            began = time.monotonic()
+            sight = look(folder, sight)
+            if not sight.running:
+                return True
+            live.update(screen(sight, console), refresh=True)
+            _rest(began, every)
+    return False
+
+
+def _in_lines(folder: Path, view: LiveView, every: float, stop: Callable[[], bool] | None) -> bool:
+    sight, said, silent = None, -LINE_EVERY, False
+    while stop is None or not stop():
+        began = time.monotonic()
+        sight = look(folder, sight)
+        if not sight.running:
+            return True
+        if began - said >= LINE_EVERY:
+            view.say(line_of(sight))
+            said = began
+        if silence(sight) and not silent:
+            view.say(silence(sight))
+        silent = bool(silence(sight))
+        _rest(began, every)
+    return False
+
+
+def _rest(began: float, every: float) -> None:
+    """Until the next look: `every` seconds after this one began, later where looking takes long."""
+    took = time.monotonic() - began
+    time.sleep(max(every - took, took / SHARE - took, 0.0))
+
+
+def look(folder: Path, before: Sight | None = None) -> Sight:
+    """What there is to see now; files that cannot be read at the moment leave what was seen `before`."""
+    sizes = _sizes(folder)
+    now = time.monotonic()
+    if before is not None and sizes == before.sizes and before.report is not None:
+        return before
+    if before is None:
+        newest = max((path.stat().st_mtime for path in _files(folder) if path.exists()), default=time.time())
+        changed = now - max(0.0, time.time() - newest)
+    else:
+        changed = before.changed if sizes == before.sizes else now
+    seen = before or Sight(None, True, sizes, changed)
+    try:
+        running = names.read_run(folder).get("status") == "running"
+        timeline = read_timeline(folder, last_blocks=BLOCKS)
+        report, window = _of_now(timeline, report_of(timeline, str(folder)), running)
+    except UNREADABLE:
+        return dataclasses.replace(seen, sizes=sizes, changed=changed)
+    return Sight(report, running, sizes, changed, window)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [folder / names.RUN, *sorted((folder / names.SPANS).glob("rank*.jsonl"))]
+
+
+def _sizes(folder: Path) -> tuple[tuple[str, int], ...]:
+    """The files that say how the run goes, with their sizes; run.json by when it was written, for it is replaced."""
+    found = []
+    for path in _files(folder):
+        try:
+            facts = path.stat()
+        except OSError:
+            continue
+        found.append((path.name, facts.st_mtime_ns if path.name == names.RUN else facts.st_size))
+    return tuple(found)
+
+
+def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, float | None]:
+    """The report without what only a whole run can say, and the seconds that it is about (None: all)."""
+    steps = timeline.spans["step"]
+    if not running:
+        return report, None
+    if not (steps > 0).any():
+        started = dataclasses.replace(report, missing=[], verdict="No step yet: the workers are starting.")
+        return started, None
+    if steps[steps > 0].min() == 1:
+        return report, None
+    window = float(timeline.spans["end"].max() - timeline.spans["start"].min()) / 1e9
+    part = dataclasses.replace(report, steps=int(steps.max()), samples_per_second=None, goodput=[], waiting=[])
+    return part, window
+
+
+def silence(sight: Sight) -> str:
+    """What to say of a run whose logs do not grow; "" of one whose do."""
+    seconds = time.monotonic() - sight.changed
+    if seconds <= SILENT:
+        return ""
+    return (
+        f"No log has grown for {seconds_text(round(seconds))}: the run's launcher may be gone without a word "
+        "(run.json says running), or a step takes that long."
+    )
+
+
+def line_of(sight: Sight) -> str:
+    """The run in one line: `running  step 1,234  43 ms a step  Compute-bound: ...`."""
+    report = sight.report
+    if report is None:
+        return "running  its files cannot be read yet"
+    if not report.steps:
+        return f"{report.status}  {report.verdict}"
+    step = f"step {count_text(report.steps)}  {seconds_text(report.step_seconds)} a step"
+    return f"{report.status}  {step}  {report.verdict}"
+
+
+def screen(sight: Sight, console: Console) -> RenderableType:
+    """The report on the whole screen, and in the last line what is being watched."""
+    words = silence(sight)
+    of = "" if sight.window is None else f"of the newest {seconds_text(round(sight.window))} · "
+    foot = Text(words, "bold yellow") if words else Text(f"{of}Ctrl-C leaves; the run goes on", "dim")
+    foot.plain = fitting(foot.plain, console.options.ascii_only)
+    height = console.height - len(foot.wrap(console, console.width))
+    if sight.report is None:
+        return Group(Text("Its files cannot be read yet."), foot)
+    return Group(report_text(sight.report, None, height), foot)
