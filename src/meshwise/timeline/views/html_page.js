@@ -113,7 +113,7 @@ function ranks() {
   if (!R.ranks.length) return;
   const kinds = KINDS.filter((kind) => R.ranks.some((rank) => rank.seconds[kind] > 0));
   section("Devices", "Seconds of training, evaluating and saving. Communication counts from the last rank's arrival on, where no computing hides it; waiting is until then.");
-  const heads = [["device", true], ["a step"], ["its time"], ...kinds.map((kind) => [kind]), ["communication hidden"], ["came last, times"], ["which cost"], ["peak memory"]];
+  const heads = [["device", true], ["a step"], ["its time"], ...kinds.map((kind) => [kind === "communication" ? "comm." : kind]), ["comm. hidden"], ["came last, times"], ["which cost"], ["peak memory"]];
   add(table(heads, R.ranks.map((rank, i) => [`rank ${rank.rank}`, shown(`ranks/${i}/step_seconds`, "seconds"), stack(kinds.map((kind) => [kind, rank.seconds[kind]])),
     ...kinds.map((kind) => shown(`ranks/${i}/seconds/${kind}`, "seconds")), shown(`ranks/${i}/hidden_seconds`, "seconds"),
     shown(`ranks/${i}/last_times`, "count"), shown(`ranks/${i}/late_seconds`, "seconds"),

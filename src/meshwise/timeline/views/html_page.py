@@ -37,7 +37,7 @@ def page_html(report: Report) -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise UsageError("the page needs plotly. Install it: pip install 'meshwise[report]'.") from None
+        raise UsageError("the page needs plotly, which is not installed. Write: pip install plotly") from None
     beside = Path(__file__)
     return PAGE.format(
         title=html.escape(f"{report.title}: {report.status}"),

@@ -115,7 +115,7 @@ def _title(report: Report, width: int) -> Text:
         )
     if report.samples_per_second is not None:
         facts.append(f"{rate_text(report.samples_per_second)} samples/s")
-    facts.append(f"{seconds_text(report.wall_seconds)} in all")
+    facts.append(f"{seconds_text(report.wall_seconds)} {'so far' if report.status == 'running' else 'in all'}")
     source = "" if report.source == "measured" else f"{report.source} "
     rest = "".join(f" · {fact}" for fact in facts)
     room = width - len(f" {source}{report.status}{rest}")
@@ -160,12 +160,13 @@ def _clocks(report: Report) -> Text:
 def _gantt(report: Report, width: int, room: int | None, ascii_only: bool) -> list[Text]:
     """One step of usual length, or the few that were chosen, of as many ranks as there is room for; those that stand
     out come first."""
-    view = report.views[0] if report.views else None
+    running = report.status == "running"  # then the newest steps say more than any
+    view = next((view for view in report.views if view.name == "last" and running), next(iter(report.views), None))
     if view is None or not view.bars:
         return []
     whole = view.name == "chosen" and view.last_step - view.first_step < MOST_GANTT_STEPS
     step = None if whole else step_nearest(view, report.step_seconds)
-    title = f"step {step}, one of usual length"
+    title = f"step {step}, one of {'the newest' if view.name == 'last' else 'usual length'}"
     if whole:
         one = view.first_step == view.last_step
         title = f"step {view.first_step}" if one else f"steps {view.first_step} to {view.last_step}"
