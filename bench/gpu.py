@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from machine import keep
 from rich.console import Console
@@ -22,6 +23,9 @@ from rich.console import Console
 import meshwise as mw
 from meshwise import api
 from meshwise.jobs.registry import find_job
+from meshwise.timeline.analyse import report_of
+from meshwise.timeline.read import read_timeline
+from meshwise.timeline.spans import LANES
 from meshwise.training.job import Job
 from meshwise.training.order import epoch_order
 from meshwise.training.request import RunRequest
@@ -75,6 +79,27 @@ def run(job: str, precision: str) -> dict[str, Any]:
         "samples_per_second": summary.samples_per_second,
         "peak_bytes": list(summary.memory),
         "phases": [dict(phases) for phases in summary.phases],
+        "verdict": summary.verdict,
+    }
+
+
+def watched(job: str) -> dict[str, Any]:
+    """The timeline of a run on all GPUs: its account, what is hidden, what watching took, whether times make sense."""
+    with tempfile.TemporaryDirectory() as out:
+        summary = mw.run(job, devices="all", epochs=1, out=out)
+        timeline = read_timeline(Path(summary.folder))
+    report, spans = report_of(timeline), timeline.spans
+    steps = spans[spans["lane"] == LANES.index("main")]
+    backwards = int((np.diff(steps["start"]) < 0).sum()) - len(report.ranks) + 1
+    return {
+        "verdict": report.verdict,
+        "kinds": dict(report.kinds),
+        "hidden communication s": [rank.hidden_seconds for rank in report.ranks],
+        "log thread s": [rank.watching_seconds for rank in report.ranks],
+        "spans that end before they begin": int((spans["end"] < spans["start"]).sum()),
+        "spans out of order": backwards,
+        "clock error s": report.error_seconds,
+        "missing": report.missing,
     }
 
 
@@ -88,6 +113,7 @@ def main() -> None:
         for precision in ("fp32", "bf16", "fp16"):
             result[f"{name} {precision}"] = run(name, precision)
             print(name, precision, result[f"{name} {precision}"], flush=True)
+    result["timeline mnist-cnn"] = watched("mnist-cnn")
     (result["overhead mnist-cnn"],) = mw.launch(measure, "mnist-cnn", 1024, 200, devices="1xcuda")
     keep("gpu", result)
 

@@ -2,11 +2,11 @@
 
     python bench/watching.py [--pairs 1500] [--steps 100000]
 
-Time: steps of a model that is watched and of its twin that is not, in turns within one process; the median of the paired
-differences with its 95 % interval, and beside it the processor time of the thread that writes the log. Once as every run
-is watched, with nine microbatches, which are 20 spans a step; once block by block, which must be asked for. Size: of
-that log, a minute and rank. Report: logs of four ranks with 20 spans a step, written by the real packer, read and
-analysed in a process of its own.
+Time: steps of a model that is watched and of its twin that is not, in turns within one process; the median of the
+paired differences with its 95 % interval, and beside it the processor time of the thread that writes the log. Once as
+every run is watched, with nine microbatches, which are 20 spans a step; once block by block, which must be asked for.
+Size: of that log, a minute and rank. Report: logs of four ranks with 20 spans a step, written by the real packer, read
+and analysed in a process of its own.
 """
 
 from __future__ import annotations

@@ -55,6 +55,8 @@ def mermaid_gantt(report: Report, view: View | None = None) -> str:
     if len(drawn) < len(bars):
         left_out = len(bars) - len(drawn)
         lines.append(f"    %% {count_text(left_out)} shorter bar{'s' if left_out > 1 else ''} left out.")
+    if len(report.clocks) > 1:
+        lines.append(f"    %% times of different ranks agree to ±{seconds_text(report.error_seconds)}.")
     for rank in sorted({bar.rank for bar in drawn}):
         lines.append(f"    section {_escaped(_rank_name(rank, report.ranks))}")
         lines += [_task(bar, origin, scale) for bar in drawn if bar.rank == rank]
