@@ -23,7 +23,7 @@ from meshwise.timeline.spans import KINDS
 
 SEED = 20260101
 RESAMPLES = 1000
-STRETCHES = 30
+STRETCHES = 16
 """Into how many stretches of neighbouring steps a run is cut at least."""
 FEWEST = 5
 """Steps below which a run says nothing of chance."""

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console, RenderableType
 
+from meshwise.records import folder as names
 from meshwise.timeline.analyse import report_of
+from meshwise.timeline.log import VERSION
+from meshwise.timeline.pack import pack
 from meshwise.timeline.report import Bar, Report, View
+from meshwise.timeline.spans import KINDS, LANES
+from meshwise.timeline.timeline import Timeline
 from tests.timeline.schedules import Schedule, Works, delayed, even, jittered, played
 
+COLUMNS = ("start", "end", "step", "bytes", "collective")
 MANY_DEVICES = tuple(f"cuda:{rank}" for rank in range(64))
 
 
@@ -28,7 +37,12 @@ def report_on(ranks: int, works: Works | None = None, seed: int = 0, **changes: 
         )
         for rank in report.ranks
     ]
-    facts = {"title": "gpt-125m", "ranks": devices, "samples_per_second": 12_345.6, "error_seconds": 19e-6}
+    facts: dict[str, Any] = {
+        "title": "gpt-125m",
+        "ranks": devices,
+        "samples_per_second": 12_345.6,
+        "error_seconds": 19e-6,
+    }
     return dataclasses.replace(report, **(facts | changes))
 
 
@@ -56,3 +70,34 @@ def printed(what: RenderableType, width: int = 80, encoding: str = "utf-8", **op
 def plain(text: str) -> str:
     """Text without the codes of a terminal."""
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+
+def write_folder(folder: Path, timeline: Timeline, steps: int, status: str = "running", half: bool = False) -> None:
+    """The folder of a run that has come so far: a block a step in the log of each rank, as workers write them.
+
+    half: the last block of each log is only half written.
+    """
+    began = 1_800_000_000.0
+    ended = None if status == "running" else began + float(timeline.spans["end"].max()) / 1e9
+    sessions = [{"began": began, "ended": ended, "status": status}]
+    (folder / names.SPANS).mkdir(parents=True, exist_ok=True)
+    for rank in timeline.ranks:
+        spans = timeline.of_rank(rank.rank)
+        pairs = sorted({(int(s["kind"]), int(s["lane"]), int(s["name"])) for s in spans})
+        head = {"log": VERSION, "rank": rank.rank, "world": len(timeline.ranks), "device": "cpu", "host": "here"}
+        lines: list[dict[str, Any]] = [head | {"unix": began, "clock": 0, "launched": began}]
+        for step in range(1, steps + 1):
+            rows = [
+                [pairs.index((int(s["kind"]), int(s["lane"]), int(s["name"]))), *(int(s[name]) for name in COLUMNS)]
+                for s in spans[spans["step"] == step]
+            ]
+            block: dict[str, Any] = {"spans": len(rows), "data": pack(np.array(rows, dtype=np.int64))}
+            if step == 1:
+                block["names"] = [(KINDS[kind], LANES[lane], timeline.names[name]) for kind, lane, name in pairs]
+            lines.append(block)
+        if ended is not None:
+            lines.append({"end": int(timeline.spans["end"].max()), "status": status})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / names.SPANS / f"rank{rank.rank}.jsonl").write_text(text[: -len(text) // 100] if half else text)
+    # Last, as a launcher does: who reads that the run is over finds the logs whole.
+    names.write_run(folder, {"job": "gpt-125m", "world": len(timeline.ranks), "status": status, "sessions": sessions})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.color import Color, ColorSystem
 
 from meshwise.timeline.account import OUTSIDE
 from meshwise.timeline.analyse import report_of
@@ -12,7 +13,7 @@ from meshwise.timeline.book import book_of
 from meshwise.timeline.report import Bar, View
 from meshwise.timeline.spans import KINDS
 from meshwise.timeline.views.gantt_text import Piece, column_kinds, gantt_text, owned_pieces, step_nearest, step_times
-from meshwise.timeline.views.kind_marks import MARKS
+from meshwise.timeline.views.kind_marks import MARKS, NOT_FILLED
 from tests.timeline.schedules import Schedule, delayed, even, jittered, played
 from tests.timeline.views.reports import bar, printed, view_of
 
@@ -128,6 +129,12 @@ def test_every_kind_has_a_mark_and_a_colour_of_its_own() -> None:
     for field in ("mark", "plain", "colour", "word"):
         assert len({getattr(mark, field) for mark in MARKS.values()}) == len(MARKS)
     assert all(mark.plain.isascii() and len(mark.mark) == len(mark.plain) == 1 for mark in MARKS.values())
+
+
+@pytest.mark.parametrize("system", [ColorSystem.STANDARD, ColorSystem.EIGHT_BIT])
+def test_colours_stay_apart_where_there_are_few(system: ColorSystem) -> None:
+    shown = [(Color.parse(mark.colour).downgrade(system).number, kind in NOT_FILLED) for kind, mark in MARKS.items()]
+    assert len(set(shown)) == len(MARKS)
 
 
 def test_on_a_terminal_rows_are_coloured_and_wait_in_another_way() -> None:

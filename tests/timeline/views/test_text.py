@@ -42,8 +42,8 @@ def test_the_whole_text_of_a_run_on_two_devices() -> None:
         "       ╵0 ms           ╵10             ╵20             ╵30             ╵40\n"
         "d data  f forward  b backward  ═ communication  ░ waiting  o optimizer\n"
         "\n"
-        "goodput  82 % useful · 18 % waiting (late ranks 9 %, data 4 %, communication\n"
-        "4 %)\n"
+        "goodput  82 % useful · 18 % waiting (late ranks 9 %, data 4 %,\n"
+        "communication 4 %)\n"
         "try      Look for another program on its device or cores, a lower clock or\n"
         "throttling, or longer samples.\n"
         "clocks   times of different ranks agree to ±19 µs\n"
@@ -178,6 +178,14 @@ def test_what_is_missing_is_told_up_to_three_sentences() -> None:
         "missing  rank 4 left no log.",
         "missing  and 2 more",
     ]
+
+
+def test_on_a_low_screen_missing_sentences_give_way_to_the_table() -> None:
+    report = report_on(8, missing=[f"rank {rank} was cut off in step 40: " + "and so on " * 8 for rank in range(8)])
+    text = printed(report_text(report, 80, 23))
+    assert len(text.splitlines()) <= 23
+    assert "missing  rank 0 was cut off" in text and "missing  and 7 more" in text
+    assert report.findings[0].advice in words(text)
 
 
 def test_a_long_title_is_cut_at_its_beginning() -> None:

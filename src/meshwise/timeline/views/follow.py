@@ -160,9 +160,14 @@ def silence(sight: Sight) -> str:
     if seconds <= SILENT:
         return ""
     return (
-        f"No log has grown for {seconds_text(round(seconds))}: the run's launcher may be gone without a word "
+        f"No log has grown for {_whole(seconds)}: the run's launcher may be gone without a word "
         "(run.json says running), or a step takes that long."
     )
+
+
+def _whole(seconds: float) -> str:
+    """Whole seconds: tenths that change each second only flicker."""
+    return seconds_text(max(1, round(seconds))).replace(".0 s", " s")
 
 
 def line_of(sight: Sight) -> str:
@@ -179,7 +184,7 @@ def line_of(sight: Sight) -> str:
 def screen(sight: Sight, console: Console) -> RenderableType:
     """The report on the whole screen, and in the last line what is being watched."""
     words = silence(sight)
-    of = "" if sight.window is None else f"of the newest {seconds_text(round(sight.window))} · "
+    of = "" if sight.window is None else f"of the newest {_whole(sight.window)} · "
     foot = Text(words, "bold yellow") if words else Text(f"{of}Ctrl-C leaves; the run goes on", "dim")
     foot.plain = fitting(foot.plain, console.options.ascii_only)
     height = console.height - len(foot.wrap(console, console.width))

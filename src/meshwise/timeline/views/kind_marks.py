@@ -19,17 +19,18 @@ class KindMark:
     word: str
 
 
-# Colours that people with weak red-green sight tell apart too (Okabe and Ito, https://jfly.uni-koeln.de/color/).
+# After Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with weak red-green sight read too, and such that
+# they stay apart on terminals of 16 colours.
 MARKS: Mapping[str, KindMark] = {
     "data": KindMark("d", "d", "#e69f00", "data"),
     "transfer": KindMark("t", "t", "#f0e442", "transfer"),
     "forward": KindMark("f", "f", "#56b4e9", "forward"),
-    "backward": KindMark("b", "b", "#3d8fd1", "backward"),
-    "communication": KindMark("═", "=", "#cc79a7", "communication"),
+    "backward": KindMark("b", "b", "#4169e1", "backward"),
+    "communication": KindMark("═", "=", "#d070d0", "communication"),
     "waiting": KindMark("░", "~", "#ff5f00", "waiting"),
-    "optimizer": KindMark("o", "o", "#009e73", "optimizer"),
+    "optimizer": KindMark("o", "o", "#009e40", "optimizer"),
     "evaluate": KindMark("e", "e", "#b0b0b0", "evaluate"),
-    "checkpoint": KindMark("s", "s", "#a6761d", "saving"),
+    "checkpoint": KindMark("s", "s", "#8c564b", "saving"),
     "idle": KindMark("·", ".", "bright_black", "idle"),
 }
 NOT_FILLED = ("waiting", "idle")

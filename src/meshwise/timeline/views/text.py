@@ -22,8 +22,8 @@ from meshwise.timeline.views.rank_table import OF_STEP, outliers, percent, rank_
 
 STATUS_STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "bold red"}
 MOST_MISSING = 3
-LEAST_NEEDED = ("clocks", "marks", "advice")
-"""What is left out, in this order, where the screen is too low."""
+LEAST_NEEDED = (("clocks", False), ("missing", True), ("marks", False), ("advice", False))
+"""What is left out, or told in short (True), in this order, where the screen is too low."""
 APART = ("table", "gantt", "goodput")
 FEWEST_GANTT_ROWS = 2
 MOST_GANTT_RANKS = 16
@@ -71,9 +71,9 @@ def report_lines(report: Report, width: int, height: int | None, *, ascii_only: 
         "advice": wrapped(*_advice(report)),
         "clocks": wrapped(_clocks(report)) if len(report.clocks) > 1 else [],
     }
-    for less in LEAST_NEEDED:
+    for less, shorter in LEAST_NEEDED:
         if height is not None and sum(map(len, parts.values())) > height:
-            parts[less] = []
+            parts[less] = wrapped(*_missing(report, 1)) if shorter else []
     room = None if height is None else height - sum(map(len, parts.values()))
     parts["gantt"] = _gantt(report, width, room, ascii_only)
     lines = _spaced(parts, None if room is None else room - len(parts["gantt"]))
@@ -127,7 +127,7 @@ def _title(report: Report, width: int) -> Text:
 def _goodput(report: Report) -> list[Text]:
     """Where the wall time went, in whole percents that add up to 100, and what the waiting was for."""
     waits = sorted((part for part in report.waiting if part.share >= 0.005), key=lambda part: -part.seconds)
-    of_waiting = ", ".join(f"{part.name} {percent(part.share)}" for part in waits)
+    of_waiting = ", ".join(f"{part.name} {percent(part.share)}".replace(" ", GLUE) for part in waits)
     facts = [
         f"{share} % {name}" + (f" ({of_waiting})" if name == "waiting" and of_waiting else "")
         for name, share in _percents(report.goodput)
@@ -143,9 +143,9 @@ def _percents(parts: Sequence[Part]) -> list[tuple[str, int]]:
     return [(name, shares[name]) for name in names if shares.get(name)]
 
 
-def _missing(report: Report) -> list[Text]:
-    more = len(report.missing) - MOST_MISSING
-    lines = [Text(f"missing  {sentence}", "yellow") for sentence in report.missing[:MOST_MISSING]]
+def _missing(report: Report, most: int = MOST_MISSING) -> list[Text]:
+    more = len(report.missing) - most
+    lines = [Text(f"missing  {sentence}", "yellow") for sentence in report.missing[:most]]
     return [*lines, Text(f"missing  and {more} more", "yellow")] if more > 0 else lines
 
 
