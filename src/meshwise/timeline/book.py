@@ -67,7 +67,7 @@ class Book:
 def book_of(timeline: Timeline) -> Book:
     """The book of a timeline."""
     arrivals = arrival_table(timeline.spans, timeline.names)
-    ranks = [rank.rank for rank in timeline.ranks if len(timeline.of_rank(rank.rank))]
+    ranks = np.unique(timeline.spans["rank"]).tolist()
     spans = {rank: timeline.of_rank(rank) for rank in ranks}
     accounts = {rank: account_of(spans[rank], arrivals, timeline.sessions) for rank in ranks}
     windows = {rank: windows_of(spans[rank], timeline.sessions) for rank in ranks}
