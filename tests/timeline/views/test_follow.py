@@ -7,8 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -221,14 +221,16 @@ class Terminal:
     """A terminal of 80 by 24 in tmux, in which one command runs."""
 
     def __init__(self, command: str) -> None:
-        self.name = f"meshwise-{uuid.uuid4().hex[:8]}"
+        self.folder = tempfile.mkdtemp(prefix="tmux-")  # a short path: a socket's may have about 100 characters
         environment = f"PYTHONPATH={os.pathsep.join(sys.path)}"
         self.tmux(
             "new-session", "-d", "-x", "80", "-y", "24", "-e", environment, f"{command}; printf 'left %s' $?; sleep 100"
         )
 
     def tmux(self, *words: str) -> str:
-        done = subprocess.run(["tmux", "-L", self.name, "-f", os.devnull, *words], check=True, capture_output=True)
+        done = subprocess.run(
+            ["tmux", "-S", f"{self.folder}/s", "-f", os.devnull, *words], check=True, capture_output=True
+        )
         return done.stdout.decode()
 
     def shown(self, *words: str, seconds: float = 90) -> list[str]:
@@ -255,6 +257,7 @@ def open_terminal() -> Iterator[Callable[[str], Terminal]]:
     yield open_one
     for terminal in opened:
         terminal.tmux("kill-server")
+        shutil.rmtree(terminal.folder)
 
 
 CODE = """
