@@ -26,13 +26,13 @@ from meshwise.timeline.analyse import report_of
 from meshwise.timeline.book import book_of
 from meshwise.timeline.compare import Comparison
 from meshwise.timeline.compare import compare as compare_books
-from meshwise.timeline.live import LiveView
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.report import Report
-from meshwise.timeline.summary_text import RunSummary, summary_dict, summary_text
 from meshwise.timeline.views.chrome_trace import write_chrome_trace
 from meshwise.timeline.views.html_page import page_html
+from meshwise.timeline.views.live import LiveView
 from meshwise.timeline.views.open_metrics import open_metrics
+from meshwise.timeline.views.summary_text import RunSummary, summary_dict, summary_text
 from meshwise.timeline.views.tensorboard import write_tensorboard
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job

@@ -23,10 +23,10 @@ from meshwise import api
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.timeline.compare import comparison_dict
 from meshwise.timeline.report import report_dict
-from meshwise.timeline.summary_text import summary_dict
 from meshwise.timeline.views.compare_text import compare_text
 from meshwise.timeline.views.follow import follow
 from meshwise.timeline.views.mermaid import mermaid_gantt
+from meshwise.timeline.views.summary_text import summary_dict
 from meshwise.timeline.views.text import report_text
 from meshwise.training.block_spans import BLOCKS
 from meshwise.training.request import RunRequest

@@ -53,12 +53,12 @@ def test_damaged_text_is_told_and_never_read_as_something_else(seed: int, data: 
     text = pack(random.integers(0, 10**6, (20, WIDTH)))
     at = data.draw(st.integers(0, len(text) - 1))
     changed = text[:at] + data.draw(st.sampled_from("ABCabc019+/")) + text[at + 1 :]
-    if changed != text:
-        with pytest.raises(ValueError, match=r".*"):
-            columns = unpack(changed, 20)
-            # base64 has spare bits at its end: a change there changes nothing
-            assert [c.tolist() for c in columns] != [c.tolist() for c in unpack(text, 20)]
-            raise ValueError("the same spans")
+    try:
+        columns = unpack(changed, 20)
+    except ValueError:
+        return
+    # base64 has spare bits at its end: a change there changes nothing
+    assert [c.tolist() for c in columns] == [c.tolist() for c in unpack(text, 20)]
 
 
 def write_log(folder: Path, rank: int = 0, world: int = 1, steps: int = 12, *, close: bool = True) -> Recorder:
@@ -138,9 +138,7 @@ def test_a_killed_worker_is_named_with_the_step_it_was_in(tmp_path: Path) -> Non
     write_log(tmp_path, 1, world=2, steps=7, close=False)
     end_session(tmp_path, "failed", "rank 1 was killed by SIGKILL")
     report = report_of(read_timeline(tmp_path))
-    assert report.missing == [
-        "rank 1 was cut off in step 7: it did not say how it ended, and up to a second of it is lost."
-    ]
+    assert report.missing == ["rank 1 was cut off in step 7: it did not say how it ended, and up to a second is lost."]
     assert report.verdict.startswith("The run failed: rank 1 was killed by SIGKILL. Until then: ")
     assert [rank.complete for rank in report.ranks] == [True, False] and report.ranks[1].steps == 7
 

@@ -41,7 +41,7 @@ def pack(rows: Rows) -> str:
     ]
     parts = [_column(column) for column in columns]
     head = bytes([width for width, _ in parts])
-    return base64.b64encode(head + zlib.compress(b"".join(text for _, text in parts), LEVEL)).decode()
+    return base64.b64encode(zlib.compress(head + b"".join(text for _, text in parts), LEVEL)).decode()
 
 
 def unpack(text: str, count: int) -> tuple[Column, ...]:
@@ -49,15 +49,14 @@ def unpack(text: str, count: int) -> tuple[Column, ...]:
 
     Raises ValueError when the text is damaged.
     """
-    raw = base64.b64decode(text, validate=True)
-    widths = raw[:WIDTH]
     try:
-        packed = zlib.decompress(raw[WIDTH:])
+        packed = zlib.decompress(base64.b64decode(text, validate=True))
     except zlib.error as error:
         raise ValueError(f"damaged: {error}") from None
-    if len(packed) != sum(widths) * count or not set(widths) <= {1, 2, 4, 8}:
-        raise ValueError(f"damaged: {len(packed)} bytes where {sum(widths) * count} belong")
-    columns, at = [], 0
+    widths = packed[:WIDTH]
+    if len(packed) != WIDTH + sum(widths) * count or not set(widths) <= {1, 2, 4, 8}:
+        raise ValueError(f"damaged: {len(packed)} bytes where {WIDTH + sum(widths) * count} belong")
+    columns, at = [], WIDTH
     for width in widths:
         planes = np.frombuffer(packed, np.uint8, width * count, at).reshape(width, count)
         columns.append(np.ascontiguousarray(planes.T).view(f"<i{width}").reshape(count).astype(np.int64))

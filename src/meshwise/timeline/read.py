@@ -187,26 +187,36 @@ def _missing(
     if len(absent) == world:
         yield "no rank has a log here: the run ended before any worker began to record, or it was not recorded."
     elif absent:
-        which = "ranks " + ", ".join(map(str, absent)) if len(absent) > 1 else f"rank {absent[0]}"
         yield (
-            f"{which} of {world} left no log: never started, or on another machine (copy its {names.SPANS}/rank*.jsonl "
-            "here). What follows is about the other ranks."
+            f"{_ranks_text(absent)} of {world} left no log: never started, or on another machine (copy its "
+            f"{names.SPANS}/rank*.jsonl here). What follows is about the other ranks."
         )
     running = facts.get("status") == "running"
     latest = max((rank.last for rank in ranks), default=0)
+    cut_off: dict[int, list[int]] = {}
     for rank in ranks:
         if not rank.complete and not (running and latest - rank.last < GONE):
             steps = spans["step"][spans["rank"] == rank.rank]
-            at = f"in step {int(steps.max())}" if len(steps) and steps.max() > 0 else "before its first step"
-            yield f"rank {rank.rank} was cut off {at}: it did not say how it ended, and up to a second of it is lost."
+            cut_off.setdefault(int(steps.max(initial=0)), []).append(rank.rank)
         if rank.dropped:
             yield f"rank {rank.rank}: {rank.dropped:,} of its oldest spans were dropped: its log could not be written."
+    for step, which in sorted(cut_off.items()):
+        at = f"in step {step}" if step else "before the first step"
+        one = len(which) == 1
+        yield (
+            f"{_ranks_text(which)} {'was' if one else 'were'} cut off {at}: {'it' if one else 'they'} did not say how "
+            f"{'it' if one else 'they'} ended, and up to a second is lost."
+        )
     hosts = {log.rank: log.host for log in logs}
     for log in logs:
         if not log.round_trips and hosts.get(0, log.host) != log.host:
             yield f"rank {log.rank}: its clock was never compared with rank 0's, on another host; its times may be off."
         if log.damaged:
             yield f"rank {log.rank}: {log.damaged} damaged line{'s' if log.damaged > 1 else ''} of its log left out."
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
 def _counters(logs: Sequence[RankLog], fits: Sequence[ClockFit], origins: Sequence[int]) -> list[Counter]:

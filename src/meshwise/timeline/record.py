@@ -142,6 +142,7 @@ class Recorder:
         self._rows[:0] = later
         return ready
 
+
 class _Open:
     """A span that is still open."""
 

@@ -18,9 +18,9 @@ from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.plan import Plan
 from meshwise.spec.worker_share import WorkerShare
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.live import LiveView, Progress
 from meshwise.timeline.read import read_timeline
-from meshwise.timeline.summary_text import RunSummary
+from meshwise.timeline.views.live import LiveView, Progress
+from meshwise.timeline.views.summary_text import RunSummary
 from meshwise.workers.channel import Message
 from meshwise.workers.launch import Halt, Listeners, launch
 from meshwise.workers.nodes import Nodes

@@ -20,11 +20,11 @@ from meshwise.records import folder as names
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import count_text, seconds_text
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.live import LiveView
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.report import Report
 from meshwise.timeline.timeline import Timeline
 from meshwise.timeline.views.kind_marks import fitting
+from meshwise.timeline.views.live import LiveView
 from meshwise.timeline.views.text import report_text
 
 BLOCKS = 40

@@ -14,10 +14,10 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from meshwise.spec.units import count_text, seconds_text
-from meshwise.timeline.live import rate_text
 from meshwise.timeline.report import Part, Report
 from meshwise.timeline.views.gantt_text import gantt_text, step_nearest
 from meshwise.timeline.views.kind_marks import fitting, legend
+from meshwise.timeline.views.live import rate_text
 from meshwise.timeline.views.rank_table import OF_STEP, outliers, percent, rank_table, whole_parts
 
 STATUS_STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "bold red"}

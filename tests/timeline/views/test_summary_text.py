@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from meshwise.spec.errors import UsageError
-from meshwise.timeline.summary_text import (
+from meshwise.timeline.views.summary_text import (
     RunSummary,
     mean_seconds,
     summary_dict,

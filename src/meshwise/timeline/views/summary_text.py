@@ -17,19 +17,8 @@ from rich.text import Text
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text, count_text, seconds_text
+from meshwise.timeline.spans import KINDS
 
-ORDER = (
-    "data",
-    "transfer",
-    "forward",
-    "backward",
-    "communication",
-    "waiting",
-    "optimizer",
-    "evaluate",
-    "checkpoint",
-    "idle",
-)
 OTHER = "other"
 DEFAULT_WIDTH = 80
 BLOCKS = " ▏▎▍▌▋▊▉█"
@@ -158,7 +147,7 @@ def _end(s: RunSummary) -> list[Text]:
 
 def _rows(s: RunSummary) -> dict[str, list[float]]:
     """Seconds of each phase on each rank."""
-    kinds = [*ORDER, *sorted({kind for phases in s.phases for kind in phases} - {*ORDER})]
+    kinds = [*KINDS, *sorted({kind for phases in s.phases for kind in phases} - {*KINDS})]
     rows = {kind: [phases.get(kind, 0.0) for phases in s.phases] for kind in kinds}
     rows[OTHER] = [max(0.0, s.train_seconds - sum(phases.values())) for phases in s.phases]
     return {kind: row for kind, row in rows.items() if any(row)}
