@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -117,8 +118,10 @@ def report(
     """Say what limited a run, and show where its time and memory went. With two runs, compare them."""
     console, run = Console(), api.run_folder(folder)
     span = api.step_range(steps)
+    place = Path(to) if to else run
     if live:
-        follow(run, console)
+        write = partial(api.report_files, run, place, ["openmetrics"], None)
+        follow(run, console, beside=write if openmetrics else None)
     elif other is not None:
         compared = api.compare(run, other)
         if as_json:
@@ -128,7 +131,7 @@ def report(
     else:
         asked = {"html": html, "trace": trace, "openmetrics": openmetrics, "tensorboard": tensorboard}
         kinds = [kind for kind, wanted in asked.items() if wanted]
-        found, written = api.report_files(run, Path(to) if to else run, kinds, span)
+        found, written = api.report_files(run, place, kinds, span)
         if as_json:
             print(json.dumps(report_dict(found), indent=2))
         elif mermaid:

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text, count_text, seconds_text
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.report import Report, report_dict
+from meshwise.timeline.spans import KINDS
 from meshwise.timeline.timeline import Counter, Timeline
 from meshwise.timeline.views import html_page
 from meshwise.timeline.views.html_page import page_html
@@ -88,6 +89,11 @@ def test_nothing_is_loaded(page: str) -> None:
     tags.feed(re.sub(r"<script.*?</script>", "<script></script>", page, flags=re.DOTALL))
     assert not [(tag, name) for tag, name in tags.seen if name in ("src", "href", "action", "data")]
     assert not re.search(r"@import|url\(", page.split("</style>")[0])
+
+
+def test_no_kind_is_left_out() -> None:
+    found = re.search(r"const KINDS = (\[.*?\]);", Path(html_page.__file__).with_suffix(".js").read_text())
+    assert found is not None and json.loads(found[1]) == list(KINDS)
 
 
 class Tags(html.parser.HTMLParser):
@@ -218,6 +224,7 @@ def test_every_number_on_the_page_is_that_of_the_json(opened: Drawn, report: Rep
         assert text == ("unknown" if expected is None else WRITTEN[form](expected)), path
     paths = {path for path, *_ in opened.shown}
     assert {"verdict", "missing/0", "step_seconds", "goodput/0/share", "ranks/2/seconds/waiting", "title"} <= paths
+    assert {"ranks/2/rank", "ranks/2/steps", "ranks/2/meetings", "views/0/first_step", "views/0/last_step"} <= paths
 
 
 @needs_browser
@@ -275,12 +282,35 @@ def test_a_run_without_steps(tmp_path: Path) -> None:
     assert 'data-drawn="yes"' in dom and 'data-errors="0"' in dom
 
 
+@needs_browser
+@pytest.mark.slow
+def test_the_peak_memory_is_that_of_the_process(tmp_path: Path) -> None:
+    """As in the text: what other programs hold of a device is in a table of its own, and is nobody's peak."""
+    time, step = np.arange(40) * 50_000_000, np.arange(1, 41)
+    sizes = {"allocated": 3e9, "device": 70e9, "reserved": 5e9}
+    counters = tuple(
+        Counter(rank, name, time, step, step % 4, np.full(40, size + rank))
+        for rank in range(2)
+        for name, size in sizes.items()
+    )
+    timeline = dataclasses.replace(played(Schedule(steps=40), even()), counters=counters)
+    found = drawn(page_html(report_of(timeline)), tmp_path)
+    memory = [path for path, *_ in found.shown if "/memory/" in path]
+    assert memory == ["ranks/1/memory/allocated", "ranks/0/memory/allocated", "ranks/1/memory/allocated"]
+    for name in sizes:
+        assert any(f"/memory_by_phase/{name}/" in path for path, *_ in found.shown)
+
+
 NODE = shutil.which("node")
+TIES = [1280.0, 2304.0, 2359296.0, 0.00125, 0.00225, 2.25, 10.75, 0.5, 2.5]
+"""Halves: `toFixed` takes them up, Python takes them to the even digit."""
 
 
 @pytest.mark.skipif(NODE is None, reason="needs node")
 @settings(max_examples=10)
 @given(st.lists(st.floats(0, 1e12, allow_nan=False), min_size=20, max_size=200))
+@example(TIES)
+@example([count * 64.0 for count in range(1, 200)])  # the sizes of small tensors: many are halves of 0.1 KiB
 def test_numbers_read_as_they_do_elsewhere(values: list[float]) -> None:
     script = Path(html_page.__file__).with_suffix(".js").read_text()
     functions = script[script.index("function grouped") : script.index("const WRITE")]
@@ -288,3 +318,13 @@ def test_numbers_read_as_they_do_elsewhere(values: list[float]) -> None:
     done = subprocess.run([str(NODE), "-e", functions + call], capture_output=True, text=True, check=True)
     for value, texts in zip(values, json.loads(done.stdout), strict=True):
         assert texts == [count_text(value), bytes_text(value), seconds_text(value)]
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node")
+def test_what_is_unknown_is_not_drawn_as_nothing() -> None:
+    script = Path(html_page.__file__).with_suffix(".js").read_text()
+    functions = script[script.index("function times") : script.index("function safe")]
+    functions += script[script.index("function ceiling") : script.index("function series")]
+    call = "console.log(JSON.stringify([times([1, null, 3], 2), ceiling([null, 2, 1]), ceiling([null])]))"
+    done = subprocess.run([str(NODE), "-e", functions + call], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [[2, None, 6], {"top": 1.3, "cut": True}, {"top": 0.001, "cut": False}]

@@ -7,8 +7,9 @@ a long run it reads the newest stretch: what it then shows is of that stretch al
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,49 +51,70 @@ class Sight:
     window: float | None = None
 
 
-def follow(folder: Path, console: Console, *, every: float = 1.0, stop: Callable[[], bool] | None = None) -> None:
+def follow(
+    folder: Path,
+    console: Console,
+    *,
+    every: float = 1.0,
+    stop: Callable[[], bool] | None = None,
+    beside: Callable[[], object] | None = None,
+) -> None:
     """Show the run in `folder` until it is over, Ctrl-C is pressed or `stop` says so; then, if it is over, its report.
 
     On a terminal the screen is drawn anew each `every` seconds; elsewhere a line is printed each LINE_EVERY.
-    Raises UsageError when `folder` is no run folder.
+    `beside` is called as often as a line would be, and at the end. Raises UsageError when `folder` is no run folder.
     """
     names.read_run(folder)
     view = LiveView(console)  # guards the console: a terminal that goes away ends the drawing, with no traceback
+    looks = _looks(folder, every, stop, beside)
     try:
-        over = _on_screen(folder, console, every, stop) if view.draws else _in_lines(folder, view, every, stop)
+        over = _on_screen(looks, console) if view.draws else _in_lines(looks, view)
         if over:
             console.print(report_text(report_of(read_timeline(folder), str(folder))))
     except KeyboardInterrupt:
         return
 
 
-def _on_screen(folder: Path, console: Console, every: float, stop: Callable[[], bool] | None) -> bool:
-    sight = None
-    with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
-        while stop is None or not stop():
-            began = time.monotonic()
-            sight = look(folder, sight)
-            if not sight.running:
-                return True
-            live.update(screen(sight, console), refresh=True)
-            _rest(began, every)
-    return False
-
-
-def _in_lines(folder: Path, view: LiveView, every: float, stop: Callable[[], bool] | None) -> bool:
-    sight, said, silent = None, -LINE_EVERY, False
+def _looks(
+    folder: Path, every: float, stop: Callable[[], bool] | None, beside: Callable[[], object] | None
+) -> Iterator[Sight]:
+    """What is seen of the run, look by look, until it is over or `stop` says so."""
+    sight, called = None, -math.inf
     while stop is None or not stop():
         began = time.monotonic()
         sight = look(folder, sight)
+        if beside is not None and (began - called >= LINE_EVERY or not sight.running):
+            beside()
+            called = began
+        yield sight
+        if not sight.running:
+            return
+        _rest(began, every)
+
+
+def _on_screen(looks: Iterator[Sight], console: Console) -> bool:
+    """Draw each look; whether the run came to its end."""
+    with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+        for sight in looks:
+            if not sight.running:
+                return True
+            live.update(screen(sight, console), refresh=True)
+    return False
+
+
+def _in_lines(looks: Iterator[Sight], view: LiveView) -> bool:
+    """Print a line now and then; whether the run came to its end."""
+    said, silent = -math.inf, False
+    for sight in looks:
         if not sight.running:
             return True
-        if began - said >= LINE_EVERY:
+        now = time.monotonic()
+        if now - said >= LINE_EVERY:
             view.say(line_of(sight))
-            said = began
+            said = now
         if silence(sight) and not silent:
             view.say(silence(sight))
         silent = bool(silence(sight))
-        _rest(began, every)
     return False
 
 

@@ -3,34 +3,35 @@
 const R = JSON.parse(document.getElementById("report").textContent);
 const page = document.getElementById("page");
 const KINDS = ["data", "transfer", "forward", "backward", "communication", "waiting", "optimizer", "evaluate", "checkpoint", "idle"];
+const MEMORY = ["allocated", "resident"]; // the peak that is shown: of the process, as in the text
 const HATCHED = ["waiting", "idle", "starting"];
 document.documentElement.dataset.errors = "0";
 window.addEventListener("error", () => { document.documentElement.dataset.errors++; });
 
 // ---- numbers as text: the same as spec/units.py ----
 function grouped(text) { return text.replace(/\B(?=(\d{3})+(?!\d))/g, ","); }
-function rounded(value, digits = 0) { // as Python rounds: halves to even, on the exact binary value
-  if (digits > 0) return value.toFixed(digits);
-  const down = Math.floor(value), rest = value - down;
-  return String(rest > 0.5 || (rest === 0.5 && down % 2 !== 0) ? down + 1 : down);
+function rounded(value, digits = 0) { // as Python rounds, on the exact binary value: toFixed takes halves up, this to even
+  if (Math.abs(value) >= 1e21) return BigInt(value) + (digits ? `.${"0".repeat(digits)}` : "");
+  const text = value.toFixed(digits), half = Math.abs(value * 2 ** (digits + 1)) % 2 === 1;
+  return half && Number(text.slice(-1)) % 2 ? (value - Math.sign(value) * 2 ** -(digits + 5)).toFixed(digits) : text;
 }
-function count(value) { return value === null ? "unknown" : (value < 0 ? "-" : "") + grouped(rounded(Math.abs(value))); }
+function count(value) { return value === null ? "unknown" : grouped(rounded(value)); }
 function bytes(value) {
   if (value === null) return "unknown";
   if (Math.abs(value) < 1023.5) return `${rounded(value)} B`;
   let unit = 0, size = value / 1024;
   const units = ["KiB", "MiB", "GiB", "TiB", "PiB"];
   while (Math.abs(size) >= 1023.95 && unit < units.length - 1) { size /= 1024; unit++; }
-  return `${size.toFixed(1)} ${units[unit]}`;
+  return `${rounded(size, 1)} ${units[unit]}`;
 }
 function seconds(value) {
   if (value === null) return "unknown";
   if (value < 0) return `-${seconds(-value)}`;
   if (value === 0) return "0 s";
   if (value < 0.0009995) return `${rounded(value * 1e6)} µs`;
-  if (value < 0.01) return `${(value * 1e3).toFixed(1)} ms`;
+  if (value < 0.01) return `${rounded(value * 1e3, 1)} ms`;
   if (value < 0.9995) return `${rounded(value * 1e3)} ms`;
-  if (value < 59.95) return `${value.toFixed(1)} s`;
+  if (value < 59.95) return `${rounded(value, 1)} s`;
   const whole = Number(rounded(value)), minutes = Math.floor(whole / 60);
   if (minutes < 60) return `${minutes} min ${String(whole % 60).padStart(2, "0")} s`;
   const all = Number(rounded(value / 60));
@@ -38,7 +39,7 @@ function seconds(value) {
 }
 function percent(value) { return value === null ? "unknown" : `${rounded(100 * value)} %`; }
 function rate(value) { return value === null ? "unknown" : `${bytes(value)}/s`; }
-function drift(value) { return value === null ? "unknown" : `${(value * 1e6).toFixed(2)} ppm`; }
+function drift(value) { return value === null ? "unknown" : `${rounded(value * 1e6, 2)} ppm`; }
 const WRITE = { count, bytes, seconds, percent, rate, drift, text: String };
 
 // ---- elements ----
@@ -54,6 +55,11 @@ function at(path) { return path.split("/").reduce((value, key) => (value === nul
 function shown(path, as, tag = "span") {
   const value = at(path) ?? null;
   return el(tag, { "data-path": path, "data-as": as, "data-value": JSON.stringify(value) }, value === null && as === "text" ? "" : WRITE[as](value));
+}
+function named(i) { return el("span", {}, "rank ", shown(`ranks/${i}/rank`, "text")); }
+function peak(i) { // of memory, where it was counted
+  const name = MEMORY.find((one) => one in R.ranks[i].memory) || Object.keys(R.ranks[i].memory)[0];
+  return name === undefined ? null : [`ranks/${i}/memory/${name}`, name];
 }
 function swatch(kind) { return el("i", { style: `--kind: var(--${kind})`, class: HATCHED.includes(kind) ? "hatched" : "" }); }
 function add(...children) { page.append(...children.filter(Boolean)); }
@@ -82,14 +88,11 @@ function head() {
     add(el("div", { class: "card missing" }, el("b", {}, "What is missing"),
       el("ul", {}, ...R.missing.map((_, i) => el("li", {}, shown(`missing/${i}`, "text"))))));
   }
-  const peak = Math.max(...R.ranks.flatMap((rank) => Object.values(rank.memory)), -1);
-  const most = R.ranks.findIndex((rank) => Object.values(rank.memory).includes(peak));
+  const peaks = R.ranks.map((_, i) => peak(i)), size = (i) => (peaks[i] ? at(peaks[i][0]) ?? -1 : -1);
+  const most = R.ranks.reduce((best, _, i) => (peaks[i] && (best < 0 || size(i) > size(best)) ? i : best), -1);
   const tiles = [["step, median", shown("step_seconds", "seconds")], ["step, 95 % within", shown("step_seconds_p95", "seconds")],
     ["samples a second", shown("samples_per_second", "count")], ["steps", shown("steps", "count")], ["wall time", shown("wall_seconds", "seconds")]];
-  if (most >= 0) {
-    const name = Object.keys(R.ranks[most].memory).find((key) => R.ranks[most].memory[key] === peak);
-    tiles.push([`peak memory, rank ${R.ranks[most].rank}`, shown(`ranks/${most}/memory/${name}`, "bytes")]);
-  }
+  if (most >= 0) tiles.push([el("span", {}, "peak memory, ", named(most)), shown(peaks[most][0], "bytes")]);
   add(el("div", { class: "tiles" }, ...tiles.map(([label, value]) =>
     el("div", { class: "card tile" }, el("div", { class: "label" }, label), el("div", { class: "value" }, value)))));
 }
@@ -113,11 +116,11 @@ function ranks() {
   if (!R.ranks.length) return;
   const kinds = KINDS.filter((kind) => R.ranks.some((rank) => rank.seconds[kind] > 0));
   section("Devices", "Seconds of training, evaluating and saving. Communication counts from the last rank's arrival on, where no computing hides it; waiting is until then.");
-  const heads = [["device", true], ["a step"], ["its time"], ...kinds.map((kind) => [kind === "communication" ? "comm." : kind]), ["comm. hidden"], ["came last, times"], ["which cost"], ["peak memory"]];
-  add(table(heads, R.ranks.map((rank, i) => [`rank ${rank.rank}`, shown(`ranks/${i}/step_seconds`, "seconds"), stack(kinds.map((kind) => [kind, rank.seconds[kind]])),
+  const heads = [["device", true], ["steps"], ["a step"], ["its time"], ...kinds.map((kind) => [kind === "communication" ? "comm." : kind]), ["comm. hidden"], ["came last"], ["which cost"], ["peak memory"]];
+  add(table(heads, R.ranks.map((rank, i) => [named(i), shown(`ranks/${i}/steps`, "count"), shown(`ranks/${i}/step_seconds`, "seconds"), stack(kinds.map((kind) => [kind, rank.seconds[kind]])),
     ...kinds.map((kind) => shown(`ranks/${i}/seconds/${kind}`, "seconds")), shown(`ranks/${i}/hidden_seconds`, "seconds"),
-    shown(`ranks/${i}/last_times`, "count"), shown(`ranks/${i}/late_seconds`, "seconds"),
-    el("span", {}, ...Object.keys(rank.memory).slice(0, 1).map((name) => shown(`ranks/${i}/memory/${name}`, "bytes")))]) ));
+    el("span", {}, shown(`ranks/${i}/last_times`, "count"), el("span", { class: "soft" }, " of ", shown(`ranks/${i}/meetings`, "count"))), shown(`ranks/${i}/late_seconds`, "seconds"),
+    peak(i) ? shown(peak(i)[0], "bytes") : ""])));
   add(el("div", { class: "keys" }, ...kinds.map((kind) => el("span", { class: "key" }, swatch(kind), kind))));
 }
 
@@ -126,7 +129,7 @@ function colour(name) { return getComputedStyle(document.documentElement).getPro
 function layout(more) {
   const line = colour("line"), axis = { gridcolor: line, zerolinecolor: line, linecolor: line, tickcolor: line, automargin: true };
   const base = { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: colour("ink"), family: "system-ui, sans-serif", size: 13 },
-    margin: { l: 64, r: 18, t: 12, b: 44 }, hoverlabel: { font: { family: "system-ui, sans-serif" } }, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, traceorder: "normal" } };
+    margin: { l: 64, r: 18, t: 12, b: 44 }, hoverlabel: { font: { family: "system-ui, sans-serif" } }, legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, traceorder: "normal" } };
   return { ...base, ...more, xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, ...more.yaxis } };
 }
 const CONFIG = { displayModeBar: false, responsive: true };
@@ -137,6 +140,7 @@ function chart(parent, name, height, draw) {
   charts.push(() => { const [traces, shape] = draw(); return Plotly.react(place, traces, layout({ ...shape, height: place.clientHeight }), CONFIG); });
   return place;
 }
+function times(values, factor) { return values.map((value) => (value === null ? null : value * factor)); } // unknown stays unknown
 function safe(text) { return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;"); }
 function rows(view) { // of the Gantt: [rank, lane] from top to bottom
   const lanes = ["main", "blocks", "host", "communication"], used = new Set(view.bars.map((bar) => `${bar.rank} ${bar.lane}`));
@@ -157,7 +161,7 @@ function gantt(view) {
   const waits = [...found, ...view.blocked.filter((bar) => bar.kind === "waiting")], sends = view.blocked.filter((bar) => bar.kind === "communication");
   if (waits.length) traces.push(trace(waits, "waiting", "waiting for the last rank", hatch("waiting")));
   if (sends.length) traces.push(trace(sends, "communication", "communicating, nothing to compute", hatch("communication")));
-  return [traces, { barmode: "overlay", bargap: 0, dragmode: "zoom", margin: { l: 84, r: 18, t: 40, b: 48 },
+  return [traces, { barmode: "overlay", bargap: 0, showlegend: document.getElementById("gantt").clientWidth > 640, dragmode: "zoom", margin: { l: 84, r: 18, t: document.getElementById("gantt").clientWidth > 640 ? 40 : 12, b: 48 },
     xaxis: { title: { text: "ms" }, range: [0, view.seconds * 1e3], zeroline: false },
     yaxis: { categoryorder: "array", categoryarray: order, autorange: "reversed", fixedrange: true, showgrid: false } }];
 }
@@ -171,22 +175,26 @@ function timeline() {
   const place = chart(page, "gantt", Math.max(240, height), () => {
     const view = R.views[chosen()];
     links.forEach((link, i) => link.classList.toggle("here", i === chosen()));
-    document.getElementById("view").textContent = view.first_step === view.last_step ? `Step ${count(view.first_step)}.` : `Steps ${count(view.first_step)} to ${count(view.last_step)}.`;
+    const step = (end) => shown(`views/${chosen()}/${end}_step`, "count");
+    document.getElementById("view").replaceChildren(...(view.first_step === view.last_step ? ["Step ", step("first"), "."] : ["Steps ", step("first"), " to ", step("last"), "."]));
     place.dataset.view = view.name;
     return gantt(view);
   });
   window.addEventListener("hashchange", drawAll);
 }
 function ceiling(values) { // of an axis: what nearly all points reach, so that one slow step does not flatten the rest
-  const sorted = [...values].sort((a, b) => a - b), usual = sorted[Math.floor(0.98 * (sorted.length - 1))] * 1.3;
-  return Math.min(sorted[sorted.length - 1] * 1.05, usual);
+  const sorted = values.filter((value) => value !== null).sort((a, b) => a - b), most = sorted.length ? sorted[sorted.length - 1] : 0;
+  const usual = sorted.length ? sorted[Math.floor(0.98 * (sorted.length - 1))] * 1.3 : 0;
+  return { top: Math.min(most * 1.05, usual) || 1e-3, cut: usual < most };
 }
 function series() {
   const kinds = KINDS.filter((kind) => R.series.kinds && R.series.kinds[kind]);
   if (R.series.step && R.series.step.length > 1) {
-    section("Over the run", "Milliseconds of a step by kind, mean over ranks; each point is the mean of the steps up to the next.");
-    chart(page, "kinds", 320, () => [kinds.map((kind) => ({ type: "scatter", mode: "none", stackgroup: "one", name: kind, x: R.series.step, y: R.series.kinds[kind].map((s) => s * 1e3),
-      fillcolor: colour(kind), hovertemplate: `%{y:.2f} ms<extra>${kind}</extra>` })), { hovermode: "x unified", xaxis: { title: { text: "step" } }, yaxis: { title: { text: "ms a step" }, range: [0, ceiling(R.series.seconds) * 1e3] } }]);
+    const { top, cut } = ceiling(R.series.seconds);
+    section("Over the run", "Milliseconds of a step by kind, mean over ranks; each point is the mean of the steps up to the next."
+      + (cut ? " A few points are higher than the axis: double-click shows all of them." : ""));
+    chart(page, "kinds", 320, () => [kinds.map((kind) => ({ type: "scatter", mode: "none", stackgroup: "one", name: kind, x: R.series.step, y: times(R.series.kinds[kind], 1e3),
+      fillcolor: colour(kind), hovertemplate: `%{y:.2f} ms<extra>${kind}</extra>` })), { hovermode: "x unified", xaxis: { title: { text: "step" } }, yaxis: { title: { text: "ms a step" }, range: [0, top * 1e3] } }]);
   }
   const two = el("div", { class: "two" });
   const half = (title) => { const side = el("div", {}, el("h2", {}, title)); two.append(side); return side; };
@@ -197,19 +205,21 @@ function series() {
   const memory = R.counters.filter((counter) => !["samples", "loss"].includes(counter.name));
   if (memory.length) {
     const names = [...new Set(memory.map((counter) => counter.name))];
-    chart(half("Memory over time"), "memory", 260, () => [memory.map((counter) => ({ type: "scatter", mode: counter.time.length > 1 ? "lines" : "markers", x: counter.time, y: counter.value.map((value) => value / 2 ** 20),
+    chart(half("Memory over time"), "memory", 260, () => [memory.map((counter) => ({ type: "scatter", mode: counter.time.length > 1 ? "lines" : "markers", x: counter.time, y: times(counter.value, 2 ** -20),
       name: `rank ${counter.rank}${names.length > 1 ? ` ${counter.name}` : ""}`, line: { width: 1.6 }, hovertemplate: "%{y:,.0f} MiB<extra>%{fullData.name}</extra>" })),
       { xaxis: { title: { text: "seconds since the run began" } }, yaxis: { title: { text: `MiB ${names.length > 1 ? "" : names[0]}` } }, showlegend: memory.length <= 12 }]);
   }
   if (two.children.length) add(two);
 }
 function memoryByPhase() {
-  const name = [...new Set(R.ranks.flatMap((rank) => Object.keys(rank.memory_by_phase)))][0];
-  const phases = KINDS.filter((kind) => R.ranks.some((rank) => name && (rank.memory_by_phase[name] || {})[kind] !== undefined));
-  if (!phases.length) return;
-  section("Memory by phase", `The most that was ${name} at the end of each phase, sampled about once a second.`);
-  add(table([["device", true], ...phases.map((phase) => [phase])], R.ranks.map((rank, i) => [`rank ${rank.rank}`,
-    ...phases.map((phase) => ((rank.memory_by_phase[name] || {})[phase] === undefined ? "" : shown(`ranks/${i}/memory_by_phase/${name}/${phase}`, "bytes")))])));
+  for (const name of new Set(R.ranks.flatMap((rank) => Object.keys(rank.memory_by_phase)))) {
+    const of = (rank) => rank.memory_by_phase[name] || {};
+    const phases = KINDS.filter((kind) => R.ranks.some((rank) => of(rank)[kind] !== undefined));
+    if (!phases.length) continue;
+    section(`Memory by phase: ${name}`, `The most that was ${name} at the end of each phase, sampled about once a second.`);
+    add(table([["device", true], ...phases.map((phase) => [phase])], R.ranks.map((rank, i) => [named(i),
+      ...phases.map((phase) => (of(rank)[phase] === undefined ? "" : shown(`ranks/${i}/memory_by_phase/${name}/${phase}`, "bytes")))])));
+  }
 }
 function collectives() {
   if (!R.collectives.length) return;
@@ -221,7 +231,7 @@ function watching() {
   if (!R.ranks.length) return;
   section("Clocks and watching", "Each rank's clock against rank 0's, from round trips between them; what was recorded, and what that took of a core.");
   const clock = (rank, key, as) => { const i = R.clocks.findIndex((one) => one.rank === rank); return i < 0 ? "" : shown(`clocks/${i}/${key}`, as); };
-  add(table([["device", true], ["offset"], ["drift"], ["±"], ["round trips"], ["spans"], ["dropped"], ["processor time"]], R.ranks.map((rank, i) => [`rank ${rank.rank}`,
+  add(table([["device", true], ["offset"], ["drift"], ["±"], ["round trips"], ["spans"], ["dropped"], ["processor time"]], R.ranks.map((rank, i) => [named(i),
     clock(rank.rank, "offset_seconds", "seconds"), clock(rank.rank, "drift", "drift"), clock(rank.rank, "error_seconds", "seconds"), clock(rank.rank, "samples", "count"),
     shown(`ranks/${i}/spans`, "count"), shown(`ranks/${i}/dropped`, "count"), shown(`ranks/${i}/watching_seconds`, "seconds")])));
 }
