@@ -19,13 +19,15 @@ Works = Callable[[int, int], dict[str, float]]
 @dataclass(frozen=True)
 class Schedule:
     """buckets: the parts of the backward after which a bucket is handed over. transmit: ms that one takes from when all
-    ranks have come and the one before it is through. gap: ms between phases."""
+    ranks have come and the one before it is through. gap: ms between phases. tails: ms by which a rank leaves each
+    collective later than the others, as one with a slower link does."""
 
     ranks: int = 3
     steps: int = 40
     buckets: tuple[float, ...] = (0.5, 1.0)
     transmit: float = 2.0
     gap: float = 0.0
+    tails: tuple[float, ...] = ()
 
 
 def played(schedule: Schedule, works: Works) -> Timeline:
@@ -48,13 +50,17 @@ def played(schedule: Schedule, works: Works) -> Timeline:
             through = max(*came, through) + schedule.transmit
             number = (step - 1) * len(schedule.buckets) + bucket
             for rank in range(schedule.ranks):
-                rows.append(_row(rank, "communication", step, came[rank], through, number))
+                rows.append(_row(rank, "communication", step, came[rank], through + _tail(schedule, rank), number))
         for rank in range(schedule.ranks):
-            now[rank] = max(through, begun[rank] + work[rank]["backward"])
+            now[rank] = max(through + _tail(schedule, rank), begun[rank] + work[rank]["backward"])
             rows.append(_row(rank, "backward", step, begun[rank], now[rank]))
             rows.append(_row(rank, "optimizer", step, now[rank], now[rank] + work[rank]["optimizer"]))
             now[rank] += work[rank]["optimizer"]
     return timeline_of(rows, schedule.ranks)
+
+
+def _tail(schedule: Schedule, rank: int) -> float:
+    return schedule.tails[rank] if rank < len(schedule.tails) else 0.0
 
 
 def _row(rank: int, kind: str, step: int, start: float, end: float, collective: int = -1) -> tuple[int, ...]:

@@ -58,16 +58,21 @@ def oracle(ranks: list[list[Row]], rank: int) -> tuple[list[str], int]:
     whole = range(min(row[3] for row in mine), max(row[4] for row in mine))
     found, hidden = [], 0
     for moment in whole:
-        kind, hides = _kind_at(ranks, mine, moment)
+        kind, hides = _kind_at(ranks, rank, moment)
         found.append(kind)
         hidden += hides
     return found, hidden
 
 
-def _kind_at(ranks: list[list[Row]], mine: list[Row], moment: int) -> tuple[str, bool]:
+def _kind_at(ranks: list[list[Row]], rank: int, moment: int) -> tuple[str, bool]:
+    mine = [row for row in ranks[rank] if row[4] > row[3] and row[1] != "blocks"]
     here = [row for row in mine if row[3] <= moment < row[4]]
-    at_once = {_part(ranks, row, moment) for row in here if row[0] == "communication" and row[1] != "communication"}
-    beside = {_part(ranks, row, moment) for row in here if row[0] == "communication" and row[1] == "communication"}
+    at_once = {
+        _part(ranks, rank, row, moment) for row in here if row[0] == "communication" and row[1] != "communication"
+    }
+    beside = {
+        _part(ranks, rank, row, moment) for row in here if row[0] == "communication" and row[1] == "communication"
+    }
     for kind in ("waiting", "communication"):
         if kind in at_once:
             return kind, False
@@ -87,15 +92,21 @@ def _handed_over(row: Row, begun: list[int]) -> int:
     return max((at for at in begun if row[3] <= at < row[4]), default=row[4])
 
 
-def _part(ranks: list[list[Row]], row: Row, moment: int) -> str:
-    """Waiting until the last rank has come (a broadcast: its source), communication from there."""
-    came = [[r[3] for r in spans if r[5] == row[5]] for spans in ranks]
+def _part(ranks: list[list[Row]], rank: int, row: Row, moment: int) -> str:
+    """Waiting until the last rank has come (a broadcast: its source), but not for what it left the collective before
+    later; communication from there."""
     # a rank without any collective is not among those that communicate
-    came = [times for times, spans in zip(came, ranks, strict=True) if any(r[5] >= 0 for r in spans)]
-    if not all(came):
+    members = [at for at, spans in enumerate(ranks) if any(r[5] >= 0 for r in spans)]
+    came = {at: r[3] for at in members for r in ranks[at] if r[5] == row[5]}
+    if len(came) < len(members):
         return "communication"
-    last = came[0][0] if row[2] == 2 else max(times[0] for times in came)
-    return "waiting" if moment < last else "communication"
+    source = members[0] if row[2] == 2 else max(members, key=lambda at: came[at])
+    for before in sorted({r[5] for spans in ranks for r in spans if 0 <= r[5] < row[5]}, reverse=True):
+        left = {at: max((r[4] for r in ranks[at] if 0 <= r[5] <= before), default=None) for at in members}
+        if left[source] is None or left[source] <= came[source]:
+            later = max(left[source] - left[rank], 0) if None not in left.values() else 0
+            return "waiting" if moment < came[source] - later else "communication"
+    return "waiting" if moment < came[source] else "communication"
 
 
 @settings(max_examples=400)
@@ -120,8 +131,23 @@ def test_a_rank_that_has_no_record_of_a_collective_leaves_it_without_a_last_arri
         ]
     )
     arrivals = arrival_table(spans, NAMES)
-    assert arrivals.last_of(np.array([0, 1, 7])).tolist() == [2, ABSENT, ABSENT]
+    assert arrivals.until_of(np.zeros(3, int), np.array([0, 1, 7])).tolist() == [2, ABSENT, ABSENT]
+    assert arrivals.until_of(np.array([1, 2]), np.array([0, 0])).tolist() == [2, ABSENT]
     assert arrivals.together.tolist() == [True, False]
+
+
+def test_a_rank_that_left_the_last_collective_later_is_waited_for_no_longer_than_it_worked_longer() -> None:
+    spans = table(
+        [
+            [("communication", "main", 1, 0, 10, 0), ("communication", "main", 1, 15, 40, 1)],
+            [("communication", "main", 1, 0, 18, 0), ("communication", "main", 1, 25, 40, 1)],
+        ]
+    )
+    arrivals = arrival_table(spans, NAMES)
+    # Rank 1 left 8 later, through its link, and worked 7 instead of 5.
+    assert arrivals.until_of(np.array([0, 1]), np.array([1, 1])).tolist() == [17, 25]
+    seconds = account_of(spans[spans["rank"] == 0], arrivals).sums(np.zeros(1, np.int64))[0] * 1e9
+    assert seconds[KIND["waiting"]] == pytest.approx(2) and seconds[KIND["communication"]] == pytest.approx(10 + 23)
 
 
 @pytest.mark.parametrize("buckets", [(1.0,), (0.25, 0.5, 1.0), (0.9,)])

@@ -62,6 +62,25 @@ def test_offset_and_drift_are_found_to_within_half_a_round_trip(
         assert fit.clock.drift == pytest.approx(drift, abs=1e-6)
 
 
+@given(st.integers(-(10**12), 10**12), st.floats(-5e-5, 5e-5), st.lists(st.integers(0, 20 * MS), max_size=8))
+def test_a_congested_link_errs_to_one_side_and_is_not_taken_for_a_drift(
+    offset: int, drift: float, congestion: list[int]
+) -> None:
+    """Behind a full queue a question takes `congestion` ns longer than its answer."""
+    samples, began = [], 10**15
+    for burst, longer in enumerate([0, *congestion]):
+        sent = began + burst * 10 * SECOND
+        true = offset + int(drift * (sent - began))
+        samples.append((sent, sent + 12_000 + longer + true, sent + 24_000 + longer))
+    fit = fit_clock(1, samples)
+    middle = np.array([(sent + received) // 2 for sent, _, received in samples])
+    truth = np.array([offset + int(drift * (sent - began)) for sent, _, _ in samples])
+    off = np.abs(fit.to_reference(middle) - middle - truth)
+    assert off.max() <= fit.clock.error + 10
+    if drift == 0:
+        assert off.max() <= 12_010
+
+
 def test_a_clock_that_wanders_is_followed() -> None:
     samples = round_trips(0, 0.0, 20, seed=1, wander=5 * MS)
     fit = fit_clock(1, samples)

@@ -79,11 +79,11 @@ def test_a_lateness_within_the_error_of_the_clocks_is_not_told() -> None:
     assert late_findings(report_of(unsure)) == []
 
 
-def test_clocks_that_are_not_aligned_would_accuse_the_wrong_rank() -> None:
-    """The reason for `align`: 30 ms of skew turn the late rank into the one that waits."""
+def test_a_late_rank_is_named_even_where_the_clocks_are_off() -> None:
+    """30 ms of skew would turn the late rank into the one that waits, if arrivals were compared across clocks."""
     timeline = played(Schedule(ranks=2, steps=30), delayed(even(), rank=1, phase="forward", ms=20))
-    assert set(book_of(timeline).meetings.rank.tolist()) == {1}
-    assert set(book_of(shifted(timeline, 1, -30_000_000)).meetings.rank.tolist()) == {0}
+    for skew in (0, -30_000_000, 30_000_000):
+        assert set(book_of(shifted(timeline, 1, skew)).meetings.rank.tolist()) == {1}
 
 
 def test_one_rank_has_no_meetings_and_a_report() -> None:
@@ -109,6 +109,33 @@ def test_slow_links_are_told_from_slow_ranks() -> None:
     (all_reduce,) = report.collectives
     assert all_reduce.seconds == pytest.approx(0.040, rel=0.01)
     assert all_reduce.bus_bandwidth == pytest.approx(2 * 2 / 3 * 4096 / all_reduce.seconds)
+
+
+def test_a_rank_that_leaves_every_collective_later_has_a_slow_link_and_is_not_late() -> None:
+    schedule = Schedule(ranks=3, steps=30, buckets=(1.0,), transmit=20, tails=(0.0, 0.0, 30.0))
+    report = report_of(played(schedule, jittered(even(), seed=2, spread=0.01)))
+    found = [finding.kind for finding in report.findings]
+    assert found == ["communication", "compute"]
+    # Ranks 0 and 1 come 30 ms before rank 2, which works no longer than they do: 50 ms of communication on each.
+    assert [rank.seconds["communication"] / 30 for rank in report.ranks] == pytest.approx([0.050] * 3, rel=0.05)
+    assert report.kinds["waiting"] / 30 < 0.001
+
+
+def test_one_stall_of_the_rank_with_the_slow_link_is_not_taken_for_lateness() -> None:
+    """It comes last in every step because of its link: that must not lend weight to what happened once."""
+    stalled = delayed(even(), rank=2, phase="forward", ms=200)
+    schedule = Schedule(ranks=3, steps=30, buckets=(1.0,), transmit=20, tails=(0.0, 0.0, 30.0))
+    works = jittered(lambda step, rank: (stalled if step == 15 else even())(step, rank), seed=4, spread=0.01)
+    assert late_findings(report_of(played(schedule, works))) == []
+
+
+def test_lateness_does_not_count_what_a_slow_link_adds() -> None:
+    schedule = Schedule(ranks=3, steps=30, buckets=(1.0,), transmit=20, tails=(0.0, 0.0, 30.0))
+    report = report_of(played(schedule, delayed(even(), rank=2, phase="forward", ms=20)))
+    late, communication = (next(f for f in report.findings if f.kind == k) for k in ("late-rank", "communication"))
+    assert (late.rank, late.phase) == (2, "forward") and late.seconds == pytest.approx(0.020, rel=0.05)
+    assert "by 20 ms" in late.sentence and communication.seconds == pytest.approx(0.050, rel=0.05)
+    assert "not a rank" not in communication.sentence
 
 
 def test_ranks_that_are_late_by_turns_are_uneven_not_late() -> None:

@@ -9,8 +9,9 @@ Where spans overlap, the first of these that is under way owns the moment:
     data
     idle                            none of them
 
-A collective is waiting until the last rank has come to it, and communication from there. A backward computes until its
-last bucket is handed over. Communication under computing is hidden: it costs nothing, and is counted beside.
+A collective is waiting until the last rank has come to it, and communication from there (but see `Arrivals.until`). A
+backward computes until its last bucket is handed over. Communication under computing is hidden: it costs nothing, and
+is counted beside.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ def _owned(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
     for name in ("forward", "optimizer", "evaluate", "checkpoint", "transfer", "data", "waiting", "idle"):
         which = kind == KIND[name]
         parts.append((start[which], end[which], np.full(int(which.sum()), OWNER[name])))
-    last = arrivals.last_of(spans["collective"][communication])
-    split = np.where(last == ABSENT, start[communication], np.clip(last, start[communication], end[communication]))
+    until = arrivals.until_of(spans["rank"][communication], spans["collective"][communication])
+    split = np.where(until == ABSENT, start[communication], np.clip(until, start[communication], end[communication]))
     beside = spans["lane"][communication] == LANE["communication"]
     for name, a, b in (("waiting", start[communication], split), ("communication", split, end[communication])):
         parts.append((a, b, np.where(beside, OWNER[f"{name} beside"], OWNER[f"{name} at once"])))

@@ -19,6 +19,11 @@ from numpy.typing import NDArray
 from meshwise.timeline.timeline import Clock
 
 Times = NDArray[np.int64]
+CLEAR = 3.0
+"""A burst whose half is longer than so many of the shortest came through a congested link: it errs to one side, as all
+such do, which would look like a drift. It only says what cannot be."""
+DRIFT = 1e-4
+"""Most by which clocks are taken to drift apart where no burst says it: a bad quartz's 100 µs a second."""
 BURST = 1_000_000_000  # ns: samples closer than this are one burst
 
 
@@ -46,13 +51,15 @@ def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
     if not samples:
         return ClockFit(Clock(rank), np.zeros(1), np.zeros(1))
     at, offset, half = _bursts(np.asarray(samples, dtype=np.int64))
-    slope, level = _line(at, offset, half)
-    residual = np.abs(offset - (level + slope * (at - at[0])))
-    if (residual <= half).all():
-        ends = np.array([at[0] - 3.6e12, at[-1] + 3.6e12])  # an hour beyond either end
-        fitted = level + slope * (ends - at[0])
-        error = float(np.median(half)) if len(at) > 2 else float(half.min())
-        return ClockFit(Clock(rank, level, slope, error, len(samples)), ends, fitted)
+    for use in (half <= CLEAR * half.min(), np.full(len(at), True)):
+        slope, level = _line(at[use], offset[use], half[use])
+        level -= slope * float(at[use][0] - at[0])
+        beside = np.abs(offset - (level + slope * (at - at[0])))
+        if (beside <= half).all():
+            apart = (DRIFT + abs(slope)) * np.abs(at[:, None] - at)
+            error = float((half + beside + apart).min(axis=1).max())
+            ends = np.array([at[0] - 3.6e12, at[-1] + 3.6e12])  # an hour beyond either end
+            return ClockFit(Clock(rank, level, slope, error, len(samples)), ends, level + slope * (ends - at[0]))
     drift = float((offset[-1] - offset[0]) / (at[-1] - at[0]))
     return ClockFit(Clock(rank, float(offset[0]), drift, float(half.max()), len(samples)), at, offset)
 

@@ -255,7 +255,7 @@ def _bars(spans: Spans, names: Sequence[str], origin: int) -> list[Bar]:
 def _found_waiting(spans: Spans, names: Sequence[str], book: Book, origin: int) -> list[Bar]:
     """The part of each collective in which its rank waited for the last one."""
     collective = spans[spans["kind"] == KIND["communication"]]
-    last = book.arrivals.last_of(collective["collective"])
+    last = book.arrivals.until_of(collective["rank"], collective["collective"])
     until = np.where(last == ABSENT, collective["start"], np.minimum(last, collective["end"]))
     waits = collective["start"] < until
     return [

@@ -29,6 +29,9 @@ class Arrivals:
     together: every rank took part, and none could leave before the last came.
     last: when the ranks could begin to communicate: the last arrival, the source's for a broadcast; ABSENT where a rank
     is missing.
+    until: shape (collectives, ranks): until when each rank waits for the work of the last one; ABSENT as above. It is
+    `last`, but for what the last rank came later only because it left the collective before later than the others: its
+    link is the slower one, so that is still communication.
     """
 
     ranks: Table
@@ -41,6 +44,7 @@ class Arrivals:
     beside: NDArray[np.bool_]
     together: NDArray[np.bool_]
     last: Table
+    until: Table
 
     @property
     def complete(self) -> NDArray[np.bool_]:
@@ -48,12 +52,14 @@ class Arrivals:
         known: NDArray[np.bool_] = self.last != ABSENT
         return known
 
-    def last_of(self, numbers: Table) -> Table:
-        """`last` of the collectives with these numbers; ABSENT for others."""
+    def until_of(self, ranks: Table, numbers: Table) -> Table:
+        """`until` of these ranks in the collectives with these numbers, pair by pair; ABSENT for others."""
         if not len(self.number):
             return np.full(len(numbers), ABSENT)
         at = np.minimum(np.searchsorted(self.number, numbers), len(self.number) - 1)
-        return np.where(self.number[at] == numbers, self.last[at], ABSENT)
+        column = np.minimum(np.searchsorted(self.ranks, ranks), len(self.ranks) - 1)
+        known = (self.number[at] == numbers) & (self.ranks[column] == ranks)
+        return np.where(known, self.until[at, column], ABSENT)
 
 
 def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
@@ -69,9 +75,10 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
         values[row] = found[key]
     text = np.array(names)[facts["name"]] if len(number) else np.empty(0, str)
     complete = (arrival != ABSENT).all(axis=1)
-    last = arrival.max(axis=1, initial=ABSENT)
+    came_last = arrival.argmax(axis=1) if len(ranks) else np.empty(0, np.int64)
     if len(ranks) and ranks[0] == 0:
-        last = np.where(text == "broadcast", arrival[:, 0], last)
+        came_last = np.where(text == "broadcast", 0, came_last)
+    last = np.take_along_axis(arrival, came_last[:, None], axis=1)[:, 0] if len(ranks) else np.empty(0, np.int64)
     return Arrivals(
         ranks.astype(np.int64),
         number,
@@ -83,4 +90,20 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
         beside=facts["lane"] == LANE["communication"],
         together=complete & np.isin(text, TOGETHER),
         last=np.where(complete, last, ABSENT),
+        until=np.where(complete[:, None], last[:, None] - _left_later(arrival, end, came_last), ABSENT),
     )
+
+
+def _left_later(arrival: Table, end: Table, came_last: Table) -> Table:
+    """By how much the last rank of each collective had left its newest one before later than each rank did, ns."""
+    if not arrival.size:
+        return np.zeros(arrival.shape, np.int64)
+    row = np.arange(len(arrival))
+    left = np.maximum.accumulate(end, axis=0)
+    had_left = np.stack(
+        [np.searchsorted(left[:, r], arrival[:, r], side="right") for r in range(left.shape[1])], axis=1
+    )
+    before = np.minimum(had_left[row, came_last], row) - 1
+    known = (before >= 0)[:, None] & (left[before] != ABSENT).all(axis=1, keepdims=True)
+    later = left[before, came_last][:, None] - left[before]
+    return np.where(known, np.maximum(later, 0), 0)

@@ -66,7 +66,7 @@ def findings_of(
         int(steady.sum()), dict(zip(KINDS, mean.tolist(), strict=True)), float(book.step_seconds()[steady].mean())
     )
     late = _late(book, shares, error_seconds)
-    found = [*late, *_input(shares), *_communication(book, shares, collectives), *_imbalance(shares, late)]
+    found = [*late, *_input(shares), *_communication(book, shares, collectives, late), *_imbalance(shares, late)]
     found += [*_idle(shares), *_of_run(goodput)]
     return [*sorted(found, key=lambda finding: -finding.share), _computing(shares), *_memory(counters)]
 
@@ -119,7 +119,9 @@ def _input(shares: _Shares) -> list[Finding]:
     ]
 
 
-def _communication(book: Book, shares: _Shares, collectives: list[CollectiveReport]) -> list[Finding]:
+def _communication(
+    book: Book, shares: _Shares, collectives: list[CollectiveReport], late: list[Finding]
+) -> list[Finding]:
     share, seconds = shares.share("communication"), shares.seconds["communication"]
     if share < LEAST["communication"]:
         return []
@@ -130,10 +132,12 @@ def _communication(book: Book, shares: _Shares, collectives: list[CollectiveRepo
     if largest is not None and largest.bus_bandwidth:
         rate = bytes_text(largest.bus_bandwidth)
         speed = f" The largest part moves {bytes_text(largest.bytes)} at a bus bandwidth of {rate}/s."
+    links = f"(they come within {seconds_text(spread)}): the links, not a rank"
+    if late:
+        links = f"and so beside what rank {', '.join(str(finding.rank) for finding in late)} costs: that is the links"
     sentence = (
         f"Communication-bound: {share:.0%} of a step ({seconds_text(seconds)}) is communication that no computing "
-        f"hides, counted from the last rank's arrival (they come within {seconds_text(spread)}): the links, not a rank."
-        f"{speed}"
+        f"hides, counted from the last rank's arrival {links}.{speed}"
     )
     advice = "Fewer reductions a sample: a larger --batch-size, or --accumulate; half the bytes: --precision bf16."
     return [Finding("communication", _percent(sentence), advice, share, seconds, phase="communication")]

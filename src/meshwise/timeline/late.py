@@ -1,9 +1,9 @@
 """Who was late, in which phase, and what it cost.
 
-Ranks meet in collectives. Between two meetings each works alone; the one that comes last makes the others wait. Its
-excess is what it took longer than the others' median since it left the last meeting. What it cost is found by playing
-the meeting's collectives again with the late rank on time: each begins when the last rank has come and the collective
-before it is through, and takes as long as it took.
+Ranks meet in collectives. Between two meetings each works alone; the one that takes longest makes the others wait. Its
+excess is what it took longer than the others' median since it left the last meeting, each on its own clock. What it
+cost is found by playing the meeting's collectives again with the late rank on time: each begins when the last rank has
+come and the collective before it is through, and takes as long as it took.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ CHANCE = 1e-3
 class Meetings:
     """Where ranks waited for each other, in order; all have the shape (meetings,).
 
-    step: the step in which it was. beside: the end of a backward, not a collective by itself. rank: who came last.
-    late: seconds from the median of the others to it. phase: index in KINDS of where it took longest over the others'
-    median. cost: seconds by which the meeting would have ended earlier with this rank on time.
+    step: the step in which it was. beside: the end of a backward, not a collective by itself. rank: who came last, had
+    all left the last meeting together: a slow link keeps its rank there for longer every time, which is no lateness.
+    late: seconds that it took longer from there than the others' median. phase: index in KINDS of where it took longest
+    over the others' median. cost: seconds by which the meeting would have ended earlier with this rank on time.
     """
 
     step: Whole
@@ -61,8 +62,8 @@ def meetings_of(arrivals: Arrivals, spans: Sequence[Spans], accounts: Sequence[A
     left = np.maximum.accumulate(leaving[last], axis=0)
     before = np.concatenate([[[int(s["start"][0]) for s in spans]], left[:-1]])
     came = arrival[last]
-    rank = came.argmax(axis=1)
-    late = (came.max(axis=1) - _median_of_others(came, rank)) / 1e9
+    rank = (came - before).argmax(axis=1)
+    late = _excess(came - before, rank) / 1e9
     work = np.stack([a.sums(before[:, r])[:, :OUTSIDE] for r, a in enumerate(accounts)], axis=1)  # (m, ranks, kinds)
     excess = np.stack([_excess(work[:, :, kind], rank) for kind in WORK], axis=1)
     phase = np.array(WORK)[excess.argmax(axis=1)]

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.timeline.analyse import report_of
+from meshwise.timeline.arrivals import ABSENT, arrival_table
 from meshwise.timeline.spans import KIND, KINDS, LANE, LANES, SPAN
 from meshwise.timeline.timeline import Clock, Counter, Rank, Session, Timeline
 from meshwise.timeline.views import chrome_trace
@@ -330,19 +331,12 @@ def spans_of(timeline: Timeline) -> Tally[tuple[Any, ...]]:
 
 
 def waits_of(timeline: Timeline) -> Tally[tuple[int, int, int]]:
-    """(rank, collective, ns) of each waiting, one collective after the other."""
-    spans = [s for s in timeline.spans if s["collective"] >= 0]
-    ranks = {int(s["rank"]) for s in spans}
-    found = Tally[tuple[int, int, int]]()
-    for number in {int(s["collective"]) for s in spans}:
-        here = {int(s["rank"]): s for s in spans if s["collective"] == number}
-        if set(here) != ranks:
-            continue
-        source = timeline.names[next(iter(here.values()))["name"]] == "broadcast" and 0 in here
-        last = int(here[0]["start"] if source else max(s["start"] for s in here.values()))
-        for rank, s in here.items():
-            if min(last, s["end"]) > s["start"]:
-                found[rank, number, int(min(last, s["end"]) - s["start"])] += 1
+    """(rank, collective, ns) of each waiting, one collective after the other; test_account.py has the rule's oracle."""
+    table, found = arrival_table(timeline.spans, timeline.names), Tally[tuple[int, int, int]]()
+    for s in timeline.spans[timeline.spans["collective"] >= 0]:
+        (until,) = table.until_of(np.array([s["rank"]]), np.array([s["collective"]])).tolist()
+        if until != ABSENT and min(until, s["end"]) > s["start"]:
+            found[int(s["rank"]), int(s["collective"]), int(min(until, s["end"]) - s["start"])] += 1
     return found
 
 

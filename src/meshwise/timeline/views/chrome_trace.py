@@ -60,7 +60,7 @@ class _Waits:
         start, number = spans["start"], spans["collective"]
         if not len(self.table.number):
             return start, np.zeros(len(spans), np.int64)
-        last = np.where(_is_collective(spans), self.table.last_of(number), ABSENT)
+        last = np.where(_is_collective(spans), self.table.until_of(spans["rank"], number), ABSENT)
         row = np.minimum(np.searchsorted(self.table.number, number), len(self.table.number) - 1)
         return np.where(last == ABSENT, start, np.clip(last, start, spans["end"])), self.came_last[row]
 
