@@ -19,6 +19,8 @@ from meshwise.cli import LAUNCH_OPTIONS, script_arguments_apart
         ("run train.py --devices=2xcpu --out=runs x", "run train.py --devices=2xcpu --out=runs -- x"),
         ("run --devices 2xcpu train.py --devices 4", "run --devices 2xcpu train.py --devices 4 --"),
         ("run train.py --lr 0.1 --devices 4", "run train.py -- --lr 0.1 --devices 4"),
+        ("run train.py --blocks --devices 2xcpu x", "run train.py --blocks --devices 2xcpu -- x"),
+        ("run train.py --lr 1 --blocks", "run train.py -- --lr 1 --blocks"),
         ("run train.py -- --devices 4", "run train.py -- --devices 4"),
         ("run train.py --devices 2xcpu -- --devices 4", "run train.py --devices 2xcpu -- --devices 4"),
         ("run train.py other.py", "run train.py -- other.py"),

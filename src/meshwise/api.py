@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 import time
@@ -256,7 +257,10 @@ def run_script(
     _, code = supervise(
         run_script_file, (script.resolve(), list(arguments)), shares, folder=folder, console=console, nodes=nodes
     )
-    console.print(f"records     {folder}", soft_wrap=True, markup=False, highlight=False)
+    told = report_of(read_timeline(folder), str(folder))
+    lines = [told.verdict] if told.steps else []
+    lines += [f"records     {folder}", f"more with   meshwise report {shlex.quote(str(folder))}"]
+    print("\n".join(lines), file=sys.stderr)
     return code
 
 

@@ -119,6 +119,9 @@ def report(
     console, run = Console(), api.run_folder(folder)
     span = api.step_range(steps)
     place = Path(to) if to else run
+    forms = {"--html": html, "--trace": trace, "--openmetrics": openmetrics, "--tensorboard": tensorboard}
+    forms |= {"--mermaid": mermaid, "--json": as_json, "--live": live, "--steps": steps is not None}
+    _refuse_together([name for name, wanted in forms.items() if wanted], other)
     if live:
         write = partial(api.report_files, run, place, ["openmetrics"], None)
         follow(run, console, beside=write if openmetrics else None)
@@ -140,6 +143,16 @@ def report(
             console.print(report_text(found))
         for path in written:
             print(f"written     {path}", file=sys.stderr if as_json or mermaid else sys.stdout)
+
+
+def _refuse_together(forms: list[str], other: str | None) -> None:
+    """What cannot be had at once is said, not left out."""
+    if other is not None and set(forms) - {"--json"}:
+        raise UsageError(f"RUN2 and {', '.join(forms)}: two runs are compared as text or with --json alone.")
+    if "--live" in forms and set(forms) - {"--live", "--openmetrics"}:
+        raise UsageError(f"{', '.join(forms)}: --live goes with --openmetrics alone.")
+    if {"--mermaid", "--json"} <= set(forms):
+        raise UsageError("--mermaid and --json both print: choose one.")
 
 
 def _refuse_job_options(asked: RunRequest, resume: str | None) -> None:
@@ -172,6 +185,7 @@ def main() -> None:
     sys.exit(code)
 
 
+LAUNCH_FLAGS = ("--blocks",)
 LAUNCH_OPTIONS = ("--devices", "--out", "--nnodes", "--node-rank", "--rdzv")
 
 
@@ -189,8 +203,8 @@ def script_arguments_apart(words: list[str]) -> list[str]:
     if at is None:
         return words
     end = at + 1
-    while end < len(words) and words[end].split("=")[0] in LAUNCH_OPTIONS:
-        end += 1 if "=" in words[end] else 2
+    while end < len(words) and words[end].split("=")[0] in (*LAUNCH_OPTIONS, *LAUNCH_FLAGS):
+        end += 1 if "=" in words[end] or words[end] in LAUNCH_FLAGS else 2
     rest = words[end:]
     return [*words[:end], *(rest if rest[:1] == ["--"] else ["--", *rest])]
 

@@ -124,6 +124,10 @@ def test_without_a_name_the_newest_run_is_meant(run: Path, report: Report, monke
         (["RUN", "--steps", "900"], "the run has no such steps; it has 1 to 30"),
         (["RUN", "--html", "--to", "FILE"], "cannot be written"),
         (["RUN", "--pdf"], "No such option"),
+        (["RUN", "RUN", "--steps", "3"], "two runs are compared as text or with --json alone"),
+        (["RUN", "--live", "--json"], "--live goes with --openmetrics alone"),
+        (["RUN", "--mermaid", "--json"], "choose one"),
+        (["FILE"], "cannot be read (Not a directory). Name a folder"),
     ],
 )
 def test_what_cannot_be_is_a_sentence_and_exit_code_2(

@@ -26,7 +26,7 @@ class CommandRun:
         environment = os.environ | {MARK: self.mark, "FAIL_STEP": str(fail_step)}
         with self.log.open("wb") as log:
             command = [sys.executable, "-m", "meshwise", "run", *words]
-            if "--resume" not in words:
+            if "--resume" not in words and "--out" not in words:
                 command += ["--out", str(out / "runs")]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import meshwise as mw
 from meshwise.records.folder import read_run
 from tests.faults.runs import JOBS, CommandRun, run_folder
 
@@ -56,6 +57,39 @@ def test_a_stop_saves_the_state_and_says_how_to_go_on(number: signal.Signals, co
     assert f"meshwise run --resume {folder}" in run.output
     assert read_run(folder)["status"] == "stopped"
     assert (folder / "checkpoint" / "latest.json").exists()
+    assert run.left_over() == []
+
+
+LOOP = """
+import time, torch, meshwise as mw
+model = torch.nn.Linear(4, 1)
+optimizers = [torch.optim.SGD([model.weight], 0.1), torch.optim.SGD([model.bias], 0.1)]
+data = torch.utils.data.TensorDataset(torch.ones(4000, 4))
+model, first, second, loader = mw.distribute(model, *optimizers, torch.utils.data.DataLoader(data, batch_size=8))
+for step, (x,) in enumerate(loader):
+    mw.backward(model(x).mean())
+    for optimizer in (first, second):
+        optimizer.step()
+        optimizer.zero_grad()
+    if step == 10:
+        print("ten steps", flush=True)
+    time.sleep(0.02)
+"""
+
+
+def test_a_script_that_is_stopped_ends_on_all_ranks_and_keeps_its_records(tmp_path: Path) -> None:
+    """Two optimizers on one model, too: each steps on the gradients of the same backward."""
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    run = CommandRun(str(script), "--devices", "2xcpu", "--out", str(tmp_path / "runs"), out=tmp_path)
+    run.wait_for("ten steps")
+    run.send(signal.SIGINT)
+    assert run.wait() == 130, run.output
+    assert "Traceback" not in run.output and "meshwise report" in run.output
+    folder = run_folder(tmp_path)
+    report = mw.report(folder)
+    assert report.status == "stopped" and report.missing == [] and report.steps > 10
+    assert len({rank.steps for rank in report.ranks}) == 1
     assert run.left_over() == []
 
 

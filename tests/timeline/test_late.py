@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -160,3 +162,26 @@ def test_sums_over_the_run_are_those_of_the_ranks() -> None:
     for kind in KINDS:
         mean = sum(rank.seconds[kind] for rank in report.ranks) / 4
         assert report.kinds[kind] == pytest.approx(mean)
+
+
+def test_rare_stalls_that_take_much_of_the_time_are_told() -> None:
+    def works(step: int, rank: int) -> dict[str, float]:
+        found = even()(step, rank)
+        return found | {"forward": 600.0} if step in (20, 50) else found
+
+    report = report_of(played(Schedule(ranks=2, steps=80), works))
+    assert report.findings[0].kind == "stalls"
+    assert "3 times the median" in report.verdict and ("step 20" in report.verdict or "step 50" in report.verdict)
+
+
+def test_only_the_largest_part_binds() -> None:
+    report = report_of(played(Schedule(ranks=2, steps=20, buckets=(1.0,), transmit=8), even()))
+    (found,) = [finding for finding in report.findings if finding.kind == "communication"]
+    assert found.sentence.startswith("Communication: 19 %")
+
+
+def test_with_one_log_of_two_communication_is_not_told_from_waiting() -> None:
+    timeline = played(Schedule(ranks=2, steps=20, buckets=(1.0,), transmit=30), even())
+    alone = dataclasses.replace(timeline, spans=timeline.of_rank(0), ranks=timeline.ranks[:1])
+    (found,) = [finding for finding in report_of(alone).findings if finding.kind == "communication"]
+    assert "waiting for ranks of which there is no log" in found.sentence

@@ -235,3 +235,14 @@ def test_days_between_two_sessions_are_no_part_of_the_run(tmp_path: Path) -> Non
         report.wall_seconds
     )
     assert report.ranks[0].seconds["idle"] < 1
+
+
+def test_a_run_whose_launcher_was_killed_is_not_running_for_ever(tmp_path: Path) -> None:
+    begin_session(tmp_path, time.time() - 700, job="killed", devices=["cpu"])
+    write_log(tmp_path, close=False)
+    path = span_log(tmp_path, 0)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0]["unix"] -= 600
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    missing = read_timeline(tmp_path).missing
+    assert "nothing was recorded for 10 min" in missing[0] and "rank 0 was cut off in step 12" in missing[1]

@@ -99,7 +99,8 @@ def read_run(folder: Path) -> dict[str, Any]:
             f"{folder}: no run folder (there is no {RUN} in it). Name a folder that `meshwise run` made."
         ) from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{folder / RUN}: cannot be read ({error}). The run cannot be resumed from here.") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{folder / RUN}: cannot be read ({why}). Name a folder that `meshwise run` made.") from None
     if not isinstance(facts, dict):
         raise UsageError(f"{folder / RUN}: not the facts of a run.")
     return facts

@@ -202,6 +202,8 @@ def _thinned(counter: Counter) -> CounterSeries:
 
 def _views(timeline: Timeline, book: Book, steps: tuple[int, int] | None) -> list[View]:
     rows = np.flatnonzero(book.trained)
+    if steps is None and book.present[rows].all(axis=1).any():  # of a run that goes on, what all have written
+        rows = rows[book.present[rows].all(axis=1)]
     if steps is not None:
         inside = rows[(book.step[rows] >= steps[0]) & (book.step[rows] <= steps[1])]
         if not len(inside):

@@ -18,8 +18,9 @@ from meshwise.timeline.report import CollectiveReport, Finding, Part
 from meshwise.timeline.spans import KINDS
 from meshwise.timeline.timeline import Counter
 
-LEAST = {"late-rank": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0.10, "idle": 0.10}
+LEAST = {"late-rank": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0.10, "idle": 0.10, "stalls": 0.10}
 LEAST_OF_RUN = {"checkpoint": 0.10, "evaluation": 0.30}
+STALL = 3.0
 FEWEST = 10
 """Steps below which a run is too short to say who is late."""
 GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
@@ -29,8 +30,8 @@ steps and samples of it: allocators warm up for a while."""
 TRY_IF_LATE = {
     "data": "Compare its data source with the others': slower storage, larger samples, fewer loader workers.",
     "transfer": "Compare the path from host to device with the others': meshwise run prints which cores it uses.",
-    "forward": "Look for another program on its device or cores, a lower clock or throttling, or longer samples.",
-    "backward": "Look for another program on its device or cores, a lower clock or throttling, or longer samples.",
+    "forward": "Look for another program on its device, a lower clock, longer samples, or work that it alone does.",
+    "backward": "Look for another program on its device, a lower clock, longer samples, or work that it alone does.",
     "optimizer": "Look for another program on its device or cores, a lower clock or throttling.",
     "evaluate": "Its part of the test set takes longer; look for other work on its device.",
     "checkpoint": "It saves while the others wait: save less often (--save-every), or to faster storage.",
@@ -45,6 +46,12 @@ class _Shares:
     steps: int
     seconds: dict[str, float]
     step: float
+
+    def bound(self, what: str, share: float) -> str:
+        """`Input-bound: ` where that is the largest part of a step, else `Input: `."""
+        computing = self.share("forward", "backward", "optimizer")
+        most = max(computing, self.share("communication"), self.share("waiting"), self.share("data", "transfer"))
+        return f"{what}-bound: " if share >= most else f"{what}: "
 
     def share(self, *kinds: str) -> float:
         return sum(self.seconds[kind] for kind in kinds) / self.step if self.step else 0.0
@@ -67,7 +74,7 @@ def findings_of(
     )
     late = _late(book, shares, error_seconds)
     found = [*late, *_input(shares), *_communication(book, shares, collectives, late), *_imbalance(shares, late)]
-    found += [*_idle(shares), *_of_run(goodput)]
+    found += [*_idle(shares), *_of_run(goodput), *_stalls(book)]
     return [*sorted(found, key=lambda finding: -finding.share), _computing(shares), *_memory(counters)]
 
 
@@ -110,7 +117,9 @@ def _input(shares: _Shares) -> list[Finding]:
     return [
         Finding(
             "input",
-            _percent(f"Input-bound: {share:.0%} of a step ({seconds_text(seconds)}) waits for the next batch."),
+            _percent(
+                f"{shares.bound('Input', share)}{share:.0%} of a step ({seconds_text(seconds)}) waits for a batch."
+            ),
             "Read ahead with more loader workers (loader_workers of a Job, num_workers of a DataLoader).",
             share,
             seconds,
@@ -132,14 +141,21 @@ def _communication(
     if largest is not None and largest.bus_bandwidth:
         rate = bytes_text(largest.bus_bandwidth)
         speed = f" The largest part moves {bytes_text(largest.bytes)} at a bus bandwidth of {rate}/s."
-    links = f"(they come within {seconds_text(spread)}): the links, not a rank"
-    if late:
+    links = f"(they come within {seconds_text(spread)})"
+    if shares.share("waiting") < share / 2:
+        links += ": the links, not a rank"
+    if len(book.arrivals.ranks) < 2:
+        links = "or waiting for ranks of which there is no log: that cannot be told"
+    elif late:
         links = f"and so beside what rank {', '.join(str(finding.rank) for finding in late)} costs: that is the links"
     sentence = (
-        f"Communication-bound: {share:.0%} of a step ({seconds_text(seconds)}) is communication that no computing "
-        f"hides, counted from the last rank's arrival {links}.{speed}"
+        f"{shares.bound('Communication', share)}{share:.0%} of a step ({seconds_text(seconds)}) is communication that "
+        f"no computing hides, counted from the last rank's arrival {links}.{speed}"
     )
-    advice = "Fewer reductions a sample: a larger --batch-size, or --accumulate; half the bytes: --precision bf16."
+    advice = (
+        "Fewer reductions a sample: a larger batch (--batch-size), or accumulate (--accumulate, mw.accumulate); half "
+        "the bytes: bf16 (--precision bf16)."
+    )
     return [Finding("communication", _percent(sentence), advice, share, seconds, phase="communication")]
 
 
@@ -165,6 +181,25 @@ def _idle(shares: _Shares) -> list[Finding]:
     sentence = f"Between phases: {share:.0%} of a step ({seconds_text(shares.seconds['idle'])}) is in none of them."
     advice = "Look for work of the host in the loop: printing, .item(), logging, metrics."
     return [Finding("idle", _percent(sentence), advice, share, shares.seconds["idle"], phase="idle")]
+
+
+def _stalls(book: Book) -> list[Finding]:
+    """Steps far longer than usual that take much of the time."""
+    seconds, steps = book.step_seconds()[book.steady], book.step[book.steady]
+    usual = float(np.median(seconds))
+    long = seconds > STALL * usual
+    share = float((seconds[long] - usual).sum() / seconds.sum()) if len(seconds) else 0.0
+    if len(seconds) < FEWEST or share < LEAST["stalls"]:
+        return []
+    worst = int(steps[seconds.argmax()])
+    sentence = (
+        f"Stalls: {long.mean():.1%} of the steps take more than {STALL:.0f} times the median of {seconds_text(usual)}, "
+        f"and {share:.0%} of the time beyond it; the longest is step {worst} with {seconds_text(float(seconds.max()))}."
+    )
+    advice = (
+        f"Look at it: meshwise report RUN --steps {worst}. Often another program, a slow disk, or garbage collection."
+    )
+    return [Finding("stalls", _percent(sentence), advice, share, float((seconds[long] - usual).mean()))]
 
 
 def _of_run(goodput: list[Part]) -> list[Finding]:
@@ -213,7 +248,7 @@ def _computing(shares: _Shares) -> Finding:
     sentence = f"Computing takes {share:.0%} of a step ({seconds_text(seconds)} of {seconds_text(shares.step)})."
     if share >= 0.8:
         sentence = f"Compute-bound: {share:.0%} of a step ({seconds_text(seconds)}) is forward, backward and optimizer."
-    advice = "To go faster: more devices, --precision bf16, torch.compile, or a smaller model."
+    advice = "To go faster: more devices, bf16 (--precision bf16), torch.compile, or a smaller model."
     return Finding("compute", _percent(sentence), advice, share, seconds)
 
 

@@ -5,6 +5,7 @@ A log that was cut off, or that misses a block, gives what it has. A log of anot
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 
 from meshwise.records import folder as names
 from meshwise.records.lines import read_lines
+from meshwise.spec.units import seconds_text
 from meshwise.timeline.align import ClockFit, causal_shifts, fit_clock, widened
 from meshwise.timeline.arrivals import arrival_table
 from meshwise.timeline.pack import Column
@@ -22,6 +24,7 @@ from meshwise.timeline.spans import KIND, LANE, SPAN
 from meshwise.timeline.timeline import NO_PHASE, Clock, Counter, Rank, Session, Spans, Timeline
 
 OF_SESSION = 1 << 40  # collectives are counted anew in every session
+SILENT = 60.0  # seconds without any record after which a run that says it is running is taken for gone
 GONE = 10_000_000_000  # ns: of a run that says it is running, a rank silent for longer is taken for gone
 Row = tuple[int, int, int, float]
 """Of a counter: time, step, phase, value."""
@@ -192,6 +195,13 @@ def _missing(
             f"{names.SPANS}/rank*.jsonl here). What follows is about the other ranks."
         )
     running = facts.get("status") == "running"
+    silent = time.time() - max([log.unix for log in logs], default=time.time()) - _recorded(logs)
+    if running and logs and silent > SILENT:
+        running = False
+        yield (
+            f"run.json says that the run goes on, but nothing was recorded for {seconds_text(silent)}: its launcher "
+            "was probably killed."
+        )
     latest = max((rank.last for rank in ranks), default=0)
     cut_off: dict[int, list[int]] = {}
     for rank in ranks:
@@ -215,6 +225,12 @@ def _missing(
             yield f"rank {log.rank}: {log.damaged} damaged line{'s' if log.damaged > 1 else ''} of its log left out."
 
 
+def _recorded(logs: Sequence[RankLog]) -> float:
+    """Seconds from the newest log's first line to its newest plain line."""
+    newest = max(logs, key=lambda log: log.unix, default=None)
+    return 0.0 if newest is None else (newest.last_known() - newest.clock) / 1e9
+
+
 def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
@@ -222,8 +238,8 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 def _counters(logs: Sequence[RankLog], fits: Sequence[ClockFit], origins: Sequence[int]) -> list[Counter]:
     rows: dict[tuple[int, str], list[Row]] = {}
     for log, fit, origin in zip(logs, fits, origins, strict=True):
-        for time, step, phase, name, value in log.counters:
-            rows.setdefault((log.rank, name), []).append((_moment(time, fit, origin), step, phase, value))
+        for when, step, phase, name, value in log.counters:
+            rows.setdefault((log.rank, name), []).append((_moment(when, fit, origin), step, phase, value))
     return [_counter(rank, name, values) for (rank, name), values in sorted(rows.items())]
 
 

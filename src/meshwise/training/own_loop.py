@@ -64,7 +64,8 @@ class _Own:
     """Whether the loop that ended last gave some rank a stand-in."""
     reduce: bool = True
     backwards: int = 0
-    """Since the optimizer stepped last."""
+    stepped: set[int] = field(default_factory=set)
+    """Ids of the optimizers that stepped since the last backward."""
     spans: OwnSpans = field(default_factory=OwnSpans)
     recording: Recording | None = None
     saves: dict[str, int] = field(default_factory=dict)
@@ -100,13 +101,24 @@ def _record(world: World) -> None:
     if _own.recording is not None or named is None:
         return
     folder = Path(named)
-    if world.rank == 0 and not (folder / names.RUN).exists():
+    foreign = open_session().channel is None
+    if world.rank == 0 and foreign:
         folder.mkdir(parents=True, exist_ok=True)
         facts = {"devices": [world.kind] * world.size, "versions": {"torch": torch.__version__}}
         names.begin_session(folder, time.time(), job=sys.argv[0], **facts)
-        atexit.register(names.end_session, folder, "finished")
-    _own.recording = Recording(world, folder, say)
-    atexit.register(_own.recording.close)
+        atexit.register(lambda: names.end_session(folder, _ending(), _last_error()))
+    recording = _own.recording = Recording(world, folder, say)
+    atexit.register(lambda: recording.close(_ending()))
+
+
+def _ending() -> str:
+    """How this process ends, asked at its exit: Python keeps the error that nobody caught."""
+    return "failed" if _last_error() is not None else "finished"
+
+
+def _last_error() -> str | None:
+    kind = getattr(sys, "last_type", None)
+    return None if kind is None else f"{kind.__name__}: {getattr(sys, 'last_value', '')}"
 
 
 def _distribute_models(models: list[nn.Module], world: World) -> None:
@@ -127,6 +139,7 @@ def _distributed(thing: Any, seed: int, world: World, streams: str) -> Any:
         if world.size > 1:
             thing.register_step_pre_hook(_before_step)
         if _own.recording is not None:
+            _own.spans.optimizers = True
             thing.register_step_pre_hook(lambda *_: _own.spans.optimizer_begins())
             thing.register_step_post_hook(lambda *_: _own.spans.optimizer_ends())
         return thing
@@ -213,6 +226,7 @@ def backward(loss: Tensor, weight: Tensor | float | None = None) -> Tensor:
     token mean passes its number of tokens. Collective: every rank calls it once a batch.
     """
     _own.backwards += 1
+    _own.stepped.clear()
     with _own.spans.backward(_own.share.total if _own.share is not None else 0):
         mean = _backward(loss, weight)
     _own.spans.loss(mean)
@@ -262,14 +276,15 @@ def _before_step(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
     reduction = _own.applied.reduction if _own.applied is not None else None
     if reduction is None:
         return
-    if _own.backwards == 0 and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+    unmade = _own.backwards == 0 or id(optimizer) in _own.stepped
+    if unmade and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
         raise UsageError(
             "optimizer.step() found gradients that mw.backward did not make, so each rank has its own. "
             "Write mw.backward(loss) instead of loss.backward()."
         )
     if reduction.unreduced:
         reduction.reduce_now()
-    _own.backwards = 0
+    _own.stepped.add(id(optimizer))
 
 
 def sum(value: Number) -> Number:

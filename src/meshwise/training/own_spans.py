@@ -29,6 +29,9 @@ class OwnSpans:
         self._since: Mark | None = None
         self._trained = False
         self._optimizer: Mark | None = None
+        self._stepped = False
+        self.optimizers = False
+        """Whether optimizers tell when they step; without any, each batch with a backward is a step."""
         self._counted = 0.0
 
     def asked(self) -> None:
@@ -36,7 +39,8 @@ class OwnSpans:
         recorder = current()
         if self._since is not None:
             if self._trained:
-                self._steps += 1
+                self._steps += self._stepped or not self.optimizers
+                self._stepped = False
             else:
                 recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
         self._since, self._trained = None, False
@@ -73,7 +77,7 @@ class OwnSpans:
         if self._optimizer is not None:
             recorder.add(recorder.code("optimizer"), self._optimizer, recorder.mark())
             recorder.phase_ends("optimizer")
-        self._optimizer = None
+        self._optimizer, self._stepped = None, True
         if self._since is not None:
             self._since = recorder.mark()
 

@@ -34,7 +34,12 @@ def to_record(request: RunRequest) -> dict[str, Any]:
 
 def completed(given: RunRequest, recorded: Mapping[str, Any]) -> RunRequest:
     """`given`, with what it leaves open taken from the record of an earlier run. Raises UsageError for another job."""
-    earlier = recorded.get("request", {})
+    earlier = recorded.get("request")
+    if earlier is None:
+        raise UsageError(
+            f"this is the run of {recorded.get('job', 'a script')}, which keeps its own loop: start it again, and let "
+            "it load its own state (mw.load, loader.load_state_dict)."
+        )
     if given.job is not None and given.job != earlier.get("job"):
         raise UsageError(f"the run to resume is of job '{earlier.get('job')}', not '{given.job}'. Leave the job out.")
     values = {f.name: getattr(given, f.name) for f in fields(RunRequest)}

@@ -28,6 +28,11 @@ class StepGate:
             channel.listeners["halt"] = self._freeze
             channel.listeners["last"] = self._set_last
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the agreed last step is behind this rank."""
+        return self._last is not None and self._begun >= self._last
+
     def want(self, number: int, frame: object) -> None:
         """A signal handler that asks for a stop at the next log step; the same signal again ends the process."""
         self.wanted = True

@@ -44,8 +44,8 @@ def test_the_whole_text_of_a_run_on_two_devices() -> None:
         "\n"
         "goodput  82 % useful · 18 % waiting (late ranks 9 %, data 4 %,\n"
         "communication 4 %)\n"
-        "try      Look for another program on its device or cores, a lower clock or\n"
-        "throttling, or longer samples.\n"
+        "try      Look for another program on its device, a lower clock, longer samples,\n"
+        "or work that it alone does.\n"
         "clocks   times of different ranks agree to ±19 µs\n"
     )
 

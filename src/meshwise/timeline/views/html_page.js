@@ -99,7 +99,7 @@ function head() {
 function findings() {
   if (!R.findings.length) return;
   section("What limits it", "Shares of a step, mean over ranks, without the first step.");
-  const colour = { "late-rank": "waiting", input: "data", imbalance: "waiting", compute: "backward", checkpoint: "checkpoint", evaluation: "evaluate", idle: "idle", memory: "lost" };
+  const colour = { "late-rank": "waiting", input: "data", imbalance: "waiting", compute: "backward", checkpoint: "checkpoint", evaluation: "evaluate", idle: "idle", memory: "lost", stalls: "lost" };
   add(el("div", { class: "findings" }, ...R.findings.map((finding, i) =>
     el("div", { class: "card finding", style: `--kind: var(--${colour[finding.kind] || finding.kind})` },
       shown(`findings/${i}/sentence`, "text", "p"), el("p", { class: "advice" }, shown(`findings/${i}/advice`, "text"))))));

@@ -18,7 +18,7 @@ from meshwise.timeline.report import Part, Report
 from meshwise.timeline.views.gantt_text import gantt_text, step_nearest
 from meshwise.timeline.views.kind_marks import fitting, legend
 from meshwise.timeline.views.live import rate_text
-from meshwise.timeline.views.rank_table import OF_STEP, outliers, percent, rank_table, whole_parts
+from meshwise.timeline.views.rank_table import OF_STEP, outliers, percent, rank_table
 
 STATUS_STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "bold red"}
 MOST_MISSING = 3
@@ -136,8 +136,8 @@ def _goodput(report: Report) -> list[Text]:
 
 
 def _percents(parts: Sequence[Part]) -> list[tuple[str, int]]:
-    """The first part, then the others from the largest on, as percents that add up to 100; those of 0 are left out."""
-    shares = dict(zip([part.name for part in parts], whole_parts([part.share for part in parts], 100), strict=True))
+    """The first part, then the others from the largest on, in percent; those of 0 are left out."""
+    shares = {part.name: round(100 * part.share) for part in parts}
     first, *others = [*shares] or [""]
     names = [first, *sorted(others, key=lambda name: -shares[name])]
     return [(name, shares[name]) for name in names if shares.get(name)]
