@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -75,7 +76,7 @@ def report_of(timeline: Timeline, folder: str = "", steps: tuple[int, int] | Non
 
 def _verdict(status: str, timeline: Timeline, verdict: str) -> str:
     if status == "failed":
-        error = str(timeline.facts.get("error") or "a worker failed").strip().splitlines()[0]
+        error = textwrap.shorten(str(timeline.facts.get("error") or "a worker failed").strip().splitlines()[0], 160)
         return f"The run failed: {error.rstrip('.')}. Until then: {verdict}"
     return verdict
 

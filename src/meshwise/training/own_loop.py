@@ -12,11 +12,8 @@ The objects that come back are the objects that were given; only loaders are new
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +27,6 @@ from torch.utils.data import DataLoader
 
 from meshwise.compat.reducer import default_store
 from meshwise.parallel.apply import Applied, apply
-from meshwise.records import folder as names
 from meshwise.records.atomic import write_with
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
@@ -39,13 +35,13 @@ from meshwise.training.block_spans import record_blocks
 from meshwise.training.order import Share
 from meshwise.training.own_loader import Plain, read_plan
 from meshwise.training.own_spans import OwnSpans
-from meshwise.training.recording import Recording
+from meshwise.training.recording import Recording, record_script
 from meshwise.training.step import mixed, seed_draws
 from meshwise.training.weighing import as_weight
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import wait_for_all
 from meshwise.transfer.prefetch import prefetch
-from meshwise.workers.join import RUN_FOLDER, join, open_session
+from meshwise.workers.join import join, open_session
 from meshwise.workers.worker import midway
 
 LOAD_GRACE = 60.0  # seconds in which all ranks must have read a file
@@ -86,39 +82,14 @@ def distribute(*objects: Any, streams: str = "whole") -> Any:
     (the data set splits itself by `mw.rank()`). Raises UsageError for anything else that is given.
     """
     world = join().world
-    _record(world)
+    if _own.recording is None:
+        _own.recording = record_script(world, foreign=open_session().channel is None, say=say)
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     if models:
         _distribute_models(models, world)
     seed = int(collectives.broadcast_object(torch.initial_seed())) % 2**31
     result = tuple(_distributed(thing, seed, world, streams) for thing in objects)
     return result[0] if len(result) == 1 else result
-
-
-def _record(world: World) -> None:
-    """Begin the records of this rank, where the run has a folder: our launcher names one, others may (MESHWISE_RUN)."""
-    named = os.environ.get(RUN_FOLDER)
-    if _own.recording is not None or named is None:
-        return
-    folder = Path(named)
-    foreign = open_session().channel is None
-    if world.rank == 0 and foreign:
-        folder.mkdir(parents=True, exist_ok=True)
-        facts = {"devices": [world.kind] * world.size, "versions": {"torch": torch.__version__}}
-        names.begin_session(folder, time.time(), job=sys.argv[0], **facts)
-        atexit.register(lambda: names.end_session(folder, _ending(), _last_error()))
-    recording = _own.recording = Recording(world, folder, say)
-    atexit.register(lambda: recording.close(_ending()))
-
-
-def _ending() -> str:
-    """How this process ends, asked at its exit: Python keeps the error that nobody caught."""
-    return "failed" if _last_error() is not None else "finished"
-
-
-def _last_error() -> str | None:
-    kind = getattr(sys, "last_type", None)
-    return None if kind is None else f"{kind.__name__}: {getattr(sys, 'last_value', '')}"
 
 
 def _distribute_models(models: list[nn.Module], world: World) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from itertools import count
@@ -19,7 +21,7 @@ from meshwise.spec.world import World
 from meshwise.timeline.log import Log
 from meshwise.timeline.record import Recorder, make_current
 from meshwise.workers.clock import ClockProbe, ClockServer
-from meshwise.workers.join import LAUNCHED
+from meshwise.workers.join import LAUNCHED, RUN_FOLDER
 
 _numbers = count(1)  # of the recordings of this process: ranks begin them together
 
@@ -83,3 +85,31 @@ def _device_name(world: World) -> str:
     if world.kind == "cuda":
         return torch.cuda.get_device_name()
     return world.kind
+
+
+def record_script(world: World, *, foreign: bool, say: Callable[[str], None]) -> Recording | None:
+    """Record a script that keeps its own loop until its process ends, where the run has a folder: our launcher names
+    one, under a foreign one MESHWISE_RUN does, and rank 0 keeps run.json."""
+    named = os.environ.get(RUN_FOLDER)
+    if named is None:
+        return None
+    folder = Path(named)
+    if world.rank == 0 and foreign:
+        folder.mkdir(parents=True, exist_ok=True)
+        facts = {"devices": [world.kind] * world.size, "versions": {"torch": torch.__version__}}
+        names.begin_session(folder, time.time(), job=sys.argv[0], **facts)
+        atexit.register(lambda: names.end_session(folder, _ending(), _last_error()))
+    recording = Recording(world, folder, say)
+    atexit.register(lambda: recording.close(_ending()))
+    return recording
+
+
+def _ending() -> str:
+    """How this process ends, asked at its exit."""
+    return "failed" if _last_error() is not None else "finished"
+
+
+def _last_error() -> str | None:
+    """The error that nobody caught: Python keeps it."""
+    kind = getattr(sys, "last_type", None)
+    return None if kind is None else f"{kind.__name__}: {getattr(sys, 'last_value', '')}"
