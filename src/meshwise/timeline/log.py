@@ -42,6 +42,7 @@ class Log:
         self._path, self._recorder, self._sample_clock, self._failed = path, recorder, sample_clock, failed
         self._names = 0
         self._samples = 0
+        self._broken = False
         self._closed = threading.Event()
         self._looked_at_memory = self._looked_at_clock = time.monotonic()
         self.cpu_seconds = 0.0
@@ -76,12 +77,12 @@ class Log:
             self.cpu_seconds += time.thread_time() - began
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
-        if not lines or not self._recorder.on:
+        if not lines or self._broken:
             return
         try:
             append_lines(self._path, lines)
         except OSError as error:
-            self._recorder.on = False
+            self._recorder.on, self._broken = False, True
             self._failed(f"the timeline ends here: {self._path} cannot be written ({error.strerror}). The run goes on.")
 
     def _lines(self) -> list[dict[str, Any]]:
