@@ -37,14 +37,15 @@ from meshwise.timeline.views.summary_text import RunSummary, summary_dict, summa
 from meshwise.timeline.views.tensorboard import write_tensorboard
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
+from meshwise.training.recording import versions
 from meshwise.training.request import RunRequest, completed, plan_of, settings_of, to_record
 from meshwise.training.settings import Settings
-from meshwise.training.supervise import Viewer, summarise, supervise, versions
+from meshwise.training.supervise import Viewer, summarise, supervise
 from meshwise.transfer.collectives import broadcast_object, gather_objects
 from meshwise.workers.join import join, started_by_launcher
 from meshwise.workers.launch import Listeners
 from meshwise.workers.launch import launch as launch_workers
-from meshwise.workers.nodes import Nodes, meet
+from meshwise.workers.nodes import Nodes, machine_of, meet
 
 RUNS = Path("runs")
 FILES = {
@@ -133,13 +134,11 @@ def run_request(
     plan = plan_of(request, nodes.size if nodes else len(shares))
     settings = settings_of(request, plan, resume=folder is not None)
     job = given or _find(request)  # here too, so that a wrong word is answered before any worker starts
-    facts = {"request": to_record(request), "plan": plan_to_toml(plan)}
-    folder = _opened(folder, Path(out), job.name, shares, began, nodes, **facts)
+    folder = _opened(folder, Path(out), job.name, shares, began, nodes, plan, request=to_record(request))
     console.print(f"{job.name}  {plan}  {describe(shares)}", soft_wrap=True, markup=False, highlight=False)
     arguments = (given, request, settings, folder)
     results, code = supervise(_run_in_worker, arguments, shares, folder=folder, console=console, nodes=nodes)
-    machine = nodes.node_rank if nodes else 0
-    return _closed(results, plan, shares, folder, console, machine=machine), code
+    return _closed(results, plan, shares, folder, console, machine=machine_of(nodes)), code
 
 
 def _run_joined(request: RunRequest, console: Console, given: Job | None, folder: Path | None, out: Path) -> RunSummary:
@@ -153,8 +152,7 @@ def _run_joined(request: RunRequest, console: Console, given: Job | None, folder
     job = given or _find(request)
     shares = [WorkerShare(world.kind, None, (), 1)] * world.size
     if first:
-        facts = {"request": to_record(request), "plan": plan_to_toml(plan)}
-        folder = _opened(folder, out, job.name, shares, time.time(), None, **facts)
+        folder = _opened(folder, out, job.name, shares, time.time(), None, plan, request=to_record(request))
     folder = broadcast_object(folder)
     assert folder is not None
     viewer = Viewer(LiveView(console), [f"rank {r}" for r in range(world.size)], live=False)
@@ -179,13 +177,14 @@ def _opened(
     shares: Sequence[WorkerShare],
     began: float,
     nodes: Nodes | None,
+    plan: Plan | None = None,
     **facts: Any,
 ) -> Path:
     """The run folder, new or gone on with, that says what runs in it: one of the same name on every machine.
 
     Machines that share a disk share the folder; the first of them keeps its run.json.
     """
-    machine = nodes.node_rank if nodes else 0
+    machine = machine_of(nodes)
     if folder is None and (nodes is None or machine == 0):
         folder = names.create_run_folder(out, name)
     elif folder is None and nodes is not None:
@@ -194,7 +193,6 @@ def _opened(
     assert folder is not None
     if names.is_kept_by(folder, machine):
         devices = [share.name for share in shares]
-        plan = facts.pop("plan", None)
         names.begin_session(
             folder,
             began,
@@ -206,7 +204,7 @@ def _opened(
             **facts,
         )
         if plan is not None:
-            write_text(folder / names.PLAN, plan)
+            write_text(folder / names.PLAN, plan_to_toml(plan))
     if nodes is not None and machine == 0:
         nodes.tell("folder", folder.name)
     return folder
@@ -280,7 +278,8 @@ def compare(first: str | Path, second: str | Path) -> Comparison:
     for run in (first, second):
         folder = run_folder(run)
         timeline = read_timeline(folder)
-        told.append((book_of(timeline), report_of(timeline, str(folder))))
+        book = book_of(timeline)
+        told.append((book, report_of(timeline, str(folder), book=book)))
     return compare_books(*told)
 
 

@@ -43,6 +43,11 @@ def count_text(count: float) -> str:
     return f"{count:,.0f}" if math.isfinite(count) else "unknown"
 
 
+def percent_text(share: float, digits: int = 0) -> str:
+    """A share from 0 to 1 as `18 %`, with `digits` decimals."""
+    return f"{100 * share:.{digits}f} %"
+
+
 def _minutes_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

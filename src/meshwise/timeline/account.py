@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.timeline.arrivals import ABSENT, Arrivals
+from meshwise.timeline.arrivals import Arrivals
 from meshwise.timeline.spans import KIND, KINDS, LANE
-from meshwise.timeline.timeline import Session, Spans
+from meshwise.timeline.timeline import PER_SESSION, Session, Spans
 
 Whole = NDArray[np.int64]
 OUTSIDE = len(KINDS)
@@ -122,8 +122,7 @@ def _owned(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
     for name in ("forward", "optimizer", "evaluate", "checkpoint", "transfer", "data", "waiting", "idle"):
         which = kind == KIND[name]
         parts.append((start[which], end[which], np.full(int(which.sum()), OWNER[name])))
-    until = arrivals.until_of(spans["rank"][communication], spans["collective"][communication])
-    split = np.where(until == ABSENT, start[communication], np.clip(until, start[communication], end[communication]))
+    split = arrivals.waits_until(spans[communication])
     beside = spans["lane"][communication] == LANE["communication"]
     for name, a, b in (("waiting", start[communication], split), ("communication", split, end[communication])):
         parts.append((a, b, np.where(beside, OWNER[f"{name} beside"], OWNER[f"{name} at once"])))
@@ -174,12 +173,13 @@ class Windows:
     @property
     def key(self) -> Whole:
         """Ascending numbers that are the same on all ranks for the same step of the same session."""
-        return (self.session << 40) + self.step
+        return self.session * PER_SESSION + self.step
 
 
 def windows_of(spans: Spans, sessions: tuple[Session, ...]) -> Windows:
     """Where the steps of a rank's spans (sorted by start) begin. What lies before its first step is step 0."""
     session = session_of(spans["start"], sessions) if sessions else np.zeros(len(spans), np.int64)
-    step = np.maximum.accumulate((session << 40) + spans["step"]) if len(spans) else np.empty(0, np.int64)
+    key = session * PER_SESSION + spans["step"]
+    step = np.maximum.accumulate(key) if len(spans) else np.empty(0, np.int64)
     first = np.flatnonzero(np.diff(step, prepend=-1))
-    return Windows(spans["start"][first].astype(np.int64), step[first] & ((1 << 40) - 1), session[first])
+    return Windows(spans["start"][first].astype(np.int64), step[first] % PER_SESSION, session[first])

@@ -12,8 +12,10 @@ from meshwise.timeline.account import Whole, account_of
 from meshwise.timeline.arrivals import ABSENT
 from meshwise.timeline.book import HIDDEN, OF_STEP, Book, book_of, spans_of_session
 from meshwise.timeline.findings import findings_of, verdict_of
-from meshwise.timeline.goodput import goodput_of, late_seconds
+from meshwise.timeline.goodput import goodput_of
+from meshwise.timeline.late import cost_by_rank
 from meshwise.timeline.report import (
+    NOT_MEMORY,
     Bar,
     ClockReport,
     CollectiveReport,
@@ -31,15 +33,16 @@ POINTS = 300
 BARS = 900
 """Most bars of a view that was not asked for."""
 VIEW_STEPS = 5
-NOT_MEMORY = ("samples", "loss")
 
 
-def report_of(timeline: Timeline, folder: str = "", steps: tuple[int, int] | None = None) -> Report:
-    """The report of a timeline. steps: the first and the last step of a view of one's own.
+def report_of(
+    timeline: Timeline, folder: str = "", steps: tuple[int, int] | None = None, book: Book | None = None
+) -> Report:
+    """The report of a timeline. steps: the first and the last step of a view of one's own. book: its book, if known.
 
     Raises UsageError when those steps are not there.
     """
-    book = book_of(timeline)
+    book = book or book_of(timeline)
     wall, goodput, waiting = goodput_of(timeline, book)
     collectives = _collectives(timeline, book)
     error = max((clock.error for clock in timeline.clocks), default=0.0) / 1e9
@@ -91,7 +94,7 @@ def _throughput(timeline: Timeline, seconds: float) -> float | None:
 
 
 def _ranks(timeline: Timeline, book: Book) -> list[RankReport]:
-    cost = late_seconds(book)
+    cost = cost_by_rank(book.meetings)
     column = {rank: at for at, rank in enumerate(book.ranks.tolist())}
     reports = []
     for facts in timeline.ranks:
@@ -258,8 +261,7 @@ def _bars(spans: Spans, names: Sequence[str], origin: int) -> list[Bar]:
 def _found_waiting(spans: Spans, names: Sequence[str], book: Book, origin: int) -> list[Bar]:
     """The part of each collective in which its rank waited for the last one."""
     collective = spans[spans["kind"] == KIND["communication"]]
-    last = book.arrivals.until_of(collective["rank"], collective["collective"])
-    until = np.where(last == ABSENT, collective["start"], np.minimum(last, collective["end"]))
+    until = book.arrivals.waits_until(collective)
     waits = collective["start"] < until
     return [
         Bar(

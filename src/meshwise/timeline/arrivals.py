@@ -27,8 +27,8 @@ class Arrivals:
     number, step, bytes, name: shape (collectives,). arrival, end: ns, shape (collectives, ranks).
     beside: runs beside the computing, so that ranks do not wait for it at once.
     together: every rank took part, and none could leave before the last came.
-    last: when the ranks could begin to communicate: the last arrival, the source's for a broadcast; ABSENT where a rank
-    is missing.
+    came_last: the column of the rank for which the others wait: the last one, the source of a broadcast.
+    last: when it came, and the ranks could begin to communicate; ABSENT where a rank is missing.
     until: shape (collectives, ranks): until when each rank waits for the work of the last one; ABSENT as above. It is
     `last`, but for what the last rank came later only because it left the collective before later than the others: its
     link is the slower one, so that is still communication.
@@ -43,6 +43,7 @@ class Arrivals:
     end: Table
     beside: NDArray[np.bool_]
     together: NDArray[np.bool_]
+    came_last: Table
     last: Table
     until: Table
 
@@ -61,10 +62,22 @@ class Arrivals:
         known = (self.number[at] == numbers) & (self.ranks[column] == ranks)
         return np.where(known, self.until[at, column], ABSENT)
 
+    def waits_until(self, spans: Spans) -> Table:
+        """Until when each of the spans waits for another rank: its start where it does not."""
+        until = np.where(is_collective(spans), self.until_of(spans["rank"], spans["collective"]), ABSENT)
+        result: Table = np.where(until == ABSENT, spans["start"], np.clip(until, spans["start"], spans["end"]))
+        return result
+
+
+def is_collective(spans: Spans) -> NDArray[np.bool_]:
+    """Which of the spans are collectives that have their number on every rank."""
+    found: NDArray[np.bool_] = (spans["kind"] == KIND["communication"]) & (spans["collective"] != NO_COLLECTIVE)
+    return found
+
 
 def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
     """The collectives of a timeline's spans."""
-    found = spans[(spans["kind"] == KIND["communication"]) & (spans["collective"] != NO_COLLECTIVE)]
+    found = spans[is_collective(spans)]
     number, row = np.unique(found["collective"], return_inverse=True)
     ranks, column = np.unique(found["rank"], return_inverse=True)
     arrival = np.full((len(number), len(ranks)), ABSENT)
@@ -89,6 +102,7 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
         end,
         beside=facts["lane"] == LANE["communication"],
         together=complete & np.isin(text, TOGETHER),
+        came_last=came_last,
         last=np.where(complete, last, ABSENT),
         until=np.where(complete[:, None], last[:, None] - _left_later(arrival, end, came_last), ABSENT),
     )

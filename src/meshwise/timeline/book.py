@@ -11,7 +11,7 @@ from meshwise.timeline.account import OUTSIDE, Account, Whole, Windows, account_
 from meshwise.timeline.arrivals import Arrivals, arrival_table
 from meshwise.timeline.late import Meetings, meetings_of
 from meshwise.timeline.spans import KIND, KINDS
-from meshwise.timeline.timeline import Spans, Timeline
+from meshwise.timeline.timeline import PER_SESSION, Spans, Timeline
 
 Seconds = NDArray[np.float64]
 HIDDEN = OUTSIDE + 1
@@ -74,7 +74,7 @@ def book_of(timeline: Timeline) -> Book:
     key, start, seconds, present = _table(ranks, accounts, windows)
     met = arrivals.ranks.tolist()
     meetings = meetings_of(arrivals, [spans[rank] for rank in met], [accounts[rank] for rank in met])
-    session, step = key >> 40, key & ((1 << 40) - 1)
+    session, step = np.divmod(key, PER_SESSION)
     return Book(np.array(ranks), step, session, start, seconds, present, _lost(step, session), arrivals, meetings)
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwise.spec.units import bytes_text, seconds_text
+from meshwise.spec.units import bytes_text, percent_text, seconds_text
 from meshwise.timeline.book import Book
 from meshwise.timeline.late import late_ranks
-from meshwise.timeline.report import CollectiveReport, Finding, Part
+from meshwise.timeline.report import MEMORY, CollectiveReport, Finding, Part
 from meshwise.timeline.spans import KINDS
 from meshwise.timeline.timeline import Counter
 
@@ -100,12 +100,10 @@ def _late(book: Book, shares: _Shares, error_seconds: float) -> list[Finding]:
         often = counted.sum() / max((steady & met.beside).sum() if met.beside.any() else steady.sum(), 1)
         where = "between phases" if phase == "idle" else f"in {phase}"
         sentence = (
-            f"Rank {rank} is late: last in {often:.0%} of the steps, by {seconds_text(by)}, {where}. "
-            f"On time it would save {seconds_text(cost)} a step ({cost / shares.step:.0%})."
+            f"Rank {rank} is late: last in {percent_text(often)} of the steps, by {seconds_text(by)}, {where}. "
+            f"On time it would save {seconds_text(cost)} a step ({percent_text(cost / shares.step)})."
         )
-        found.append(
-            Finding("late-rank", _percent(sentence), TRY_IF_LATE[phase], cost / shares.step, cost, rank, phase)
-        )
+        found.append(Finding("late-rank", sentence, TRY_IF_LATE[phase], cost / shares.step, cost, rank, phase))
     return found
 
 
@@ -117,9 +115,7 @@ def _input(shares: _Shares) -> list[Finding]:
     return [
         Finding(
             "input",
-            _percent(
-                f"{shares.bound('Input', share)}{share:.0%} of a step ({seconds_text(seconds)}) waits for a batch."
-            ),
+            f"{shares.bound('Input', share)}{_of_step(share, seconds)} waits for a batch.",
             "Read ahead with more loader workers (loader_workers of a Job, num_workers of a DataLoader).",
             share,
             seconds,
@@ -149,14 +145,14 @@ def _communication(
     elif late:
         links = f"and so beside what rank {', '.join(str(finding.rank) for finding in late)} costs: that is the links"
     sentence = (
-        f"{shares.bound('Communication', share)}{share:.0%} of a step ({seconds_text(seconds)}) is communication that "
+        f"{shares.bound('Communication', share)}{_of_step(share, seconds)} is communication that "
         f"no computing hides, counted from the last rank's arrival {links}.{speed}"
     )
     advice = (
         "Fewer reductions a sample: a larger batch (--batch-size), or accumulate (--accumulate, mw.accumulate); half "
         "the bytes: bf16 (--precision bf16)."
     )
-    return [Finding("communication", _percent(sentence), advice, share, seconds, phase="communication")]
+    return [Finding("communication", sentence, advice, share, seconds, phase="communication")]
 
 
 def _imbalance(shares: _Shares, late: list[Finding]) -> list[Finding]:
@@ -165,22 +161,21 @@ def _imbalance(shares: _Shares, late: list[Finding]) -> list[Finding]:
     if share < LEAST["imbalance"] or explained > share / 2:
         return []
     sentence = (
-        f"Uneven: {share:.0%} of a step ({seconds_text(shares.seconds['waiting'])}) waits for whichever rank comes "
-        "last; none is it always."
+        f"Uneven: {_of_step(share, shares.seconds['waiting'])} waits for whichever rank comes last; none is it always."
     )
     advice = (
         "Samples of unequal length: batch alike ones together. A shared or throttling machine: look for other programs."
     )
-    return [Finding("imbalance", _percent(sentence), advice, share, shares.seconds["waiting"], phase="waiting")]
+    return [Finding("imbalance", sentence, advice, share, shares.seconds["waiting"], phase="waiting")]
 
 
 def _idle(shares: _Shares) -> list[Finding]:
     share = shares.share("idle")
     if share < LEAST["idle"]:
         return []
-    sentence = f"Between phases: {share:.0%} of a step ({seconds_text(shares.seconds['idle'])}) is in none of them."
+    sentence = f"Between phases: {_of_step(share, shares.seconds['idle'])} is in none of them."
     advice = "Look for work of the host in the loop: printing, .item(), logging, metrics."
-    return [Finding("idle", _percent(sentence), advice, share, shares.seconds["idle"], phase="idle")]
+    return [Finding("idle", sentence, advice, share, shares.seconds["idle"], phase="idle")]
 
 
 def _stalls(book: Book) -> list[Finding]:
@@ -193,13 +188,14 @@ def _stalls(book: Book) -> list[Finding]:
         return []
     worst = int(steps[seconds.argmax()])
     sentence = (
-        f"Stalls: {long.mean():.1%} of the steps take more than {STALL:.0f} times the median of {seconds_text(usual)}, "
-        f"and {share:.0%} of the time beyond it; the longest is step {worst} with {seconds_text(float(seconds.max()))}."
+        f"Stalls: {percent_text(long.mean(), 1)} of the steps take more than {STALL:.0f} times the median of "
+        f"{seconds_text(usual)}, and {percent_text(share)} of the time beyond it; the longest is step {worst} with "
+        f"{seconds_text(float(seconds.max()))}."
     )
     advice = (
         f"Look at it: meshwise report RUN --steps {worst}. Often another program, a slow disk, or garbage collection."
     )
-    return [Finding("stalls", _percent(sentence), advice, share, float((seconds[long] - usual).mean()))]
+    return [Finding("stalls", sentence, advice, share, float((seconds[long] - usual).mean()))]
 
 
 def _of_run(goodput: list[Part]) -> list[Finding]:
@@ -207,17 +203,13 @@ def _of_run(goodput: list[Part]) -> list[Finding]:
     found = []
     saving, evaluation = parts["saving"], parts["evaluation"]
     if saving.share >= LEAST_OF_RUN["checkpoint"]:
-        sentence = f"Saving takes {saving.share:.0%} of the run ({seconds_text(saving.seconds)})."
+        sentence = f"Saving takes {percent_text(saving.share)} of the run ({seconds_text(saving.seconds)})."
         advice = "Save less often (--save-every), or to faster storage."
-        found.append(
-            Finding("checkpoint", _percent(sentence), advice, saving.share, saving.seconds, phase="checkpoint")
-        )
+        found.append(Finding("checkpoint", sentence, advice, saving.share, saving.seconds, phase="checkpoint"))
     if evaluation.share >= LEAST_OF_RUN["evaluation"]:
-        sentence = f"Evaluating takes {evaluation.share:.0%} of the run ({seconds_text(evaluation.seconds)})."
+        sentence = f"Evaluating takes {percent_text(evaluation.share)} of the run ({seconds_text(evaluation.seconds)})."
         advice = "Evaluate less often, or on fewer samples."
-        found.append(
-            Finding("evaluation", _percent(sentence), advice, evaluation.share, evaluation.seconds, phase="evaluate")
-        )
+        found.append(Finding("evaluation", sentence, advice, evaluation.share, evaluation.seconds, phase="evaluate"))
     return found
 
 
@@ -227,7 +219,7 @@ def _memory(counters: tuple[Counter, ...]) -> list[Finding]:
     for counter in counters:
         late = slice(len(counter.value) // 4, None)
         value, step = counter.value[late], counter.step[late]
-        if counter.name not in ("allocated", "resident") or len(value) < GROWTH_SAMPLES:
+        if counter.name not in MEMORY or len(value) < GROWTH_SAMPLES:
             continue
         steps = float(step[-1] - step[0])
         first, second, third = (float(np.median(part)) for part in np.array_split(value, 3))
@@ -245,13 +237,14 @@ def _memory(counters: tuple[Counter, ...]) -> list[Finding]:
 def _computing(shares: _Shares) -> Finding:
     share = shares.share("forward", "backward", "optimizer")
     seconds = share * shares.step
-    sentence = f"Computing takes {share:.0%} of a step ({seconds_text(seconds)} of {seconds_text(shares.step)})."
+    took = f"{seconds_text(seconds)} of {seconds_text(shares.step)}"
+    sentence = f"Computing takes {percent_text(share)} of a step ({took})."
     if share >= 0.8:
-        sentence = f"Compute-bound: {share:.0%} of a step ({seconds_text(seconds)}) is forward, backward and optimizer."
+        sentence = f"Compute-bound: {_of_step(share, seconds)} is forward, backward and optimizer."
     advice = "To go faster: more devices, bf16 (--precision bf16), torch.compile, or a smaller model."
-    return Finding("compute", _percent(sentence), advice, share, seconds)
+    return Finding("compute", sentence, advice, share, seconds)
 
 
-def _percent(text: str) -> str:
-    """`18 %`, as the rest of the project writes it."""
-    return text.replace("%", " %")
+def _of_step(share: float, seconds: float) -> str:
+    """`18 % of a step (1.6 ms)`."""
+    return f"{percent_text(share)} of a step ({seconds_text(seconds)})"

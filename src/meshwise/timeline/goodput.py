@@ -9,15 +9,12 @@ lost         steps that were done again after a stop, and what followed a failed
 
 from __future__ import annotations
 
-import numpy as np
-
 from meshwise.timeline.account import OUTSIDE, session_of
 from meshwise.timeline.book import Book
 from meshwise.timeline.report import Part
 from meshwise.timeline.spans import KIND
 from meshwise.timeline.timeline import Timeline
 
-PARTS = ("useful", "evaluation", "saving", "waiting", "starting", "lost")
 USEFUL = [KIND[kind] for kind in ("forward", "backward", "optimizer")]
 WAITING = {
     "data": KIND["data"],
@@ -44,8 +41,11 @@ def goodput_of(timeline: Timeline, book: Book) -> tuple[float, list[Part], list[
         "starting": starting,
         "lost": lost,
     }
-    parts = [Part(name, seconds[name], seconds[name] / wall if wall else 0.0) for name in PARTS]
-    return wall, parts, [Part(name, value, value / wall if wall else 0.0) for name, value in waiting.items()]
+    return wall, _parts(seconds, wall), _parts(waiting, wall)
+
+
+def _parts(seconds: dict[str, float], wall: float) -> list[Part]:
+    return [Part(name, value, value / wall if wall else 0.0) for name, value in seconds.items()]
 
 
 def _around(timeline: Timeline, book: Book) -> tuple[float, float]:
@@ -68,8 +68,3 @@ def _around(timeline: Timeline, book: Book) -> tuple[float, float]:
     if not len(book.ranks):
         return sum(s.ended - s.began for s in timeline.sessions) / 1e9, 0.0
     return float(starting / len(book.ranks)), float(lost / len(book.ranks))
-
-
-def late_seconds(book: Book) -> dict[int, float]:
-    """What each rank's coming late cost over the run."""
-    return {rank: float(np.sum(book.meetings.cost[book.meetings.rank == rank])) for rank in book.ranks.tolist()}

@@ -118,6 +118,12 @@ def _cost(arrival: Whole, end: Whole, before: Whole, meeting: Whole, rank: Whole
     return saved
 
 
+def cost_by_rank(meetings: Meetings) -> dict[int, float]:
+    """What each rank's coming late cost in all, s; of ranks that came last to none there is nothing."""
+    ranks, row = np.unique(meetings.rank, return_inverse=True)
+    return dict(zip(ranks.tolist(), np.bincount(row, weights=meetings.cost).tolist(), strict=True))
+
+
 def late_ranks(meetings: Meetings, ranks: Whole) -> list[int]:
     """The ranks that are last so often that chance would do it less than once in 1 / CHANCE runs.
 

@@ -18,8 +18,7 @@ from meshwise.timeline.pack import as_rows, pack
 from meshwise.timeline.record import WIDTH, Count, Recorder
 
 VERSION = 2
-EVERY = 1.0  # seconds between writes: what a killed worker loses at most
-MEMORY_EVERY = 1.0
+EVERY = 1.0  # seconds between writes, and looks at memory: what a killed worker loses at most
 CLOCK_EVERY = 10.0
 FIRST_ROUNDS, ROUNDS = 32, 8
 
@@ -44,7 +43,7 @@ class Log:
         self._samples = 0
         self._broken = False
         self._closed = threading.Event()
-        self._looked_at_memory = self._looked_at_clock = time.monotonic()
+        self._looked_at_clock = time.monotonic()
         self.cpu_seconds = 0.0
         """What encoding and writing cost so far, in seconds of one core."""
         self._write([{"log": VERSION, **head, "unix": time.time(), "clock": recorder.clock()}])
@@ -67,10 +66,8 @@ class Log:
         while not self._closed.wait(EVERY):
             began = time.thread_time()
             self._write(self._lines())
+            self._recorder.want_memory()
             now = time.monotonic()
-            if now - self._looked_at_memory > MEMORY_EVERY:
-                self._looked_at_memory = now
-                self._recorder.want_memory()
             if now - self._looked_at_clock > CLOCK_EVERY:
                 self._looked_at_clock = now
                 self._write(self._clock_lines(ROUNDS))

@@ -21,9 +21,8 @@ from meshwise.timeline.arrivals import arrival_table
 from meshwise.timeline.pack import Column
 from meshwise.timeline.rank_log import RankLog, rank_of, read_rank_log
 from meshwise.timeline.spans import KIND, LANE, SPAN
-from meshwise.timeline.timeline import NO_PHASE, Clock, Counter, Rank, Session, Spans, Timeline
+from meshwise.timeline.timeline import NO_PHASE, PER_SESSION, Clock, Counter, Rank, Session, Spans, Timeline
 
-OF_SESSION = 1 << 40  # collectives are counted anew in every session
 SILENT = 60.0  # seconds without any record after which a run that says it is running is taken for gone
 GONE = 10_000_000_000  # ns: of a run that says it is running, a rank silent for longer is taken for gone
 Row = tuple[int, int, int, float]
@@ -104,7 +103,7 @@ def _fill(rows: Spans, block: tuple[Column, ...], of_code: Column, log: RankLog,
     rows["kind"], rows["lane"], rows["name"] = of_code[code].T
     rows["start"], rows["end"] = fit.to_reference(start) - origin, fit.to_reference(end) - origin
     rows["step"], rows["bytes"] = step, size
-    rows["collective"] = np.where(collective >= 0, collective + log.session * OF_SESSION, collective)
+    rows["collective"] = np.where(collective >= 0, collective + log.session * PER_SESSION, collective)
 
 
 def _made_causal(

@@ -11,6 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+MEMORY = ("allocated", "resident")
+"""The counters of what a rank itself uses; the first that there is stands for its memory."""
+NOT_MEMORY = ("samples", "loss")
+"""All other counters are bytes."""
+
 
 @dataclass(frozen=True)
 class Finding:

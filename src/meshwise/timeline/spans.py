@@ -16,9 +16,9 @@ KINDS = (
     "checkpoint",
     "idle",
 )
-LANES = ("main", "blocks", "communication", "host")
-"""Rows of a rank: phases and blocking collectives · layer blocks · collectives that run beside the computing · what the
-host does while an accelerator computes."""
+LANES = ("main", "blocks", "host", "communication")
+"""Rows of a rank, from top to bottom: phases and blocking collectives · layer blocks · what the host does while an
+accelerator computes · collectives that run beside the computing."""
 
 KIND = {kind: code for code, kind in enumerate(KINDS)}
 LANE = {lane: code for code, lane in enumerate(LANES)}

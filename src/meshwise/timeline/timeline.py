@@ -13,6 +13,8 @@ from meshwise.timeline.spans import SPAN
 Spans = NDArray[np.void]
 """A table of rows of SPAN."""
 NO_PHASE = -1
+PER_SESSION = 1 << 40
+"""Steps and collectives are counted anew in each session: what multiplies its number to tell them apart."""
 
 
 @dataclass(frozen=True)

@@ -74,14 +74,11 @@ def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None
     journal = Journal(folder, tell, session.world, scaled=settings.plan.precision == "fp16")
     recording = Recording(session.world, folder, lambda text: journal.tell("say", text=text))
     recorder, status = recording.recorder, "failed"
-    began = time.perf_counter()
     run: _Run | None = None
     try:
         run = _prepare(job, settings, folder, session, journal, recorder)
-        started = time.perf_counter()
         _train(run)
         _finish(run)
-        trained = time.perf_counter()
         status = "stopped" if run.stopped else "finished"
     except BaseException as error:
         _explain(error, session, run, recorder)
@@ -95,8 +92,6 @@ def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None
         "epochs": run.context.state.epoch,
         "steps": run.context.state.step,
         "samples": run.samples,
-        "seconds": time.perf_counter() - began,
-        "train_seconds": trained - started,
         "metrics": run.metrics,
         "losses": journal.losses,
         "memory": peak_bytes(session.world.device),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import platform
 import socket
 import sys
 import time
@@ -96,12 +97,21 @@ def record_script(world: World, *, foreign: bool, say: Callable[[str], None]) ->
     folder = Path(named)
     if world.rank == 0 and foreign:
         folder.mkdir(parents=True, exist_ok=True)
-        facts = {"devices": [world.kind] * world.size, "versions": {"torch": torch.__version__}}
+        facts = {"devices": [world.kind] * world.size, "versions": versions()}
         names.begin_session(folder, time.time(), job=sys.argv[0], **facts)
         atexit.register(lambda: names.end_session(folder, _ending(), _last_error()))
     recording = Recording(world, folder, say)
     atexit.register(lambda: recording.close(_ending()))
     return recording
+
+
+def versions() -> dict[str, str]:
+    """What the run runs on, for its record."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
 
 
 def _ending() -> str:

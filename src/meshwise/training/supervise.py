@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import platform
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from meshwise.records import folder as names
@@ -20,10 +18,10 @@ from meshwise.spec.worker_share import WorkerShare
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.views.live import LiveView, Progress
-from meshwise.timeline.views.summary_text import RunSummary
+from meshwise.timeline.views.summary_text import RunSummary, metric_text
 from meshwise.workers.channel import Message
 from meshwise.workers.launch import Halt, Listeners, launch
-from meshwise.workers.nodes import Nodes
+from meshwise.workers.nodes import Nodes, machine_of
 
 
 class Viewer:
@@ -73,10 +71,7 @@ class Viewer:
 
 def metrics_line(message: Mapping[str, Any]) -> str:
     """`epoch 1/5  test accuracy 95.20 %  loss 0.1612`."""
-    parts = [
-        f"{name} {value:.2%}".replace("%", " %") if name == "accuracy" else f"{name} {value:.4f}"
-        for name, value in message["metrics"].items()
-    ]
+    parts = [metric_text(name, value) for name, value in message["metrics"].items()]
     return f"epoch {message['epoch']}/{message['epochs']}  test {'  '.join(parts)}"
 
 
@@ -94,7 +89,7 @@ def supervise(
     run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails.
     """
     halt = Halt()
-    keeps = folder if folder is not None and names.is_kept_by(folder, nodes.node_rank if nodes else 0) else None
+    keeps = folder if folder is not None and names.is_kept_by(folder, machine_of(nodes)) else None
     with LiveView(console) as view, forwarded_signals(halt, view):
         viewer = Viewer(view, [f"rank {rank} {share.name}" for rank, share in enumerate(shares)], live=view.draws)
         listeners = Listeners(message=viewer.message, output=viewer.output)
@@ -157,12 +152,3 @@ def summarise(
         folder=str(folder),
         notes=tuple(first["notes"]),
     )
-
-
-def versions() -> dict[str, str]:
-    """What the run runs on, for its record."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "system": f"{platform.system()} {platform.machine()}",
-    }

@@ -48,6 +48,11 @@ class Nodes:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 
+def machine_of(nodes: Nodes | None) -> int:
+    """Which machine of the run this is, from 0; 0 where it is the only one."""
+    return nodes.node_rank if nodes is not None else 0
+
+
 def meet(nnodes: int, node_rank: int, rdzv: str | None, local_size: int) -> Nodes | None:
     """Meet the launchers of the other machines; None when there is one machine. Blocks until all are there."""
     if nnodes == 1 and rdzv is None:

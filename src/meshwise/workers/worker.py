@@ -53,14 +53,11 @@ def run_task(task: Path, rank: int, channel: WorkerChannel) -> int:
         _save_result(result_path(task, rank), function(*arguments))
     except SystemExit as exit:
         return _exited(exit, channel)
-    except KeyboardInterrupt as error:
-        if not join.open_session().gate.stopped:
+    except BaseException as error:
+        if not (isinstance(error, KeyboardInterrupt) and join.open_session().gate.stopped):
             channel.send("failed", time=time.time(), **failure.describe(error))
             return 1
         _save_result(result_path(task, rank), None)  # a script that was asked to stop, and did, after the same batch
-    except BaseException as error:
-        channel.send("failed", time=time.time(), **failure.describe(error))
-        return 1
     channel.send("done", time=time.time())
     return 0
 

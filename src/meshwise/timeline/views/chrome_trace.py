@@ -25,44 +25,24 @@ from numpy.typing import NDArray
 
 from meshwise.records.atomic import atomic_file
 from meshwise.spec.units import seconds_text
-from meshwise.timeline.analyse import NOT_MEMORY
-from meshwise.timeline.arrivals import ABSENT, Arrivals, arrival_table
-from meshwise.timeline.report import Report
+from meshwise.timeline.arrivals import Arrivals, arrival_table, is_collective
+from meshwise.timeline.report import NOT_MEMORY, Report
 from meshwise.timeline.spans import KIND, KINDS, LANES, NO_COLLECTIVE
 from meshwise.timeline.timeline import Counter, Spans, Timeline
 
 Whole = NDArray[np.int64]
-ORDER = ("main", "blocks", "host", "communication")
-"""Lanes from top to bottom."""
 COPY = 32
 CHUNK = 1 << 14  # spans that are held as Python numbers at once
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The spans of one rank in the order in which they are written, and the thread of each: where its lane is in ORDER,
+    """The spans of one rank in the order in which they are written, and the thread of each: where its lane is in LANES,
     shifted by COPY, and on which copy of the lane it lies."""
 
     rank: int
     spans: Spans
     thread: Whole
-
-
-@dataclass(frozen=True)
-class _Waits:
-    """All collectives, and the rank that the others wait for in each."""
-
-    table: Arrivals
-    came_last: Whole
-
-    def of(self, spans: Spans) -> tuple[Whole, Whole]:
-        """Until when each span waits for another rank (its start where it does not), and for which."""
-        start, number = spans["start"], spans["collective"]
-        if not len(self.table.number):
-            return start, np.zeros(len(spans), np.int64)
-        last = np.where(_is_collective(spans), self.table.until_of(spans["rank"], number), ABSENT)
-        row = np.minimum(np.searchsorted(self.table.number, number), len(self.table.number) - 1)
-        return np.where(last == ABSENT, start, np.clip(last, start, spans["end"])), self.came_last[row]
 
 
 def write_chrome_trace(timeline: Timeline, report: Report, path: Path, steps: tuple[int, int] | None = None) -> int:
@@ -73,15 +53,15 @@ def write_chrome_trace(timeline: Timeline, report: Report, path: Path, steps: tu
     """
     rows = [_rank_rows(timeline, rank, steps) for rank in _ranks(timeline)]
     counters = [_of_steps(counter, steps) for counter in timeline.counters]
-    waits = _waits_of(arrival_table(timeline.spans, timeline.names))
+    table = arrival_table(timeline.spans, timeline.names)
     times = [r.spans["start"] for r in rows] + [counter.time for counter in counters]
     origin = min([0, *(int(some.min()) for some in times if len(some))])
     threads = _threads(rows)
     events = itertools.chain(
         _names(timeline, report, rows, threads),
-        *(_slices(r, waits, threads, timeline.names, origin) for r in rows),
+        *(_slices(r, table, threads, timeline.names, origin) for r in rows),
         *(_counts(counter, origin) for counter in counters),
-        _flows(rows, waits, threads, origin),
+        _flows(rows, table, threads, origin),
     )
     with atomic_file(path) as file:
         if path.suffix == ".gz":
@@ -89,7 +69,7 @@ def write_chrome_trace(timeline: Timeline, report: Report, path: Path, steps: tu
                 packed.writelines(_text(_facts(timeline, report, origin), events))
         else:
             file.writelines(_text(_facts(timeline, report, origin), events))
-    return sum(len(r.spans) + int((waits.of(r.spans)[0] > r.spans["start"]).sum()) for r in rows)
+    return sum(len(r.spans) + int((table.waits_until(r.spans) > r.spans["start"]).sum()) for r in rows)
 
 
 def _text(facts: dict[str, Any], events: Iterator[str]) -> Iterator[bytes]:
@@ -116,8 +96,7 @@ def _rank_rows(timeline: Timeline, rank: int, steps: tuple[int, int] | None) -> 
     order = np.lexsort((-spans["end"], spans["start"]))  # a parent before its children
     if (np.diff(order) != 1).any():  # not as `read` sorts them
         spans = spans[order]
-    lane = np.array([ORDER.index(lane) for lane in LANES])[spans["lane"]]
-    return _Rows(rank, spans, (lane << COPY) + _copies(spans))
+    return _Rows(rank, spans, (spans["lane"].astype(np.int64) << COPY) + _copies(spans))
 
 
 def _copies(spans: Spans) -> Whole:
@@ -199,7 +178,7 @@ def _names(timeline: Timeline, report: Report, rows: Sequence[_Rows], threads: d
         if errors.get(r.rank, 0.0) > 0:
             yield _meta("process_labels", r.rank, {"labels": f"clock ± {seconds_text(errors[r.rank])}"})
         for thread in np.unique(r.thread).tolist():
-            lane, copy, tid = ORDER[thread >> COPY], thread % (1 << COPY), threads[thread]
+            lane, copy, tid = LANES[thread >> COPY], thread % (1 << COPY), threads[thread]
             yield _meta("thread_name", r.rank, {"name": f"{lane} {copy}" if copy else lane}, tid)
             yield _meta("thread_sort_index", r.rank, {"sort_index": tid}, tid)
 
@@ -208,11 +187,11 @@ def _meta(name: str, rank: int, args: dict[str, Any], tid: int | None = None) ->
     return _json({"ph": "M", "pid": rank, **({} if tid is None else {"tid": tid}), "name": name, "args": args})
 
 
-def _slices(r: _Rows, waits: _Waits, threads: dict[int, int], names: Sequence[str], origin: int) -> Iterator[str]:
+def _slices(r: _Rows, table: Arrivals, threads: dict[int, int], names: Sequence[str], origin: int) -> Iterator[str]:
     known: dict[tuple[int, int, int], str] = {}
     for low in range(0, len(r.spans), CHUNK):
         spans = r.spans[low : low + CHUNK]
-        until, last = waits.of(spans)
+        until, last = table.waits_until(spans), _waited_for(table, spans)
         facts = _columns(spans, "kind", "name", "step", "bytes", "collective")
         times = zip(
             _micro(spans["start"] - origin),
@@ -242,15 +221,12 @@ def _slices(r: _Rows, waits: _Waits, threads: dict[int, int], names: Sequence[st
                 )
 
 
-def _waits_of(table: Arrivals) -> _Waits:
-    if not len(table.ranks):
-        return _Waits(table, np.empty(0, np.int64))
-    return _Waits(table, table.ranks[(table.arrival == table.last[:, None]).argmax(axis=1)])
-
-
-def _is_collective(spans: Spans) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = (spans["kind"] == KIND["communication"]) & (spans["collective"] != NO_COLLECTIVE)
-    return found
+def _waited_for(table: Arrivals, spans: Spans) -> Whole:
+    """The rank for which each collective of `spans` waits; of other spans it says nothing."""
+    if not len(table.number):
+        return np.zeros(len(spans), np.int64)
+    row = np.minimum(np.searchsorted(table.number, spans["collective"]), len(table.number) - 1)
+    return table.ranks[table.came_last[row]]
 
 
 def _counts(counter: Counter, origin: int) -> Iterator[str]:
@@ -260,17 +236,17 @@ def _counts(counter: Counter, origin: int) -> Iterator[str]:
         yield f'{begin},"ts":{time},"args":{{"{unit}":{value!r}}}}}'
 
 
-def _flows(rows: Sequence[_Rows], waits: _Waits, threads: dict[int, int], origin: int) -> Iterator[str]:
+def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], origin: int) -> Iterator[str]:
     """Arrows from the rank that came last to each that waited for it, at the moment when it came.
 
     Each has its own id: chrome://tracing ends a flow at its first end. They come behind all slices: at one moment
     Perfetto takes events in the order of the file.
     """
-    table, tids = waits.table, _tids(rows, waits.table, threads)
+    tids = _tids(rows, table, threads)
     for low in range(0, len(table.number), CHUNK):
         part = slice(low, low + CHUNK)
         tid, last, known = tids[part], table.last[part, None], table.complete[part, None]
-        source = np.searchsorted(table.ranks, waits.came_last[part])[:, None]
+        source = table.came_last[part, None]
         target = known & (table.arrival[part] <= last) & (last <= table.end[part]) & (tid > 0)
         target &= (np.arange(len(table.ranks)) != source) & (np.take_along_axis(tid, source, axis=1) > 0)
         times = _micro(np.where(known, last - origin, 0)[:, 0])
@@ -286,7 +262,7 @@ def _tids(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int]) -> Wh
     tids = np.zeros((len(table.number), len(table.ranks)), np.int64)
     keys, values = np.array(sorted(threads.items()), dtype=np.int64).reshape(-1, 2).T
     for r in rows:
-        found = _is_collective(r.spans)
+        found = is_collective(r.spans)
         if found.any():
             row = np.searchsorted(table.number, r.spans["collective"][found])
             tids[row, np.searchsorted(table.ranks, r.rank)] = values[np.searchsorted(keys, r.thread[found])]

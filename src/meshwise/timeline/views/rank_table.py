@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from meshwise.spec.units import bytes_text, count_text, seconds_text
-from meshwise.timeline.report import RankReport, Report
+from meshwise.timeline.report import MEMORY, RankReport, Report
 from meshwise.timeline.views.kind_marks import MARKS, fitting, mark_of, style_of
 
 MOST_ROWS = 8
@@ -21,7 +21,6 @@ MOST_OUTLIERS = 4
 FOUND = "bold #ff5f00"
 LEAST_BAR, MOST_BAR = 10, 60
 OF_STEP = tuple(kind for kind in MARKS if kind not in ("evaluate", "checkpoint"))
-MEMORY = ("allocated", "resident")
 COMPUTING = ("forward", "backward", "optimizer")
 # Columns that are left out first where the table is too wide. The first two never are.
 LESS_NEEDED = ("last", "cost", "memory", "wait", "comm", "compute")

@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.text import Text
 
 from meshwise.spec.errors import UsageError
-from meshwise.spec.units import bytes_text, count_text, seconds_text
+from meshwise.spec.units import bytes_text, count_text, percent_text, seconds_text
 from meshwise.timeline.spans import KINDS
 
 OTHER = "other"
@@ -100,7 +100,7 @@ class _SummaryText:
 
 def metric_text(name: str, value: float) -> str:
     """`accuracy 96.62 %`, and any other metric with four decimals."""
-    return f"{name} {100 * value:.2f} %" if name == "accuracy" else f"{name} {value:.4f}"
+    return f"{name} {percent_text(value, 2)}" if name == "accuracy" else f"{name} {value:.4f}"
 
 
 def mean_seconds(summary: RunSummary) -> dict[str, float]:

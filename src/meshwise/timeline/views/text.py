@@ -125,7 +125,7 @@ def _title(report: Report, width: int) -> Text:
 
 
 def _goodput(report: Report) -> list[Text]:
-    """Where the wall time went, in whole percents that add up to 100, and what the waiting was for."""
+    """Where the wall time went, in whole percents, and what the waiting was for."""
     waits = sorted((part for part in report.waiting if part.share >= 0.005), key=lambda part: -part.seconds)
     of_waiting = ", ".join(f"{part.name} {percent(part.share)}".replace(" ", GLUE) for part in waits)
     facts = [
