@@ -1,0 +1,153 @@
+"""Machine, Device, Link: what computes, and what lies between. Described (`8xH100`, a file) or measured, the same type.
+
+What is not known is None or empty; nothing is guessed. Bandwidths are one way, in bytes/s; a peak is dense, in FLOP/s,
+by dtype word (`bf16`). Every figure has its origin in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwise.spec.timings import Timings
+
+HOST, DEVICE, NODE = "host", "device", "node"
+"""Ends of a link that stand for any: a host's memory, any device of one host, any host of the machine."""
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One measured matrix product, (m × k) by (k × n)."""
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s."""
+        return 2 * self.m * self.n * self.k / self.seconds
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device. name: `cuda:0`, `cpu:1`, as its own host counts; part: the catalog's name, or the driver's.
+
+    memory in bytes; memory_bandwidth in bytes/s and peak in dense FLOP/s are the part's nominal figures, achievable the
+    share of the peak that was reached by anyone, by dtype. memory_rate (bytes/s, read and written), matmuls and
+    launch (seconds a kernel) were measured on this very device. origins: where each figure came from, by field name.
+    """
+
+    name: str
+    part: str
+    host: int = 0
+    memory: int | None = None
+    memory_bandwidth: float | None = None
+    peak: Mapping[str, float] = field(default_factory=dict)
+    achievable: Mapping[str, float] = field(default_factory=dict)
+    memory_rate: float | None = None
+    matmuls: tuple[Matmul, ...] = ()
+    launch: float | None = None
+    numa: int | None = None
+    pci: str = ""
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """`cuda`, `cpu`, `xpu`."""
+        return self.name.split(":")[0]
+
+
+@dataclass(frozen=True)
+class Link:
+    """From `source` to `target`, one way: device names, or HOST, DEVICE, NODE for any of them.
+
+    kind: `pcie`, `nvlink`, `xgmi`, `c2c`, `memory`, `network` or `process`. bandwidth (bytes/s): nominal, as the parts
+    at both ends could have it. generation and width (PCIe lanes, or NVLink and xGMI links) are what was found, full_
+    what the parts could do. peer: one device reads the other's memory without the host. crosses: what lies between,
+    `` (nothing but a switch), `bridge` (the host's PCIe bridge) or `socket`. timings: measured, by path: `pinned`,
+    `pageable`, `peer`, `staged`, `gloo`, `nccl`, with ` both ways` behind it where the other direction ran at once.
+    """
+
+    source: str
+    target: str
+    kind: str
+    bandwidth: float | None = None
+    latency: float | None = None
+    generation: int | None = None
+    width: int | None = None
+    full_generation: int | None = None
+    full_width: int | None = None
+    peer: bool | None = None
+    crosses: str = ""
+    timings: Mapping[str, Timings] = field(default_factory=dict)
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Measured times of one collective: kind (`all-reduce`), the number of ranks, the backend (`nccl`, `gloo`).
+
+    Sizes are of the full tensor, as nccl-tests count them.
+    """
+
+    kind: str
+    ranks: int
+    backend: str
+    timings: Timings
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host: its processor, the cores and the bytes that this process may use there, and what limits it.
+
+    limits: bytes or counts by name: `shared memory`, `open files`, `locked memory`.
+    """
+
+    name: str = ""
+    processor: str = ""
+    cores: int | None = None
+    cores_present: int | None = None
+    sockets: int | None = None
+    numa_nodes: int | None = None
+    memory: int | None = None
+    memory_present: int | None = None
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hosts, devices, links. measured: date and versions of the measurement, empty for a described machine.
+
+    versions: of torch, the driver and so on, by name. warnings: what is unknown or looks wrong, each with what to do.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()
+    hosts: tuple[Host, ...] = (Host(),)
+    collectives: tuple[Collective, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    measured: str = ""
+
+
+def link_between(machine: Machine, source: str, target: str) -> Link | None:
+    """The link from `source` to `target`: this very one, else the one for any such pair; None where none is known.
+
+    Ends are device names of one host, HOST, or `node0` and so on for a whole host.
+    """
+    ends = [(source, target), (_any(source), _any(target))]
+    for pair in ends:
+        for link in machine.links:
+            if (link.source, link.target) == pair:
+                return link
+    return None
+
+
+def _any(end: str) -> str:
+    if end == HOST:
+        return HOST
+    return NODE if end.startswith(NODE) else DEVICE

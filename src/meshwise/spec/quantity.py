@@ -1,0 +1,81 @@
+"""Quantities with their units, as people write them in a file: `80 GB`, `3.35 TB/s`, `989.5 TFLOP/s`, `4 µs`.
+
+Decimal prefixes are powers of 1000 and binary ones (KiB, MiB, GiB, TiB) of 1024. Bits are accepted where links are
+sold in them (`200 Gbit/s`) and become bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+
+from meshwise.spec.errors import UsageError, nearest
+
+_DECIMAL = {"": 0, "k": 3, "K": 3, "M": 6, "G": 9, "T": 12, "P": 15}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_BYTES = {f"{prefix}B": Decimal(10) ** power for prefix, power in _DECIMAL.items()} | {
+    f"{prefix}B": Decimal(factor) for prefix, factor in _BINARY.items()
+}
+_BITS = {f"{prefix}bit/s": Decimal(10) ** power / 8 for prefix, power in _DECIMAL.items()}
+
+UNITS: dict[str, dict[str, Decimal]] = {
+    "bytes": _BYTES,
+    "bytes/s": {f"{unit}/s": factor for unit, factor in _BYTES.items()} | _BITS,
+    "FLOP/s": {f"{prefix}FLOP/s": Decimal(10) ** power for prefix, power in _DECIMAL.items()},
+    "seconds": {
+        "ns": Decimal("1e-9"),
+        "µs": Decimal("1e-6"),
+        "us": Decimal("1e-6"),
+        "ms": Decimal("1e-3"),
+        "s": Decimal(1),
+    },
+}
+"""Units of each kind of quantity, with their factor."""
+EXAMPLES = {"bytes": "80 GB", "bytes/s": "450 GB/s", "FLOP/s": "989.5 TFLOP/s", "seconds": "4 µs"}
+_WRITTEN = {  # the units that are written, largest first
+    "bytes": ("TB", "GB", "MB", "kB", "B"),
+    "bytes/s": ("TB/s", "GB/s", "MB/s", "kB/s", "B/s"),
+    "FLOP/s": ("TFLOP/s", "GFLOP/s", "MFLOP/s", "kFLOP/s", "FLOP/s"),
+    "seconds": ("s", "ms", "µs", "ns"),
+}
+_BINARY_BYTES = ("TiB", "GiB", "MiB", "KiB")
+
+
+def read_quantity(text: object, kind: str, where: str) -> float:
+    """`text` in base units: bytes, bytes/s, FLOP/s or seconds. kind: a key of UNITS; where: for the error.
+
+    Raises UsageError for what is no number with a unit of that kind, is negative, or is not finite.
+    """
+    found = (
+        re.fullmatch(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-zµ/]+)\s*", text)
+        if isinstance(text, str)
+        else None
+    )
+    write = f'Write it as "{EXAMPLES[kind]}".'
+    if found is None:
+        raise UsageError(f"{where} = {text!r}: not a number with a unit. {write}")
+    units = UNITS[kind]
+    if found[2] not in units:
+        other = next((name for name, known in UNITS.items() if found[2] in known), None)
+        why = f"a unit of {other}, and {kind} are meant." if other else f"no unit of {kind}.{nearest(found[2], units)}"
+        raise UsageError(f"{where} = {text!r}: '{found[2]}' is {why} {write}")
+    try:
+        value = float(Decimal(found[1]) * units[found[2]])
+    except (InvalidOperation, OverflowError):
+        value = float("inf")
+    if value in (0.0, float("inf")):
+        raise UsageError(f"{where} = {text!r}: must be above zero and finite. {write}")
+    return value
+
+
+def write_quantity(value: float, kind: str) -> str:
+    """`value` with the largest unit that leaves it at least 1, so that `read_quantity` gives the same number."""
+    exact = Decimal(repr(float(value)))
+    units = UNITS[kind]
+    names = [*_WRITTEN[kind], *(_BINARY_BYTES if kind == "bytes" else ())]
+    fitting = [unit for unit in names if exact >= units[unit]] or [_WRITTEN[kind][-1]]
+    largest = {
+        unit[-3:] == unit and "i" in unit: unit for unit in reversed(fitting)
+    }  # of each family, decimal or binary
+    texts = [f"{(exact / units[unit]).normalize():f} {unit}" for unit in largest.values()]
+    return min(texts, key=len)

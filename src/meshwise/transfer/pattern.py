@@ -1,0 +1,75 @@
+"""Data that depends on a key and on the offset, to see whether bytes arrive where and as they were sent.
+
+A constant would hide a permuted all-gather, and a short period two swapped blocks. So each 8-byte word is a hash of its
+key and index, and every bit of it is compared. Sums are checked with small whole numbers, which add up exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio: multiplying by it spreads consecutive integers
+_KEY = 0xD1B54A32D192ED03 - (1 << 64)  # another odd constant, from the same family of hashes (SplitMix64)
+_CHUNK = 1 << 20  # words that are made at once: 8 MiB
+LARGEST_TERM = 64  # of a sum: with up to 2^17 ranks every partial sum is exact in float32
+
+
+def fill(tensor: Tensor, key: int) -> Tensor:
+    """Write the pattern of `key` into a contiguous uint8 tensor on any device; returns it."""
+    for start, part in _chunks(tensor):
+        part.copy_(_bytes(start, part.numel(), key, part.device))
+    return tensor
+
+
+def first_difference(tensor: Tensor, key: int) -> int | None:
+    """Offset of the first byte of a contiguous uint8 tensor that is not the pattern of `key`; None when all are."""
+    for start, part in _chunks(tensor):
+        expected = _bytes(start, part.numel(), key, part.device)
+        if not torch.equal(part, expected):
+            return start + int((part != expected).nonzero()[0])
+    return None
+
+
+def fill_terms(tensor: Tensor, rank: int) -> Tensor:
+    """Write rank's term of a checked sum into a contiguous floating tensor: whole numbers from 0 to 63."""
+    for start, part in _chunks(tensor):
+        part.copy_(_terms(start, part.numel(), rank, part.device))
+    return tensor
+
+
+def first_wrong_sum(tensor: Tensor, ranks: int) -> int | None:
+    """Index of the first element that is not the sum of all ranks' terms; None when all are. Exact in float32."""
+    for start, part in _chunks(tensor):
+        expected = sum(_terms(start, part.numel(), rank, part.device) for rank in range(ranks))
+        wrong = part.to(torch.int64) != expected
+        if bool(wrong.any()):
+            return start + int(wrong.nonzero()[0])
+    return None
+
+
+def _chunks(tensor: Tensor) -> list[tuple[int, Tensor]]:
+    size = _CHUNK * 8 if tensor.dtype == torch.uint8 else _CHUNK
+    flat = tensor.view(-1)
+    return [(start, flat[start : start + size]) for start in range(0, flat.numel(), size)]
+
+
+def _bytes(start: int, count: int, key: int, device: torch.device) -> Tensor:
+    words = _words(start // 8, (count + 7) // 8, key, device)
+    return words.view(torch.uint8)[:count]
+
+
+def _terms(start: int, count: int, rank: int, device: torch.device) -> Tensor:
+    return _words(start, count, rank + 1, device) & (LARGEST_TERM - 1)
+
+
+def _words(first: int, count: int, key: int, device: torch.device) -> Tensor:
+    words = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    words.add_(1).mul_(_ODD).add_(_wrapped(key * _KEY))
+    words.bitwise_xor_(words >> 29).mul_(_ODD)
+    return words.bitwise_xor_(words >> 32)
+
+
+def _wrapped(value: int) -> int:
+    """As a signed 64-bit integer."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
