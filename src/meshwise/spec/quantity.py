@@ -74,8 +74,6 @@ def write_quantity(value: float, kind: str) -> str:
     units = UNITS[kind]
     names = [*_WRITTEN[kind], *(_BINARY_BYTES if kind == "bytes" else ())]
     fitting = [unit for unit in names if exact >= units[unit]] or [_WRITTEN[kind][-1]]
-    largest = {
-        unit[-3:] == unit and "i" in unit: unit for unit in reversed(fitting)
-    }  # of each family, decimal or binary
+    largest = {"i" in unit: unit for unit in reversed(fitting)}  # of each family, decimal or binary
     texts = [f"{(exact / units[unit]).normalize():f} {unit}" for unit in largest.values()]
     return min(texts, key=len)
