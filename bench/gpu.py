@@ -21,7 +21,7 @@ from machine import keep
 from rich.console import Console
 
 import meshwise as mw
-from meshwise import api
+from meshwise.api.run import run_request
 from meshwise.jobs.registry import find_job
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
@@ -72,7 +72,7 @@ def run(job: str, precision: str) -> dict[str, Any]:
     """A whole run on all GPUs: final metrics, seconds, throughput, peak memory."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as out:
-        summary, _ = api.run_request(RunRequest(job, "all", precision=precision), Console(quiet=True), out=out)
+        summary, _ = run_request(RunRequest(job, "all", precision=precision), Console(quiet=True), out=out)
     return {
         "metrics": dict(summary.metrics),
         "seconds": time.perf_counter() - start,

@@ -16,7 +16,7 @@ from typing import Any
 from machine import keep
 from rich.console import Console
 
-from meshwise import api
+from meshwise.api.run import run_request
 from meshwise.jobs.text import bigram_entropy, read_files
 from meshwise.training.request import RunRequest
 
@@ -25,7 +25,7 @@ def run(job: str, devices: str) -> dict[str, Any]:
     """Run a job as the command line does; its final metrics and its seconds."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as out:
-        summary, code = api.run_request(RunRequest(job, devices), Console(quiet=True), out=out)
+        summary, code = run_request(RunRequest(job, devices), Console(quiet=True), out=out)
     assert code == 0
     seconds = time.perf_counter() - start
     print(f"{job:10} {devices}  {dict(summary.metrics)}  {seconds:.0f} s", flush=True)

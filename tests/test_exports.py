@@ -1,8 +1,13 @@
 """The public names are exactly these, sorted, and no verb hides a room."""
 
+import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 import meshwise
 
@@ -50,7 +55,25 @@ def test_the_public_names_are_sorted_and_told_once() -> None:
 
 
 def test_nothing_else_is_visible() -> None:
-    assert visible(meshwise) == set(PUBLIC)
+    for name in PUBLIC:
+        getattr(meshwise, name)
+    assert visible(meshwise) == set(PUBLIC) and dir(meshwise) == PUBLIC
+
+
+def test_type_checkers_are_told_the_same() -> None:
+    stub = ast.parse(Path(meshwise.__file__).with_suffix(".pyi").read_text())
+    told = [(node.module, alias.name, alias.asname) for node in ast.walk(stub) for alias in getattr(node, "names", [])]
+    assert sorted(told) == sorted((home, name, name) for name, home in meshwise._HOME.items())
+
+
+def test_importing_the_package_does_not_wait_for_torch() -> None:
+    code = "import sys, meshwise, meshwise.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nope'"):
+        meshwise.nope  # noqa: B018
 
 
 def test_no_public_name_is_a_room() -> None:

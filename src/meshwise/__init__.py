@@ -1,38 +1,48 @@
-"""meshwise: many devices work as one for anyone who writes PyTorch."""
+"""meshwise: many devices work as one for anyone who writes PyTorch.
 
-from meshwise.api import launch, report, run
-from meshwise.spec.errors import (
-    CheckpointError,
-    DataError,
-    LossError,
-    MeshwiseError,
-    PlanError,
-    UsageError,
-    WorkerFailed,
-)
-from meshwise.spec.plan import Plan
-from meshwise.training.job import Job
-from meshwise.training.own_loop import accumulate, backward, distribute, load, rank, save, sum, world_size
+Each name is read from its home when it is first used, so that a command which needs no torch does not wait for it.
+`__init__.pyi` tells type checkers the same.
+"""
 
-__all__ = [
-    "CheckpointError",
-    "DataError",
-    "Job",
-    "LossError",
-    "MeshwiseError",
-    "Plan",
-    "PlanError",
-    "UsageError",
-    "WorkerFailed",
-    "accumulate",
-    "backward",
-    "distribute",
-    "launch",
-    "load",
-    "rank",
-    "report",
-    "run",
-    "save",
-    "sum",
-    "world_size",
-]
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
+_HOMES = {
+    "meshwise.api.report": ["report"],
+    "meshwise.api.run": ["launch", "run"],
+    "meshwise.spec.errors": [
+        "CheckpointError",
+        "DataError",
+        "LossError",
+        "MeshwiseError",
+        "PlanError",
+        "UsageError",
+        "WorkerFailed",
+    ],
+    "meshwise.spec.plan": ["Plan"],
+    "meshwise.training.job": ["Job"],
+    "meshwise.training.own_loop": [
+        "accumulate",
+        "backward",
+        "distribute",
+        "load",
+        "rank",
+        "save",
+        "sum",
+        "world_size",
+    ],
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'meshwise' has no attribute {name!r}")
+    value = globals()[name] = getattr(_import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""The public verbs, short: what each does lives in its room."""

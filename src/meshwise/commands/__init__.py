@@ -1,0 +1,1 @@
+"""The commands, one verb a file: options, and what is printed."""

@@ -1,0 +1,91 @@
+"""`meshwise run`: train a job, or run a script, on every device."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+from rich.console import Console
+
+from meshwise.api.run import Machines, run_request, run_script
+from meshwise.spec.errors import UsageError
+from meshwise.timeline.views.summary_text import summary_dict
+from meshwise.training.block_spans import BLOCKS
+from meshwise.training.request import RunRequest
+
+app = typer.Typer()
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    context: typer.Context,
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            help="mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or an own-loop script.py and its arguments"
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="all, 4xcpu, 2xcuda or cuda:0,1; default: all accelerators, else one CPU worker")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="epochs to train")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="samples of the global batch, over all devices")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="microbatches that make a step")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp64")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="seed of the start values, the data order and the random draws")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="another data set in the same format: a folder")] = None,
+    log_every: Annotated[int | None, typer.Option(help="steps between log lines")] = None,
+    save_every: Annotated[int | None, typer.Option(help="steps between saved states")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="RUN", help="go on with a stopped run: its folder")] = None,
+    out: Annotated[str, typer.Option(help="where run folders are made")] = "runs",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the summary as JSON, and nothing else, on stdout")
+    ] = False,
+    nnodes: Annotated[int, typer.Option(help="machines of this run")] = 1,
+    node_rank: Annotated[int, typer.Option(help="which of them this is, from 0")] = 0,
+    rdzv: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="where machine 0 is reached by the others")
+    ] = None,
+    blocks: Annotated[bool, typer.Option(help="record each block of the model: about 30 µs a block")] = False,
+) -> None:
+    """Train a job on the devices, or run a script that keeps its own loop on all of them.
+
+    Plan, train, evaluate, record: the folder runs/… keeps losses, weights, states and what each worker printed.
+    """
+    console = Console(stderr=as_json)
+    script = job is not None and job.endswith(".py")
+    if not script and context.args:
+        raise UsageError(f"'{' '.join(context.args)}' is no option of a job. See meshwise run --help.")
+    machines = Machines(nnodes, node_rank, rdzv)
+    began: float = psutil.Process().create_time()  # when the command was typed, near enough
+    if blocks:
+        os.environ[BLOCKS] = "1"  # workers inherit it, whatever they run
+    asked = RunRequest(job, devices, epochs, batch_size, accumulate, precision, seed, data, log_every, save_every)
+    if script and job is not None:
+        _refuse_job_options(asked, resume)
+        code = run_script(
+            Path(job), context.args, console, devices=devices, out=Path(out), machines=machines, began=began
+        )
+        raise typer.Exit(code)
+    summary, code = run_request(asked, console, resume=resume, out=out, machines=machines, began=began)
+    if as_json:
+        print(json.dumps(summary_dict(summary), indent=2))
+    raise typer.Exit(code)
+
+
+def _refuse_job_options(asked: RunRequest, resume: str | None) -> None:
+    """Options of a job say nothing to a script that keeps its own loop."""
+    said = {name: value for name, value in vars(asked).items() if value is not None} | (
+        {"resume": resume} if resume else {}
+    )
+    for name in said.keys() - {"job", "devices"}:
+        option = f"--{name.replace('_', '-')} {said[name]}"
+        raise UsageError(
+            f"{option}: {asked.job} keeps its own loop. Write its own options behind its name, or make a Job."
+        )
