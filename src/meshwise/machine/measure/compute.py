@@ -1,0 +1,128 @@
+"""What one device computes: matrix products by dtype and shape, the rate of its memory, the cost of a launch.
+
+Habits of mamf-finder (stas00/ml-engineering): random data, cache flushed between repeats, median reported, the best
+over shapes is the achievable rate. Products are timed at growing shapes until the budget is spent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import torch
+
+from meshwise.machine.measure.timing import repeat
+from meshwise.spec.machine import Matmul
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHAPES = (256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Square products of these sizes, smallest first, and at each one a product of a transformer block: (m, 4m, m)."""
+FLUSH_BYTES = 256 << 20  # larger than the last cache of any device of the catalog
+COPY_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # read and written by the measure of memory: four times the cache
+LAUNCHES = 1000
+
+
+def matmuls(device: torch.device, budget: float, dtypes: tuple[str, ...] | None = None) -> Iterator[Matmul]:
+    """Products of each dtype at growing shapes, each as it is measured; a dtype gets an equal part of the budget (s)."""
+    names = dtypes if dtypes is not None else dtypes_of(device)
+    flush = _flusher(device)
+    for name in names:
+        end = time.perf_counter() + budget / len(names)
+        last = 0.0
+        for m, n, k in ((size, size * wide, size) for size in SHAPES for wide in (1, 4)):
+            left = end - time.perf_counter()
+            if left < 40 * last:  # the next is 2 to 8 times as long, and is called at least 7 times
+                break
+            if not _fits(device, name, m, n, k):
+                break
+            call, leave = _product(device, name, m, n, k)
+            try:
+                sample = repeat(call, device, min(left / 4, 0.3), between=flush)
+            finally:
+                leave()
+            last = sample.seconds
+            yield Matmul(name, m, n, k, sample.seconds)
+
+
+def dtypes_of(device: torch.device) -> tuple[str, ...]:
+    """Those that the device computes in: tf32 is CUDA's, and a dtype that raises is left out."""
+    names = (
+        ("fp32", "tf32", "bf16", "fp16")
+        if device.type == "cuda" and not torch.version.hip
+        else ("fp32", "bf16", "fp16")
+    )
+    return tuple(name for name in names if _computes(device, DTYPES[name]))
+
+
+def memory_rate(device: torch.device, budget: float) -> float:
+    """Bytes a second that a copy inside the device's memory reads and writes, both counted."""
+    size = min(COPY_BYTES.get(device.type, 1 << 28), free_bytes(device) // 8)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / repeat(lambda: target.copy_(source), device, budget).seconds
+
+
+def launch_seconds(device: torch.device) -> float:
+    """Seconds a kernel when many small ones follow each other: what the host needs to launch one."""
+    tensor = torch.zeros(1, device=device)
+    for _ in range(LAUNCHES // 10):
+        tensor.add_(1)
+    _wait(device)
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(LAUNCHES):
+            tensor.add_(1)
+        _wait(device)
+        rounds.append((time.perf_counter() - start) / LAUNCHES)
+    return sorted(rounds)[2]
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can be allocated on the device now; a large figure where torch does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def _product(
+    device: torch.device, name: str, m: int, n: int, k: int
+) -> tuple[Callable[[], object], Callable[[], None]]:
+    dtype = DTYPES[name]
+    left, right = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
+    out = torch.empty(m, n, dtype=dtype, device=device)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+
+    def leave() -> None:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+    return lambda: torch.mm(left, right, out=out), leave
+
+
+def _flusher(device: torch.device) -> Callable[[], object] | None:
+    """Writes more than the cache holds; on a CPU the products themselves are larger than what is kept of the last."""
+    if device.type == "cpu":
+        return None
+    buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    return buffer.zero_
+
+
+def _computes(device: torch.device, dtype: torch.dtype) -> bool:
+    try:
+        one = torch.ones(8, 8, dtype=dtype, device=device)
+        torch.mm(one, one)
+    except RuntimeError:
+        return False
+    return not (device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False))
+
+
+def _fits(device: torch.device, name: str, m: int, n: int, k: int) -> bool:
+    size = DTYPES[name].itemsize
+    return (m * k + k * n + m * n) * (size + 4) < free_bytes(device) // 2  # randn is made in fp32
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,64 @@
+"""Message sizes: the words `1K:1G`, and what of them fits in memory, before anything is allocated."""
+
+from __future__ import annotations
+
+import re
+
+from meshwise.spec.errors import UsageError
+from meshwise.spec.units import bytes_text
+
+DEFAULT = "1K:1G"
+FACTOR = 4
+SHARE_OF_MEMORY = 0.8
+"""Of the memory that is free: the rest is for what the program itself needs meanwhile."""
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_WRITE = "Write --sizes 1K:1G, one size (64M), or 1K:1G:2 to double from size to size."
+
+
+def read_sizes(words: str) -> tuple[int, ...]:
+    """`1K:1G` as 1 KiB, 4 KiB and so on to 1 GiB; `1K:1G:2` doubles; `64M` is one size. Raises UsageError."""
+    parts = words.strip().split(":")
+    if not 1 <= len(parts) <= 3:
+        raise UsageError(f"--sizes {words}: not a range of sizes. {_WRITE}")
+    first = _size(words, parts[0])
+    last = _size(words, parts[1]) if len(parts) > 1 else first
+    factor = int(parts[2]) if len(parts) == 3 and parts[2].isdigit() else FACTOR if len(parts) < 3 else 0
+    if last < first:
+        raise UsageError(f"--sizes {words}: {bytes_text(last)} is less than {bytes_text(first)}. {_WRITE}")
+    if factor < 2:
+        raise UsageError(f"--sizes {words}: sizes grow by a whole factor of at least 2. {_WRITE}")
+    sizes = [first]
+    while sizes[-1] * factor <= last:
+        sizes.append(sizes[-1] * factor)
+    return tuple(sizes) if sizes[-1] == last else (*sizes, last)
+
+
+def fitting(sizes: tuple[int, ...], free: int, buffers: int, asked: bool) -> tuple[int, ...]:
+    """Those of `sizes` for which `buffers` times as many bytes fit in the `free` ones.
+
+    asked: the user named the sizes, so that one which does not fit is a UsageError; otherwise it is left out.
+    """
+    most = int(free * SHARE_OF_MEMORY) // buffers
+    small = tuple(size for size in sizes if size <= most)
+    if asked and len(small) < len(sizes):
+        raise UsageError(
+            f"--sizes: {bytes_text(sizes[-1])} needs {bytes_text(sizes[-1] * buffers)} in {buffers} buffers, and "
+            f"{bytes_text(free)} are free. Write at most --sizes {_word(sizes[0])}:{_word(most)}."
+        )
+    return small or sizes[:1]
+
+
+def _size(words: str, text: str) -> int:
+    found = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if found is None or not 1 <= int(found[1]) * _UNITS[found[2].upper()] <= 1 << 50:
+        raise UsageError(f"--sizes {words}: '{text}' is no size. {_WRITE}")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def _word(size: int) -> str:
+    """`size` rounded down to a power of two, as it is written in --sizes."""
+    power = 1 << max(size.bit_length() - 1, 0)
+    for unit in "TGMK":
+        if power >= _UNITS[unit]:
+            return f"{power // _UNITS[unit]}{unit}"
+    return str(power)

@@ -1,0 +1,100 @@
+"""Time a call again and again: seconds on the device's own clock where it has one, on the host's otherwise.
+
+On CUDA many calls are enqueued behind a held stream and lie between two events, so that the host's pace does not count;
+the first calls are left out. Every figure is a median with its percentiles, never a single call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+import torch
+
+from meshwise.compat.cuda_hold import hold_stream
+
+WARM_UP = 2
+LEAST, MOST = 5, 200  # repeats of a call
+BATCH_SECONDS = 2e-4  # of device work between two events: their own error is below 1 µs
+HOST_SECONDS = 1e-5  # of the host for one enqueued call
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of one call: median, 95th and 99th percentile of `count` repeats."""
+
+    seconds: float
+    p95: float
+    p99: float
+    count: int
+
+
+def sample_of(seconds: list[float]) -> Sample:
+    """The percentiles of some repeats."""
+    if len(seconds) < 2:
+        return Sample(seconds[0], seconds[0], seconds[0], 1)
+    cuts = quantiles(seconds, n=100, method="inclusive")
+    return Sample(median(seconds), cuts[94], cuts[98], len(seconds))
+
+
+def repeat(
+    call: Callable[[], object],
+    device: torch.device,
+    budget: float,
+    between: Callable[[], object] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Sample:
+    """Time `call` for about `budget` seconds on `device`, at least LEAST and at most MOST times.
+
+    between: called before each repeat and not timed, such as one that flushes the cache.
+    """
+    end = clock() + budget
+    timed = _on_device if device.type == "cuda" else _on_host
+    for _ in range(WARM_UP):
+        once = timed(call, device, 1, between, clock)
+    batch = 1 if between else max(1, min(50, round(BATCH_SECONDS / max(once, 1e-9))))
+    seconds: list[float] = []
+    while len(seconds) < LEAST or (len(seconds) < MOST and clock() < end):
+        seconds.append(timed(call, device, batch, between, clock))
+    return sample_of(seconds)
+
+
+def _on_host(
+    call: Callable[[], object],
+    device: torch.device,
+    batch: int,
+    between: Callable[[], object] | None,
+    clock: Callable[[], float],
+) -> float:
+    if between:
+        between()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    start = clock()
+    for _ in range(batch):
+        call()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return (clock() - start) / batch
+
+
+def _on_device(
+    call: Callable[[], object],
+    device: torch.device,
+    batch: int,
+    between: Callable[[], object] | None,
+    clock: Callable[[], float],
+) -> float:
+    with torch.cuda.device(device):
+        if between:
+            between()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        hold_stream(HOST_SECONDS * (batch + 2))
+        start.record()
+        for _ in range(batch):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / batch
