@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from meshwise.spec.units import bytes_text, count_text, seconds_text
+from meshwise.spec.units import bandwidth_text, bytes_text, count_text, flops_text, seconds_text
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,24 @@ def test_seconds_are_written_in_the_unit_that_fits(seconds: float, text: str) ->
 @pytest.mark.parametrize(("count", "text"), [(0, "0"), (12_300, "12,300"), (12_299.6, "12,300"), (math.inf, "unknown")])
 def test_counts_are_grouped_in_thousands(count: float, text: str) -> None:
     assert count_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [
+        (0, "0 B/s"),
+        (812e6, "812 MB/s"),
+        (55.43e9, "55.4 GB/s"),
+        (3.35e12, "3.35 TB/s"),
+        (999.6e6, "1.00 GB/s"),
+        (9.996e9, "10.0 GB/s"),
+        (4.5e15, "4500 TB/s"),
+        (math.inf, "unknown"),
+    ],
+)
+def test_bandwidth(rate: float, text: str) -> None:
+    assert bandwidth_text(rate) == text
+
+
+def test_flops() -> None:
+    assert [flops_text(rate) for rate in (989.5e12, 1.979e15, 95.2e9)] == ["990 TFLOP/s", "1.98 PFLOP/s", "95.2 GFLOP/s"]

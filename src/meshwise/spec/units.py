@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, seconds, counts. What is not finite is `unknown`."""
+"""Numbers as people read them: bytes, seconds, counts, rates. What is not finite is `unknown`."""
 
 from __future__ import annotations
 
@@ -46,6 +46,26 @@ def count_text(count: float) -> str:
 def percent_text(share: float, digits: int = 0) -> str:
     """A share from 0 to 1 as `18 %`, with `digits` decimals."""
     return f"{100 * share:.{digits}f} %"
+
+
+def bandwidth_text(rate: float) -> str:
+    """Bytes a second as `55.4 GB/s` or `812 MB/s`: three digits, decimal prefixes, as links are sold."""
+    return _scaled(rate, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
+
+
+def flops_text(rate: float) -> str:
+    """FLOP/s as `989 TFLOP/s`: three digits."""
+    return _scaled(rate, ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"))
+
+
+def _scaled(value: float, units: tuple[str, ...]) -> str:
+    if not math.isfinite(value):
+        return "unknown"
+    power = 0
+    while abs(value) >= 999.5 and power < len(units) - 1:
+        value, power = value / 1000, power + 1
+    digits = 0 if abs(value) >= 99.95 or power == 0 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f} {units[power]}"
 
 
 def _minutes_text(seconds: float) -> str:
