@@ -1,0 +1,123 @@
+"""What was moved while a block ran: operation, from, to, bytes, path, seconds.
+
+    with comm_log() as log:
+        copy(there, here)
+    print(log)
+
+Without an open log a transfer pays for one look at an empty list. On CUDA the seconds come from events that are read
+when the log is, after the block: nothing waits in the middle, and inside the block they are nan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import overload
+
+from meshwise.spec.units import bytes_text, seconds_text
+
+Seconds = float | Callable[[], float]
+"""A time, or what waits for it and gives it."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One transfer: its operation (`copy`, `all-reduce`), both ends, bytes, path (`peer`, `gloo`), seconds or nan."""
+
+    operation: str
+    source: str
+    target: str
+    bytes: int
+    path: str
+    seconds: float
+
+
+class CommLog(Sequence[Moved]):
+    """The transfers of a block in the order in which they were begun. `print(log)` shows them as a table."""
+
+    def __init__(self) -> None:
+        self.running = True
+        self._rows: list[tuple[str, str, str, int, str, Seconds]] = []
+
+    def add(self, operation: str, source: str, target: str, size: int, path: str, seconds: Seconds) -> None:
+        """One row more; seconds may be a function that waits for them."""
+        self._rows.append((operation, source, target, size, path, seconds))
+
+    @overload
+    def __getitem__(self, index: int) -> Moved: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Moved]: ...
+    def __getitem__(self, index: int | slice) -> Moved | list[Moved]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        operation, source, target, size, path, seconds = self._rows[index]
+        if callable(seconds):
+            if self.running:
+                return Moved(operation, source, target, size, path, math.nan)
+            seconds = seconds()
+            self._rows[index] = (operation, source, target, size, path, seconds)
+        return Moved(operation, source, target, size, path, seconds)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+OPEN: list[CommLog] = []
+"""The logs that are open now, of all threads; empty costs a caller one look."""
+
+
+@contextmanager
+def comm_log() -> Iterator[CommLog]:
+    """List every transfer and collective of meshwise that begins in the block. Blocks may be nested: both get all."""
+    log = CommLog()
+    OPEN.append(log)
+    try:
+        yield log
+    finally:
+        OPEN[:] = [other for other in OPEN if other is not log]
+        log.running = False
+
+
+def note(operation: str, source: str, target: str, bytes: int, path: str, seconds: Seconds) -> None:
+    """Tell the open logs of one transfer. seconds: a float, or a function that is called after the block."""
+    for log in OPEN:
+        log.add(operation, source, target, bytes, path, seconds)
+
+
+def totals(moves: Sequence[Moved]) -> dict[str, tuple[int, int, float]]:
+    """(transfers, bytes, seconds) by path. Seconds overlap where transfers did; nan where one of them is unknown."""
+    found: dict[str, tuple[int, int, float]] = {}
+    for move in moves:
+        count, size, seconds = found.get(move.path, (0, 0, 0.0))
+        found[move.path] = (count + 1, size + move.bytes, seconds + move.seconds)
+    return found
+
+
+def table(moves: Sequence[Moved]) -> str:
+    """A line a transfer, and a line a path with its totals."""
+    if not moves:
+        return "nothing was moved"
+    rows: list[tuple[str, ...]] = [("operation", "from", "to", "bytes", "path", "time", "rate")]
+    rows += [_row(move.operation, move.source, move.target, move.bytes, move.path, move.seconds) for move in moves]
+    for path, (count, size, seconds) in totals(moves).items():
+        rows.append(_row(f"{count} in all", "", "", size, path, seconds))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    right = (3, 5, 6)
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _row(operation: str, source: str, target: str, size: int, path: str, seconds: float) -> tuple[str, ...]:
+    rate = f"{size / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
+    return operation, source, target, bytes_text(size), path, seconds_text(seconds), rate
