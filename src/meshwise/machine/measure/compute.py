@@ -24,7 +24,7 @@ LAUNCHES = 1000
 
 
 def matmuls(device: torch.device, budget: float, dtypes: tuple[str, ...] | None = None) -> Iterator[Matmul]:
-    """Products of each dtype at growing shapes, each as it is measured; a dtype gets an equal part of the budget (s)."""
+    """Products at growing shapes, each as it is measured. budget: seconds, in equal parts for the dtypes."""
     names = dtypes if dtypes is not None else dtypes_of(device)
     flush = _flusher(device)
     for name in names:

@@ -97,4 +97,4 @@ def _on_device(
             call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3 / batch
+        return float(start.elapsed_time(end)) / 1e3 / batch

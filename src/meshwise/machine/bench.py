@@ -1,0 +1,109 @@
+"""A bench: what was measured of a machine, beside what its parts should reach, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshwise.machine.judge import Verdict, exit_code, judge
+from meshwise.machine.measure.alone import Compute
+from meshwise.machine.measure.result import PathResult
+from meshwise.spec.machine import Collective, Device, Link, Machine
+
+COPIES = ("copy", "copy both ways")
+BOTH_WAYS = " both ways"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """machine: with all that was measured. stopped: why it ended before all was measured; empty when all was.
+
+    seconds: how long it took. asked: paths and collectives that were to be measured.
+    """
+
+    machine: Machine
+    results: tuple[PathResult, ...]
+    verdicts: tuple[Verdict, ...]
+    seconds: float
+    asked: int
+    stopped: str = ""
+
+    @property
+    def wrong(self) -> tuple[PathResult, ...]:
+        """Those that did not deliver the bytes they were given."""
+        return tuple(result for result in self.results if result.wrong is not None)
+
+    @property
+    def exit_code(self) -> int:
+        """1 when a path corrupts data, 3 when one is far below its part, 0 otherwise."""
+        return exit_code(list(self.verdicts), bool(self.wrong))
+
+
+def bench_of(
+    machine: Machine,
+    results: Sequence[PathResult],
+    computed: Iterable[Compute],
+    *,
+    measured: str,
+    seconds: float,
+    asked: int,
+    stopped: str = "",
+) -> Bench:
+    """The machine with what was measured of it, judged. measured: date and versions, for the machine file."""
+    by_device = {compute.device: compute for compute in computed}
+    devices = tuple(_with_compute(device, by_device.get(device.name)) for device in machine.devices)
+    right = [result for result in results if result.wrong is None]  # what corrupts data has no speed
+    found = replace(
+        machine,
+        devices=devices,
+        links=_with_copies(machine.links, right),
+        collectives=tuple(
+            Collective(result.operation, result.ranks, result.path, result.timings)
+            for result in right
+            if result.operation not in COPIES
+        ),
+        measured=measured,
+    )
+    return Bench(found, tuple(results), tuple(judge(found)), seconds, asked, stopped)
+
+
+def only_devices(machine: Machine, names: Sequence[str]) -> Machine:
+    """`machine` with the devices named, in that order, and the links between them.
+
+    CPU workers share what the host's only CPU device is, so that `cpu:1` may be named where there is one `cpu:0`.
+    """
+    known = {device.name: device for device in machine.devices}
+    cpu = known.get("cpu:0", Device("cpu:0", machine.hosts[0].processor or "cpu"))
+    devices = tuple(known[name] if name in known else replace(cpu, name=name) for name in names)
+    kept = {"host", "device", "node", *names}
+    links = tuple(link for link in machine.links if link.source in kept and link.target in kept)
+    return replace(machine, devices=devices, links=links)
+
+
+def _with_compute(device: Device, compute: Compute | None) -> Device:
+    if compute is None:
+        return device
+    return replace(device, memory_rate=compute.memory_rate, matmuls=compute.matmuls, launch=compute.launch)
+
+
+def _with_copies(links: Sequence[Link], results: Sequence[PathResult]) -> tuple[Link, ...]:
+    """The links with the timings of their copies; a pair without a link gets one, of which nothing else is known."""
+    known: dict[tuple[str, str], Link] = {(link.source, link.target): link for link in links}
+    for result in results:
+        if result.operation not in COPIES:
+            continue
+        pair = (result.source, result.target)
+        if pair not in known:
+            known[pair] = _unlisted(known, *pair)
+        path = result.path + (BOTH_WAYS if result.operation == COPIES[1] else "")
+        known[pair] = replace(known[pair], timings={**known[pair].timings, path: result.timings})
+    return tuple(known.values())
+
+
+def _unlisted(known: Mapping[tuple[str, str], Link], source: str, target: str) -> Link:
+    """What is known of the other direction holds for this one; CPU workers of one host are processes side by side."""
+    back = known.get((target, source))
+    if back is not None:
+        return replace(back, source=source, target=target, timings={})
+    kind = "process" if source.startswith("cpu") else "network" if source.startswith("node") else ""
+    return Link(source, target, kind)
