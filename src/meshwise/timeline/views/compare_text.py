@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from meshwise.spec.units import bytes_text, count_text, seconds_text
 from meshwise.timeline.compare import Comparison, Difference, Figure, clearly, signed
+from meshwise.timeline.views.columns import columns
 from meshwise.timeline.views.kind_marks import MARKS, fitting, mark_of, style_of
 from meshwise.timeline.views.live import rate_text
 from meshwise.timeline.views.rank_table import percent
@@ -42,10 +41,10 @@ class _CompareText:
         lines += wrap(Text(c.verdict, "bold"), width, console)
         if c.step is not None:
             rows = [_row(difference, ascii_only) for difference in [*c.kinds, c.step]]
-            lines += [Text(), *_columns(["a step", "A", "B", "B - A", "B / A", "95 %", ""], rows, width)]
+            lines += [Text(), *columns(["a step", "A", "B", "B - A", "B / A", "95 %", ""], rows, width)]
         if c.figures:
             rows = [_figure_row(figure) for figure in c.figures]
-            lines += [Text(), *_columns(["the run", "A", "B", "B - A"], rows, width)]
+            lines += [Text(), *columns(["the run", "A", "B", "B - A"], rows, width)]
         notes = [line for note in c.notes for line in wrap(Text(note, "yellow"), width, console)]
         lines += [Text(), *notes] if notes else []
         for line in lines:
@@ -103,22 +102,3 @@ def _value(value: float | None, unit: str) -> str:
     if unit == "samples/s":
         return f"{rate_text(value)} samples/s"
     return {"share": percent, "bytes": bytes_text, "seconds": seconds_text}[unit](value)
-
-
-def _columns(titles: Sequence[str], rows: Sequence[list[Text]], width: int) -> list[Text]:
-    """Lines of aligned columns, the first to the left, the others to the right; the last ones are left out where they
-    do not fit."""
-    head = [Text(title) for title in titles]
-    wide = [max(cell_len(line[at].plain) for line in [head, *rows]) for at in range(len(head))]
-    many = len(wide)
-    while many > 1 and sum(wide[:many]) + 2 * (many - 1) > width:
-        many -= 1
-    lines = []
-    for cells, style in [(head, "dim"), *((row, "") for row in rows)]:
-        line = Text(style=style)
-        for at, cell in enumerate(cells[:many]):
-            space = Text(" " * (wide[at] - cell_len(cell.plain)))
-            line.append_text(cell + space if at == 0 else Text("  ") + space + cell)
-        line.rstrip()
-        lines.append(line)
-    return lines
