@@ -1,0 +1,257 @@
+"""The catalog of known parts and links: nominal figures, and what of them was reached, each with its source.
+
+Read from `catalog.toml`. A part that is not in it stays unknown: a name that merely looks alike
+gives nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from meshwise.spec.quantity import read_quantity
+
+NOT_CONFIRMED = " (from memory, not confirmed)"
+"""Ends the origin of a figure that nobody has looked up yet."""
+ARCHITECTURES = (
+    ("volta", "turing", "ampere", "ada", "hopper", "blackwell"),
+    ("cdna2", "cdna3", "cdna4"),
+)
+"""Generations of each vendor, oldest first: what was reached is borrowed from the nearest."""
+
+
+@dataclass(frozen=True)
+class PartLink:
+    """A link that a part has. bandwidth: bytes/s one way of all its `width` lanes or links together.
+
+    mesh: the links go to several devices, so that a pair has only some of them; else through a switch, all to each.
+    """
+
+    kind: str
+    bandwidth: float
+    generation: int | None = None
+    width: int | None = None
+    mesh: bool = False
+    origin: str = ""
+
+    @property
+    def pair(self) -> float:
+        """Bytes/s one way between two devices: of one link where the links are spread."""
+        return self.bandwidth / self.width if self.mesh and self.width else self.bandwidth
+
+
+@dataclass(frozen=True)
+class Part:
+    """A device that can be bought. memory in bytes, memory_bandwidth in bytes/s, peak in dense FLOP/s by dtype.
+
+    achievable: the best share of the peak that a matmul reached, by dtype. link: between devices, bridge: the same
+    where it is sold apart, host_link: to the host. peer False: the vendor switched peer access off, None: not known.
+    origins: the source of each figure, by `memory`, `peak.bf16`, `link` and so on. kind: torch's word for the device.
+    """
+
+    name: str
+    family: str
+    architecture: str
+    kind: str = "cuda"
+    aliases: tuple[str, ...] = ()
+    driver: tuple[str, ...] = ()
+    memory: int | None = None
+    memory_bandwidth: float | None = None
+    peak: Mapping[str, float] = field(default_factory=dict)
+    achievable: Mapping[str, float] = field(default_factory=dict)
+    link: PartLink | None = None
+    bridge: PartLink | None = None
+    host_link: PartLink | None = None
+    peer: bool | None = None
+    note: str = ""
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The share of a link's nominal bandwidth that was measured. part: on what; generation None: any of the kind."""
+
+    kind: str
+    generation: int | None
+    shares: Mapping[str, float]
+    part: str
+    origin: str
+
+
+def parts() -> tuple[Part, ...]:
+    """All known parts, in the order of the catalog."""
+    return tuple(_parts().values())
+
+
+def part(name: str) -> Part | None:
+    """The part of exactly this name, as the catalog writes it; None for any other."""
+    return _parts().get(name)
+
+
+def part_of_driver_name(name: str, memory: int | None = None) -> Part | None:
+    """The part that a driver's name means, such as `NVIDIA H100 80GB HBM3`; None where it is not known for sure.
+
+    memory: bytes that the driver reports. A device with clearly less than the part has is a slice of it (MIG), or
+    another part of the same name, and stays unknown.
+    """
+    bare = re.sub(r"\s+", " ", name.strip())
+    bare = re.sub(r"^(NVIDIA|AMD) ", "", bare, flags=re.IGNORECASE)
+    named = [p for p in parts() if any(re.fullmatch(pattern, bare, re.IGNORECASE) for pattern in p.driver)]
+    if memory is not None:
+        named = [p for p in named if p.memory is None or 0.85 * p.memory <= memory <= 1.02 * p.memory]
+    return named[0] if len(named) == 1 else None
+
+
+def pcie(generation: int, width: int) -> float | None:
+    """Bytes/s one way of `width` lanes of a PCIe generation; None for a generation that is not known."""
+    rate = _generations("pcie").get(generation)
+    return None if rate is None else rate * width / 16
+
+
+def nvlink(generation: int, width: int) -> float | None:
+    """Bytes/s one way of `width` NVLinks of a generation; None for a generation that is not known."""
+    rate = _generations("nvlink").get(generation)
+    return None if rate is None else rate * width
+
+
+@cache
+def networks() -> Mapping[str, float]:
+    """Bytes/s one way by name: of one port (`InfiniBand-NDR`), or of one host of a known product (`DGX-H100`)."""
+    rates = _text()["network"]["rates"]
+    return {name: read_quantity(rate, "bytes/s", f"catalog.toml, {name}") for name, rate in rates.items()}
+
+
+def reached(kind: str, generation: int | None, path: str) -> tuple[float, str] | None:
+    """The share of the nominal bandwidth that was reached on such a link by such a path, and where that is from.
+
+    Where none was measured of this very generation, the nearest stands in, the older of two, and the origin says so.
+    """
+    found = [r for r in _reached() if r.kind == kind and path in r.shares]
+    if not found:
+        return None
+    best = min(found, key=lambda r: (_apart(r.generation, generation), r.generation or 0))
+    origin = f"{best.shares[path]:.0%} of nominal as reached on {best.part} ({best.origin})".replace("%", " %")
+    if _apart(best.generation, generation):
+        origin += f"; none was measured on {kind} generation {generation or 'unknown'}"
+    return best.shares[path], origin
+
+
+def achievable(device_part: Part, dtype: str) -> tuple[float, str] | None:
+    """The share of the peak that a matmul of this dtype reached, and where that is from.
+
+    Of this part, else by the same dtype on the nearest generation of the vendor, else by another dtype of this part;
+    bf16 and fp16 run on the same units and stand for each other. The origin says what stands in.
+    """
+    alike = {"fp16": "bf16", "bf16": "fp16"}
+    for known in (dtype, alike.get(dtype, dtype)):
+        if known in device_part.achievable:
+            share = device_part.achievable[known]
+            origin = device_part.origins.get(f"achievable.{known}", "")
+            return share, f"{share:.1%} of the {known} peak ({origin})".replace("%", " %")
+    others = [(p, k) for p in parts() for k in (dtype, alike.get(dtype, dtype)) if k in p.achievable]
+    near = [(_generations_apart(device_part, p), p, k) for p, k in others if _generations_apart(device_part, p) < 9]
+    if near:
+        _, other, known = min(near, key=lambda found: found[0])
+        share = other.achievable[known]
+        return share, f"{share:.1%} of the {known} peak as on {other.name}, none known here".replace("%", " %")
+    if device_part.achievable:
+        known, share = next(iter(device_part.achievable.items()))
+        return share, f"{share:.1%} of the peak as with {known}, none known for {dtype}".replace("%", " %")
+    return None
+
+
+def _apart(generation: int | None, wanted: int | None) -> int:
+    return 0 if generation is None or generation == wanted else abs(generation - wanted) if wanted else 9
+
+
+def _generations_apart(one: Part, other: Part) -> int:
+    for line in ARCHITECTURES:
+        if one.architecture in line and other.architecture in line:
+            return abs(line.index(one.architecture) - line.index(other.architecture))
+    return 9
+
+
+@cache
+def _text() -> dict[str, Any]:
+    return tomllib.loads(resources.files("meshwise.machine").joinpath("catalog.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def _generations(kind: str) -> Mapping[int, float]:
+    rates = _text()[kind]["generations"]
+    return {int(name): read_quantity(rate, "bytes/s", f"catalog.toml, {kind} {name}") for name, rate in rates.items()}
+
+
+@cache
+def _reached() -> tuple[Reached, ...]:
+    facts = ("kind", "generation", "source", "part")
+    return tuple(
+        Reached(
+            entry["kind"],
+            entry.get("generation"),
+            {path: share for path, share in entry.items() if path not in facts},
+            entry["part"],
+            _text()["sources"][entry["source"]],
+        )
+        for entry in _text()["reached"]
+    )
+
+
+@cache
+def _parts() -> Mapping[str, Part]:
+    return {name: _part(name, entry) for name, entry in _text()["part"].items()}
+
+
+def _part(name: str, entry: Mapping[str, Any]) -> Part:
+    where = f"catalog.toml, {name}"
+    figures = [key for key in ("memory", "memory_bandwidth", "link", "bridge", "host") if key in entry]
+    figures += [f"{table}.{key}" for table in ("peak", "achievable") for key in entry.get(table, ())]
+    if "peer" in entry:
+        figures.append("peer")
+    origins = {figure: _origin(entry, figure) for figure in figures}
+    return Part(
+        name,
+        entry.get("family", name),
+        entry["architecture"],
+        kind="cpu" if entry["architecture"] == "cpu" else "cuda",
+        aliases=tuple(entry.get("aliases", ())),
+        driver=tuple(entry.get("driver", ())),
+        memory=int(read_quantity(entry["memory"], "bytes", where)) if "memory" in entry else None,
+        memory_bandwidth=(
+            read_quantity(entry["memory_bandwidth"], "bytes/s", where) if "memory_bandwidth" in entry else None
+        ),
+        peak={dtype: read_quantity(rate, "FLOP/s", where) for dtype, rate in entry.get("peak", {}).items()},
+        achievable=dict(entry.get("achievable", {})),
+        link=_link(entry, "link", origins, where),
+        bridge=_link(entry, "bridge", origins, where),
+        host_link=_link(entry, "host", origins, where),
+        peer=entry.get("peer"),
+        note=entry.get("note", ""),
+        origins=origins,
+    )
+
+
+def _origin(entry: Mapping[str, Any], figure: str) -> str:
+    """The source of one figure: its own (`peak.fp8`), or that of its table (`peak`)."""
+    sources = entry["sources"]
+    key = sources.get(figure) or sources[figure.split(".")[0]]
+    origin: str = _text()["sources"][key]
+    return origin + (NOT_CONFIRMED if figure in entry.get("unconfirmed", ()) else "")
+
+
+def _link(entry: Mapping[str, Any], key: str, origins: Mapping[str, str], where: str) -> PartLink | None:
+    if key not in entry:
+        return None
+    link = dict(entry[key])
+    if "bandwidth" in link:
+        bandwidth = read_quantity(link["bandwidth"], "bytes/s", f"{where}, {key}")
+    else:
+        bandwidth = _generations(link["kind"])[link["generation"]] * link["width"] / 16
+    return PartLink(
+        link["kind"], bandwidth, link.get("generation"), link.get("width"), link.get("mesh", False), origins[key]
+    )

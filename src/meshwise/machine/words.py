@@ -1,0 +1,203 @@
+"""A machine in words: `8xH100`, `2x8xA100-80GB@200Gb`, `4xRTX4090`, `4xcpu`, as plain facts of the catalog.
+
+Counts come first: hosts × devices a host, or devices of one host. Behind @ stands what one host can send, one way. A
+name that may mean several parts takes the catalog's first and says so. What is not known stays unknown, with a warning.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from meshwise.machine.catalog import NOT_CONFIRMED, Part, PartLink, networks, parts
+from meshwise.spec.errors import UsageError, nearest
+from meshwise.spec.machine import DEVICE, HOST, NODE, Device, Host, Link, Machine
+from meshwise.spec.units import bandwidth_text
+
+MOST_DEVICES = 131_072  # more than any machine that was built; a typing slip must not fill the memory
+_FORMS = ("sxm", "pcie", "nvl", "oam", "gcd")
+_VENDORS = re.compile(r"^(nvidia|amd|geforce|tesla|instinct|quadro)+")
+_WRITE = "Write hosts x devices x part @ rate of a host, such as 8xH100, 2x8xA100-80GB@200Gb or 4xcpu."
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A part as it was asked for. warnings: what was assumed, and what the part's note says."""
+
+    part: Part
+    warnings: tuple[str, ...]
+
+
+def machine_from_words(words: str) -> Machine:
+    """The described machine. Raises UsageError for what cannot be read, an unknown part or an absurd count."""
+    text = words.strip()
+    found = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?([^@]+?)\s*(?:@\s*(.*))?", text, re.IGNORECASE)
+    if found is None:
+        raise UsageError(f"machine '{words}': no part is named. {_WRITE}")
+    counts = [_count(words, digits) for digits in found.group(1, 2) if digits is not None]
+    hosts, each = (1, *counts)[-2:] if counts else (1, 1)
+    if hosts * each > MOST_DEVICES:
+        raise UsageError(f"machine '{words}': {hosts * each:,} devices; at most {MOST_DEVICES:,} can be described.")
+    named = _named(words, found[3])
+    warnings = list(named.warnings)
+    links = [*_host_links(named.part), *(_device_links(named.part) if each > 1 else ())]
+    if found[4] is not None and hosts == 1:
+        warnings.append(f"'@{found[4]}' is the network of a host, and there is one host only: it is not used.")
+        _network(words, found[4])
+    elif hosts > 1:
+        rate = None if found[4] is None else _network(words, found[4])
+        links.append(_network_link(rate, found[4]))
+        if rate is None:
+            warnings.append(
+                f"The network between the {hosts} hosts is unknown. Write what one host can send, one way, behind @: "
+                f"{text}@200Gb (Gbit/s), or measure it with `meshwise bench --hosts`."
+            )
+    devices = tuple(device_of(named.part, index, host) for host in range(hosts) for index in range(each))
+    return Machine(text, devices, tuple(links), (Host(),) * hosts, warnings=tuple(warnings))
+
+
+def device_of(part: Part, index: int, host: int = 0) -> Device:
+    """Device `index` of a host, with the nominal figures of its part."""
+    figures = ("memory", "memory_bandwidth", "peak", "achievable")
+    return Device(
+        f"{part.kind}:{index}",
+        part.name,
+        host,
+        part.memory,
+        part.memory_bandwidth,
+        part.peak,
+        part.achievable,
+        origins={name: origin for name, origin in part.origins.items() if name.split(".")[0] in figures},
+    )
+
+
+def class_links(device_parts: list[Part], several_on_a_host: bool) -> tuple[Link, ...]:
+    """Links for any device of a machine whose devices are all of one part; none where parts differ."""
+    if len({part.name for part in device_parts}) != 1:
+        return ()
+    part = device_parts[0]
+    return (*_host_links(part), *(_device_links(part) if several_on_a_host else ()))
+
+
+def _count(words: str, digits: str) -> int:
+    if len(digits) > 9 or not 0 < int(digits) <= MOST_DEVICES:
+        short = digits if len(digits) <= 12 else f"{digits[:9]}…"
+        raise UsageError(f"machine '{words[:60]}': a count of {short}; counts are from 1 to {MOST_DEVICES:,}. {_WRITE}")
+    return int(digits)
+
+
+# ---- Parts -----------------------------------------------------------------------------------------------------------
+
+
+def _named(words: str, name: str) -> _Named:
+    """The part that a name means; the catalog's first where several do."""
+    plain = _plain(name)
+    found = [part for part in parts() if _means(plain, part)]
+    if not found:
+        raise UsageError(f"machine '{words}': '{name}' is no known part.{_near(plain)} {_WRITE}")
+    part = found[0]
+    warnings = []
+    if len(found) > 1:
+        others = ", ".join(other.name for other in found[1:])
+        warnings.append(f"{name} is taken as {part.name}. Name the part to have another: {others}.")
+    if part.note:
+        warnings.append(f"{part.name}: {part.note}.")
+    unsure = sorted(figure for figure, origin in part.origins.items() if origin.endswith(NOT_CONFIRMED))
+    if unsure:
+        warnings.append(f"{part.name}: not confirmed by a source: {', '.join(unsure)}. Check before you rely on it.")
+    return _Named(part, tuple(warnings))
+
+
+def _plain(name: str) -> str:
+    """Lower case, letters and digits only, without the vendor's names in front."""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    return _VENDORS.sub("", plain) or plain
+
+
+def _means(plain: str, part: Part) -> bool:
+    """Whether a plain name means this part: its name, or its family with some of its form and its memory."""
+    names = [part.name, *part.aliases]
+    if plain in map(_plain, names):
+        return True
+    family = _plain(part.family)
+    if not plain.startswith(family) or part.memory is None:
+        return False
+    size = part.memory // 2**30
+    own = [form for form in _FORMS if form in _plain(part.name)[len(family) :]]
+    left = re.sub(rf"{size}(gi?b?)?", "", plain[len(family) :], count=1)
+    for form in own:
+        left = re.sub(rf"{form}\d?", "", left, count=1)
+    return not left
+
+
+def _near(plain: str) -> str:
+    known = {_plain(name): part.name for part in parts() for name in (part.name, part.family, *part.aliases)}
+    if plain in ("cuda", "gpu", "xpu", "mps"):
+        return f" '{plain}' names no part: say which, or see what is here with `meshwise devices`."
+    close = difflib.get_close_matches(plain, list(known), n=5, cutoff=0.5)
+    names = list(dict.fromkeys(known[name] for name in close))[:3]
+    nearby = f" Nearest are {', '.join(names)}." if names else f" Known are {', '.join(p.name for p in parts())}."
+    return f"{nearby} Figures of a part that is not known go into a machine file."
+
+
+# ---- Links -----------------------------------------------------------------------------------------------------------
+
+
+def _host_links(part: Part) -> tuple[Link, ...]:
+    link = part.host_link
+    if link is None:
+        return ()
+    facts = {"bandwidth": link.bandwidth, "full_generation": link.generation, "full_width": link.width}
+    return tuple(
+        Link(source, target, link.kind, origin=link.origin, **facts)  # type: ignore[arg-type]
+        for source, target in ((HOST, DEVICE), (DEVICE, HOST))
+    )
+
+
+def _device_links(part: Part) -> tuple[Link, ...]:
+    """One link for any pair of devices of a host: the part's own, else its host link, through the host."""
+    if part.kind == "cpu":
+        return (Link(DEVICE, DEVICE, "process"),)
+    link: PartLink | None = part.link or part.host_link
+    if link is None:
+        return ()
+    width = 1 if link.mesh else link.width
+    origin = link.origin + (", one link of each pair" if link.mesh else "")
+    return (
+        Link(
+            DEVICE,
+            DEVICE,
+            link.kind,
+            link.pair,
+            full_generation=link.generation,
+            full_width=width,
+            peer=True if part.link else part.peer,
+            crosses="" if part.link else "bridge",
+            origin=origin,
+        ),
+    )
+
+
+def _network_link(rate: float | None, words: str | None) -> Link:
+    origin = "" if rate is None else f"'@{words}', {bandwidth_text(rate)} a host, one way"
+    return Link(NODE, NODE, "network", rate, origin=origin)
+
+
+def _network(words: str, rate: str) -> float:
+    """Bytes/s of a host: `200Gb` in Gbit/s, `25GB` in GB/s, `8xInfiniBand-NDR` or `DGX-H100` by name."""
+    sold = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*([KMGT])(bit|bits|bps|b|B|Bps)(?:/s|ps)?", rate.strip())
+    if sold:
+        value = float(sold[1]) * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[sold[2]] / (1 if sold[3][0] == "B" else 8)
+        if value > 0:
+            return value
+    known = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in networks()}
+    known |= {plain.removeprefix("infiniband"): name for plain, name in known.items()}
+    ports = re.fullmatch(r"(?:(\d{1,3})\s*[x×*]\s*)?(.+)", rate.strip())
+    plain = re.sub(r"[^a-z0-9]", "", ports[2].lower()) if ports else ""
+    if ports and plain in known and int(ports[1] or 1) > 0:
+        return networks()[known[plain]] * int(ports[1] or 1)
+    raise UsageError(
+        f"machine '{words}': '@{rate}' is no rate of a host.{nearest(rate, networks())} Write it as @200Gb (Gbit/s), "
+        f"@25GB (GB/s), or by name: @8xInfiniBand-NDR, @DGX-H100."
+    )
