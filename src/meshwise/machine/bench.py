@@ -16,16 +16,15 @@ BOTH_WAYS = " both ways"
 
 @dataclass(frozen=True)
 class Bench:
-    """machine: with all that was measured. stopped: why it ended before all was measured; empty when all was.
+    """machine: with all that was measured. seconds: how long it took.
 
-    seconds: how long it took. asked: paths and collectives that were to be measured.
+    stopped: why it ended before all was measured; empty when all was.
     """
 
     machine: Machine
     results: tuple[PathResult, ...]
     verdicts: tuple[Verdict, ...]
     seconds: float
-    asked: int
     stopped: str = ""
 
     @property
@@ -46,7 +45,6 @@ def bench_of(
     *,
     measured: str,
     seconds: float,
-    asked: int,
     stopped: str = "",
 ) -> Bench:
     """The machine with what was measured of it, judged. measured: date and versions, for the machine file."""
@@ -64,7 +62,7 @@ def bench_of(
         ),
         measured=measured,
     )
-    return Bench(found, tuple(results), tuple(judge(found)), seconds, asked, stopped)
+    return Bench(found, tuple(results), tuple(judge(found)), seconds, stopped)
 
 
 def only_devices(machine: Machine, names: Sequence[str]) -> Machine:

@@ -71,7 +71,7 @@ def _accelerator_shares(request: DeviceRequest) -> list[WorkerShare]:
             f"--devices {request}: this machine has {present} {kind} device{'s' if present > 1 else ''} "
             f"(indices 0 to {present - 1}). Use {present}x{kind}."
         )
-    near = [cores_near(_pci_address(kind, index), allowed_cores()) for index in indices]
+    near = [cores_near(pci_address(kind, index), allowed_cores()) for index in indices]
     sharing: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for position, cores in enumerate(near):
         sharing[cores].append(position)
@@ -82,7 +82,7 @@ def _accelerator_shares(request: DeviceRequest) -> list[WorkerShare]:
     return [shares[position] for position in range(len(indices))]
 
 
-def _pci_address(kind: str, index: int) -> str:
+def pci_address(kind: str, index: int) -> str:
     """`0000:3b:00.0` as sysfs writes it, or an empty text where torch does not tell."""
     if kind != "cuda":
         return ""

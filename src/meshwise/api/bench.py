@@ -1,0 +1,108 @@
+"""Measure a machine: its devices, the paths between them, and whether each is as good as its parts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import torch
+
+from meshwise.api.machines import find_machine
+from meshwise.machine.bench import Bench, bench_of, only_devices
+from meshwise.machine.cores import allowed_cores
+from meshwise.machine.find import accelerators, find_devices
+from meshwise.machine.measure.alone import Compute, device_names, measure_alone
+from meshwise.machine.measure.compute import free_bytes
+from meshwise.machine.measure.in_process import measure_in_process
+from meshwise.machine.measure.processes import measure_processes
+from meshwise.machine.measure.result import PathResult
+from meshwise.machine.measure.sizes import DEFAULT, fitting, read_sizes
+from meshwise.spec.device_words import parse_devices
+from meshwise.spec.errors import WorkerFailed
+from meshwise.spec.worker_share import WorkerShare
+
+WHAT = ("compute", "links", "collectives")
+SECONDS = {"cpu": 40.0, "cuda": 90.0}
+"""Of measuring by default; starting workers and checking bytes comes on top."""
+MOST_WORKERS = 4
+BUFFERS = 4
+"""Of a message's size in each rank at once: what is sent, what is received, the pattern, and one for the backend."""
+
+
+@dataclass
+class Heard:
+    """What is known so far, while a bench goes on."""
+
+    results: list[PathResult] = field(default_factory=list)
+    computed: list[Compute] = field(default_factory=list)
+
+
+Tell = Callable[[str], None]
+"""Hears in words what is measured now."""
+
+
+def bench(
+    devices: str | None = None,
+    *,
+    what: Sequence[str] = WHAT,
+    sizes: str | None = None,
+    seconds: float | None = None,
+    tell: Tell = lambda text: None,
+) -> Bench:
+    """Measure devices and the paths between them, check every byte, and judge.
+
+    devices: as for `meshwise run`; default: all accelerators, else CPU workers on the cores of this process. what:
+    some of `compute`, `links`, `collectives`. sizes: `1K:1G`. seconds: of measuring, in all. A Ctrl-C ends it early:
+    what was measured is kept, and `stopped` says so. Raises UsageError for sizes that do not fit in memory.
+    """
+    began = time.perf_counter()
+    shares = find_devices(parse_devices(devices or default_devices()))
+    names, kind = device_names(shares), shares[0].device
+    chosen = sizes_for(shares, sizes)
+    machine = only_devices(find_machine(), names)
+    heard, stopped = Heard(), ""
+    try:
+        for part in _parts(shares, what, chosen, seconds or SECONDS.get(kind, SECONDS["cuda"]), heard, tell):
+            part()
+    except KeyboardInterrupt:
+        stopped = "by Ctrl-C before all was measured; what is above is whole"
+    except WorkerFailed as error:
+        stopped = str(error)
+    took = time.perf_counter() - began
+    measured = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, " + ", ".join(
+        f"{name} {version}" for name, version in machine.versions.items()
+    )
+    return bench_of(machine, heard.results, heard.computed, measured=measured, seconds=took, stopped=stopped)
+
+
+def default_devices() -> str:
+    """All accelerators; without one as many CPU workers as cores, from two to four."""
+    return "all" if accelerators()[1] else f"{min(max(len(allowed_cores()), 2), MOST_WORKERS)}xcpu"
+
+
+def sizes_for(shares: Sequence[WorkerShare], words: str | None) -> tuple[int, ...]:
+    """The sizes that are asked, or those of the default that fit. Raises UsageError where an asked one does not fit."""
+    if shares[0].device == "cpu":
+        free = free_bytes(torch.device("cpu")) // len(shares)
+    else:
+        free = min(free_bytes(torch.device(share.name)) for share in shares)
+    return fitting(read_sizes(words or DEFAULT), free, BUFFERS, asked=words is not None)
+
+
+def _parts(
+    shares: Sequence[WorkerShare], what: Sequence[str], sizes: tuple[int, ...], seconds: float, heard: Heard, tell: Tell
+) -> Iterator[Callable[[], None]]:
+    """What is done one after the other; time is shared equally."""
+    alone, together = "compute" in what, [part for part in what if part != "compute"]
+    copies = "links" in what and shares[0].device != "cpu"
+    processes = len(shares) > 1 and bool(together)
+    budget = seconds / max(alone + copies + processes, 1)
+    if alone:
+        tell(f"each of {len(shares)} devices alone")
+        yield lambda: measure_alone(shares, budget, heard.computed.append)
+    if copies:
+        yield lambda: measure_in_process(device_names(shares), sizes, budget, heard.results.append, tell)
+    if processes:
+        yield lambda: measure_processes(shares, sizes, budget, together, heard.results.append, tell)

@@ -1,0 +1,39 @@
+"""Machines: the one that is here, one in words, one in a file. Nothing here waits for torch unless its facts are asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwise.machine.discover import discover
+from meshwise.machine.machine_file import machine_from_toml
+from meshwise.machine.torch_facts import with_torch_facts
+from meshwise.machine.words import machine_from_words
+from meshwise.spec.errors import UsageError
+from meshwise.spec.machine import Machine
+
+
+def find_machine(words: str | Path | None = None, *, torch: bool = True) -> Machine:
+    """A machine: the one that is here (None), `8xH100` or `2x8xA100-80GB@200Gb` in words, or a machine file (.toml).
+
+    torch: ask torch too, for what is here; without it NVML and the system's own files must do.
+    Raises UsageError for a part that is not in the catalog, naming the nearest, and for a file that is no machine.
+    """
+    if words is None:
+        found = discover()
+        return with_torch_facts(found) if torch else found
+    path = Path(words)
+    if path.suffix == ".toml" or path.is_file():
+        return read_machine(path)
+    return machine_from_words(str(words))
+
+
+def read_machine(path: Path) -> Machine:
+    """The machine of a machine file. Raises UsageError when it cannot be read or is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(
+            f"{path}: no machine can be read ({why}). Write one with meshwise bench --save FILE."
+        ) from None
+    return machine_from_toml(text, str(path))

@@ -1,0 +1,77 @@
+"""All copies of one process that sees every accelerator of the host, path by path, within a budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from meshwise.machine.cores import allowed_cores, cores_near
+from meshwise.machine.find import pci_address
+from meshwise.machine.measure.copies import Path, copy_paths, measure_copy
+from meshwise.machine.measure.result import PathResult
+from meshwise.transfer.copy import copy, move
+
+
+def measure_in_process(
+    devices: Sequence[str],
+    sizes: Sequence[int],
+    budget: float,
+    heard: Callable[[PathResult], None],
+    tell: Callable[[str], None],
+) -> None:
+    """Measure and check every path of these accelerators for about `budget` seconds in all. heard: gets each result."""
+    paths = [path for path in copy_paths(devices, _peers) if _can(path)]
+    for path in paths:
+        tell(f"{path.source or 'all'} → {path.target or 'all'}, {path.path}")
+        with _near(path):
+            heard(measure_copy(path, sizes, budget / len(paths), _move, lambda name: name))
+
+
+def _peers(source: str, target: str) -> bool:
+    """Whether CUDA lets one device read the other's memory without the host."""
+    ends = [torch.device(name) for name in (source, target)]
+    if any(end.type != "cuda" for end in ends):
+        return False
+    return bool(torch.cuda.can_device_access_peer(ends[1], ends[0]))
+
+
+def _can(path: Path) -> bool:
+    """Pinned memory and staging are CUDA's; other accelerators are measured to the host and back."""
+    cuda = all(end == "host" or end.startswith("cuda") for leg in path.legs for end in leg)
+    return cuda or path.path == "pageable"
+
+
+def _move(target: Tensor, source: Tensor, how: str) -> None:
+    """Enqueue a copy in the current stream: the host must not wait while copies are timed."""
+    if source.is_cuda and target.is_cpu:
+        copy(target, source, stream=torch.cuda.current_stream(source.device))
+    elif target.is_cuda and source.is_cpu:
+        move(target, source, "copy", non_blocking=True)
+    else:
+        copy(target, source, path=how)
+
+
+@contextmanager
+def _near(path: Path) -> Iterator[None]:
+    """On the cores beside the device, so that pinned memory lies on its side of the host."""
+    device = next(end for leg in path.legs for end in leg if end != "host")
+    before = allowed_cores()
+    near = cores_near(pci_address(*_kind_and_index(device)), before)
+    if not hasattr(os, "sched_setaffinity") or near == before:
+        yield
+        return
+    bound = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, near)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)
+
+
+def _kind_and_index(name: str) -> tuple[str, int]:
+    kind, _, index = name.partition(":")
+    return kind, int(index or 0)

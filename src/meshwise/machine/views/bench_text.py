@@ -1,0 +1,187 @@
+"""A bench in a terminal: what each device, path and collective reached, what is wrong, and whether it is good for it.
+
+Rates are of the largest size that was measured unless a size stands above them. No number is ever cut: columns that do
+not fit are left out, the last first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.text import Text
+
+from meshwise.machine.bench import COPIES, Bench
+from meshwise.machine.judge import Verdict, sentence
+from meshwise.machine.measure.bandwidth import DEFINITIONS, bus_bandwidth
+from meshwise.machine.measure.result import PathResult
+from meshwise.spec.machine import Device
+from meshwise.spec.timings import Timings, rate_at
+from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, percent_text, seconds_text
+from meshwise.timeline.views.columns import columns
+from meshwise.timeline.views.kind_marks import fitting
+from meshwise.timeline.views.text import wrap
+
+MOST_ROWS = 16
+"""Copies that are told in a row each; more of them are told as a matrix."""
+LEVEL_STYLES = {"good": "green", "low": "yellow", "far below": "bold red", "corrupt": "bold red", "unknown": "dim"}
+
+
+def bench_text(bench: Bench, width: int | None = None) -> RenderableType:
+    """The bench, at most `width` characters wide (None: as wide as the console)."""
+    return _BenchText(bench, width)
+
+
+@dataclass(frozen=True)
+class _BenchText:
+    """Drawn when it is printed: only the console knows how wide it is, and whether it can show arrows."""
+
+    bench: Bench
+    width: int | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        bench = self.bench
+        width = min(self.width or options.max_width, options.max_width)
+        parts = [
+            _devices(bench.machine.devices, width),
+            _copies([r for r in bench.results if r.operation in COPIES], bench.verdicts, width),
+            _collectives([r for r in bench.results if r.operation not in COPIES], width),
+            [line for text in _judgement(bench) for line in wrap(text, width, console)],
+        ]
+        lines = [line for part in parts if part for line in [*part, Text()]][:-1]
+        for line in lines:
+            line.no_wrap, line.overflow = True, "crop"
+            line.plain = fitting(line.plain, options.ascii_only)
+        yield from lines
+
+
+def _devices(devices: Sequence[Device], width: int) -> list[Text]:
+    measured = [d for d in devices if d.memory_rate is not None]
+    if not measured:
+        return []
+    dtypes = list(dict.fromkeys(product.dtype for d in measured for product in d.matmuls))
+    rows = []
+    for device in measured:
+        cells = [bandwidth_text(device.memory_rate or 0.0), seconds_text(device.launch or 0.0)]
+        cells += [_best(device, dtype) for dtype in dtypes]
+        rows.append([Text(device.name), *map(Text, cells)])
+    return columns(["device", "memory", "launch", *(f"{dtype} products" for dtype in dtypes)], rows, width)
+
+
+def _best(device: Device, dtype: str) -> str:
+    """The best rate over shapes, and its share of the part's peak where that is known."""
+    rates = [product.rate for product in device.matmuls if product.dtype == dtype]
+    if not rates:
+        return "none"
+    peak = device.peak.get(dtype)
+    return flops_text(max(rates)) + (f" {percent_text(max(rates) / peak)}" if peak else "")
+
+
+def _copies(results: Sequence[PathResult], verdicts: Sequence[Verdict], width: int) -> list[Text]:
+    if not results:
+        return []
+    one_way = [result for result in results if result.operation == COPIES[0]]
+    if len(one_way) > MOST_ROWS and len({r.target for r in one_way}) > 2:
+        return _matrices(one_way, width)
+    both = {(r.source, r.target, r.path): r for r in results if r.operation == COPIES[1]}
+    both |= {(target, source, path): r for (source, target, path), r in both.items()}
+    levels = {verdict.what: verdict for verdict in verdicts}
+    rows = []
+    for result in one_way:
+        name = f"{result.source} → {result.target}"
+        verdict = levels.get(f"{result.source} -> {result.target}, {result.path}")
+        back = both.get((result.source, result.target, result.path))
+        cells = [Text(name), Text(result.path), Text(seconds_text(result.timings.latency))]
+        cells += [Text(_rate(result.timings)), Text("" if back is None else _rate(back.timings))]
+        cells.append(_of_expected(result, verdict))
+        rows.append(cells)
+    titles = ["copy", "path", "latency", "one way", "both at once, each", "of what it should reach"]
+    return columns(titles, rows, width)
+
+
+def _of_expected(result: PathResult, verdict: Verdict | None) -> Text:
+    if result.wrong is not None:
+        return Text("corrupt", LEVEL_STYLES["corrupt"])
+    if verdict is None or verdict.expected is None:
+        return Text("unknown", LEVEL_STYLES["unknown"])
+    return Text(percent_text(verdict.measured / verdict.expected), LEVEL_STYLES[verdict.level])
+
+
+def _matrices(results: Sequence[PathResult], width: int) -> list[Text]:
+    """A matrix a path: rows are sources, columns targets, cells GB/s one way."""
+    lines: list[Text] = []
+    for path in dict.fromkeys(result.path for result in results):
+        cells = {(r.source, r.target): r for r in results if r.path == path}
+        sources = list(dict.fromkeys(source for source, _ in cells))
+        targets = list(dict.fromkeys(target for _, target in cells))
+        rows = [[Text(source), *(_cell(cells.get((source, target))) for target in targets)] for source in sources]
+        lines += [Text(), *columns([f"{path}, GB/s", *targets], rows, width)]
+    return lines[1:]
+
+
+def _cell(result: PathResult | None) -> Text:
+    if result is None:
+        return Text("-", "dim")
+    if result.wrong is not None:
+        return Text("corrupt", LEVEL_STYLES["corrupt"])
+    return Text(f"{rate_at(result.timings, result.timings.sizes[-1]) / 1e9:.1f}")
+
+
+def _rate(timings: Timings) -> str:
+    return bandwidth_text(rate_at(timings, timings.sizes[-1]))
+
+
+def _collectives(results: Sequence[PathResult], width: int) -> list[Text]:
+    if not results:
+        return []
+    sizes = _shown_sizes(results)
+    rows = []
+    for result in results:
+        timings = result.timings
+        cells = [
+            Text(result.operation + (f" {result.source}{result.target}" if result.source or result.target else ""))
+        ]
+        cells += [Text(str(result.ranks)), Text(result.path), Text(seconds_text(timings.latency))]
+        cells += [Text(_bus(result, size)) for size in sizes]
+        cells.append(
+            Text("corrupt", LEVEL_STYLES["corrupt"]) if result.wrong else Text(f"±{percent_text(timings.residual)}")
+        )
+        rows.append(cells)
+    titles = ["collective", "ranks", "path", "latency", *map(bytes_text, sizes), "fit"]
+    return [*columns(titles, rows, width), Text(f"bus bandwidth by the definitions of {DEFINITIONS}", "dim")]
+
+
+def _shown_sizes(results: Sequence[PathResult]) -> list[int]:
+    """Three of the measured sizes: the largest, and two below it, sixteen times smaller each, or what comes near."""
+    known = sorted({size for result in results for size in result.timings.sizes})
+    wanted = [known[-1] // 256, known[-1] // 16, known[-1]]
+    return sorted({min(known, key=lambda size: abs(size - one)) for one in wanted})
+
+
+def _bus(result: PathResult, size: int) -> str:
+    if size not in result.timings.sizes:
+        return "-"
+    seconds = result.timings.seconds[result.timings.sizes.index(size)]
+    return bandwidth_text(bus_bandwidth(result.operation, result.ranks, size, seconds))
+
+
+def _judgement(bench: Bench) -> list[Text]:
+    lines = [Text(f"corrupt     {result.wrong}", LEVEL_STYLES["corrupt"]) for result in bench.wrong]
+    for level in ("far below", "low"):
+        found = [verdict for verdict in bench.verdicts if verdict.level == level]
+        lines += [Text(f"{level:<12}{sentence(verdict)}", LEVEL_STYLES[level]) for verdict in found]
+    counted = {
+        level: sum(v.level == level for v in bench.verdicts) for level in ("good", "low", "far below", "unknown")
+    }
+    told = ", ".join(f"{count} {level}" for level, count in counted.items() if count)
+    right = len(bench.results) - len(bench.wrong)
+    if bench.results:
+        lines.append(Text(f"integrity   {right} of {len(bench.results)} paths delivered the bytes they were given"))
+    if told:
+        lines.append(Text(f"judgement   {told}"))
+    notes = dict.fromkeys(result.note for result in bench.results if result.note)
+    lines += [Text(f"note        {note}", "dim") for note in notes]
+    if bench.stopped:
+        lines.append(Text(f"stopped     {bench.stopped}", "yellow"))
+    return lines
