@@ -1,4 +1,4 @@
-"""Machines: the one that is here, one in words, one in a file. Nothing here waits for torch unless its facts are asked."""
+"""Machines: the one that is here, one in words, one in a file. Nothing waits for torch unless its facts are asked."""
 
 from __future__ import annotations
 

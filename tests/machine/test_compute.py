@@ -1,0 +1,43 @@
+"""What one device computes: figures make sense, shapes grow, and a budget ends it."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwise.machine.measure.alone import Compute, device_names, measure_alone, measure_here
+from meshwise.machine.measure.compute import SHAPES, dtypes_of, matmuls
+from meshwise.spec.machine import Matmul
+from meshwise.spec.worker_share import WorkerShare
+
+CPU = torch.device("cpu")
+
+
+def test_products_grow_and_say_what_they_were() -> None:
+    found = list(matmuls(CPU, 0.5, ("fp32",)))
+    sizes = [product.m for product in found]
+    assert sizes == sorted(sizes) and sizes[0] == SHAPES[0]
+    assert all(product.n in (product.m, 4 * product.m) and product.k == product.m for product in found)
+
+
+def test_the_rate_counts_two_operations_a_multiply_and_add() -> None:
+    assert Matmul("fp32", 10, 20, 30, 0.5).rate == 2 * 10 * 20 * 30 / 0.5
+
+
+def test_no_product_changes_the_precision_of_others() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    list(matmuls(CPU, 0.05, dtypes_of(CPU)))
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+def test_a_device_by_itself() -> None:
+    found = measure_here("cpu:0", CPU, 0.3)
+    assert found.device == "cpu:0" and found.memory_rate is not None and found.memory_rate > 1e8
+    assert found.launch is not None and 1e-8 < found.launch < 1e-2
+
+
+def test_workers_measure_each_their_own() -> None:
+    heard: list[Compute] = []
+    shares = [WorkerShare("cpu", None, (), 1)] * 2
+    measure_alone(shares, 0.4, heard.append)
+    assert [found.device for found in heard] == device_names(shares) == ["cpu:0", "cpu:1"]
+    assert all(found.matmuls and isinstance(found.matmuls[0], Matmul) for found in heard)
