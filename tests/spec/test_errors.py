@@ -28,6 +28,7 @@ def test_what_cannot_be_exits_with_2(kind: type[UsageError]) -> None:
 
 def test_what_went_wrong_on_the_way_exits_with_1() -> None:
     assert errors.LossError("nan").exit_code == 1
+    assert errors.TransferError("changed").exit_code == 1
     failed = WorkerFailed("rank 1 failed", rank=1)
     assert (failed.exit_code, failed.rank, str(failed)) == (1, 1, "rank 1 failed")
     assert WorkerFailed("stopped", exit_code=130).exit_code == 130

@@ -6,6 +6,7 @@
     │   ├── DataError              a data set that is missing, damaged or empty
     │   └── CheckpointError        a saved state that is missing, damaged or of another model
     ├── LossError                  the loss is not a number any more
+    ├── TransferError              bytes did not arrive as they were sent
     └── WorkerFailed               a worker raised, was killed or left without saying done
 
 An error says what was asked, why it cannot be, and what to write instead, with the numbers. A `UsageError` is shown to
@@ -44,6 +45,10 @@ class CheckpointError(UsageError):
 
 class LossError(MeshwiseError):
     """The loss is not a number any more."""
+
+
+class TransferError(MeshwiseError):
+    """Bytes did not arrive as they were sent: a path corrupts data."""
 
 
 class WorkerFailed(MeshwiseError):

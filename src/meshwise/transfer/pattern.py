@@ -54,20 +54,20 @@ def _chunks(tensor: Tensor) -> list[tuple[int, Tensor]]:
     return [(start, flat[start : start + size]) for start in range(0, flat.numel(), size)]
 
 
+def words(first: int, count: int, key: int, device: torch.device) -> Tensor:
+    """Words `first` to `first + count` of the pattern of `key`, as int64."""
+    made = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    made.add_(1).mul_(_ODD).add_(_wrapped(key * _KEY))
+    made.bitwise_xor_(made >> 29).mul_(_ODD)
+    return made.bitwise_xor_(made >> 32)
+
+
 def _bytes(start: int, count: int, key: int, device: torch.device) -> Tensor:
-    words = _words(start // 8, (count + 7) // 8, key, device)
-    return words.view(torch.uint8)[:count]
+    return words(start // 8, (count + 7) // 8, key, device).view(torch.uint8)[:count]
 
 
 def _terms(start: int, count: int, rank: int, device: torch.device) -> Tensor:
-    return _words(start, count, rank + 1, device) & (LARGEST_TERM - 1)
-
-
-def _words(first: int, count: int, key: int, device: torch.device) -> Tensor:
-    words = torch.arange(first, first + count, dtype=torch.int64, device=device)
-    words.add_(1).mul_(_ODD).add_(_wrapped(key * _KEY))
-    words.bitwise_xor_(words >> 29).mul_(_ODD)
-    return words.bitwise_xor_(words >> 32)
+    return words(start, count, rank + 1, device) & (LARGEST_TERM - 1)
 
 
 def _wrapped(value: int) -> int:

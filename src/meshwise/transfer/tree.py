@@ -11,23 +11,33 @@ from torch.nn.utils.rnn import PackedSequence
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """`tree` with `function` applied to every tensor in it; anything else stays as it is."""
+    return map_leaves(function, tree, lambda leaf: False)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any, also: Callable[[Any], bool]) -> Any:
+    """`tree` with `function` applied to every tensor in it, and to what else `also` says is a leaf of its kind."""
+
+    def mapped(item: Any) -> Any:
+        return map_leaves(function, item, also)
+
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, PackedSequence):  # its batch sizes have to stay on the CPU
-        indices = map_tensors(function, (tree.sorted_indices, tree.unsorted_indices))
-        return PackedSequence(function(tree.data), tree.batch_sizes, *indices)
+        return PackedSequence(
+            function(tree.data), tree.batch_sizes, mapped(tree.sorted_indices), mapped(tree.unsorted_indices)
+        )
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, item) for item in tree))
+        return type(tree)(*(mapped(item) for item in tree))
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map_tensors(function, item) for item in tree)
+        return type(tree)(mapped(item) for item in tree)
     if type(tree) is dict:
-        return {key: map_tensors(function, item) for key, item in tree.items()}
+        return {key: mapped(item) for key, item in tree.items()}
     if isinstance(tree, Mapping):  # transformers' BatchEncoding and the like
         copy = tree.copy() if hasattr(tree, "copy") else dict(tree)
         for key, item in tree.items():
-            copy[key] = map_tensors(function, item)
+            copy[key] = mapped(item)
         return copy
-    return tree
+    return function(tree) if also(tree) else tree
 
 
 def first_tensor(tree: Any) -> Tensor | None:

@@ -1,0 +1,102 @@
+"""Every operator through one handler, and facts that live as long as a storage: torch's dispatch modes.
+
+`TorchDispatchMode` and the weak reference to a storage are torch's own tools for such modes, but not its public API.
+Read in torch 2.11, 2.13 and 2.15: `utils/_python_dispatch.py`, `multiprocessing/reductions.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError as error:  # pragma: no cover - no such torch is in range
+    raise RuntimeError(f"torch {torch.__version__} has no dispatch mode; meshwise needs torch 2.11 to 2.15.") from error
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""(operator, positional arguments, keyword arguments) -> what the operator gives."""
+
+
+class _Through(TorchDispatchMode):
+    def __init__(self, handler: Handler) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.handler = handler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.handler(func, args, kwargs or {})
+
+
+def operators_through(handler: Handler) -> AbstractContextManager[Any]:
+    """While it is entered, each operator of this thread calls `handler` instead; inside, operators run as always."""
+    mode: AbstractContextManager[Any] = _Through(handler)
+    return mode
+
+
+def name_of(operator: Any) -> str:
+    """`add_` of `aten.add_.Tensor`."""
+    return str(operator._schema.name).split("::")[-1]
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Every tensor in the arguments or the result of an operator."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))
+
+
+def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that the operator writes: `self` of add_, `out`."""
+    found: list[Tensor] = []
+    for index, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
+    return found
+
+
+class StorageFacts:
+    """A value by storage, forgotten with it: views share it, and a new storage at the same address does not."""
+
+    def __init__(self) -> None:
+        # The weak reference keeps the storage's header, so that its address is not used again while it is a key.
+        self._facts: dict[int, tuple[StorageWeakRef, Any]] = {}
+        self._most = 1024
+
+    def get(self, tensor: Tensor) -> Any:
+        """The value of the tensor's storage; None where there is none."""
+        storage = _storage(tensor)
+        found = None if storage is None else self._facts.get(storage._cdata)
+        return None if found is None else found[1]
+
+    def set(self, tensor: Tensor, value: Any) -> None:
+        """Remember `value` for the tensor's storage. A tensor without storage (sparse) is left out."""
+        storage = _storage(tensor)
+        if storage is None:
+            return
+        if len(self._facts) >= self._most:
+            self._forget()
+        self._facts[storage._cdata] = (StorageWeakRef(storage), value)
+
+    def __len__(self) -> int:
+        self._forget()
+        return len(self._facts)
+
+    def _forget(self) -> None:
+        self._facts = {key: fact for key, fact in self._facts.items() if not fact[0].expired()}
+        self._most = max(1024, 2 * len(self._facts))
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -1,0 +1,84 @@
+"""A checksum over the raw bits that depends on their place, computed where the data lies.
+
+Each block of 256 KiB is the sum, modulo 2^64, of its 32-bit words times a 64-bit odd key of the word's place: the
+multilinear hash of Carter and Wegman (1979). One changed word always changes it, since an odd key times a difference
+below 2^32 is not 0 modulo 2^64; zeros, swapped or shifted words do but for one chance in at least 2^31. Blocks are
+compared one by one, so that a difference is located too. NaNs are bits as any others. No element is moved: only the
+sums are.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from meshwise.transfer.pattern import words
+
+BLOCK_WORDS = 1 << 16
+BLOCK_BYTES = 4 * BLOCK_WORDS
+_AT_ONCE = 16  # blocks a device's products are made of at once: 8 MiB; on the host one, which stays in its cache
+_MASK = (1 << 64) - 1
+_MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
+_NOT_ZERO = _MIX - (1 << 64)  # added to each sum: when reading the sums themselves gives zeros, that is seen
+
+
+def block_sums(tensor: Tensor) -> list[int]:
+    """The sum of each block of the tensor's bits, in the order of its elements, whatever its strides. Synchronises."""
+    raw = _bits(tensor)
+    whole = raw.numel() // BLOCK_BYTES
+    keys = _keys(raw.device)
+    sums = []
+    blocks = raw[: whole * BLOCK_BYTES].view(torch.int32).view(-1, BLOCK_WORDS)
+    step = 1 if raw.device.type == "cpu" else _AT_ONCE
+    for start in range(0, whole, step):
+        sums.append((blocks[start : start + step] * keys).sum(1))
+    rest = raw[whole * BLOCK_BYTES :]
+    if rest.numel():
+        filled = torch.nn.functional.pad(rest, (0, -rest.numel() % 4)).view(torch.int32)
+        sums.append((filled * keys[: filled.numel()]).sum(0, keepdim=True))
+    found: list[int] = (torch.cat(sums) + _NOT_ZERO).tolist() if sums else []
+    return found
+
+
+def checksum(tensor: Tensor) -> int:
+    """One number from 0 to 2^64 - 1 for the tensor's bits and their places. Synchronises."""
+    total = tensor.numel() * tensor.element_size()
+    for number in block_sums(tensor):
+        total = (total ^ (number & _MASK)) * _MIX & _MASK
+        total ^= total >> 32
+    return total
+
+
+def first_difference(tensor: Tensor, other: Tensor) -> int | None:
+    """Offset of the first byte that differs between two tensors of one shape and dtype; None when none does.
+
+    They may lie on different devices: sums are compared, and of the first block that differs its bytes on the host.
+    Where those are the same, as when reading is what goes wrong, the offset is the block's.
+    """
+    ours, theirs = block_sums(tensor), block_sums(other)
+    for number, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
+        if mine != its or mine == 0:
+            return number * BLOCK_BYTES + _first_byte(_block(tensor, number), _block(other, number))
+    return None
+
+
+def _block(tensor: Tensor, number: int) -> Tensor:
+    return _bits(tensor)[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES].cpu()
+
+
+def _first_byte(block: Tensor, other: Tensor) -> int:
+    wrong = (block != other).nonzero()
+    return int(wrong[0]) if wrong.numel() else 0
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The elements' bytes in their order, in memory that begins at a whole word."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return plain.clone() if plain.storage_offset() % 4 else plain
+
+
+@lru_cache(maxsize=16)
+def _keys(device: torch.device) -> Tensor:
+    return words(0, BLOCK_WORDS, 0, device) | 1

@@ -1,0 +1,246 @@
+"""The one function through which tensors are copied between devices of one process.
+
+    copy(dst, src)                 a read of dst on its current stream, right after the call, is right
+    to(batch, "cuda:1")            the same for every tensor of a tuple, list, dict or module
+
+What crosses two devices goes directly, from peer to peer, or staged through the host (`path.py`), and the log names
+the way. Corruption of such copies is real (pytorch issue 132397: zeros under an IOMMU): `verify=True` sees it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.spec.errors import TransferError, UsageError
+from meshwise.spec.machine import Machine
+from meshwise.spec.units import bytes_text
+from meshwise.transfer import exchange
+from meshwise.transfer.checksum import first_difference
+from meshwise.transfer.comm_log import OPEN, note
+from meshwise.transfer.overlap import overlapping, repeats
+from meshwise.transfer.path import AUTO, STAGED, choose
+from meshwise.transfer.place import WORLDS, as_device, device_of, empty_like, name_of, world
+from meshwise.transfer.staging import seconds_between, staged
+from meshwise.transfer.tree import map_leaves
+
+
+def copy(
+    dst: Tensor,
+    src: Any,
+    *,
+    links: Machine | None = None,
+    verify: bool = False,
+    path: str = AUTO,
+    stream: torch.cuda.Stream | None = None,
+) -> Tensor:
+    """Write `src` into `dst`, on whatever devices, and return `dst`. Shapes must be equal; dtypes are cast.
+
+    src: a tensor, or an array of NumPy, CuPy, JAX or Numba. links: a machine whose measured links choose the path;
+    path: `peer` or `staged` to choose it by hand. verify: compare checksums of both sides, which waits for the copy.
+    stream: do it on this CUDA stream, without waiting; the caller waits for the stream before reading `dst` or
+    writing `src`. Otherwise both may be used at once on their current streams, and by the host. Overlapping memory is
+    copied through a temporary. Raises UsageError for what cannot be, TransferError when `verify` finds a difference.
+    """
+    if path == AUTO and not (verify or OPEN or WORLDS or links or stream):
+        try:  # the common case, at the price of a few attributes
+            near = dst.is_cpu or src.is_cpu or dst.device == src.device
+            if near and dst.is_contiguous() and src.is_contiguous() and dst.shape == src.shape:
+                return dst.copy_(src)
+        except (AttributeError, RuntimeError):
+            pass  # told, or mended, below
+    return move(dst, src, "copy", links=links, verify=verify, path=path, stream=stream)
+
+
+def to(
+    tree: Any,
+    device: str | torch.device | int,
+    *,
+    links: Machine | None = None,
+    verify: bool = False,
+    path: str = AUTO,
+    non_blocking: bool = False,
+) -> Any:
+    """`tree` with every tensor on `device`: tuples, lists, dicts, modules (in place) and arrays of other libraries.
+
+    A tensor that is there already is returned as it is. Gradients flow back over the same way. non_blocking: from
+    pinned memory to a device the host does not wait; it must not write the source until the device has it. Copies to
+    the host always wait, so that they can be read. The other words are as in `copy`.
+    """
+    target = as_device(device)
+
+    def moved(leaf: Any) -> Any:
+        return moved_to(leaf, target, "to", links=links, verify=verify, path=path, non_blocking=non_blocking)
+
+    if isinstance(tree, nn.Module):
+        _move_module(tree, moved)
+        return tree
+    return map_leaves(moved, tree, exchange.is_array)
+
+
+def moved_to(leaf: Any, target: torch.device, operation: str, *, own: bool = False, **how: Any) -> Tensor:
+    """A tensor or array on `target`; itself where it is there, unless `own` memory is wanted. how: as for `move`."""
+    tensor = exchange.from_array(leaf)
+    if device_of(tensor) == target and not own:
+        return tensor
+    if tensor.layout != torch.strided:
+        raise UsageError(f"{tensor.layout} tensor to {target}: only dense tensors are copied. Move its parts.")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _crossed(tensor, target, operation, how)
+    dst = empty_like(tensor, target)
+    with torch.no_grad():
+        return move(dst, tensor, operation, **how)
+
+
+def move(
+    dst: Tensor,
+    src: Any,
+    operation: str,
+    *,
+    links: Machine | None = None,
+    verify: bool = False,
+    path: str = AUTO,
+    stream: torch.cuda.Stream | None = None,
+    non_blocking: bool = False,
+) -> Tensor:
+    """As `copy`, under the name of another operation in the log."""
+    src = exchange.from_array(src)
+    _check(dst, src, stream)
+    source, target = device_of(src), device_of(dst)
+    size = src.numel() * src.element_size()
+    way = choose(name_of(source), name_of(target), size, wanted=path, links=links)
+    if stream is not None and way == STAGED:
+        raise UsageError("stream with path 'staged': it has streams of its own. Leave stream or path out.")
+    if src.requires_grad and torch.is_grad_enabled() and source != target:
+        how = {"links": links, "verify": verify, "path": path}
+        return dst.copy_(_crossed(src, target, operation, how))
+    with _quiet():
+        if source == target and overlapping(dst, src):
+            src = src.clone()
+        _run(dst, src, way, (operation, name_of(source), name_of(target), size), stream, non_blocking)
+        if verify:
+            if stream is not None:
+                stream.synchronize()
+            _verify(dst, src, way, f"{operation} from {name_of(source)} to {name_of(target)}")
+    return dst
+
+
+class _Crossing(torch.autograd.Function):
+    """A copy to another device whose gradient comes back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, target: torch.device, operation: str, how: dict[str, Any]) -> Tensor:
+        ctx.source, ctx.operation, ctx.how = device_of(tensor), operation, how
+        return move(empty_like(tensor, target), tensor, operation, **how)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return moved_to(gradient, ctx.source, f"{ctx.operation} backward", **ctx.how), None, None, None
+
+
+def _crossed(tensor: Tensor, target: torch.device, operation: str, how: dict[str, Any]) -> Tensor:
+    crossed: Tensor = _Crossing.apply(tensor, target, operation, how)  # type: ignore[no-untyped-call]
+    return crossed
+
+
+def _check(dst: Any, src: Tensor, stream: torch.cuda.Stream | None) -> None:
+    if not isinstance(dst, Tensor):
+        raise UsageError(f"copy into {type(dst).__name__}: dst must be a tensor. Write to(src, device) for a new one.")
+    if dst.shape != src.shape:
+        shapes = f"{tuple(src.shape)} into {tuple(dst.shape)}"
+        raise UsageError(
+            f"copy of shape {shapes}: shapes must be equal. Write src.expand or src.view for what you mean."
+        )
+    if dst.layout != torch.strided or src.layout != torch.strided:
+        raise UsageError(f"copy of {src.layout} into {dst.layout}: only dense tensors are copied. Copy their parts.")
+    if dst.is_complex() < src.is_complex():
+        raise UsageError(f"copy of {src.dtype} into {dst.dtype}: the imaginary part would be lost. Write src.real.")
+    with _quiet():
+        if repeats(dst):
+            raise UsageError(
+                f"copy into a tensor of strides {dst.stride()}: its elements share memory. Clone it first."
+            )
+    if dst.requires_grad and dst.is_leaf and torch.is_grad_enabled():
+        raise UsageError("copy into a parameter that requires a gradient. Write it under torch.no_grad().")
+    owner = src.device if src.is_cuda else dst.device
+    if stream is not None and stream.device != owner:
+        raise UsageError(f"stream of {stream.device}: this copy runs on {owner}. Make the stream there.")
+
+
+def _quiet() -> AbstractContextManager[None]:
+    open_one = world()
+    return nullcontext() if open_one is None else open_one.quiet()
+
+
+def _run(
+    dst: Tensor,
+    src: Tensor,
+    way: str,
+    row: tuple[str, str, str, int],
+    stream: torch.cuda.Stream | None,
+    non_blocking: bool,
+) -> None:
+    """Copy by `way`, and tell the log. row: operation, source, target, bytes."""
+    began = time.perf_counter()
+    timed: Callable[[], float] | None = None
+    if way == STAGED:
+        timed = staged(dst, src)
+    elif dst.is_cuda or src.is_cuda:
+        timed = _on_stream(dst, src, stream, non_blocking)
+    else:
+        dst.copy_(src)
+    open_one = world()
+    if open_one is not None and open_one.on_copy is not None and row[1] != row[2]:
+        open_one.on_copy(dst, src, way)
+    if OPEN:
+        note(*row, way, timed or time.perf_counter() - began)
+
+
+def _on_stream(dst: Tensor, src: Tensor, stream: torch.cuda.Stream | None, non_blocking: bool) -> Callable[[], float]:
+    """torch's own copy, which makes the current streams of both devices wait for each other; the rest is timing."""
+    owner = src.device if src.is_cuda else dst.device  # torch copies between devices on the source's stream
+    current = torch.cuda.current_stream(owner)
+    run = stream or current
+    start, end = (torch.cuda.Event(enable_timing=bool(OPEN)) for _ in range(2))
+    if stream is not None:
+        stream.wait_stream(current)
+    with torch.cuda.stream(run):
+        start.record(run)
+        dst.copy_(src, non_blocking=stream is not None or (non_blocking and dst.is_cuda))
+        end.record(run)
+    if stream is not None:
+        for tensor in (dst, src):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+    return lambda: seconds_between(start, end)
+
+
+def _verify(dst: Tensor, src: Tensor, way: str, what: str) -> None:
+    """Raise TransferError where `dst` has other bits than `src`, cast to its dtype, should have given it."""
+    expected = src.detach().to(dst.dtype)
+    offset = first_difference(dst.detach(), expected)
+    if offset is None:
+        return
+    element = offset // dst.element_size()
+    size = bytes_text(dst.numel() * dst.element_size())
+    raise TransferError(
+        f"{what} by path '{way}': {size} arrived changed, first at byte {offset:,} (element {element:,} of "
+        f"{dst.numel():,}). Do not trust this path: run `meshwise bench --links`, and take another with path=."
+    )
+
+
+def _move_module(module: nn.Module, moved: Callable[[Tensor], Tensor]) -> None:
+    """Parameters, their gradients and buffers, in place, as torch's own Module.to."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data = moved(parameter.grad.data)
+            parameter.data = moved(parameter.data)
+        for part in module.modules():
+            for name, buffer in list(part.named_buffers(recurse=False)):
+                setattr(part, name, moved(buffer))

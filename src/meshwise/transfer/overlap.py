@@ -1,0 +1,45 @@
+"""Whether elements share memory: within one tensor, or between two of one storage. torch's check is often unsure."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def repeats(tensor: Tensor) -> bool:
+    """Two elements of the tensor are one place in memory, as in an expanded tensor or overlapping windows."""
+    if tensor.is_contiguous() or tensor.numel() < 2:
+        return False
+    reach = 0  # the furthest element of the smaller strides so far
+    certain = True
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride == 0:
+            return True
+        certain = certain and stride > reach
+        reach += stride * (size - 1)
+    return False if certain else _places(tensor).unique().numel() < tensor.numel()
+
+
+def overlapping(tensor: Tensor, other: Tensor) -> bool:
+    """The two have memory in common without being the same elements. May say so of interleaved ones, such as x[::2]
+    and x[1::2]: then the copy goes through a temporary without need."""
+    if tensor.numel() == 0 or other.numel() == 0 or tensor.is_set_to(other):
+        return False
+    start, end = _range(tensor)
+    first, last = _range(other)
+    return tensor.device == other.device and start < last and first < end
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and behind the last one."""
+    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    start = tensor.data_ptr()
+    return start, start + (reach + 1) * tensor.element_size()
+
+
+def _places(tensor: Tensor) -> Tensor:
+    """Offset of every element from the first, in elements."""
+    places = torch.zeros((), dtype=torch.int64)
+    for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size) * stride
+    return places

@@ -1,0 +1,58 @@
+"""Which way bytes take between two devices: direct, peer, or staged through the host.
+
+direct: on one device, or between the host and a device. peer: one device writes into the other's memory. staged: two
+legs through pinned memory of the host, overlapped. With a measured machine the faster of the two at this very size is
+taken; else the link's peer flag decides, and what torch says of the devices where no link is known.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meshwise.spec.errors import UsageError, nearest
+from meshwise.spec.machine import HOST, Link, Machine, link_between
+from meshwise.spec.timings import seconds_at
+
+AUTO, DIRECT, PEER, STAGED = "auto", "direct", "peer", "staged"
+PATHS = (AUTO, DIRECT, PEER, STAGED)
+
+
+def choose(source: str, target: str, size: int, *, wanted: str = AUTO, links: Machine | None = None) -> str:
+    """The path from `source` to `target` (`host`, `cuda:0`) for `size` bytes. Raises UsageError for one there is not.
+
+    wanted: `auto`, or the path to take; links: the machine, described or measured.
+    """
+    if wanted not in PATHS:
+        raise UsageError(f"path {wanted!r}: not a path.{nearest(wanted, PATHS)} Write one of {', '.join(PATHS)}.")
+    if source == target or HOST in (source, target):
+        if wanted in (PEER, STAGED):
+            raise UsageError(f"path {wanted!r} from {source} to {target}: only between two devices. Leave path out.")
+        return DIRECT
+    if wanted == DIRECT:
+        raise UsageError(f"path 'direct' from {source} to {target}: two devices. Write peer or staged, or leave it.")
+    link = link_between(links, source, target) if links is not None else None
+    if wanted == STAGED:
+        return STAGED
+    peer = _reaches(link, source, target)
+    if wanted == PEER:
+        if not peer:
+            raise UsageError(f"path 'peer' from {source} to {target}: no peer access between them. Write staged.")
+        return PEER
+    return _faster(link, size) or (PEER if peer else STAGED)
+
+
+def _faster(link: Link | None, size: int) -> str | None:
+    """Of two measured paths the faster one at this size; None where they were not both measured."""
+    if link is None or not {PEER, STAGED} <= link.timings.keys() or link.peer is False:
+        return None
+    peer, staged = (seconds_at(link.timings[path], size) for path in (PEER, STAGED))
+    return PEER if peer <= staged else STAGED
+
+
+def _reaches(link: Link | None, source: str, target: str) -> bool:
+    if link is not None and link.peer is not None:
+        return link.peer
+    ends = [torch.device(source), torch.device(target)]
+    if all(end.type == "cuda" for end in ends):
+        return torch.cuda.can_device_access_peer(*ends)
+    return True  # virtual devices: all in one memory
