@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from meshwise.transfer.checksum import first_difference
 from meshwise.transfer.comm_log import OPEN, note
 from meshwise.transfer.overlap import overlapping, repeats
 from meshwise.transfer.path import AUTO, STAGED, choose
-from meshwise.transfer.place import WORLDS, as_device, device_of, empty_like, name_of, world
+from meshwise.transfer.place import WORLDS, as_device, device_of, empty_like, name_of, plainly, world
 from meshwise.transfer.staging import seconds_between, staged
 from meshwise.transfer.tree import map_leaves
 
@@ -119,7 +118,7 @@ def move(
     if src.requires_grad and torch.is_grad_enabled() and source != target:
         how = {"links": links, "verify": verify, "path": path}
         return dst.copy_(_crossed(src, target, operation, how))
-    with _quiet():
+    with plainly():
         if source == target and overlapping(dst, src):
             src = src.clone()
         _run(dst, src, way, (operation, name_of(source), name_of(target), size), stream, non_blocking)
@@ -160,7 +159,7 @@ def _check(dst: Any, src: Tensor, stream: torch.cuda.Stream | None) -> None:
         raise UsageError(f"copy of {src.layout} into {dst.layout}: only dense tensors are copied. Copy their parts.")
     if dst.is_complex() < src.is_complex():
         raise UsageError(f"copy of {src.dtype} into {dst.dtype}: the imaginary part would be lost. Write src.real.")
-    with _quiet():
+    with plainly():
         if repeats(dst):
             raise UsageError(
                 f"copy into a tensor of strides {dst.stride()}: its elements share memory. Clone it first."
@@ -170,11 +169,6 @@ def _check(dst: Any, src: Tensor, stream: torch.cuda.Stream | None) -> None:
     owner = src.device if src.is_cuda else dst.device
     if stream is not None and stream.device != owner:
         raise UsageError(f"stream of {stream.device}: this copy runs on {owner}. Make the stream there.")
-
-
-def _quiet() -> AbstractContextManager[None]:
-    open_one = world()
-    return nullcontext() if open_one is None else open_one.quiet()
 
 
 def _run(

@@ -7,7 +7,7 @@ A virtual device is a number that is kept for a storage on the host, so `cpu:1` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +50,11 @@ WORLDS: list[World] = []
 def world() -> World | None:
     """The virtual devices that are open, if any."""
     return WORLDS[-1] if WORLDS else None
+
+
+def plainly() -> AbstractContextManager[None]:
+    """In here operators know nothing of virtual devices, where some are open."""
+    return WORLDS[-1].quiet() if WORLDS else nullcontext()
 
 
 def device_of(tensor: Tensor) -> torch.device:
