@@ -22,7 +22,7 @@ def all_reduce(tensor: Tensor, op: str, group: Group) -> Call[Tensor]:
     _check_op(op)
 
     def begin(later: bool) -> Begun:
-        return backend.all_reduce(tensor, op, _real(group), later)
+        return backend.all_reduce(tensor, op, real(group), later)
 
     return Call("all-reduce", tensor.nbytes, tensor.device, group, begin, lambda: tensor, lambda: tensor)
 
@@ -36,7 +36,7 @@ def all_gather(tensor: Tensor, group: Group, out: Tensor | None, direct: bool) -
     into = _out("all_gather", out, shape, tensor)
 
     def begin(later: bool) -> Begun:
-        return backend.all_gather(into, tensor, _real(group), later, direct)
+        return backend.all_gather(into, tensor, real(group), later, direct)
 
     def alone() -> Tensor:
         return into.copy_(tensor.detach().expand(shape))
@@ -54,7 +54,7 @@ def reduce_scatter(tensor: Tensor, op: str, group: Group, out: Tensor | None, di
     own = own_rank(group)
 
     def begin(later: bool) -> Begun:
-        return backend.reduce_scatter(into, tensor, op, _real(group), later, direct)
+        return backend.reduce_scatter(into, tensor, op, real(group), later, direct)
 
     def alone() -> Tensor:
         return into.copy_(tensor.detach()[own * rows : (own + 1) * rows])
@@ -67,7 +67,7 @@ def broadcast(tensor: Tensor, source: int, group: Group, direct: bool) -> Call[T
     _check_rank("broadcast", "source", source, group)
 
     def begin(later: bool) -> Begun:
-        return backend.broadcast(tensor, source, _real(group), later, direct)
+        return backend.broadcast(tensor, source, real(group), later, direct)
 
     ends = (source, None)
     return Call("broadcast", tensor.nbytes, tensor.device, group, begin, lambda: tensor, lambda: tensor, ends)
@@ -109,7 +109,7 @@ def all_to_all(
         into = _out("all_to_all", out, (sum(receive), *tensor.shape[1:]), tensor)
 
     def begin(later: bool) -> Begun:
-        return backend.all_to_all(into, tensor, receive, send, _real(group), later, direct)
+        return backend.all_to_all(into, tensor, receive, send, real(group), later, direct)
 
     def alone() -> Tensor:
         if into.shape == tensor.shape:
@@ -132,7 +132,7 @@ def exchange(sends: Pairs, receives: Pairs, group: Group, kind: str = "exchange"
     ends = (own, to) if sends else (by, own)
 
     def begin(_: bool) -> Begun:
-        return backend.exchange(sends, receives, _real(group))
+        return backend.exchange(sends, receives, real(group))
 
     return Call(kind, size, device, group, begin, _nothing, _nothing, ends, point=True)
 
@@ -142,7 +142,7 @@ def receive(tensor: Tensor, source: int, group: Group) -> Call[Tensor]:
     _check_peer("receive", "source", source, group)
 
     def begin(_: bool) -> Begun:
-        return backend.receive(tensor, source, _real(group))
+        return backend.receive(tensor, source, real(group))
 
     ends = (source, own_rank(group))
     return Call("receive", tensor.nbytes, tensor.device, group, begin, lambda: tensor, lambda: tensor, ends, True)
@@ -155,7 +155,7 @@ def gather(tensor: Tensor, target: int, group: Group) -> Call[Tensor | None]:
     out = tensor.new_empty(shape) if own_rank(group) == target else None
 
     def begin(later: bool) -> Begun:
-        return backend.gather(out, tensor, target, _real(group), later)
+        return backend.gather(out, tensor, target, real(group), later)
 
     def alone() -> Tensor | None:
         return out.copy_(tensor.detach().expand(shape)) if out is not None else None
@@ -176,7 +176,7 @@ def scatter(out: Tensor, parts: Tensor | None, source: int, group: Group) -> Cal
     own = own_rank(group)
 
     def begin(later: bool) -> Begun:
-        return backend.scatter(into, parts if is_source else None, source, _real(group), later)
+        return backend.scatter(into, parts if is_source else None, source, real(group), later)
 
     def result() -> Tensor:
         return out if into is out else out.copy_(into)
@@ -192,7 +192,7 @@ def barrier(group: Group) -> Call[None]:
     """Without bytes."""
 
     def begin(later: bool) -> Begun:
-        return backend.barrier(_real(group), later)
+        return backend.barrier(real(group), later)
 
     return Call("barrier", 0, torch.device("cpu"), group, begin, _nothing, _nothing)
 
@@ -205,7 +205,8 @@ def _nothing_to_do(kind: str, tensor: Tensor, group: Group, result: Tensor) -> C
     return Call(kind, tensor.nbytes, tensor.device, group, lambda later: Begun(), lambda: result, lambda: result)
 
 
-def _real(group: Group) -> backend.Group:
+def real(group: Group) -> backend.Group:
+    """The group as torch knows it. Raises UsageError for one of a world that was only played."""
     if isinstance(group, NullGroup):
         raise UsageError("this group was made under null_collectives, which is over: make it again with group_of.")
     return group

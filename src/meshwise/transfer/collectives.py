@@ -201,11 +201,15 @@ def gather_tensors(tensor: Tensor) -> Tensor:
     return all_gather(tensor)
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, group: Group = None) -> list[Any]:
     """`value` of every rank, in rank order; any value that pickle takes."""
-    if world_size() == 1 or null_world() is not None:
-        return [value] * world_size()
-    parts: list[Any] = [None] * world_size()
+    size = world_size(group)
+    if size == 1 or null_world() is not None:
+        return [value] * size
+    parts: list[Any] = [None] * size
+    if group is not None:
+        dist.all_gather_object(parts, value, group=calls.real(group))
+        return parts
     with current().collective("all-gather", 0):
         dist.all_gather_object(parts, value)
     return parts

@@ -38,10 +38,11 @@ def fill_terms(tensor: Tensor, rank: int) -> Tensor:
     return tensor
 
 
-def first_wrong_sum(tensor: Tensor, ranks: int) -> int | None:
-    """Index of the first element that is not the sum of all ranks' terms; None when all are. Exact in float32."""
+def first_wrong_sum(tensor: Tensor, ranks: int, first: int = 0) -> int | None:
+    """Index of the first element that is not the sum of the terms of `first`, `first + 1` and so on, one a rank; None
+    when all are. Exact in float32."""
     for start, part in _chunks(tensor):
-        expected = sum(_terms(start, part.numel(), rank, part.device) for rank in range(ranks))
+        expected = sum(_terms(start, part.numel(), rank, part.device) for rank in range(first, first + ranks))
         wrong = part.to(torch.int64) != expected
         if bool(wrong.any()):
             return start + int(wrong.nonzero()[0])
