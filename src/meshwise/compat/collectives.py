@@ -251,7 +251,7 @@ def _begun(works: Sequence[dist.Work | None], tensor: Tensor | None = None, buff
 
 
 def _carries(tensor: Tensor, group: Group) -> bool:
-    return tensor.nbytes >= DIRECT_FROM and backend_of(tensor.device, group) == "gloo"
+    return tensor.nbytes >= max(DIRECT_FROM, 1) and backend_of(tensor.device, group) == "gloo"
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
