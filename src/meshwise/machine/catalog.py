@@ -45,7 +45,7 @@ class PartLink:
         return self.bandwidth / self.width if self.mesh and self.width else self.bandwidth
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one of each: the same by identity, so that it can be a key
 class Part:
     """A device that can be bought. memory in bytes, memory_bandwidth in bytes/s, peak in dense FLOP/s by dtype.
 

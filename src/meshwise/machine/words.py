@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from meshwise.machine.catalog import NOT_CONFIRMED, Part, PartLink, networks, parts
 from meshwise.spec.errors import UsageError, nearest
@@ -32,6 +34,8 @@ class _Named:
 def machine_from_words(words: str) -> Machine:
     """The described machine. Raises UsageError for what cannot be read, an unknown part or an absurd count."""
     text = words.strip()
+    if len(text) > 200:
+        raise UsageError(f"machine '{words[:60]}…': {len(words):,} characters are no name of a machine. {_WRITE}")
     found = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?([^@]+?)\s*(?:@\s*(.*))?", text, re.IGNORECASE)
     if found is None:
         raise UsageError(f"machine '{words}': no part is named. {_WRITE}")
@@ -59,7 +63,6 @@ def machine_from_words(words: str) -> Machine:
 
 def device_of(part: Part, index: int, host: int = 0) -> Device:
     """Device `index` of a host, with the nominal figures of its part."""
-    figures = ("memory", "memory_bandwidth", "peak", "achievable")
     return Device(
         f"{part.kind}:{index}",
         part.name,
@@ -68,8 +71,19 @@ def device_of(part: Part, index: int, host: int = 0) -> Device:
         part.memory_bandwidth,
         part.peak,
         part.achievable,
-        origins={name: origin for name, origin in part.origins.items() if name.split(".")[0] in figures},
+        origins=_origins(part),
     )
+
+
+@cache
+def _origins(part: Part) -> Mapping[str, str]:
+    """Origins by field; by dtype (`peak.fp32`) only where one differs from the first of its field."""
+    found: dict[str, str] = {}
+    for figure, origin in part.origins.items():
+        field = figure.split(".")[0]
+        if field in ("memory", "memory_bandwidth", "peak", "achievable") and found.setdefault(field, origin) != origin:
+            found[figure] = origin
+    return found
 
 
 def class_links(device_parts: list[Part], several_on_a_host: bool) -> tuple[Link, ...]:

@@ -7,7 +7,7 @@ sold in them (`200 Gbit/s`) and become bytes.
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 from meshwise.spec.errors import UsageError, nearest
 
@@ -44,7 +44,7 @@ _BINARY_BYTES = ("TiB", "GiB", "MiB", "KiB")
 def read_quantity(text: object, kind: str, where: str) -> float:
     """`text` in base units: bytes, bytes/s, FLOP/s or seconds. kind: a key of UNITS; where: for the error.
 
-    Raises UsageError for what is no number with a unit of that kind, is negative, or is not finite.
+    Raises UsageError for what is no number with a unit of that kind, is negative, zero (save seconds) or not finite.
     """
     found = (
         re.fullmatch(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-zµ/]+)\s*", text)
@@ -53,18 +53,23 @@ def read_quantity(text: object, kind: str, where: str) -> float:
     )
     write = f'Write it as "{EXAMPLES[kind]}".'
     if found is None:
-        raise UsageError(f"{where} = {text!r}: not a number with a unit. {write}")
+        raise UsageError(f"{where} = {_shown(text)}: not a number with a unit. {write}")
     units = UNITS[kind]
     if found[2] not in units:
         other = next((name for name, known in UNITS.items() if found[2] in known), None)
-        why = f"a unit of {other}, and {kind} are meant." if other else f"no unit of {kind}.{nearest(found[2], units)}"
-        raise UsageError(f"{where} = {text!r}: '{found[2]}' is {why} {write}")
+        why = (
+            f"a unit of {other}, and {kind} are meant."
+            if other
+            else f"no unit of {kind}.{nearest(found[2][:20], units)}"
+        )
+        raise UsageError(f"{where} = {_shown(text)}: '{found[2][:20]}' is {why} {write}")
     try:
-        value = float(Decimal(found[1]) * units[found[2]])
-    except (InvalidOperation, OverflowError):
-        value = float("inf")
-    if value in (0.0, float("inf")):
-        raise UsageError(f"{where} = {text!r}: must be above zero and finite. {write}")
+        exact = Decimal(found[1])
+        value = float(exact * units[found[2]])
+    except (ArithmeticError, ValueError):
+        raise UsageError(f"{where} = {_shown(text)}: must be above zero and finite. {write}") from None
+    if value == float("inf") or (value == 0 and (exact or kind != "seconds")):  # a latency may be nothing
+        raise UsageError(f"{where} = {_shown(text)}: must be above zero and finite. {write}")
     return value
 
 
@@ -77,3 +82,12 @@ def write_quantity(value: float, kind: str) -> str:
     largest = {"i" in unit: unit for unit in reversed(fitting)}  # of each family, decimal or binary
     texts = [f"{(exact / units[unit]).normalize():f} {unit}" for unit in largest.values()]
     return min(texts, key=len)
+
+
+def _shown(value: object) -> str:
+    """The value as it stands, cut when it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a whole number of thousands of digits
+        return "that value"
+    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -1,0 +1,206 @@
+"""What a path, a collective, a memory and a matmul should reach on these parts: nominal figure × share once reached.
+
+The nominal figure is that of the parts at their full generation and width, whatever was found. Where a figure is not
+known there is no expectation: None, with the reason in its origin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwise.machine.catalog import Part, PartLink, achievable, nvlink, part, pcie, reached
+from meshwise.spec.machine import DEVICE, HOST, NODE, Collective, Device, Link, Machine
+from meshwise.spec.units import bandwidth_text, flops_text
+
+BOTH_WAYS = " both ways"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """rate: bytes/s (matmul: FLOP/s), None where it is not known. nominal: the same without the share. origin: why."""
+
+    rate: float | None
+    nominal: float | None
+    origin: str
+
+
+def expected_copy(machine: Machine, link: Link, path: str) -> Expected:
+    """What a copy over this link by this path should reach, in bytes/s one way."""
+    way = path.removesuffix(BOTH_WAYS)
+    both = way != path
+    if way == "pageable":
+        return Expected(None, None, "pageable memory has no expected rate: the processor copies it first")
+    if HOST in (link.source, link.target):
+        return _over_host(machine, link, both)
+    if way == "staged" and _peer_is_off_for_good(machine, link):
+        return _staged(machine, link, "the vendor switched peer access off: copies go through the host")
+    if way == "staged" and link.peer is not False:
+        return _staged(machine, link, "through the host, as asked")
+    return _between(machine, link, both)
+
+
+def _over_host(machine: Machine, link: Link, both: bool) -> Expected:
+    nominal, generation, origin = host_nominal(machine, link)
+    found = reached(link.kind, generation, "to" if link.source == HOST else "from")
+    if both:
+        found = reached(link.kind, generation, "both") or found
+    return _share(nominal, found, origin)
+
+
+def host_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None, str]:
+    """(bytes/s one way, generation, origin) of a link to the host at the full generation and width of its device."""
+    device = part_at(machine, link.target if link.source == HOST else link.source)
+    if device is not None and device.host_link is not None and device.host_link.kind == link.kind:
+        own = device.host_link
+        return own.bandwidth, own.generation, f"{device.name}: {_named(own)}"
+    generation, width = link.full_generation, link.full_width
+    if link.kind == "pcie" and generation and width:
+        return pcie(generation, width), generation, f"PCIe {generation} x{width}, what the device says it can do"
+    return link.bandwidth, generation, link.origin or "the nominal bandwidth of the link"
+
+
+def _staged(machine: Machine, link: Link, why: str) -> Expected:
+    """The slower of the two legs: a double buffer overlaps them."""
+    legs = [
+        _over_host(machine, leg, False)
+        for leg in (_host_link(machine, link.source, HOST), _host_link(machine, HOST, link.target))
+        if leg is not None
+    ]
+    known = [leg for leg in legs if leg.rate is not None]
+    if len(known) < 2:
+        return Expected(None, None, f"{why}; the links to the host are not known")
+    slower = min(known, key=lambda leg: leg.rate or 0.0)
+    return Expected(slower.rate, slower.nominal, f"{why}; the slower leg, {slower.origin}")
+
+
+def _host_link(machine: Machine, source: str, target: str) -> Link | None:
+    for pair in ((source, target), tuple(DEVICE if end != HOST else end for end in (source, target))):
+        for link in machine.links:
+            if (link.source, link.target) == pair:
+                return link
+    return None
+
+
+def _between(machine: Machine, link: Link, both: bool) -> Expected:
+    nominal, generation, origin = device_nominal(machine, link)
+    found = reached(link.kind, generation, "pair")
+    if both:
+        found = reached(link.kind, generation, "both") or found
+    if found is None and link.kind == "pcie":
+        found = reached(link.kind, generation, "both" if both else "to")
+    return _share(nominal, found, origin)
+
+
+def device_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None, str]:
+    """(bytes/s one way, generation, origin) of a link between two devices at what both parts could have."""
+    ends = [part_at(machine, link.source), part_at(machine, link.target)]
+    own = [found for end in ends if end is not None and (found := _own(end, link.kind)) is not None]
+    if len(own) == 2 and all(end is not None for end in ends):
+        slower = min(own, key=lambda found: found.pair)
+        name = ends[own.index(slower)]
+        assert name is not None
+        if slower.mesh and link.width:
+            return slower.pair * link.width, slower.generation, f"{name.name}: {link.width} of its {slower.width} links"
+        return slower.pair, slower.generation, f"{name.name}: {_named(slower)}"
+    generation, width = link.full_generation, link.full_width
+    if generation and width and link.kind in ("pcie", "nvlink"):
+        rate = (pcie if link.kind == "pcie" else nvlink)(generation, width)
+        return rate, generation, f"{link.kind} generation {generation}, width {width}, what the devices say they can do"
+    return link.bandwidth, generation, link.origin or "the nominal bandwidth of the link"
+
+
+def _own(device: Part, kind: str) -> PartLink | None:
+    """The link of this kind that a part has between devices."""
+    for found in (device.link, device.bridge, device.host_link):
+        if found is not None and found.kind == kind:
+            return found
+    return None
+
+
+def expected_collective(machine: Machine, collective: Collective) -> Expected:
+    """The bus bandwidth that a collective should reach: of the slowest link that a ring must cross."""
+    on_one_host = sum(device.host == 0 for device in machine.devices)
+    inside = [
+        link
+        for link in machine.links
+        if HOST not in (link.source, link.target) and not link.source.startswith(NODE) and link.kind != "process"
+    ]
+    across = [link for link in machine.links if link.source.startswith(NODE) and link.target.startswith(NODE)]
+    if collective.backend == "gloo" and not across:
+        return Expected(None, None, "gloo between processes of one host has no expected rate")
+    found = [_ring(machine, link, min(collective.ranks, on_one_host)) for link in inside]
+    rates = [(nominal, link, generation, origin) for nominal, link, generation, origin in found if nominal is not None]
+    if collective.ranks > on_one_host:
+        rates += [(link.bandwidth, link, None, link.origin) for link in across if link.bandwidth is not None]
+        if not any(link.bandwidth for link in across):
+            return Expected(None, None, "the nominal bandwidth between the hosts is not known")
+    if not rates or len(rates) < len(found):
+        return Expected(None, None, "the nominal bandwidth between the devices is not known")
+    nominal, link, generation, origin = min(rates, key=lambda rate: rate[0])
+    share = reached(link.kind, generation, collective.kind)
+    if share is None and (share := reached(link.kind, generation, "all-reduce")) is not None:
+        share = (share[0], f"{share[1]} in all-reduce, none was measured of {collective.kind}")
+    return _share(nominal, share, origin)
+
+
+def _ring(machine: Machine, link: Link, ranks: int) -> tuple[float | None, Link, int | None, str]:
+    """What a ring of `ranks` has of such links: where a device's links are spread, several rings use them all."""
+    nominal, generation, origin = device_nominal(machine, link)
+    end = part_at(machine, link.source)
+    own = None if end is None else _own(end, link.kind)
+    if own is not None and own.mesh:
+        return min(own.bandwidth, own.pair * max(ranks - 1, 1)), link, generation, f"{origin}, {ranks} ranks"
+    return nominal, link, generation, origin
+
+
+def expected_memory(device: Device) -> Expected:
+    """Bytes/s read and written by a copy inside the device's memory."""
+    if device.memory_bandwidth is None:
+        return Expected(None, None, f"the memory bandwidth of {device.part} is not known")
+    origin = f"{device.part}: {bandwidth_text(device.memory_bandwidth)} ({_origin(device, 'memory_bandwidth')})"
+    return _share(device.memory_bandwidth, reached("memory", None, "copy"), origin)
+
+
+def expected_matmul(device: Device, dtype: str) -> Expected:
+    """FLOP/s of the best matmul of this dtype."""
+    peak = device.peak.get(dtype)
+    if peak is None:
+        return Expected(None, None, f"the {dtype} peak of {device.part} is not known")
+    known = part(device.part)
+    if dtype in device.achievable:
+        share = device.achievable[dtype]
+        found: tuple[float, str] | None = (share, f"{100 * share:.1f} % ({_origin(device, f'achievable.{dtype}')})")
+    else:
+        found = None if known is None else achievable(known, dtype)
+    return _share(peak, found, f"{device.part}: {dtype} peak {flops_text(peak)} ({_origin(device, f'peak.{dtype}')})")
+
+
+def part_at(machine: Machine, end: str) -> Part | None:
+    """The known part at one end of a link; for any device, the part that all devices are of."""
+    names = {device.part for device in machine.devices if end in (device.name, DEVICE)}
+    return part(names.pop()) if len(names) == 1 else None
+
+
+def _peer_is_off_for_good(machine: Machine, link: Link) -> bool:
+    ends = [part_at(machine, end) for end in (link.source, link.target)]
+    return any(end is not None and end.peer is False for end in ends)
+
+
+def _share(nominal: float | None, found: tuple[float, str] | None, origin: str) -> Expected:
+    if nominal is None:
+        return Expected(None, None, "the nominal figure is not known")
+    if found is None:
+        return Expected(None, nominal, f"{origin}; what of it can be reached was never measured")
+    return Expected(nominal * found[0], nominal, f"{origin}; {found[1]}")
+
+
+def _origin(device: Device, figure: str) -> str:
+    return device.origins.get(figure) or device.origins.get(figure.split(".")[0]) or "origin not told"
+
+
+def _named(link: PartLink) -> str:
+    """`PCIe 5 x16, 63 GB/s (source)`."""
+    words = {"pcie": "PCIe", "nvlink": "NVLink", "xgmi": "xGMI", "c2c": "C2C"}.get(link.kind, link.kind)
+    number = f" {link.generation}" if link.generation else ""
+    width = f" x{link.width}" if link.width else ""
+    return f"{words}{number}{width}, {bandwidth_text(link.bandwidth)} ({link.origin})"
