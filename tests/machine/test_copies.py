@@ -41,7 +41,7 @@ def test_one_device_has_paths_to_the_host_only() -> None:
 
 
 PAGEABLE = Path("copy", "host", "cpu:0", "pageable", (("host", "cpu:0"),))
-FAN_IN = Path("all-to-one", "", "cpu:0", "peer", (("cpu:1", "cpu:0"), ("cpu:2", "cpu:0")))
+FAN_IN = Path("all-to-one", "all", "cpu:0", "peer", (("cpu:1", "cpu:0"), ("cpu:2", "cpu:0")))
 
 
 def test_a_path_that_works_has_times_by_size() -> None:

@@ -21,6 +21,7 @@ from meshwise.machine.measure.result import PathResult
 from meshwise.machine.measure.sizes import DEFAULT, fitting, read_sizes
 from meshwise.spec.device_words import parse_devices
 from meshwise.spec.errors import WorkerFailed
+from meshwise.spec.machine import Machine
 from meshwise.spec.worker_share import WorkerShare
 
 WHAT = ("compute", "links", "collectives")
@@ -31,16 +32,27 @@ BUFFERS = 4
 """Of a message's size in each rank at once: what is sent, what is received, the pattern, and one for the backend."""
 
 
+Tell = Callable[[str], None]
+"""Hears in words what is measured now."""
+Done = Callable[[PathResult | Compute], None]
+"""Hears of each path and device when it has been measured."""
+
+
 @dataclass
 class Heard:
     """What is known so far, while a bench goes on."""
 
+    done: Done
     results: list[PathResult] = field(default_factory=list)
     computed: list[Compute] = field(default_factory=list)
 
+    def path(self, result: PathResult) -> None:
+        self.results.append(result)
+        self.done(result)
 
-Tell = Callable[[str], None]
-"""Hears in words what is measured now."""
+    def device(self, computed: Compute) -> None:
+        self.computed.append(computed)
+        self.done(computed)
 
 
 def bench(
@@ -50,6 +62,7 @@ def bench(
     sizes: str | None = None,
     seconds: float | None = None,
     tell: Tell = lambda text: None,
+    done: Done = lambda result: None,
 ) -> Bench:
     """Measure devices and the paths between them, check every byte, and judge.
 
@@ -62,7 +75,7 @@ def bench(
     names, kind = device_names(shares), shares[0].device
     chosen = sizes_for(shares, sizes)
     machine = only_devices(find_machine(), names)
-    heard, stopped = Heard(), ""
+    heard, stopped = Heard(done), ""
     try:
         for part in _parts(shares, what, chosen, seconds or SECONDS.get(kind, SECONDS["cuda"]), heard, tell):
             part()
@@ -71,10 +84,13 @@ def bench(
     except WorkerFailed as error:
         stopped = str(error)
     took = time.perf_counter() - began
-    measured = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, " + ", ".join(
-        f"{name} {version}" for name, version in machine.versions.items()
-    )
-    return bench_of(machine, heard.results, heard.computed, measured=measured, seconds=took, stopped=stopped)
+    return bench_of(machine, heard.results, heard.computed, measured=stamp(machine), seconds=took, stopped=stopped)
+
+
+def stamp(machine: Machine) -> str:
+    """When, and with which versions, as the machine file keeps it."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC" + (f", {versions}" if versions else "")
 
 
 def default_devices() -> str:
@@ -93,7 +109,7 @@ def sizes_for(shares: Sequence[WorkerShare], words: str | None) -> tuple[int, ..
 
 def _parts(
     shares: Sequence[WorkerShare], what: Sequence[str], sizes: tuple[int, ...], seconds: float, heard: Heard, tell: Tell
-) -> Iterator[Callable[[], None]]:
+) -> Iterator[Callable[[], object]]:
     """What is done one after the other; time is shared equally."""
     alone, together = "compute" in what, [part for part in what if part != "compute"]
     copies = "links" in what and shares[0].device != "cpu"
@@ -101,8 +117,8 @@ def _parts(
     budget = seconds / max(alone + copies + processes, 1)
     if alone:
         tell(f"each of {len(shares)} devices alone")
-        yield lambda: measure_alone(shares, budget, heard.computed.append)
+        yield lambda: measure_alone(shares, budget, heard.device)
     if copies:
-        yield lambda: measure_in_process(device_names(shares), sizes, budget, heard.results.append, tell)
+        yield lambda: measure_in_process(device_names(shares), sizes, budget, heard.path, tell)
     if processes:
-        yield lambda: measure_processes(shares, sizes, budget, together, heard.results.append, tell)
+        yield lambda: measure_processes(shares, sizes, budget, together, heard.path, tell)

@@ -14,12 +14,17 @@ from rich.console import Console
 
 from meshwise.api.bench import WHAT
 from meshwise.api.bench import bench as measure
+from meshwise.api.bench_hosts import bench_hosts
 from meshwise.api.machines import read_machine
-from meshwise.machine.bench import bench_dict
+from meshwise.api.run import Machines
+from meshwise.machine.bench import Bench
 from meshwise.machine.compare import compare as compare_machines
 from meshwise.machine.compare import compare_text
 from meshwise.machine.machine_file import machine_to_toml
-from meshwise.machine.views.bench_text import bench_text
+from meshwise.machine.measure.alone import Compute
+from meshwise.machine.measure.result import PathResult
+from meshwise.machine.views.bench_dict import bench_dict
+from meshwise.machine.views.bench_text import bench_text, done_text
 from meshwise.records.atomic import write_text
 from meshwise.spec.errors import UsageError
 
@@ -45,6 +50,12 @@ def bench(
         typer.Option(metavar="OLD NEW", help="two machine files: what has changed"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print every figure as JSON")] = False,
+    hosts: Annotated[
+        bool, typer.Option("--hosts", help="measure between hosts: started on each, by torchrun or with --nnodes")
+    ] = False,
+    nnodes: Annotated[int, typer.Option(help="hosts that are measured")] = 1,
+    node_rank: Annotated[int, typer.Option(help="which of them this is, from 0")] = 0,
+    rdzv: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="where host 0 is reached by the others")] = None,
 ) -> None:
     """Measure devices, copies and collectives, check every byte, and say whether that is good for these parts.
 
@@ -57,8 +68,20 @@ def bench(
     asked = [name for name, wanted in zip(WHAT, (compute, links, collectives), strict=True) if wanted]
     if seconds is not None and not 0.1 <= seconds <= 86400:
         raise UsageError(f"--seconds {seconds:g}: give from 0.1 to 86400, for instance --seconds 60.")
-    with _progress() as tell:
-        found = measure(devices, what=asked or WHAT, sizes=sizes, seconds=seconds, tell=tell)
+    if (hosts or nnodes > 1 or rdzv) and (compute or devices):
+        raise UsageError("--hosts measures one device of each host. Leave --compute and --devices out.")
+    with _progress() as (tell, done):
+        if hosts or nnodes > 1 or rdzv:
+            machines = Machines(nnodes, node_rank, rdzv)
+            between = asked or WHAT[1:]
+            told = bench_hosts(what=between, sizes=sizes, seconds=seconds, machines=machines, tell=tell, done=done)
+        else:
+            told = measure(devices, what=asked or WHAT, sizes=sizes, seconds=seconds, tell=tell, done=done)
+    raise typer.Exit(0 if told is None else _show(told, target, as_json))
+
+
+def _show(found: Bench, target: Path | None, as_json: bool) -> int:
+    """Print and save it; returns the exit code."""
     if as_json:
         print(json.dumps(bench_dict(found), indent=2))
     else:
@@ -66,7 +89,7 @@ def bench(
     if target is not None:
         write_text(target, machine_to_toml(found.machine))
         print(f"written     {target}", file=sys.stderr if as_json else sys.stdout)
-    raise typer.Exit(found.exit_code or (STOPPED if found.stopped else 0))
+    return found.exit_code or (STOPPED if found.stopped else 0)
 
 
 def _compare(old: str, new: str) -> None:
@@ -87,11 +110,15 @@ def _writable(path: Path) -> Path:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """What is measured now: one line that changes on a terminal, a line each elsewhere, always on stderr."""
+def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[PathResult | Compute], None]]]:
+    """What is measured now, on stderr: a line that changes on a terminal, a line for what is done elsewhere."""
     console = Console(stderr=True)
+
+    def line(done: PathResult | Compute) -> None:
+        console.print(f"measured    {done_text(done)}", soft_wrap=True, highlight=False, markup=False)
+
     if not console.is_terminal:
-        yield lambda text: console.print(f"measuring   {text}", soft_wrap=True, highlight=False, markup=False)
+        yield lambda text: None, line
         return
     with console.status("measuring") as status:
-        yield lambda text: status.update(f"measuring {text}")
+        yield lambda text: status.update(f"measuring {text}"), line

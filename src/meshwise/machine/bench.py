@@ -78,6 +78,20 @@ def only_devices(machine: Machine, names: Sequence[str]) -> Machine:
     return replace(machine, devices=devices, links=links)
 
 
+def merged(machines: Sequence[Machine]) -> Machine:
+    """One machine of several hosts: their devices, each with the number of its host, and nothing between them yet."""
+    first = machines[0]
+    devices = tuple(replace(d, host=at) for at, machine in enumerate(machines) for d in machine.devices)
+    hosts = tuple(machine.hosts[0] for machine in machines)
+    warnings = tuple(
+        f"node{at}: {name} {machine.versions.get(name, 'unknown')} there, {version} on node0: make them equal"
+        for at, machine in enumerate(machines)
+        for name, version in first.versions.items()
+        if machine.versions.get(name) != version
+    )
+    return replace(first, name=f"{len(hosts)} hosts", devices=devices, links=(), hosts=hosts, warnings=warnings)
+
+
 def _with_compute(device: Device, compute: Compute | None) -> Device:
     if compute is None:
         return device

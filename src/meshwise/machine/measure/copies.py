@@ -54,8 +54,8 @@ def copy_paths(devices: Sequence[str], peers: Callable[[str, str], bool]) -> lis
     first, *others = devices
     if others:
         how = "peer" if all(peers(first, other) for other in others) else "staged"
-        found.append(Path("one-to-all", first, "", how, tuple((first, other) for other in others)))
-        found.append(Path("all-to-one", "", first, how, tuple((other, first) for other in others)))
+        found.append(Path("one-to-all", first, "all", how, tuple((first, other) for other in others)))
+        found.append(Path("all-to-one", "all", first, how, tuple((other, first) for other in others)))
     return found
 
 

@@ -26,7 +26,7 @@ def measure_in_process(
     """Measure and check every path of these accelerators for about `budget` seconds in all. heard: gets each result."""
     paths = [path for path in copy_paths(devices, _peers) if _can(path)]
     for path in paths:
-        tell(f"{path.source or 'all'} → {path.target or 'all'}, {path.path}")
+        tell(f"{path.operation} {path.source} -> {path.target}, {path.path}")
         with _near(path):
             heard(measure_copy(path, sizes, budget / len(paths), _move, lambda name: name))
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from meshwise.machine.bench import COPIES, Bench
 from meshwise.machine.judge import Verdict, sentence
+from meshwise.machine.measure.alone import Compute
 from meshwise.machine.measure.bandwidth import DEFINITIONS, bus_bandwidth
 from meshwise.machine.measure.result import PathResult
 from meshwise.spec.machine import Device
@@ -26,6 +27,20 @@ from meshwise.timeline.views.text import wrap
 MOST_ROWS = 16
 """Copies that are told in a row each; more of them are told as a matrix."""
 LEVEL_STYLES = {"good": "green", "low": "yellow", "far below": "bold red", "corrupt": "bold red", "unknown": "dim"}
+
+
+def done_text(done: PathResult | Compute) -> str:
+    """One line for what has just been measured: `all-reduce, gloo: 812 MB/s at 16.0 MiB`."""
+    if isinstance(done, Compute):
+        best = max(done.matmuls, key=lambda product: product.rate, default=None)
+        product = f", {best.dtype} products at {flops_text(best.rate)}" if best else ""
+        return f"{done.device}: memory at {bandwidth_text(done.memory_rate or 0.0)}{product}"
+    ends = f" {done.source} -> {done.target}" if done.source or done.target else ""
+    if done.wrong is not None:
+        return f"{done.operation}{ends}, {done.path}: corrupt"
+    timings = done.timings
+    rate = bus_bandwidth(done.operation, done.ranks, timings.sizes[-1], timings.seconds[-1])
+    return f"{done.operation}{ends}, {done.path}: {bandwidth_text(rate)} at {bytes_text(timings.sizes[-1])}"
 
 
 def bench_text(bench: Bench, width: int | None = None) -> RenderableType:
@@ -180,8 +195,11 @@ def _judgement(bench: Bench) -> list[Text]:
         lines.append(Text(f"integrity   {right} of {len(bench.results)} paths delivered the bytes they were given"))
     if told:
         lines.append(Text(f"judgement   {told}"))
-    notes = dict.fromkeys(result.note for result in bench.results if result.note)
-    lines += [Text(f"note        {note}", "dim") for note in notes]
+    cut = [result for result in bench.results if result.note]
+    if cut:
+        most = bytes_text(max(size for result in cut for size in result.timings.sizes))
+        said = f"{len(cut)} of {len(bench.results)} paths stopped at {most} or less, when their time was over"
+        lines.append(Text(f"sizes       {said}; --seconds gives them more", "dim"))
     if bench.stopped:
         lines.append(Text(f"stopped     {bench.stopped}", "yellow"))
     return lines

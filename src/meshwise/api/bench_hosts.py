@@ -1,0 +1,120 @@
+"""Measure the links between the hosts of a cluster: one rank a host, under any launcher that starts one."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from meshwise.api.bench import Done, Heard, Tell, sizes_for, stamp
+from meshwise.api.machines import find_machine
+from meshwise.api.run import Machines
+from meshwise.machine.bench import Bench, bench_of, merged
+from meshwise.machine.find import accelerators, find_devices
+from meshwise.machine.measure.alone import Compute
+from meshwise.machine.measure.processes import measure_hosts, result_from, result_to
+from meshwise.machine.measure.result import PathResult
+from meshwise.spec.device_words import parse_devices
+from meshwise.spec.errors import UsageError, WorkerFailed
+from meshwise.spec.machine import Machine
+from meshwise.spec.worker_share import WorkerShare
+from meshwise.transfer.collectives import gather_objects
+from meshwise.workers.channel import Message
+from meshwise.workers.join import join, open_session, started_by_launcher
+from meshwise.workers.launch import Listeners, launch
+
+SECONDS = 60.0
+
+
+def bench_hosts(
+    *,
+    what: Sequence[str] = ("links", "collectives"),
+    sizes: str | None = None,
+    seconds: float | None = None,
+    machines: Machines | None = None,
+    tell: Tell = lambda text: None,
+    done: Done = lambda result: None,
+) -> Bench | None:
+    """Measure between hosts, check every byte, and judge. None on all hosts but the first.
+
+    Every host calls this: under torchrun, srun or mpirun, or by itself with `machines`. Raises UsageError when it is
+    alone, or for sizes that do not fit in memory.
+    """
+    began, heard = time.perf_counter(), Heard(done)
+    share = _share()
+    arguments = (sizes_for([share], sizes), seconds or SECONDS, tuple(what))
+    if started_by_launcher():
+        if open_session().world.rank:
+            tell, heard.done = (lambda text: None), (lambda result: None)
+        found = _be_a_host(*arguments, heard.path, tell)
+        return _bench(found, heard, began, "") if join().world.rank == 0 else None
+    nodes = None if machines is None else machines.meet(1)
+    if nodes is None:
+        raise UsageError(
+            "--hosts measures between hosts, and this one is alone. Start it on each: meshwise bench --hosts "
+            "--nnodes 2 --node-rank 0 --rdzv HOST:29500 on the first, --node-rank 1 on the second, or under torchrun or srun."
+        )
+
+    def told(rank: int, message: Message) -> None:
+        if message["kind"] == "measuring":
+            tell(message["text"])
+        elif message["kind"] == "measured":
+            heard.path(result_from(message["result"]))
+        elif message["kind"] == "hosts":
+            known.append(pickle.loads(bytes.fromhex(message["machines"])))
+
+    known: list[list[Machine]] = []
+    stopped = ""
+    try:
+        launch(_worker, arguments, [share], listeners=Listeners(message=told), nodes=nodes)
+    except KeyboardInterrupt:
+        stopped = "by Ctrl-C before all was measured; what is above is whole"
+    except WorkerFailed as error:
+        stopped = str(error)
+    if nodes.node_rank:
+        if stopped:
+            raise WorkerFailed(stopped)
+        return None
+    return _bench(known[0] if known else [find_machine()], heard, began, stopped)
+
+
+def _share() -> WorkerShare:
+    """One worker on the first accelerator of this host, or on all its cores."""
+    return find_devices(parse_devices("cuda:0" if accelerators()[0] == "cuda" else "1xcpu"))[0]
+
+
+def _be_a_host(
+    sizes: tuple[int, ...], seconds: float, what: Sequence[str], report: Any, tell: Tell, known: Any = None
+) -> list[Machine]:
+    session = join()
+    facts = gather_objects((session.world.local_rank, find_machine()))
+    found = [machine for local_rank, machine in facts if local_rank == 0]
+    if known is not None:
+        known(found)
+    measure_hosts(sizes, seconds, what, report, tell)
+    return found
+
+
+def _worker(sizes: tuple[int, ...], seconds: float, what: Sequence[str]) -> None:
+    """What the worker of one host does; rank 0's tells its launcher."""
+    channel = join().channel
+    assert channel is not None  # workers of `launch` always have one
+
+    def report(result: PathResult) -> None:
+        channel.send("measured", result=result_to(result))
+
+    def tell(text: str) -> None:
+        channel.send("measuring", text=text)
+
+    def known(found: list[Machine]) -> None:
+        channel.send("hosts", machines=pickle.dumps(found).hex())
+
+    _be_a_host(sizes, seconds, what, report, tell, known)
+
+
+def _bench(found: Sequence[Machine], heard: Heard, began: float, stopped: str) -> Bench:
+    computed: list[Compute] = []
+    machine = merged(found)
+    took = time.perf_counter() - began
+    return bench_of(machine, heard.results, computed, measured=stamp(machine), seconds=took, stopped=stopped)

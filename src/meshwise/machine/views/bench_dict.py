@@ -1,0 +1,48 @@
+"""A bench as plain data, for --json: every figure, in bytes, seconds and FLOP/s."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from meshwise.machine.bench import Bench
+from meshwise.machine.machine_dict import machine_dict, plain
+from meshwise.machine.measure.bandwidth import DEFINITIONS, algorithm_bandwidth, bus_bandwidth
+from meshwise.machine.measure.result import PathResult
+
+
+FACTS = ("operation", "source", "target", "path", "ranks", "wrong", "note")
+
+
+def bench_dict(bench: Bench) -> dict[str, Any]:
+    """What was measured, what was wrong, the verdicts, and the machine with all of it."""
+    return {
+        "exit_code": bench.exit_code,
+        "stopped": bench.stopped,
+        "seconds": bench.seconds,
+        "definitions": DEFINITIONS,
+        "results": [_result(result) for result in bench.results],
+        "verdicts": [plain(asdict(verdict)) for verdict in bench.verdicts],
+        "machine": machine_dict(bench.machine),
+    }
+
+
+def _result(result: PathResult) -> dict[str, Any]:
+    t = result.timings
+    p95, p99 = t.p95 or (None,) * len(t.sizes), t.p99 or (None,) * len(t.sizes)
+    table = [
+        {
+            "bytes": size,
+            "seconds": seconds,
+            "p95": p95[at],
+            "p99": p99[at],
+            "algorithm_bandwidth": algorithm_bandwidth(size, seconds),
+            "bus_bandwidth": bus_bandwidth(result.operation, result.ranks, size, seconds),
+        }
+        for at, (size, seconds) in enumerate(zip(t.sizes, t.seconds, strict=True))
+    ]
+    fit = plain({"latency": t.latency, "bandwidth": t.bandwidth, "residual": t.residual})
+    facts = {
+        name: getattr(result, name) for name in ("operation", "source", "target", "path", "ranks", "wrong", "note")
+    }
+    return {**facts, "fit": fit, "sizes": table}
