@@ -28,8 +28,13 @@ class _Through(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.handler = handler
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.handler(func, args, kwargs or {})
+
+def _handled(self: _Through, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return self.handler(func, args, kwargs or {})
+
+
+# Set behind torch's back: what the class defines itself is wrapped for torch.compile, whose import takes 4 s.
+_Through.__torch_dispatch__ = _handled  # type: ignore[assignment]
 
 
 def operators_through(handler: Handler) -> AbstractContextManager[Any]:

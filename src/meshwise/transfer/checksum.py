@@ -75,8 +75,13 @@ def _first_byte(block: Tensor, other: Tensor) -> int:
 
 def _bits(tensor: Tensor) -> Tensor:
     """The elements' bytes in their order, in memory that begins at a whole word."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    return plain.clone() if plain.storage_offset() % 4 else plain
+    raw = raw_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    return raw.clone() if raw.storage_offset() % 4 else raw
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as bytes. With as_strided, as one element or none may have any stride."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @lru_cache(maxsize=16)

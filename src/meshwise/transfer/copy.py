@@ -49,7 +49,8 @@ def copy(
     if path == AUTO and not (verify or OPEN or WORLDS or links or stream):
         try:  # the common case, at the price of a few attributes
             near = dst.is_cpu or src.is_cpu or dst.device == src.device
-            if near and dst.is_contiguous() and src.is_contiguous() and dst.shape == src.shape:
+            plain = dst.is_contiguous() and src.is_contiguous() and dst.dtype == src.dtype
+            if near and plain and dst.shape == src.shape:
                 return dst.copy_(src)
         except (AttributeError, RuntimeError):
             pass  # told, or mended, below

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from meshwise.transfer.checksum import raw_bytes
+
 PARTS = 32
 """Chunks of a large copy: the first leg's first and the second leg's last chunk have nothing to overlap with, so that
 the whole takes (PARTS + 1) / PARTS of the slower leg, 3 % more."""
@@ -37,14 +39,10 @@ def staged(dst: Tensor, src: Tensor) -> Callable[[], float] | None:
     whole = dst.is_contiguous() and dst.dtype == sent.dtype and not dst.is_conj() and not dst.is_neg()
     into = dst if whole else torch.empty(sent.shape, dtype=sent.dtype, device=dst.device)
     legs = _cuda_legs if src.is_cuda and dst.is_cuda else _host_legs
-    seconds = legs(_bytes(into), _bytes(sent))
+    seconds = legs(raw_bytes(into), raw_bytes(sent))
     if not whole:
         dst.copy_(into)
     return seconds
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _chunks(dst: Tensor, src: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
