@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-CGROUP = Path("/sys/fs/cgroup")
+from meshwise.machine.cgroup import ROOT as CGROUP
+from meshwise.machine.cgroup import cpu_quota
 
 
 def allowed_cores() -> tuple[int, ...]:
@@ -23,16 +24,7 @@ def allowed_cores() -> tuple[int, ...]:
 
 def cgroup_quota(root: Path = CGROUP) -> float | None:
     """Cores' worth of time that the container may use, or None without a limit. Reads cgroup v2, then v1."""
-    try:
-        quota, period = (root / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        limit = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        return None if limit <= 0 else limit / int((root / "cpu/cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
-        return None
+    return cpu_quota(root)
 
 
 def split_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
@@ -46,13 +38,13 @@ def split_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
 def cores_near(pci_address: str, cores: Sequence[int], root: Path = Path("/sys/bus/pci/devices")) -> tuple[int, ...]:
     """Those of `cores` on the NUMA node of a PCI device; all of them where the system does not say."""
     try:
-        near = _parse_list((root / pci_address.lower() / "local_cpulist").read_text().strip())
+        near = core_list((root / pci_address.lower() / "local_cpulist").read_text().strip())
     except (OSError, ValueError):
         return tuple(cores)
     return tuple(core for core in cores if core in near) or tuple(cores)
 
 
-def _parse_list(text: str) -> set[int]:
+def core_list(text: str) -> set[int]:
     """`0-3,8` as {0, 1, 2, 3, 8}."""
     found: set[int] = set()
     for part in text.split(","):

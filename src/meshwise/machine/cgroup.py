@@ -1,0 +1,72 @@
+"""What the control groups of this process let it use: cores' worth of time and bytes of memory. Versions 2 and 1.
+
+A limit of any group from this process's own up to the root holds, so the smallest counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+NO_LIMIT = 2**60  # version 1 writes "none" as the largest number of pages that fit, some 2**63 bytes
+
+
+def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
+    """Cores' worth of time that this process may use, or None without a limit."""
+    if (root / "cpu.max").exists() or (root / "cgroup.controllers").exists():
+        quotas = [_quota(*pair) for group in _groups("", root, own) if len(pair := _words(group / "cpu.max")) == 2]
+    else:
+        quotas = [
+            _quota(_text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us"))
+            for group in _groups("cpu", root, own)
+        ]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def memory_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
+    """Bytes of memory that this process may use, or None without a limit."""
+    texts = [_text(group / "memory.max") for group in _groups("", root, own)]
+    texts += [_text(group / "memory.limit_in_bytes") for group in _groups("memory", root, own)]
+    limits = [int(text) for text in texts if text.isdecimal()]
+    return min((limit for limit in limits if limit < NO_LIMIT), default=None)
+
+
+def _quota(quota: str, period: str) -> float | None:
+    """None for `max` and -1, which mean no limit, and for what cannot be read."""
+    if not (quota.isdecimal() and period.isdecimal()) or int(period) == 0 or int(quota) == 0:
+        return None
+    return int(quota) / int(period)
+
+
+def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
+    """The folders of this process's group and those above it, of version 2 (no controller) or of version 1.
+
+    Inside a container the path may be the host's, which is not there: then the root is the container's own group.
+    """
+    base = root / controller if controller else root
+    group = next((path for names, path in _memberships(own) if controller in names), "").strip("/")
+    while group:
+        yield base / group
+        group = group.rpartition("/")[0]
+    yield base
+
+
+def _memberships(own: Path) -> Iterator[tuple[list[str], str]]:
+    """`4:cpu,cpuacct:/box` as (["cpu", "cpuacct"], "/box"); the line of version 2, `0::/box`, as ([""], "/box")."""
+    for line in _text(own).splitlines():
+        parts = line.split(":", 2)
+        if len(parts) == 3:
+            yield parts[1].split(","), parts[2]
+
+
+def _words(path: Path) -> list[str]:
+    return _text(path).split()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

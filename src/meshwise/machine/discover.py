@@ -1,0 +1,178 @@
+"""What is here, as a Machine: from NVML, /sys and /proc, without torch, in some milliseconds, writing nothing.
+
+What cannot be found stays unknown, with a warning that says what would be needed; a file or a library that is missing
+is no error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from meshwise.machine.amd import read_amd
+from meshwise.machine.catalog import Part, part_of_driver_name
+from meshwise.machine.found import Accelerator, Found
+from meshwise.machine.host_facts import allowed, core_packages, host_facts
+from meshwise.machine.nvml import read_nvidia
+from meshwise.machine.sysfs import node_cores
+from meshwise.machine.topology import device_links, host_links, link_warnings
+from meshwise.machine.visible import visible
+from meshwise.spec.machine import HOST, Device, Host, Link, Machine
+
+DRIVER = "as the driver tells it"
+
+
+def discover(
+    nvml: Any = None,
+    sys: Path = Path("/sys"),
+    proc: Path = Path("/proc"),
+    *,
+    amdsmi: Any = None,
+    affinity: Sequence[int] | None = None,
+    limits: Mapping[str, float] | None = None,
+    environ: Mapping[str, str] = os.environ,
+    part_of: Callable[[str, int | None], Part | None] = part_of_driver_name,
+) -> Machine:
+    """The machine that this process runs on; without an accelerator, one CPU worker. Never raises for what is missing.
+
+    nvml, amdsmi: the libraries to ask, None: those that are installed. sys, proc: where /sys and /proc are. affinity
+    and limits: of this process, None: ask the system. environ: for CUDA_VISIBLE_DEVICES and the like. part_of: the
+    catalog's part for a driver's name and memory.
+    """
+    host = host_facts(sys, proc, affinity, limits)
+    sockets = _sockets(sys, proc)
+    found = read_nvidia(sys, proc, nvml, lambda one, other: _same(sockets.get(one), sockets.get(other)))
+    if not found.accelerators:
+        amd = read_amd(sys, amdsmi)
+        found = Found(amd.accelerators, amd.between, {**found.versions, **amd.versions}, found.warnings + amd.warnings)
+    found = visible(found, environ)
+    if not found.accelerators:
+        return _cpu_machine(host, found, part_of)
+    names = [f"cuda:{index}" for index in range(len(found.accelerators))]
+    parts = [part_of(device.name, device.memory) for device in found.accelerators]
+    own = {sockets.get(node) for node in _own_nodes(sys, allowed(affinity, core_packages(proc)))}
+    links = [
+        *host_links(names, found, parts, lambda device: _far(device, sockets, own)),
+        *device_links(names, found, parts),
+    ]
+    by_name = dict(zip(names, found.accelerators, strict=True))
+    warnings = (
+        *found.warnings,
+        *_part_warnings(found, parts),
+        *link_warnings(links, dict(zip(names, parts, strict=True)), by_name),
+        *_host_warnings(sys, host),
+        *_far_warnings(links),
+    )
+    return Machine(
+        _name(found, parts),
+        tuple(_device(name, device, part) for name, device, part in zip(names, found.accelerators, parts, strict=True)),
+        tuple(links),
+        (host,),
+        versions=found.versions,
+        warnings=warnings,
+    )
+
+
+def _cpu_machine(host: Host, found: Found, part_of: Callable[[str, int | None], Part | None]) -> Machine:
+    """One CPU worker, as `all` gives one."""
+    part = part_of(host.processor, None)
+    device = Device("cpu:0", host.processor or "unknown processor", memory=host.memory)
+    if part is not None:
+        device = _with_part(device, part)
+    warnings = found.warnings
+    if part is None:
+        warnings += (
+            f"{device.part} is not in the catalog: its peak and memory bandwidth are unknown. "
+            "meshwise bench measures them; figures that you know go into a machine file.",
+        )
+    return Machine("1xcpu", (device,), (), (host,), versions=found.versions, warnings=warnings)
+
+
+def _device(name: str, device: Accelerator, part: Part | None) -> Device:
+    memory = "memory" if device.memory is not None else ""
+    made = Device(
+        name,
+        device.name,
+        memory=device.memory,
+        numa=device.numa,
+        pci=device.pci,
+        origins={memory: DRIVER} if memory else {},
+    )
+    return made if part is None else _with_part(made, part)
+
+
+def _with_part(device: Device, part: Part) -> Device:
+    """The part's name and nominal figures; the memory stays what the driver says, where it says so."""
+    figures = ("memory_bandwidth", "peak", "achievable") + (("memory",) if device.memory is None else ())
+    origins = {name: origin for name, origin in part.origins.items() if name.split(".")[0] in figures}
+    return replace(
+        device,
+        part=part.name,
+        memory=part.memory if device.memory is None else device.memory,
+        memory_bandwidth=part.memory_bandwidth,
+        peak=part.peak,
+        achievable=part.achievable,
+        origins={**device.origins, **origins},
+    )
+
+
+def _name(found: Found, parts: Sequence[Part | None]) -> str:
+    """`8xH100-SXM`, or `2xRTX-4090 + 1xNVIDIA T4` where parts differ."""
+    names = [part.name if part else device.name for device, part in zip(found.accelerators, parts, strict=True)]
+    return " + ".join(f"{names.count(name)}x{name}" for name in dict.fromkeys(names))
+
+
+def _part_warnings(found: Found, parts: Sequence[Part | None]) -> list[str]:
+    unknown = [device for device, part in zip(found.accelerators, parts, strict=True) if part is None]
+    sliced = any(device.sliced for device in found.accelerators)
+    said = [
+        f"{name} is not in the catalog: its peak, memory bandwidth and links are unknown. meshwise bench measures "
+        "them; figures that you know go into a machine file."
+        for name in dict.fromkeys(device.name for device in unknown)
+    ]
+    if sliced:
+        said.append(
+            "MIG is on: what programs get are slices of these devices. torch tells which (leave --no-torch out)."
+        )
+    return said
+
+
+def _host_warnings(sys: Path, host: Host) -> list[str]:
+    """InfiniBand registers memory that must be locked: NCCL's guide asks for `--ulimit memlock=-1`."""
+    ports = sys / "class/infiniband"
+    if "locked memory" in host.limits and ports.is_dir() and any(ports.iterdir()):
+        return ["Locked memory is limited, and InfiniBand needs it: ulimit -l unlimited, or --ulimit memlock=-1."]
+    return []
+
+
+def _far_warnings(links: Sequence[Link]) -> list[str]:
+    far = [link.target for link in links if link.source == HOST and link.crosses == "socket"]
+    if not far:
+        return []
+    more = f" and {len(far) - 1} more" if len(far) > 1 else ""
+    return [
+        f"{far[0]}{more}: on a socket whose cores this process may not use, so that copies from the host cross to the "
+        "other socket. Give the process cores of that socket."
+    ]
+
+
+def _sockets(sys: Path, proc: Path) -> Mapping[int, int | None]:
+    """The socket of each NUMA node."""
+    packages = core_packages(proc)
+    return {node: packages.get(min(cores)) for node, cores in node_cores(sys).items()}
+
+
+def _own_nodes(sys: Path, cores: Sequence[int]) -> list[int]:
+    return [node for node, members in node_cores(sys).items() if members.intersection(cores)]
+
+
+def _far(device: Accelerator, sockets: Mapping[int, int | None], own: set[int | None]) -> bool:
+    socket = sockets.get(device.numa) if device.numa is not None else None
+    return socket is not None and None not in own and bool(own) and socket not in own
+
+
+def _same(one: int | None, other: int | None) -> bool:
+    return one is not None and one == other

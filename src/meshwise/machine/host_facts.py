@@ -1,0 +1,138 @@
+"""The host without asking anybody: processor, cores and memory that are here and that this process may use, limits.
+
+A container with 2 of 64 cores has 2, and its memory is what its group may use.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from meshwise.machine.cgroup import cpu_quota, memory_limit
+from meshwise.machine.sysfs import node_cores, read_text
+from meshwise.spec.machine import Host, Machine
+from meshwise.spec.units import bytes_text
+
+SHARED_MEMORY = 2**30
+"""Bytes of /dev/shm below which NCCL and loaders run into trouble: NCCL's guide asks for `--shm-size=1g`."""
+OPEN_FILES_EACH = 512
+"""Open files for one worker: its loaders, the tensors that they pass on, its connections. Of our own making."""
+
+
+def host_facts(
+    sys: Path = Path("/sys"),
+    proc: Path = Path("/proc"),
+    affinity: Sequence[int] | None = None,
+    limits: Mapping[str, float] | None = None,
+) -> Host:
+    """The host. affinity: cores that the process is bound to, limits: its limits; None: ask the system."""
+    packages = core_packages(proc)
+    present = len(packages) or os.cpu_count()
+    bound = len(allowed(affinity, packages)) or present
+    quota = cpu_quota(sys / "fs/cgroup", proc / "self/cgroup")
+    cores = bound if quota is None or bound is None else min(bound, max(1, math.ceil(quota)))
+    memory = _total_memory(proc)
+    most = memory_limit(sys / "fs/cgroup", proc / "self/cgroup")
+    return Host(
+        socket.gethostname(),
+        _processor(proc),
+        cores,
+        present,
+        len({package for package in packages.values() if package is not None}) or None,
+        len(node_cores(sys)) or None,
+        min((size for size in (memory, most) if size is not None), default=None),
+        memory,
+        own_limits() if limits is None else limits,
+    )
+
+
+def allowed(affinity: Sequence[int] | None, packages: Mapping[int, int | None]) -> Sequence[int]:
+    """The cores that this process is bound to."""
+    if affinity is not None:
+        return affinity
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(packages)
+
+
+def core_packages(proc: Path) -> Mapping[int, int | None]:
+    """The socket of each core, by /proc/cpuinfo; None where it does not say (Arm)."""
+    found: dict[int, int | None] = {}
+    core = -1
+    for line in read_text(proc / "cpuinfo").splitlines():
+        name, _, value = (part.strip() for part in line.partition(":"))
+        if name == "processor" and value.isdecimal():
+            core = int(value)
+            found[core] = None
+        elif name == "physical id" and value.isdecimal():
+            found[core] = int(value)
+    return found
+
+
+def own_limits() -> Mapping[str, float]:
+    """`shared memory` in bytes, `open files`, `locked memory` in bytes; those without a limit are left out."""
+    found: dict[str, float] = {}
+    try:
+        shared = os.statvfs("/dev/shm")
+        found["shared memory"] = shared.f_frsize * shared.f_blocks
+    except (OSError, AttributeError):  # no such folder, or Windows
+        pass
+    try:
+        import resource
+    except ImportError:
+        return found
+    for name, number in (
+        ("open files", resource.RLIMIT_NOFILE),
+        ("locked memory", getattr(resource, "RLIMIT_MEMLOCK", None)),
+    ):
+        soft = resource.RLIM_INFINITY if number is None else resource.getrlimit(number)[0]
+        if soft != resource.RLIM_INFINITY:
+            found[name] = soft
+    return found
+
+
+def limits_that_hurt(machine: Machine) -> list[str]:
+    """A sentence for each limit that will stop or slow work on these devices, with what to do."""
+    found = []
+    for at, host in enumerate(machine.hosts):
+        devices = [device for device in machine.devices if device.host == at]
+        others = [device for device in devices if device.kind != "cpu"]
+        shared, files = host.limits.get("shared memory"), host.limits.get("open files")
+        if shared is not None and shared < SHARED_MEMORY:
+            found.append(
+                f"Shared memory is {bytes_text(shared)}: data loaders and NCCL need more. "
+                f"Start the container with --shm-size={bytes_text(SHARED_MEMORY)[0]}g or more."
+            )
+        if files is not None and files < OPEN_FILES_EACH * len(devices):
+            need = 2 ** math.ceil(math.log2(OPEN_FILES_EACH * len(devices)))
+            found.append(
+                f"{files:,.0f} open files for {len(devices)} devices: data loaders run out of them. ulimit -n {need}"
+            )
+        if host.cores is not None and host.cores < len(others):
+            found.append(
+                f"{host.cores} core{'s' if host.cores > 1 else ''} for {len(others)} devices: workers wait for each "
+                f"other. Give the container one core a device or more (--cpus={len(others)})."
+            )
+    return list(dict.fromkeys(found))
+
+
+def _processor(proc: Path) -> str:
+    text = read_text(proc / "cpuinfo")
+    for name in ("model name", "cpu model", "Model", "cpu", "Hardware"):  # x86, MIPS, Arm boards, POWER, old Arm
+        found = re.search(rf"^{name}\s*:\s*(\S.*)$", text, re.MULTILINE)
+        if found:
+            return " ".join(found[1].split())
+    return platform.processor() or platform.machine()
+
+
+def _total_memory(proc: Path) -> int | None:
+    found = re.search(r"^MemTotal:\s+(\d+) kB", read_text(proc / "meminfo"), re.MULTILINE)
+    if found:
+        return int(found[1]) * 1024
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError, AttributeError):  # Windows
+        return None

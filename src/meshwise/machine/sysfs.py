@@ -1,0 +1,112 @@
+"""What Linux says of PCI devices and NUMA nodes in /sys: links now and at most, which node, what lies above."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwise.machine.cores import core_list
+
+GENERATIONS = {"2.5": 1, "5": 2, "8": 3, "16": 4, "32": 5, "64": 6}
+"""PCIe generations by the transfer rate of a lane, as `16.0 GT/s PCIe` (PCI-SIG base specifications)."""
+AMD_VENDORS = ("0x1002", "0x1022")
+DISPLAY, ACCELERATOR, BRIDGE = "0x03", "0x12", "0x06"
+
+
+@dataclass(frozen=True)
+class PciFacts:
+    """One PCI device. now and most: (generation, lanes), each None where it is not told. numa None: not told.
+
+    path: what it hangs on, from the root complex (`pci0000:4a`) over bridges to the device itself.
+    """
+
+    address: str
+    vendor: str = ""
+    kind: str = ""
+    numa: int | None = None
+    now: tuple[int | None, int | None] = (None, None)
+    most: tuple[int | None, int | None] = (None, None)
+    path: tuple[str, ...] = ()
+
+
+def read_text(path: Path) -> str:
+    """The text of a file without its end of line; empty where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def pci_facts(sys: Path, address: str) -> PciFacts | None:
+    """What /sys says of the device at `0000:3b:00.0`; None where there is none."""
+    folder = sys / "bus/pci/devices" / address.lower()
+    if not folder.is_dir():
+        return None
+    node = read_text(folder / "numa_node")
+    place = folder.resolve()
+    parts = place.parts
+    start = next((at for at, part in enumerate(parts) if part.startswith("pci") and ":" in part), len(parts) - 1)
+    return PciFacts(
+        address.lower(),
+        read_text(folder / "vendor"),
+        read_text(folder / "class"),
+        int(node) if node.isdecimal() else None,  # -1: the firmware does not say
+        (_generation(folder, "current"), _width(folder, "current")),
+        (_generation(folder, "max"), _width(folder, "max")),
+        parts[start:],
+    )
+
+
+def narrowest(sys: Path, device: PciFacts) -> tuple[int | None, int | None]:
+    """(generation, lanes) of the slowest link above an AMD device, up to the host.
+
+    An AMD accelerator carries a bridge, and its own link to that bridge always runs at full speed: what the slot gives
+    stands at the bridge. Other vendors' bridges are left out, since virtual machines show ones that are not there.
+    """
+    slowest = device.now
+    folder = (sys / "bus/pci/devices" / device.address).resolve().parent
+    while read_text(folder / "vendor") in AMD_VENDORS:
+        link = (_generation(folder, "current"), _width(folder, "current"))
+        if None not in link and (None in slowest or _lane_rate(link) < _lane_rate(slowest)):
+            slowest = link
+        folder = folder.parent
+    return slowest
+
+
+def displays(sys: Path, vendor: str) -> list[str]:
+    """Addresses of the display and accelerator devices of a vendor (`0x10de`), in order."""
+    folder = sys / "bus/pci/devices"
+    if not folder.is_dir():
+        return []
+    return [
+        device.name
+        for device in sorted(folder.iterdir())
+        if read_text(device / "vendor") == vendor and read_text(device / "class").startswith((DISPLAY, ACCELERATOR))
+    ]
+
+
+def node_cores(sys: Path) -> Mapping[int, frozenset[int]]:
+    """The cores of each NUMA node that has some."""
+    found = {}
+    for folder in sorted((sys / "devices/system/node").glob("node[0-9]*")):
+        text = read_text(folder / "cpulist")
+        if text:
+            found[int(folder.name.removeprefix("node"))] = frozenset(core_list(text))
+    return found
+
+
+def _generation(folder: Path, which: str) -> int | None:
+    """Of `current_link_speed`: `16.0 GT/s PCIe` is 4; None for `Unknown`."""
+    words = read_text(folder / f"{which}_link_speed").split()
+    return GENERATIONS.get(words[0].removesuffix(".0")) if words else None
+
+
+def _width(folder: Path, which: str) -> int | None:
+    """Lanes of `current_link_width`; None for 0 and 255, which mean that there is no link."""
+    text = read_text(folder / f"{which}_link_width")
+    return int(text) if text.isdecimal() and 0 < int(text) < 64 else None
+
+
+def _lane_rate(link: tuple[int | None, int | None]) -> float:
+    return 2.0 ** (link[0] or 0) * (link[1] or 0)

@@ -1,0 +1,71 @@
+"""Which accelerators the environment leaves to this process, and in which order: CUDA_VISIBLE_DEVICES and its like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from meshwise.machine.found import Accelerator, Found
+
+VARIABLES = {
+    "nvidia": ("CUDA_VISIBLE_DEVICES",),
+    "amd": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+}
+
+
+def visible(found: Found, environ: Mapping[str, str]) -> Found:
+    """Those that are left, in the order in which CUDA numbers them.
+
+    As CUDA does, everything behind an entry that names no device is left out (CUDA programming guide, environment
+    variables). Without CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA puts the fastest first: with parts that differ, numbers may
+    not be torch's, and a warning says so.
+    """
+    devices = found.accelerators
+    order = list(range(len(devices)))
+    said = []
+    for name in VARIABLES[devices[0].vendor] if devices else ():
+        if name in environ:
+            order = _chosen(environ[name], order, devices)
+            if len(order) < len(devices):
+                said.append(f"{name}={environ[name]}: {len(order)} of {len(devices)} devices are left to this process.")
+    differ = len({device.name for device in devices}) > 1 and devices[0].vendor == "nvidia"
+    if differ and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        said.append(
+            "Devices differ, and CUDA numbers the fastest first: without torch the numbers here are by PCI address. "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID makes both the same."
+        )
+    return kept(replace(found, warnings=(*found.warnings, *said)), order)
+
+
+def kept(found: Found, order: list[int]) -> Found:
+    """Only the accelerators at these places, in this order."""
+    places = {old: new for new, old in enumerate(order)}
+    return replace(
+        found,
+        accelerators=tuple(found.accelerators[at] for at in order),
+        between={
+            (places[one], places[other]): between
+            for (one, other), between in found.between.items()
+            if one in places and other in places
+        },
+    )
+
+
+def _chosen(text: str, order: list[int], devices: tuple[Accelerator, ...]) -> list[int]:
+    chosen: list[int] = []
+    for word in text.split(","):
+        word = word.strip()
+        if word.isdecimal() and int(word) < len(order):
+            chosen.append(order[int(word)])
+        elif word.startswith(("GPU-", "MIG-")) and (at := _by_uuid(word, order, devices)) is not None:
+            chosen.append(at)
+        else:
+            break
+    return list(dict.fromkeys(chosen))
+
+
+def _by_uuid(word: str, order: list[int], devices: tuple[Accelerator, ...]) -> int | None:
+    """A UUID or its beginning, as CUDA takes it. `MIG-GPU-…/1/0` names the device; `MIG-…` alone does not."""
+    start = word.removeprefix("MIG-").split("/")[0]
+    matching = [at for at in order if devices[at].uuid.startswith(start)]
+    return matching[0] if len(matching) == 1 else None
