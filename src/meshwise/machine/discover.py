@@ -68,7 +68,9 @@ def discover(
     )
     return Machine(
         _name(found, parts),
-        tuple(_device(name, device, part) for name, device, part in zip(names, found.accelerators, parts, strict=True)),
+        tuple(
+            described(name, device, part) for name, device, part in zip(names, found.accelerators, parts, strict=True)
+        ),
         tuple(links),
         (host,),
         versions=found.versions,
@@ -91,7 +93,8 @@ def _cpu_machine(host: Host, found: Found, part_of: Callable[[str, int | None], 
     return Machine("1xcpu", (device,), (), (host,), versions=found.versions, warnings=warnings)
 
 
-def _device(name: str, device: Accelerator, part: Part | None) -> Device:
+def described(name: str, device: Accelerator, part: Part | None) -> Device:
+    """The device of this name, with the nominal figures of its part where that is known."""
     memory = "memory" if device.memory is not None else ""
     made = Device(
         name,

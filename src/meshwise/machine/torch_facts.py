@@ -1,0 +1,174 @@
+"""What torch adds to a discovered machine: its versions, its numbering of the devices, and who can read whose memory.
+
+NVML counts by PCI address and sees every device; torch counts as CUDA does and sees those that the environment leaves
+to it. Both are matched by PCI address, and torch's names are kept, since they are what programs write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from meshwise.machine.catalog import Part, part_of_driver_name
+from meshwise.machine.discover import described
+from meshwise.machine.found import Accelerator
+from meshwise.spec.machine import Device, Link, Machine
+
+LEAST_WHOLE = 0.85
+"""The share of the driver's memory below which torch's device is a slice of it (MIG), as in the catalog's matching."""
+INSTALL = "https://pytorch.org/get-started/locally"
+
+
+@dataclass(frozen=True)
+class TorchDevice:
+    """One device as torch sees it. name: `cuda:0`; model: the driver's name of it; pci: empty where torch is silent."""
+
+    name: str
+    model: str
+    memory: int | None = None
+    pci: str = ""
+    capability: str = ""
+
+
+@dataclass(frozen=True)
+class TorchFacts:
+    """versions: of torch, `cuda` or `rocm`, `nccl`. peers: whether the first can read the second's memory, by names."""
+
+    versions: Mapping[str, str]
+    devices: tuple[TorchDevice, ...] = ()
+    peers: Mapping[tuple[str, str], bool] = field(default_factory=dict)
+
+
+def with_torch_facts(machine: Machine) -> Machine:
+    """The discovered machine with what torch knows of it. Never raises for a driver that does not start."""
+    return joined(machine, read_torch())
+
+
+def read_torch() -> TorchFacts:
+    """What this torch says. Starts the CUDA driver in this process, where there is one."""
+    versions = {"torch": str(torch.__version__)}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    if torch.version.hip:
+        versions["rocm"] = torch.version.hip
+    if (torch.version.cuda or torch.version.hip) and torch.distributed.is_nccl_available():
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    try:
+        kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        count = torch.accelerator.device_count() if kind is not None else 0
+        devices = tuple(_device(kind.type, index) for index in range(count)) if kind is not None else ()
+    except RuntimeError:  # a driver that is there and does not start
+        return TorchFacts(versions)
+    return TorchFacts(versions, devices, _peers(devices))
+
+
+def joined(
+    machine: Machine, facts: TorchFacts, part_of: Callable[[str, int | None], Part | None] = part_of_driver_name
+) -> Machine:
+    """The machine as torch sees it: torch's devices in torch's order, with what else was found of each of them."""
+    versions = {**machine.versions, **facts.versions}
+    accelerators = [device for device in machine.devices if device.kind != "cpu"]
+    if not facts.devices:
+        warnings = machine.warnings + ((_no_device(facts, len(accelerators)),) if accelerators else ())
+        return replace(machine, versions=versions, warnings=warnings)
+    known = {device.pci: device for device in accelerators if device.pci}
+    devices = tuple(_one(device, known.get(device.pci), part_of) for device in facts.devices)
+    names = {known[device.pci].name: device.name for device in facts.devices if device.pci in known}
+    links = tuple(
+        _renamed(link, names, facts.peers)
+        for link in machine.links
+        if all(end in names or end == "host" for end in (link.source, link.target))
+    )
+    warnings = tuple(_told_anew(warning, names) for warning in machine.warnings if accelerators or "cpu" in warning)
+    unseen = len(accelerators) - len(names)
+    if unseen > 0:
+        warnings += (f"torch sees {len(names)} of the {len(accelerators)} devices that the driver has.",)
+    unknown = [d for d, told in zip(devices, facts.devices, strict=True) if d.part == told.model and not d.peak]
+    known_before = {device.part for device in accelerators}
+    warnings += tuple(
+        f"{part} is not in the catalog: its peak, memory bandwidth and links are unknown. meshwise bench measures them; "
+        "figures that you know go into a machine file."
+        for part in dict.fromkeys(device.part for device in unknown)
+        if part not in known_before
+    )
+    return replace(machine, name=_name(devices), devices=devices, links=links, versions=versions, warnings=warnings)
+
+
+def _device(kind: str, index: int) -> TorchDevice:
+    name = f"{kind}:{index}"
+    if kind == "cuda":
+        facts = torch.cuda.get_device_properties(index)
+        capability = f"{facts.major}.{facts.minor}"
+        return TorchDevice(name, facts.name, int(facts.total_memory), _pci(facts), capability)
+    if kind == "xpu":
+        found = torch.xpu.get_device_properties(index)
+        return TorchDevice(name, found.name, int(found.total_memory))
+    if kind == "mps":
+        return TorchDevice(name, "Apple GPU", int(torch.mps.recommended_max_memory()))
+    return TorchDevice(name, kind)
+
+
+def _pci(facts: object) -> str:
+    """`0000:3b:00.0`, as sysfs writes it; empty where this torch does not tell."""
+    numbers = [getattr(facts, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if any(number is None for number in numbers):
+        return ""
+    return "{:04x}:{:02x}:{:02x}.0".format(*(int(number or 0) for number in numbers))
+
+
+def _peers(devices: tuple[TorchDevice, ...]) -> Mapping[tuple[str, str], bool]:
+    names = [device.name for device in devices if device.name.startswith("cuda")]
+    return {
+        (one, other): torch.cuda.can_device_access_peer(one, other) for one in names for other in names if one != other
+    }
+
+
+def _one(told: TorchDevice, known: Device | None, part_of: Callable[[str, int | None], Part | None]) -> Device:
+    """The device under torch's name; a slice of what the driver told has torch's memory and no nominal figures."""
+    whole = known is not None and (
+        told.memory is None or known.memory is None or told.memory >= LEAST_WHOLE * known.memory
+    )
+    if known is not None and whole:
+        memory = told.memory if known.memory is None else known.memory
+        if known.peak or known.memory is not None:
+            return replace(known, name=told.name, memory=memory)
+    made = described(
+        told.name,
+        Accelerator(told.model, told.pci, memory=told.memory, numa=known.numa if known else None),
+        part_of(told.model, told.memory),
+    )
+    return replace(made, origins={name: "torch" if name == "memory" else o for name, o in made.origins.items()})
+
+
+def _renamed(link: Link, names: Mapping[str, str], peers: Mapping[tuple[str, str], bool]) -> Link:
+    """The link between torch's names. What the runtime says of peer access goes before what the driver could do."""
+    ends = (names.get(link.source, link.source), names.get(link.target, link.target))
+    return replace(link, source=ends[0], target=ends[1], peer=peers.get(ends, link.peer))
+
+
+def _told_anew(warning: str, names: Mapping[str, str]) -> str:
+    """A warning with torch's numbers in it."""
+    words = warning.split(" ")
+    anew = []
+    for word in words:
+        bare = word.rstrip(":,.")
+        anew.append(names.get(bare, bare) + word[len(bare) :])
+    return " ".join(anew)
+
+
+def _no_device(facts: TorchFacts, devices: int) -> str:
+    many = f"{devices} device{'s are' if devices > 1 else ' is'} here"
+    version = facts.versions["torch"]
+    if "cuda" not in facts.versions and "rocm" not in facts.versions:
+        return f"{many}, and torch {version} is a build for CPUs only. Install a build for them: {INSTALL}."
+    return (
+        f"{many}, and torch {version} can use none. The driver may be too old for its CUDA "
+        f"{facts.versions.get('cuda', '')}: install a newer driver, or a torch for this one: {INSTALL}."
+    )
+
+
+def _name(devices: tuple[Device, ...]) -> str:
+    parts = [device.part for device in devices]
+    return " + ".join(f"{parts.count(part)}x{part}" for part in dict.fromkeys(parts))
