@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwise.machine.catalog import Part, PartLink, achievable, nvlink, part, pcie, reached
+from meshwise.machine.measure.bandwidth import FACTORS
 from meshwise.spec.machine import DEVICE, HOST, NODE, Collective, Device, Link, Machine
 from meshwise.spec.units import bandwidth_text, flops_text
 
@@ -106,6 +107,10 @@ def device_nominal(machine: Machine, link: Link) -> tuple[float | None, int | No
     if generation and width and link.kind in ("pcie", "nvlink"):
         rate = (pcie if link.kind == "pcie" else nvlink)(generation, width)
         return rate, generation, f"{link.kind} generation {generation}, width {width}, what the devices say they can do"
+    if link.bandwidth is None and link.kind == "network":
+        for any_host in machine.links:
+            if (any_host.source, any_host.target) == (NODE, NODE):
+                return any_host.bandwidth, None, any_host.origin
     return link.bandwidth, generation, link.origin or "the nominal bandwidth of the link"
 
 
@@ -119,6 +124,8 @@ def _own(device: Part, kind: str) -> PartLink | None:
 
 def expected_collective(machine: Machine, collective: Collective) -> Expected:
     """The bus bandwidth that a collective should reach: of the slowest link that a ring must cross."""
+    if collective.kind not in FACTORS or collective.ranks < 2:
+        return Expected(None, None, f"no rate is known that {collective.kind} should have")
     on_one_host = sum(device.host == 0 for device in machine.devices)
     inside = [
         link

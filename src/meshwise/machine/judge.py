@@ -30,8 +30,8 @@ CAUSES = {
     "narrow-pcie": "the PCIe link has {width} of {full_width} lanes: look at the slot, the riser and the manual",
     "old-pcie-generation": "the PCIe link runs at generation {generation} of {full_generation}: look at the slot and "
     "at the firmware's settings",
-    "idle-link": "the link was seen at generation {generation} of {full_generation}, its idle state: links speed up "
-    "under load, so this alone is no fault",
+    "idle-link": "the PCIe link was seen at generation {generation} of {full_generation}, where links rest when they "
+    "are idle; if it stays there under load, look at power management (ASPM) in the firmware",
     "fewer-links": "{width} of {full_width} links between the devices are up: `nvidia-smi nvlink -s` shows which",
     "peer-off": "peer access is off, so that every byte goes through the host's memory",
     "other-socket": "the path crosses to the other processor socket",
@@ -121,11 +121,11 @@ def _copy(machine: Machine, link: Link, path: str, timings: Timings) -> Verdict:
             causes |= _told("other-socket")
     else:
         causes = _between_causes(machine, link, way, measured)
-    always: tuple[str, ...] = ("idle-link",)
+    always: tuple[str, ...] = ()
     if way == "pageable":
         causes, always = _told("pageable"), ("pageable",)
     if way == "staged" and _vendor_has_no_peer(machine, link):
-        always += ("peer-off",)
+        always = ("peer-off",)
     return _verdict(f"{link.source} -> {link.target}, {path}", measured, expected, causes, always)
 
 
@@ -172,7 +172,8 @@ def _lane_causes(machine: Machine, link: Link, measured: float) -> dict[str, str
             causes["narrow-pcie"] = CAUSES["narrow-pcie"].format(**facts)
         if link.generation is not None and generation is not None and link.generation < generation:
             seen = pcie(link.generation, link.width or width or 16)
-            key = "idle-link" if seen is not None and measured > seen else "old-pcie-generation"
+            resting = link.generation == 1 or (seen is not None and measured > seen)
+            key = "idle-link" if resting else "old-pcie-generation"
             causes[key] = CAUSES[key].format(**facts)
     elif link.kind == "nvlink" and fewer and not _spread(machine, link):
         causes["fewer-links"] = CAUSES["fewer-links"].format(**facts)
@@ -216,7 +217,8 @@ def _collective(machine: Machine, collective: Collective) -> Verdict:
     what = f"{collective.kind}, {collective.ranks} ranks, {collective.backend}"
     causes: dict[str, str] = {}
     always: tuple[str, ...] = ()
-    if expected.nominal is not None and measured > expected.nominal:
+    switched = any(link.kind in ("nvlink", "network") for link in machine.links) and collective.backend == "nccl"
+    if switched and expected.rate is not None and measured > (expected.nominal or 0.0):
         causes, always = _told("in-network"), ("in-network",)
     else:
         for link in machine.links:

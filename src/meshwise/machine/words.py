@@ -107,7 +107,8 @@ def _count(words: str, digits: str) -> int:
 def _named(words: str, name: str) -> _Named:
     """The part that a name means; the catalog's first where several do."""
     plain = _plain(name)
-    found = [part for part in parts() if _means(plain, part)]
+    exact = [part for part in parts() if plain in map(_plain, (part.name, *part.aliases))]
+    found = exact or [part for part in parts() if _means(plain, part)]
     if not found:
         raise UsageError(f"machine '{words}': '{name}' is no known part.{_near(plain)} {_WRITE}")
     part = found[0]
@@ -130,10 +131,7 @@ def _plain(name: str) -> str:
 
 
 def _means(plain: str, part: Part) -> bool:
-    """Whether a plain name means this part: its name, or its family with some of its form and its memory."""
-    names = [part.name, *part.aliases]
-    if plain in map(_plain, names):
-        return True
+    """Whether a plain name means this part: its family with some of its form and its memory."""
     family = _plain(part.family)
     if not plain.startswith(family) or part.memory is None:
         return False
