@@ -75,11 +75,12 @@ def _one_of(value: str, known: Sequence[str], place: str) -> str:
 
 
 def _ends(table: Table, known: set[str], place: str) -> list[tuple[str, str]]:
-    write = 'Write ends = ["host -> cuda:0", "cuda:0 -> host"].'
+    write = 'Write ends = ["host -> cuda:0", "cuda:0 <-> cuda:1"].'
     found = []
     for text in texts_of(table, "ends", place):
-        source, arrow, target = (part.strip() for part in text.partition("->"))
-        if not arrow:
+        arrow = "<->" if "<->" in text else "->"
+        source, found_arrow, target = (part.strip() for part in text.partition(arrow))
+        if not found_arrow:
             raise UsageError(f"{place}: '{text[:60]}': no ends of a link. {write}")
         for end in (source, target):
             if end not in known:
@@ -87,7 +88,7 @@ def _ends(table: Table, known: set[str], place: str) -> list[tuple[str, str]]:
                     f"{place}: '{end[:60]}' is no device of this machine.{nearest(end, known)} Ends are devices of the "
                     f"file, host, device (any), node (any host) or node0."
                 )
-        found.append((source, target))
+        found += [(source, target)] if arrow == "->" or source == target else [(source, target), (target, source)]
     if not found:
         raise UsageError(f"{place}: ends is missing. {write}")
     return found

@@ -58,8 +58,10 @@ def machine_to_toml(machine: Machine) -> str:
 
 
 def link_order(link: Link) -> tuple[Any, ...]:
-    """Links in the order of a file: of the host first, then by the devices' numbers."""
-    return (_natural(link.source), _natural(link.target))
+    """Links in the order of a file: each device's to the host and back, then from device to device, by number."""
+    if HOST in (link.source, link.target):
+        return (0, _natural(link.target if link.source == HOST else link.source), link.source != HOST)
+    return (1, _natural(link.source), _natural(link.target))
 
 
 def _natural(end: str) -> tuple[Any, ...]:
@@ -67,7 +69,7 @@ def _natural(end: str) -> tuple[Any, ...]:
     digits = re.search(r"\d+$", name)
     index = int(number) if number.isascii() and number.isdigit() and len(number) < 9 else -1
     host = int(digits[0][:9]) if digits and digits[0].isascii() else -1
-    return (end != HOST, name.rstrip("0123456789"), host, index, end)
+    return (name.rstrip("0123456789"), host, index, end)
 
 
 # ---- Hosts and devices -----------------------------------------------------------------------------------------------
@@ -202,16 +204,16 @@ def _links(links: Sequence[Link], as_written: bool) -> list[str]:
             groups.append([link])
         else:
             same.append(link)
-    return [_link(group) for group in groups]
+    return [_link(group, as_written) for group in groups]
 
 
 def _same_facts(one: Link, other: Link) -> bool:
     return replace(other, source=one.source, target=one.target) == one
 
 
-def _link(group: Sequence[Link]) -> str:
+def _link(group: Sequence[Link], as_written: bool) -> str:
     link = group[0]
-    pairs: Pairs = {"ends": [f"{one.source} -> {one.target}" for one in group], "kind": link.kind}
+    pairs: Pairs = {"ends": _ends(group, as_written), "kind": link.kind}
     if link.bandwidth is not None:
         pairs["bandwidth"] = write_quantity(link.bandwidth, "bytes/s")
     if link.latency is not None:
@@ -221,6 +223,20 @@ def _link(group: Sequence[Link]) -> str:
             pairs[name] = value
     timings = [table_text(f"[link.timings.{key_text(path)}]", _timings(found)) for path, found in link.timings.items()]
     return "\n".join([table_text("[[link]]", pairs), *timings])
+
+
+def _ends(group: Sequence[Link], as_written: bool) -> list[Value]:
+    """`cuda:0 -> cuda:1`; both directions in one, `<->`, where the order of the file puts them right."""
+    pairs = [(link.source, link.target) for link in group]
+    if as_written:
+        return [f"{source} -> {target}" for source, target in pairs]
+    there: dict[tuple[str, str], str] = {}
+    for source, target in pairs:
+        if (target, source) in there and source != target:
+            there[target, source] = "<->"
+        else:
+            there[source, target] = "->"
+    return [f"{source} {arrow} {target}" for (source, target), arrow in there.items()]
 
 
 def _timings(timings: Timings) -> Pairs:

@@ -71,12 +71,12 @@ def device_of(part: Part, index: int, host: int = 0) -> Device:
         part.memory_bandwidth,
         part.peak,
         part.achievable,
-        origins=_origins(part),
+        origins=field_origins(part),
     )
 
 
 @cache
-def _origins(part: Part) -> Mapping[str, str]:
+def field_origins(part: Part) -> Mapping[str, str]:
     """Origins by field; by dtype (`peak.fp32`) only where one differs from the first of its field."""
     found: dict[str, str] = {}
     for figure, origin in part.origins.items():

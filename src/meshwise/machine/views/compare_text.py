@@ -18,13 +18,13 @@ STYLES = {"worse": "bold red", "gone": "red", "changed": "yellow", "new": "cyan"
 MOST_ROWS = 40
 
 
-def changes_text(changes: Sequence[Change], width: int | None = None) -> RenderableType:
+def compare_text(changes: Sequence[Change], width: int | None = None) -> RenderableType:
     """The changes, at most `width` characters wide (None: as wide as the console)."""
-    return _ChangesText(tuple(changes), width)
+    return _CompareText(tuple(changes), width)
 
 
 @dataclass(frozen=True)
-class _ChangesText:
+class _CompareText:
     """Drawn when it is printed: only the console knows how wide it is."""
 
     changes: tuple[Change, ...]
