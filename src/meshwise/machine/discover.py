@@ -78,6 +78,14 @@ def discover(
     )
 
 
+def unknown_part(name: str) -> str:
+    """The warning for a part that the catalog does not have."""
+    return (
+        f"{name} is not in the catalog: its peak and the bandwidth of its memory and links are unknown. "
+        "meshwise bench measures them; figures that you know go into a machine file."
+    )
+
+
 def _cpu_machine(host: Host, found: Found, part_of: Callable[[str, int | None], Part | None]) -> Machine:
     """One CPU worker, as `all` gives one."""
     part = part_of(host.processor, None)
@@ -86,10 +94,7 @@ def _cpu_machine(host: Host, found: Found, part_of: Callable[[str, int | None], 
         device = _with_part(device, part)
     warnings = found.warnings
     if part is None:
-        warnings += (
-            f"{device.part} is not in the catalog: its peak and memory bandwidth are unknown. "
-            "meshwise bench measures them; figures that you know go into a machine file.",
-        )
+        warnings += (unknown_part(device.part),)
     return Machine("1xcpu", (device,), (), (host,), versions=found.versions, warnings=warnings)
 
 
@@ -131,11 +136,7 @@ def _name(found: Found, parts: Sequence[Part | None]) -> str:
 def _part_warnings(found: Found, parts: Sequence[Part | None]) -> list[str]:
     unknown = [device for device, part in zip(found.accelerators, parts, strict=True) if part is None]
     sliced = any(device.sliced for device in found.accelerators)
-    said = [
-        f"{name} is not in the catalog: its peak, memory bandwidth and links are unknown. meshwise bench measures "
-        "them; figures that you know go into a machine file."
-        for name in dict.fromkeys(device.name for device in unknown)
-    ]
+    said = [unknown_part(name) for name in dict.fromkeys(device.name for device in unknown)]
     if sliced:
         said.append(
             "MIG is on: what programs get are slices of these devices. torch tells which (leave --no-torch out)."

@@ -17,7 +17,7 @@ def machine_dict(machine: Machine) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses, mappings and sequences as dicts and lists. What is not finite is null, since JSON has no infinity."""
+    """Dataclasses, mappings and sequences as dicts and lists; null for what is not finite: JSON has no infinity."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):

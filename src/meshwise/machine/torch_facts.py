@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from meshwise.machine.catalog import Part, part_of_driver_name
-from meshwise.machine.discover import described
+from meshwise.machine.discover import described, unknown_part
 from meshwise.machine.found import Accelerator
-from meshwise.spec.machine import Device, Link, Machine
+from meshwise.spec.machine import HOST, Device, Link, Machine
 
 LEAST_WHOLE = 0.85
 """The share of the driver's memory below which torch's device is a slice of it (MIG), as in the catalog's matching."""
@@ -69,31 +69,33 @@ def joined(
 ) -> Machine:
     """The machine as torch sees it: torch's devices in torch's order, with what else was found of each of them."""
     versions = {**machine.versions, **facts.versions}
+    if capabilities := sorted({device.capability for device in facts.devices if device.capability}):
+        versions["compute capability"] = ", ".join(capabilities)
     accelerators = [device for device in machine.devices if device.kind != "cpu"]
     if not facts.devices:
-        warnings = machine.warnings + ((_no_device(facts, len(accelerators)),) if accelerators else ())
-        return replace(machine, versions=versions, warnings=warnings)
+        said = (_no_device(facts, len(accelerators)),) if accelerators else ()
+        return replace(machine, versions=versions, warnings=machine.warnings + said)
     known = {device.pci: device for device in accelerators if device.pci}
     devices = tuple(_one(device, known.get(device.pci), part_of) for device in facts.devices)
     names = {known[device.pci].name: device.name for device in facts.devices if device.pci in known}
-    links = tuple(
+    links = [
         _renamed(link, names, facts.peers)
         for link in machine.links
-        if all(end in names or end == "host" for end in (link.source, link.target))
+        if all(end in names or end == HOST for end in (link.source, link.target))
+    ]
+    listed = {(link.source, link.target) for link in links}
+    links += [Link(*pair, "", peer=peer) for pair, peer in facts.peers.items() if pair not in listed]
+    warnings = [_told_anew(warning, names) for warning in machine.warnings] if accelerators else []
+    if len(names) < len(accelerators):
+        warnings.append(f"torch sees {len(names)} of the {len(accelerators)} devices that the driver has.")
+    warnings += _peers_lost(machine, names, facts.peers)
+    before = {device.part for device in accelerators}
+    told = zip(devices, facts.devices, strict=True)
+    unknown = [device.part for device, torchs in told if device.part == torchs.model and device.part not in before]
+    warnings += [unknown_part(part) for part in dict.fromkeys(unknown)]
+    return replace(
+        machine, name=_name(devices), devices=devices, links=tuple(links), versions=versions, warnings=tuple(warnings)
     )
-    warnings = tuple(_told_anew(warning, names) for warning in machine.warnings if accelerators or "cpu" in warning)
-    unseen = len(accelerators) - len(names)
-    if unseen > 0:
-        warnings += (f"torch sees {len(names)} of the {len(accelerators)} devices that the driver has.",)
-    unknown = [d for d, told in zip(devices, facts.devices, strict=True) if d.part == told.model and not d.peak]
-    known_before = {device.part for device in accelerators}
-    warnings += tuple(
-        f"{part} is not in the catalog: its peak, memory bandwidth and links are unknown. meshwise bench measures them; "
-        "figures that you know go into a machine file."
-        for part in dict.fromkeys(device.part for device in unknown)
-        if part not in known_before
-    )
-    return replace(machine, name=_name(devices), devices=devices, links=links, versions=versions, warnings=warnings)
 
 
 def _device(kind: str, index: int) -> TorchDevice:
@@ -146,6 +148,19 @@ def _renamed(link: Link, names: Mapping[str, str], peers: Mapping[tuple[str, str
     """The link between torch's names. What the runtime says of peer access goes before what the driver could do."""
     ends = (names.get(link.source, link.source), names.get(link.target, link.target))
     return replace(link, source=ends[0], target=ends[1], peer=peers.get(ends, link.peer))
+
+
+def _peers_lost(machine: Machine, names: Mapping[str, str], peers: Mapping[tuple[str, str], bool]) -> list[str]:
+    """Pairs of which the driver says that they can reach each other, and the runtime does not let them."""
+    ends = [(names.get(link.source, ""), names.get(link.target, "")) for link in machine.links if link.peer]
+    lost = [pair for pair in ends if peers.get(pair) is False and pair[0] < pair[1]]
+    if not lost:
+        return []
+    more = f" and {len(lost) - 1} more pairs" if len(lost) > 1 else ""
+    return [
+        f"{lost[0][0]} and {lost[0][1]}{more}: the driver has peer access, and torch cannot use it. Copies are staged "
+        "through the host. A virtual machine, an IOMMU or slices (MIG) do this."
+    ]
 
 
 def _told_anew(warning: str, names: Mapping[str, str]) -> str:

@@ -1,0 +1,203 @@
+"""A machine on one screen: the host, its devices, what joins them, versions, limits that will hurt, what is unknown.
+
+Devices that are alike share a row, and a matrix in which all is alike is one line, so that 128 devices fit as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.text import Text
+
+from meshwise.machine.host_facts import limits_that_hurt
+from meshwise.machine.views.links_text import KINDS, links_text, pcie_text
+from meshwise.spec.machine import HOST, Device, Host, Link, Machine, link_between
+from meshwise.spec.units import bandwidth_text, bytes_text, flops_text
+from meshwise.timeline.views.columns import columns
+from meshwise.timeline.views.kind_marks import fitting
+from meshwise.timeline.views.text import wrap
+
+MOST_SINGLE = 4
+"""Devices that get a row each; of more, those that stand next to each other and are alike share one."""
+MOST_NOTES = 6
+MOST_ROWS = 12
+LEAST_NAME = 16
+PEAKS = ("bf16", "fp16", "fp32")
+"""The peak that is shown is the first of these that a part has."""
+
+
+def devices_text(machine: Machine, width: int | None = None) -> RenderableType:
+    """The machine, at most `width` characters wide (None: as wide as the console).
+
+    Sentences stay whole lines where they go into a file or a pipe and no width is given.
+    """
+    return _DevicesText(machine, width)
+
+
+@dataclass(frozen=True)
+class _DevicesText:
+    """Drawn when it is printed: only the console knows how wide it is, and whether it is a terminal."""
+
+    machine: Machine
+    width: int | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        machine = self.machine
+        width = min(self.width or options.max_width, options.max_width)
+        most = MOST_NOTES if console.is_terminal else None
+        sentences = [*_facts(machine), *_limits(machine), *_notes(machine, most)]
+        if console.is_terminal or self.width is not None:
+            sentences = [line for text in sentences for line in _hanging(text, width, console)]
+        parts = [_hosts(machine, width), _table(machine, width), links_text(machine, width), sentences]
+        lines = [line for part in parts if part for line in [*part, Text()]][:-1]
+        for line in lines:
+            line.no_wrap, line.overflow = True, "crop" if console.is_terminal else "ignore"
+            line.plain = fitting(line.plain, options.ascii_only)
+        yield from lines
+
+
+def _hosts(machine: Machine, width: int) -> list[Text]:
+    """`host      AMD EPYC 7763 · 2 sockets, 2 NUMA nodes · 2 of 256 cores · 16.0 GiB of 1.0 TiB`."""
+    alike = [(host, len(list(many))) for host, many in groupby(machine.hosts, key=_without_name)]
+    lines = []
+    for host, many in alike[:MOST_ROWS]:
+        facts = _host_facts(host)
+        if many > 1:
+            facts.insert(0, f"{many} alike" if facts else f"{many} hosts, of which no more is known")
+        if facts:
+            lines.append(_labelled("host", _fit(facts, width - 10)))
+    return lines
+
+
+def _host_facts(host: Host) -> list[str]:
+    counts = [
+        f"{count} {word}{'s' if count > 1 else ''}"
+        for count, word in ((host.sockets, "socket"), (host.numa_nodes, "NUMA node"))
+        if count is not None
+    ]
+    facts = [host.processor, ", ".join(counts), _of(host.cores, host.cores_present, str, " cores")]
+    facts.append(_of(host.memory, host.memory_present, bytes_text, ""))
+    return [fact for fact in facts if fact]
+
+
+def _without_name(host: Host) -> Host:
+    return Host("", host.processor, host.cores, host.cores_present, host.sockets, host.numa_nodes, host.memory)
+
+
+def _of(allowed: int | None, present: int | None, text: object, unit: str) -> str:
+    """`2 of 64 cores`, or `64 cores` where all are allowed."""
+    show = text if callable(text) else str
+    if allowed is None:
+        return "" if present is None else f"{show(present)}{unit}"
+    if present is None or present == allowed:
+        return f"{show(allowed)}{unit}" if allowed != 1 else f"{show(allowed)}{unit}".removesuffix("s")
+    return f"{show(allowed)} of {show(present)}{unit}"
+
+
+def _fit(facts: Sequence[str], width: int) -> str:
+    """The facts in one line; the first, a name, is cut where there is no room."""
+    line = " · ".join(facts)
+    over = len(line) - width
+    return line if over <= 0 else " · ".join([_cut(facts[0], max(len(facts[0]) - over, LEAST_NAME)), *facts[1:]])
+
+
+def _cut(name: str, width: int) -> str:
+    return name if len(name) <= width else name[: width - 1].rstrip() + "…"
+
+
+def _table(machine: Machine, width: int) -> list[Text]:
+    rows = _rows(machine)
+    many = len(rows) - MOST_ROWS
+    titles = ["device", "part", "memory", "NUMA", "to the host", _peak_title(machine.devices), "memory bandwidth"]
+    shown = rows[:MOST_ROWS]
+    kept = [at for at in range(len(titles)) if at in (0, 1) or any(row[at] for row in shown)]
+    wide = [max(len(titles[at]), *(len(row[at]) for row in shown)) for at in kept]
+    over = sum(wide) + 2 * (len(wide) - 1) - width
+    if over > 0:  # a long name of an unknown part gives way before a figure does
+        for row in shown:
+            row[1] = _cut(row[1], max(LEAST_NAME, wide[1] - over))
+    lines = columns([titles[at] for at in kept], [[Text(row[at]) for at in kept] for row in shown], width)
+    return [*lines, Text(f"and {many} more rows; --json has all", "dim")] if many > 0 else lines
+
+
+def _rows(machine: Machine) -> list[list[str]]:
+    """The cells of each row; hosts whose devices are alike share theirs."""
+    hosts_of: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    for host in range(len(machine.hosts)):
+        own = [device for device in machine.devices if device.host == host]
+        hosts_of.setdefault(tuple(_grouped(machine, own)), []).append(host)
+    rows = []
+    for group, hosts in hosts_of.items():
+        where = f"{len(hosts)} × " if len(hosts) > 1 else f"node{hosts[0]} " if len(machine.hosts) > 1 else ""
+        rows += [[where + name, *cells] for name, *cells in group]
+    return rows
+
+
+def _grouped(machine: Machine, devices: Sequence[Device]) -> list[tuple[str, ...]]:
+    """Each device by its name; of many, neighbours that are alike as `cuda:0-3`."""
+    if len(devices) <= MOST_SINGLE:
+        return [(device.name, *_cells(machine, device)) for device in devices]
+    rows = []
+    for (_, *cells), members in groupby(devices, key=lambda device: (device.kind, *_cells(machine, device))):
+        first, *others = [device.name for device in members]
+        rows.append((first + (f"-{others[-1].rpartition(':')[2]}" if others else ""), *cells))
+    return rows
+
+
+def _cells(machine: Machine, device: Device) -> list[str]:
+    link = link_between(machine, HOST, device.name)
+    dtype = _shown_dtype(machine.devices)
+    peak = next(((name, device.peak[name]) for name in (dtype, *PEAKS) if name in device.peak), None)
+    accelerator = device.kind != "cpu"
+    return [
+        device.part,
+        "unknown" if device.memory is None else bytes_text(device.memory),
+        "" if device.numa is None else str(device.numa),
+        _host_link_text(link) if accelerator else "",
+        ("unknown" if peak is None else flops_text(peak[1]) + (f" {peak[0]}" if peak[0] != dtype else "")),
+        "unknown" if device.memory_bandwidth is None else bandwidth_text(device.memory_bandwidth),
+    ]
+
+
+def _host_link_text(link: Link | None) -> str:
+    if link is None:
+        return "unknown"
+    return pcie_text(link) if link.kind == "pcie" else KINDS.get(link.kind, link.kind)
+
+
+def _shown_dtype(devices: Sequence[Device]) -> str:
+    return next((name for name in PEAKS if any(name in device.peak for device in devices)), PEAKS[0])
+
+
+def _peak_title(devices: Sequence[Device]) -> str:
+    return f"{_shown_dtype(devices)} peak"
+
+
+def _facts(machine: Machine) -> list[Text]:
+    versions = " · ".join(f"{name} {version}" for name, version in machine.versions.items())
+    lines = [_labelled("versions", versions)] if versions else []
+    return lines + ([_labelled("measured", machine.measured)] if machine.measured else [])
+
+
+def _limits(machine: Machine) -> list[Text]:
+    return [_labelled("limit", sentence, "yellow") for sentence in limits_that_hurt(machine)]
+
+
+def _notes(machine: Machine, most: int | None) -> list[Text]:
+    shown = [_labelled("note", sentence, "yellow") for sentence in machine.warnings[:most]]
+    more = len(machine.warnings) - len(shown)
+    return [*shown, _labelled("note", f"and {more} more; --json has all", "dim")] if more else shown
+
+
+def _labelled(label: str, text: str, style: str = "") -> Text:
+    return Text(f"{label:<10}", style or "dim").append(text, "default")
+
+
+def _hanging(text: Text, width: int, console: Console) -> list[Text]:
+    """The sentence in lines, the second and later ones below the first word behind the label."""
+    label, rest = text[:10], text[10:]
+    lines = wrap(rest, width - 10, console)
+    return [label + lines[0], *(Text(" " * 10) + line for line in lines[1:])]

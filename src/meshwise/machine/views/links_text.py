@@ -1,0 +1,131 @@
+"""What joins devices, as a matrix that people can read: `NVLink4 x18`, `PCIe4 x16`, over a bridge or the other socket.
+
+Where every pair is alike it is one line; where full words do not fit, letters stand for them, with a line for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from string import ascii_uppercase
+
+from rich.text import Text
+
+from meshwise.spec.machine import DEVICE, HOST, NODE, Link, Machine
+from meshwise.spec.units import bandwidth_text
+from meshwise.timeline.views.columns import columns
+
+KINDS = {"nvlink": "NVLink", "xgmi": "xGMI", "pcie": "PCIe", "c2c": "C2C", "network": "network", "memory": "memory"}
+CROSSES = {"": "", "bridge": "over the host's bridge", "socket": "over the other socket"}
+MOST_MATRIX = 8
+"""Devices of a matrix; of more, the kinds of pairs are counted."""
+
+
+def links_text(machine: Machine, width: int) -> list[Text]:
+    """Lines for the links between devices and between hosts; nothing for one device, or where nothing is known."""
+    pairs = {
+        (link.source, link.target): link
+        for link in machine.links
+        if not {link.source, link.target} & {HOST, DEVICE} and not link.source.startswith(NODE)
+    }
+    lines = _classes(machine) if not pairs else _pairs(pairs, [device.name for device in machine.devices], width)
+    return lines + _network(machine)
+
+
+def pcie_text(link: Link) -> str:
+    """`PCIe4 x16`; what is less than it could be stands beside what it could be: `PCIe1 of 4 x16`, `PCIe3 x8 of 16`."""
+    generation, width = link.generation or link.full_generation, link.width or link.full_width
+    if generation is None:
+        return "PCIe"
+    most, lanes = link.full_generation or generation, link.full_width or width
+    text = f"PCIe{generation}" + (f" of {most}" if most != generation else "")
+    return text + (f" x{width}" + (f" of {lanes}" if lanes != width else "") if width else "")
+
+
+def _classes(machine: Machine) -> list[Text]:
+    """Links for any pair of a described machine."""
+    found = [link for link in machine.links if link.source == link.target == DEVICE]
+    return [_labelled("links", f"any two devices of a host: {_sentence(link)}") for link in found]
+
+
+def _network(machine: Machine) -> list[Text]:
+    found = [link for link in machine.links if link.source.startswith(NODE) and link.target.startswith(NODE)]
+    if not found:
+        return []
+    first = found[0]
+    if len(found) == 1 and first.source == NODE:
+        return [_labelled("network", f"any two hosts: {_sentence(first)}")]
+    shown = [_labelled("network", f"{link.source} to {link.target}: {_sentence(link)}") for link in found[:MOST_MATRIX]]
+    more = len(found) - len(shown)
+    return [*shown, _labelled("network", f"and {more} more; --json has all")] if more > 0 else shown
+
+
+def _pairs(pairs: Mapping[tuple[str, str], Link], names: Sequence[str], width: int) -> list[Text]:
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    for pair, link in pairs.items():
+        kinds.setdefault(_sentence(link), []).append(pair)
+    every = len(names) * (len(names) - 1)
+    if len(kinds) == 1 and len(pairs) == every:
+        ((sentence, _),) = kinds.items()
+        return [_labelled("links", f"{'both ways' if len(names) == 2 else 'every pair'}: {sentence}")]
+    if len(names) > MOST_MATRIX:
+        return [
+            _labelled("links", f"{len(alike)} of {every}, such as {alike[0][0]} to {alike[0][1]}: {sentence}")
+            for sentence, alike in kinds.items()
+        ]
+    letters = dict(zip(kinds, ascii_uppercase, strict=False))
+    words = {sentence: _short(pairs[alike[0]]) for sentence, alike in kinds.items()}
+    clear = len(set(words.values())) == len(words)
+    for labels in (words, letters) if clear else (letters,):
+        lines = _matrix(pairs, names, labels, width)
+        if lines is not None:
+            break
+    legend = [_labelled(labels[sentence], sentence, max(map(len, labels.values())) + 2) for sentence in kinds]
+    return [*(lines or []), *legend]
+
+
+def _matrix(
+    pairs: Mapping[tuple[str, str], Link], names: Sequence[str], labels: Mapping[str, str], width: int
+) -> list[Text] | None:
+    """The matrix with these labels; None where it is too wide."""
+    rows = [
+        [Text(one), *(Text(labels[_sentence(pairs[one, other])] if (one, other) in pairs else "-") for other in names)]
+        for one in names
+    ]
+    widest = [max(len(row[at]) for row in rows) for at in range(len(names) + 1)]
+    titles = ["links", *names]
+    need = sum(max(len(title), wide) for title, wide in zip(titles, widest, strict=True)) + 2 * len(names)
+    if need > width:
+        titles = ["links", *(name.rpartition(":")[2] for name in names)]
+        need = sum(max(len(title), wide) for title, wide in zip(titles, widest, strict=True)) + 2 * len(names)
+    return columns(titles, rows, width) if need <= width else None
+
+
+def _short(link: Link) -> str:
+    """The word for a cell: the kind of link, or what it crosses."""
+    return link.crosses or _kind(link)
+
+
+def _sentence(link: Link) -> str:
+    """`NVLink4 x18, 450 GB/s, peer`; `PCIe4 x16, 31.5 GB/s, over the other socket, staged through the host`."""
+    facts = [_kind(link)]
+    if link.bandwidth is not None:
+        facts.append(bandwidth_text(link.bandwidth))
+    elif link.kind in ("network", ""):
+        facts.append("bandwidth unknown")
+    facts.append(CROSSES.get(link.crosses, link.crosses))
+    facts.append({True: "peer", False: "staged through the host", None: ""}[link.peer])
+    return ", ".join(fact for fact in facts if fact)
+
+
+def _kind(link: Link) -> str:
+    if link.kind == "pcie":
+        return pcie_text(link)
+    if link.kind not in ("nvlink", "xgmi"):
+        return KINDS.get(link.kind, link.kind) or "a link of which no more is known"
+    width, full = link.width or link.full_width, link.full_width
+    text = f"{KINDS[link.kind]}{link.generation or link.full_generation or ''}"
+    return text + (f" x{width}" + (f" of {full}" if full is not None and full != width else "") if width else "")
+
+
+def _labelled(label: str, text: str, width: int = 10) -> Text:
+    return Text(f"{label:<{width}}", "dim").append(text, "default")

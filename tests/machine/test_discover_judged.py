@@ -1,0 +1,58 @@
+"""From a simulated machine to its verdicts: figures as if measured there get the level and the causes written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwise.machine.discover import discover
+from meshwise.machine.judge import judge
+from meshwise.machine.measure.bandwidth import bus_bandwidth
+from meshwise.spec.machine import Collective, Link, Machine
+from meshwise.spec.timings import Timings, fitted
+from tests.machine.simulated.expected import EXPECTED, GB, Judged
+from tests.machine.simulated.machines import MACHINES
+
+SIZES = (2**20, 2**26, 2**30)
+JUDGED = [(name, figure) for name, expected in EXPECTED.items() for figure in expected.judged]
+
+
+def timings_at(rate: float) -> Timings:
+    """A table whose every size moves at this rate."""
+    return fitted(SIZES, [size / rate for size in SIZES])
+
+
+def collective_at(figure: Judged) -> Collective:
+    ranks = int(figure.target)
+    factor = bus_bandwidth(figure.source, ranks, 1, 1.0)  # bus bandwidth of one byte a second
+    return Collective(figure.source, ranks, figure.path, timings_at(figure.rate * GB / factor))
+
+
+def with_figure(machine: Machine, figure: Judged) -> Machine:
+    if figure.source == "all-reduce":
+        return replace(machine, collectives=(collective_at(figure),))
+
+    def measured(link: Link) -> Link:
+        same = (link.source, link.target) == (figure.source, figure.target)
+        return replace(link, timings={figure.path: timings_at(figure.rate * GB)}) if same else link
+
+    return replace(machine, links=tuple(map(measured, machine.links)))
+
+
+@pytest.mark.parametrize(("name", "figure"), JUDGED, ids=[f"{n}-{f.source}-{f.target}-{f.rate:g}" for n, f in JUDGED])
+def test_a_figure_gets_its_verdict(name: str, figure: Judged, tmp_path: Path) -> None:
+    simulated = MACHINES[name](tmp_path)
+    machine = discover(
+        simulated.nvml, simulated.sys, simulated.proc, affinity=range(EXPECTED[name].cores), limits={}, environ={}
+    )
+    (verdict,) = judge(with_figure(machine, figure))
+    assert (verdict.level, verdict.causes) == (figure.level, figure.causes), verdict
+    assert verdict.measured == pytest.approx(figure.rate * GB)
+
+
+def test_a_path_of_an_unknown_part_is_judged_by_nothing(tmp_path: Path) -> None:
+    simulated = MACHINES["laptop_gpu"](tmp_path)
+    machine = discover(simulated.nvml, simulated.sys, simulated.proc, affinity=range(32), limits={}, environ={})
+    assert all(device.peak == {} and device.memory_bandwidth is None for device in machine.devices)
