@@ -19,12 +19,12 @@ from meshwise.api.machines import read_machine
 from meshwise.api.run import Machines
 from meshwise.machine.bench import Bench
 from meshwise.machine.compare import compare as compare_machines
-from meshwise.machine.compare import compare_text
 from meshwise.machine.machine_file import machine_to_toml
 from meshwise.machine.measure.alone import Compute
 from meshwise.machine.measure.result import PathResult
 from meshwise.machine.views.bench_dict import bench_dict
 from meshwise.machine.views.bench_text import bench_text, done_text
+from meshwise.machine.views.compare_text import compare_text
 from meshwise.records.atomic import write_text
 from meshwise.spec.errors import UsageError
 
