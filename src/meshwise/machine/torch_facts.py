@@ -2,14 +2,15 @@
 
 NVML counts by PCI address and sees every device; torch counts as CUDA does and sees those that the environment leaves
 to it. Both are matched by PCI address, and torch's names are kept, since they are what programs write.
+
+torch is imported when it is asked, not when this file is: what can do without it does not wait for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-
-import torch
+from typing import Any
 
 from meshwise.machine.catalog import Part, part_of_driver_name
 from meshwise.machine.discover import described, unknown_part
@@ -48,6 +49,8 @@ def with_torch_facts(machine: Machine) -> Machine:
 
 def read_torch() -> TorchFacts:
     """What this torch says. Starts the CUDA driver in this process, where there is one."""
+    import torch
+
     versions = {"torch": str(torch.__version__)}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
@@ -58,10 +61,10 @@ def read_torch() -> TorchFacts:
     try:
         kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         count = torch.accelerator.device_count() if kind is not None else 0
-        devices = tuple(_device(kind.type, index) for index in range(count)) if kind is not None else ()
+        devices = tuple(_device(torch, kind.type, index) for index in range(count)) if kind is not None else ()
     except RuntimeError:  # a driver that is there and does not start
         return TorchFacts(versions)
-    return TorchFacts(versions, devices, _peers(devices))
+    return TorchFacts(versions, devices, _peers(torch, devices))
 
 
 def joined(
@@ -98,7 +101,7 @@ def joined(
     )
 
 
-def _device(kind: str, index: int) -> TorchDevice:
+def _device(torch: Any, kind: str, index: int) -> TorchDevice:
     name = f"{kind}:{index}"
     if kind == "cuda":
         facts = torch.cuda.get_device_properties(index)
@@ -120,7 +123,7 @@ def _pci(facts: object) -> str:
     return "{:04x}:{:02x}:{:02x}.0".format(*(int(number or 0) for number in numbers))
 
 
-def _peers(devices: tuple[TorchDevice, ...]) -> Mapping[tuple[str, str], bool]:
+def _peers(torch: Any, devices: tuple[TorchDevice, ...]) -> Mapping[tuple[str, str], bool]:
     names = [device.name for device in devices if device.name.startswith("cuda")]
     return {
         (one, other): torch.cuda.can_device_access_peer(one, other) for one in names for other in names if one != other

@@ -5,10 +5,12 @@ Devices that are alike share a row, and a matrix in which all is alike is one li
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
@@ -22,6 +24,7 @@ from meshwise.timeline.views.text import wrap
 
 MOST_SINGLE = 4
 """Devices that get a row each; of more, those that stand next to each other and are alike share one."""
+LABEL = 10
 MOST_NOTES = 6
 MOST_ROWS = 12
 LEAST_NAME = 16
@@ -48,10 +51,14 @@ class _DevicesText:
         machine = self.machine
         width = min(self.width or options.max_width, options.max_width)
         most = MOST_NOTES if console.is_terminal else None
-        sentences = [*_facts(machine), *_limits(machine), *_notes(machine, most)]
+        parts = [
+            _hosts(machine, width),
+            _table(machine, width),
+            links_text(machine, width),
+            [*_facts(machine), *_limits(machine), *_notes(machine, most)],
+        ]
         if console.is_terminal or self.width is not None:
-            sentences = [line for text in sentences for line in _hanging(text, width, console)]
-        parts = [_hosts(machine, width), _table(machine, width), links_text(machine, width), sentences]
+            parts = [[line for text in part for line in _hanging(text, width, console)] for part in parts]
         lines = [line for part in parts if part for line in [*part, Text()]][:-1]
         for line in lines:
             line.no_wrap, line.overflow = True, "crop" if console.is_terminal else "ignore"
@@ -68,17 +75,21 @@ def _hosts(machine: Machine, width: int) -> list[Text]:
         if many > 1:
             facts.insert(0, f"{many} alike" if facts else f"{many} hosts, of which no more is known")
         if facts:
-            lines.append(_labelled("host", _fit(facts, width - 10)))
+            lines.append(_labelled("host", _fit(facts, width - LABEL)))
     return lines
 
 
 def _host_facts(host: Host) -> list[str]:
     counts = [
-        f"{count} {word}{'s' if count > 1 else ''}"
+        f"{count} {word}s"
         for count, word in ((host.sockets, "socket"), (host.numa_nodes, "NUMA node"))
-        if count is not None
+        if count is not None and count > 1
     ]
-    facts = [host.processor, ", ".join(counts), _of(host.cores, host.cores_present, str, " cores")]
+    facts = [
+        re.sub(r"\((R|TM)\)", "", host.processor),
+        ", ".join(counts),
+        _of(host.cores, host.cores_present, str, " cores"),
+    ]
     facts.append(_of(host.memory, host.memory_present, bytes_text, ""))
     return [fact for fact in facts if fact]
 
@@ -111,7 +122,7 @@ def _cut(name: str, width: int) -> str:
 def _table(machine: Machine, width: int) -> list[Text]:
     rows = _rows(machine)
     many = len(rows) - MOST_ROWS
-    titles = ["device", "part", "memory", "NUMA", "to the host", _peak_title(machine.devices), "memory bandwidth"]
+    titles = ["device", "part", "memory", "NUMA", "host link", _peak_title(machine.devices), "bandwidth"]
     shown = rows[:MOST_ROWS]
     kept = [at for at in range(len(titles)) if at in (0, 1) or any(row[at] for row in shown)]
     wide = [max(len(titles[at]), *(len(row[at]) for row in shown)) for at in kept]
@@ -193,11 +204,13 @@ def _notes(machine: Machine, most: int | None) -> list[Text]:
 
 
 def _labelled(label: str, text: str, style: str = "") -> Text:
-    return Text(f"{label:<10}", style or "dim").append(text, "default")
+    return Text(f"{label:<{LABEL}}", style or "dim").append(text, "default")
 
 
 def _hanging(text: Text, width: int, console: Console) -> list[Text]:
-    """The sentence in lines, the second and later ones below the first word behind the label."""
-    label, rest = text[:10], text[10:]
-    lines = wrap(rest, width - 10, console)
-    return [label + lines[0], *(Text(" " * 10) + line for line in lines[1:])]
+    """The line in lines, the second and later ones below the first word behind the label."""
+    if cell_len(text.plain) <= width:
+        return [text]
+    label, rest = text[:LABEL], text[LABEL:]
+    lines = wrap(rest, width - LABEL, console)
+    return [label + lines[0], *(Text(" " * LABEL) + line for line in lines[1:])]
