@@ -1,7 +1,7 @@
 """Faults below our code, each at a random place among 1,000 transfers: all found with their path, no false alarm.
 
-What fails is torch's own copy: its method, or the operator under it. Every copy of ours ends there, so what is corrupted
-is what a broken link would corrupt.
+What fails is torch's own copy: its method, or the operator under it. Every copy of ours ends there, so what is
+corrupted is what a broken link would corrupt.
 """
 
 from __future__ import annotations
