@@ -8,6 +8,8 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 
 _HOMES = {
+    "meshwise.api.bench": ["bench"],
+    "meshwise.api.machines": ["find_machine"],
     "meshwise.api.report": ["report"],
     "meshwise.api.run": ["launch", "run"],
     "meshwise.spec.errors": [
@@ -16,21 +18,19 @@ _HOMES = {
         "LossError",
         "MeshwiseError",
         "PlanError",
+        "TransferError",
         "UsageError",
         "WorkerFailed",
     ],
+    "meshwise.spec.machine": ["Machine"],
     "meshwise.spec.plan": ["Plan"],
     "meshwise.training.job": ["Job"],
-    "meshwise.training.own_loop": [
-        "accumulate",
-        "backward",
-        "distribute",
-        "load",
-        "rank",
-        "save",
-        "sum",
-        "world_size",
-    ],
+    "meshwise.training.own_loop": ["accumulate", "backward", "distribute", "load", "rank", "save", "sum", "world_size"],
+    "meshwise.transfer.comm_log": ["comm_log"],
+    "meshwise.transfer.copy": ["copy", "to"],
+    "meshwise.transfer.many": ["all_reduce", "broadcast", "gather", "scatter"],
+    "meshwise.transfer.place": ["device_of"],
+    "meshwise.transfer.virtual": ["virtual_devices"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

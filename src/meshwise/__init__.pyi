@@ -1,3 +1,5 @@
+from meshwise.api.bench import bench as bench
+from meshwise.api.machines import find_machine as find_machine
 from meshwise.api.report import report as report
 from meshwise.api.run import launch as launch
 from meshwise.api.run import run as run
@@ -6,8 +8,10 @@ from meshwise.spec.errors import DataError as DataError
 from meshwise.spec.errors import LossError as LossError
 from meshwise.spec.errors import MeshwiseError as MeshwiseError
 from meshwise.spec.errors import PlanError as PlanError
+from meshwise.spec.errors import TransferError as TransferError
 from meshwise.spec.errors import UsageError as UsageError
 from meshwise.spec.errors import WorkerFailed as WorkerFailed
+from meshwise.spec.machine import Machine as Machine
 from meshwise.spec.plan import Plan as Plan
 from meshwise.training.job import Job as Job
 from meshwise.training.own_loop import accumulate as accumulate
@@ -18,3 +22,12 @@ from meshwise.training.own_loop import rank as rank
 from meshwise.training.own_loop import save as save
 from meshwise.training.own_loop import sum as sum
 from meshwise.training.own_loop import world_size as world_size
+from meshwise.transfer.comm_log import comm_log as comm_log
+from meshwise.transfer.copy import copy as copy
+from meshwise.transfer.copy import to as to
+from meshwise.transfer.many import all_reduce as all_reduce
+from meshwise.transfer.many import broadcast as broadcast
+from meshwise.transfer.many import gather as gather
+from meshwise.transfer.many import scatter as scatter
+from meshwise.transfer.place import device_of as device_of
+from meshwise.transfer.virtual import virtual_devices as virtual_devices

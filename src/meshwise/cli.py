@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
 
-VERBS = ("run", "report")
+VERBS = ("devices", "bench", "run", "report")
 
 
 class Verbs(TyperGroup):

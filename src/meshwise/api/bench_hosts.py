@@ -53,7 +53,7 @@ def bench_hosts(
     if nodes is None:
         raise UsageError(
             "--hosts measures between hosts, and this one is alone. Start it on each: meshwise bench --hosts "
-            "--nnodes 2 --node-rank 0 --rdzv HOST:29500 on the first, --node-rank 1 on the second, or under torchrun or srun."
+            "--nnodes 2 --node-rank 0 --rdzv HOST:29500 on the first, --node-rank 1 on the second; or under torchrun."
         )
 
     def told(rank: int, message: Message) -> None:

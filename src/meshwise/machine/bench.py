@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from meshwise.machine.judge import Verdict, exit_code, judge
 from meshwise.machine.measure.alone import Compute
 from meshwise.machine.measure.result import PathResult
-from meshwise.spec.machine import Collective, Device, Link, Machine
+from meshwise.spec.machine import Collective, Device, Link, Machine, link_between
 
 COPIES = ("copy", "copy both ways")
 BOTH_WAYS = " both ways"
@@ -54,7 +54,7 @@ def bench_of(
     found = replace(
         machine,
         devices=devices,
-        links=_with_copies(machine.links, right),
+        links=_with_copies(machine, right),
         collectives=tuple(
             Collective(result.operation, result.ranks, result.path, result.timings)
             for result in right
@@ -75,7 +75,7 @@ def only_devices(machine: Machine, names: Sequence[str]) -> Machine:
     devices = tuple(known[name] if name in known else replace(cpu, name=name) for name in names)
     kept = {"host", "device", "node", *names}
     links = tuple(link for link in machine.links if link.source in kept and link.target in kept)
-    return replace(machine, devices=devices, links=links)
+    return replace(machine, name=f"{len(names)}x{devices[0].kind}", devices=devices, links=links)
 
 
 def merged(machines: Sequence[Machine]) -> Machine:
@@ -98,24 +98,23 @@ def _with_compute(device: Device, compute: Compute | None) -> Device:
     return replace(device, memory_rate=compute.memory_rate, matmuls=compute.matmuls, launch=compute.launch)
 
 
-def _with_copies(links: Sequence[Link], results: Sequence[PathResult]) -> tuple[Link, ...]:
-    """The links with the timings of their copies; a pair without a link gets one, of which nothing else is known."""
-    known: dict[tuple[str, str], Link] = {(link.source, link.target): link for link in links}
+def _with_copies(machine: Machine, results: Sequence[PathResult]) -> tuple[Link, ...]:
+    """The links with the timings of their copies; what is known of any such pair holds for a pair without its own."""
+    measured: dict[tuple[str, str], Link] = {(link.source, link.target): link for link in machine.links}
     for result in results:
         if result.operation not in COPIES:
             continue
-        pair = (result.source, result.target)
-        if pair not in known:
-            known[pair] = _unlisted(known, *pair)
+        ends = (result.source, result.target)
+        if ends not in measured:
+            measured[ends] = _unlisted(machine, *ends)
         path = result.path + (BOTH_WAYS if result.operation == COPIES[1] else "")
-        known[pair] = replace(known[pair], timings={**known[pair].timings, path: result.timings})
-    return tuple(known.values())
+        measured[ends] = replace(measured[ends], timings={**measured[ends].timings, path: result.timings})
+    return tuple(measured.values())
 
 
-def _unlisted(known: Mapping[tuple[str, str], Link], source: str, target: str) -> Link:
-    """What is known of the other direction holds for this one; CPU workers of one host are processes side by side."""
-    back = known.get((target, source))
-    if back is not None:
-        return replace(back, source=source, target=target, timings={})
+def _unlisted(machine: Machine, source: str, target: str) -> Link:
+    known = link_between(machine, source, target) or link_between(machine, target, source)
+    if known is not None:
+        return replace(known, source=source, target=target, timings={})
     kind = "process" if source.startswith("cpu") else "network" if source.startswith("node") else ""
     return Link(source, target, kind)

@@ -10,7 +10,6 @@ from meshwise.machine.machine_dict import machine_dict, plain
 from meshwise.machine.measure.bandwidth import DEFINITIONS, algorithm_bandwidth, bus_bandwidth
 from meshwise.machine.measure.result import PathResult
 
-
 FACTS = ("operation", "source", "target", "path", "ranks", "wrong", "note")
 
 

@@ -26,6 +26,8 @@ from meshwise.timeline.views.text import wrap
 
 MOST_ROWS = 16
 """Copies that are told in a row each; more of them are told as a matrix."""
+MIDDLE_SIZES = (64 << 10, 1 << 20)
+"""Sizes of collectives that are told beside the largest."""
 LEVEL_STYLES = {"good": "green", "low": "yellow", "far below": "bold red", "corrupt": "bold red", "unknown": "dim"}
 
 
@@ -108,10 +110,10 @@ def _copies(results: Sequence[PathResult], verdicts: Sequence[Verdict], width: i
         verdict = levels.get(f"{result.source} -> {result.target}, {result.path}")
         back = both.get((result.source, result.target, result.path))
         cells = [Text(name), Text(result.path), Text(seconds_text(result.timings.latency))]
-        cells += [Text(_rate(result.timings)), Text("" if back is None else _rate(back.timings))]
-        cells.append(_of_expected(result, verdict))
+        cells += [Text(_rate(result.timings)), Text(bytes_text(result.timings.sizes[-1]))]
+        cells += [Text("" if back is None else _rate(back.timings)), _of_expected(result, verdict)]
         rows.append(cells)
-    titles = ["copy", "path", "latency", "one way", "both at once, each", "of what it should reach"]
+    titles = ["copy", "path", "latency", "one way", "at", "both at once, each", "of what is expected"]
     return columns(titles, rows, width)
 
 
@@ -129,7 +131,7 @@ def _matrices(results: Sequence[PathResult], width: int) -> list[Text]:
     for path in dict.fromkeys(result.path for result in results):
         cells = {(r.source, r.target): r for r in results if r.path == path}
         sources = list(dict.fromkeys(source for source, _ in cells))
-        targets = list(dict.fromkeys(target for _, target in cells))
+        targets = [*sources, *dict.fromkeys(target for _, target in cells if target not in sources)]
         rows = [[Text(source), *(_cell(cells.get((source, target))) for target in targets)] for source in sources]
         lines += [Text(), *columns([f"{path}, GB/s", *targets], rows, width)]
     return lines[1:]
@@ -150,28 +152,17 @@ def _rate(timings: Timings) -> str:
 def _collectives(results: Sequence[PathResult], width: int) -> list[Text]:
     if not results:
         return []
-    sizes = _shown_sizes(results)
     rows = []
     for result in results:
+        ends = f" {result.source} → {result.target}" if result.source or result.target else ""
         timings = result.timings
-        cells = [
-            Text(result.operation + (f" {result.source}{result.target}" if result.source or result.target else ""))
-        ]
-        cells += [Text(str(result.ranks)), Text(result.path), Text(seconds_text(timings.latency))]
-        cells += [Text(_bus(result, size)) for size in sizes]
-        cells.append(
-            Text("corrupt", LEVEL_STYLES["corrupt"]) if result.wrong else Text(f"±{percent_text(timings.residual)}")
-        )
-        rows.append(cells)
-    titles = ["collective", "ranks", "path", "latency", *map(bytes_text, sizes), "fit"]
+        cells = [result.operation + ends, str(result.ranks), result.path, seconds_text(timings.latency)]
+        cells += [_bus(result, size) for size in MIDDLE_SIZES]
+        cells += [_bus(result, timings.sizes[-1]), bytes_text(timings.sizes[-1])]
+        fit = Text("corrupt", LEVEL_STYLES["corrupt"]) if result.wrong else Text(f"±{percent_text(timings.residual)}")
+        rows.append([*map(Text, cells), fit])
+    titles = ["collective", "ranks", "path", "latency", *map(bytes_text, MIDDLE_SIZES), "largest", "at", "fit"]
     return [*columns(titles, rows, width), Text(f"bus bandwidth by the definitions of {DEFINITIONS}", "dim")]
-
-
-def _shown_sizes(results: Sequence[PathResult]) -> list[int]:
-    """Three of the measured sizes: the largest, and two below it, sixteen times smaller each, or what comes near."""
-    known = sorted({size for result in results for size in result.timings.sizes})
-    wanted = [known[-1] // 256, known[-1] // 16, known[-1]]
-    return sorted({min(known, key=lambda size: abs(size - one)) for one in wanted})
 
 
 def _bus(result: PathResult, size: int) -> str:

@@ -1,0 +1,1 @@
+"""A machine and its bench as people see them."""
