@@ -197,6 +197,13 @@ def test_a_processor_has_no_expectation() -> None:
     assert {verdict.level for verdict in judge(replace(machine, devices=(device,)))} == {"unknown"}
 
 
+def test_a_share_of_nothing_is_no_expectation() -> None:
+    machine = machine_from_words("H100")
+    device = replace(machine.devices[0], achievable={"bf16": 0.0}, matmuls=(Matmul("bf16", 64, 64, 64, 1e-4),))
+    (verdict,) = judge(replace(machine, devices=(device,)))
+    assert (verdict.level, verdict.expected) == ("unknown", None)
+
+
 def test_devices_of_several_hosts_are_told_apart() -> None:
     machine = machine_from_words("2x1xH100-SXM@400Gb")
     devices = tuple(replace(device, memory_rate=3e12) for device in machine.devices)

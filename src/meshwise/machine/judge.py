@@ -100,15 +100,14 @@ def _verdict(
 ) -> Verdict:
     """causes: why it may be slow, told where it is slow; those in `always` are told in any case."""
     causes = causes or {}
-    if expected.rate is None:
+    rate = expected.rate or None  # a share of nothing, as a file may have it, is no expectation
+    if rate is None:
         level = "unknown"
     else:
-        share = measured / expected.rate
+        share = measured / rate
         level = "good" if share >= GOOD else "low" if share >= LOW else "far below"
     told = [key for key in causes if key in always or level in ("low", "far below")]
-    return Verdict(
-        what, level, measured, expected.rate, tuple(told), expected.origin, tuple(causes[key] for key in told)
-    )
+    return Verdict(what, level, measured, rate, tuple(told), expected.origin, tuple(causes[key] for key in told))
 
 
 def _copy(machine: Machine, link: Link, path: str, timings: Timings) -> Verdict:

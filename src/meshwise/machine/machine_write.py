@@ -48,9 +48,11 @@ def machine_to_toml(machine: Machine) -> str:
         texts.append(table_text("[versions]", dict(machine.versions)))
     texts += [table_text("[[host]]", pairs) for pairs in (() if plain_hosts else _hosts(machine.hosts))]
     for name in dict.fromkeys(device.part for device in machine.devices):
-        if figures := _part_figures(parts[name]):
-            texts.append(table_text(f"[part.{key_text(name)}]", figures))
-            texts.append(table_text(f"[part.{key_text(name)}.origins]", dict(parts[name].origins)))
+        figures, origins = _part_figures(parts[name]), dict(parts[name].origins)
+        if figures or origins:  # a figure without an origin would be the file's own
+            texts.append(table_text(f"[part.{key_text(name)}]", figures if origins else {**figures, "origins": {}}))
+            if origins:
+                texts.append(table_text(f"[part.{key_text(name)}.origins]", origins))
     texts += [table_text("[[device]]", pairs) for pairs in _devices(machine.devices, parts)]
     texts += _links(machine.links, as_written="links_as_written" in top)
     texts += [_collective(collective) for collective in machine.collectives]
