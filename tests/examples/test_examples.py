@@ -79,3 +79,18 @@ def test_the_notebook_launches_a_function_of_a_cell(tmp_path: Path) -> None:
     one, two = ([o["data"]["text/plain"] for o in cell["outputs"] if "data" in o] for cell in notebook.cells[-2:])
     (loss,) = json.loads(one[0])
     assert json.loads(two[0]) == pytest.approx([loss] * 2, abs=2e-5)
+
+
+def test_the_transfer_names_its_path_and_arrives(tmp_path: Path) -> None:
+    lines = alone("09_transfer.py", "--size", "300", "--verify", folder=tmp_path)
+    assert lines[0].startswith("made on c") and lines[1].endswith("and back: the same: True")
+    assert lines[2].split() == ["operation", "from", "to", "bytes", "path", "time", "rate"]
+    assert [line.split()[0] for line in lines[3:5]] == ["to", "to"]
+    assert all(re.search(r" (peer|staged|direct) ", line) for line in lines[3:])
+
+
+def test_cupy_or_numpy_shares_memory_and_computes(tmp_path: Path) -> None:
+    lines = alone("10_cupy_and_dlpack.py", "--size", "1000", folder=tmp_path)
+    assert lines[-3] == "written by torch, read by the array: 9.0"
+    assert lines[-2] == "a * 2   = [0.0, 2.0, 4.0, 6.0]"
+    assert lines[-1] == "sqrt(b) = [3.0, 1.0, 1.414, 1.732]"
