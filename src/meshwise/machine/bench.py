@@ -9,6 +9,7 @@ from meshwise.machine.judge import Verdict, exit_code, judge
 from meshwise.machine.measure.alone import Compute
 from meshwise.machine.measure.result import PathResult
 from meshwise.spec.machine import Collective, Device, Link, Machine, link_between
+from meshwise.spec.timings import Timings
 
 COPIES = ("copy", "copy both ways")
 BOTH_WAYS = " both ways"
@@ -50,7 +51,7 @@ def bench_of(
     """The machine with what was measured of it, judged. measured: date and versions, for the machine file."""
     by_device = {compute.device: compute for compute in computed}
     devices = tuple(_with_compute(device, by_device.get(device.name)) for device in machine.devices)
-    right = [result for result in results if result.wrong is None]  # what corrupts data has no speed
+    right = [_shortened(result) for result in results if result.wrong is None]  # what corrupts data has no speed
     found = replace(
         machine,
         devices=devices,
@@ -95,7 +96,22 @@ def merged(machines: Sequence[Machine]) -> Machine:
 def _with_compute(device: Device, compute: Compute | None) -> Device:
     if compute is None:
         return device
-    return replace(device, memory_rate=compute.memory_rate, matmuls=compute.matmuls, launch=compute.launch)
+    products = tuple(replace(product, seconds=_short(product.seconds)) for product in compute.matmuls)
+    rate = None if compute.memory_rate is None else _short(compute.memory_rate)
+    launch = None if compute.launch is None else _short(compute.launch)
+    return replace(device, memory_rate=rate, matmuls=products, launch=launch)
+
+
+def _shortened(result: PathResult) -> PathResult:
+    t = result.timings
+    seconds, p95, p99 = (tuple(map(_short, table)) for table in (t.seconds, t.p95, t.p99))
+    fit = [_short(value) for value in (t.latency, t.bandwidth, t.residual)]
+    return replace(result, timings=Timings(t.sizes, seconds, *fit, p95, p99))
+
+
+def _short(value: float) -> float:
+    """Four digits: a measured figure has no more, and a machine file should be good to read."""
+    return float(f"{value:.4g}")
 
 
 def _with_copies(machine: Machine, results: Sequence[PathResult]) -> tuple[Link, ...]:
