@@ -107,6 +107,17 @@ def part_of_driver_name(name: str, memory: int | None = None) -> Part | None:
     return named[0] if len(named) == 1 else None
 
 
+@cache
+def field_origins(part: Part) -> Mapping[str, str]:
+    """Origins of a device of this part, by field; by dtype (`peak.fp32`) only where one differs from the first of its field."""
+    found: dict[str, str] = {}
+    for figure, origin in part.origins.items():
+        field = figure.split(".")[0]
+        if field in ("memory", "memory_bandwidth", "peak", "achievable") and found.setdefault(field, origin) != origin:
+            found[figure] = origin
+    return found
+
+
 def pcie(generation: int, width: int) -> float | None:
     """Bytes/s one way of `width` lanes of a PCIe generation; None for a generation that is not known."""
     rate = _generations("pcie").get(generation)

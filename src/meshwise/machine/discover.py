@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.machine.amd import read_amd
-from meshwise.machine.catalog import Part, part_of_driver_name
+from meshwise.machine.catalog import Part, field_origins, part_of_driver_name
 from meshwise.machine.found import Accelerator, Found
 from meshwise.machine.host_facts import allowed, core_packages, host_facts
 from meshwise.machine.nvml import read_nvidia
@@ -115,7 +115,7 @@ def described(name: str, device: Accelerator, part: Part | None) -> Device:
 def _with_part(device: Device, part: Part) -> Device:
     """The part's name and nominal figures; the memory stays what the driver says, where it says so."""
     figures = ("memory_bandwidth", "peak", "achievable") + (("memory",) if device.memory is None else ())
-    origins = {name: origin for name, origin in part.origins.items() if name.split(".")[0] in figures}
+    origins = {name: origin for name, origin in field_origins(part).items() if name.split(".")[0] in figures}
     return replace(
         device,
         part=part.name,

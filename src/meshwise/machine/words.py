@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
-from meshwise.machine.catalog import NOT_CONFIRMED, Part, PartLink, networks, parts
+from meshwise.machine.catalog import NOT_CONFIRMED, Part, PartLink, field_origins, networks, parts
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.machine import DEVICE, HOST, NODE, Device, Host, Link, Machine
 from meshwise.spec.units import bandwidth_text
@@ -73,17 +71,6 @@ def device_of(part: Part, index: int, host: int = 0) -> Device:
         part.achievable,
         origins=field_origins(part),
     )
-
-
-@cache
-def field_origins(part: Part) -> Mapping[str, str]:
-    """Origins by field; by dtype (`peak.fp32`) only where one differs from the first of its field."""
-    found: dict[str, str] = {}
-    for figure, origin in part.origins.items():
-        field = figure.split(".")[0]
-        if field in ("memory", "memory_bandwidth", "peak", "achievable") and found.setdefault(field, origin) != origin:
-            found[figure] = origin
-    return found
 
 
 def class_links(device_parts: list[Part], several_on_a_host: bool) -> tuple[Link, ...]:
