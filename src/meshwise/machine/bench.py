@@ -105,8 +105,8 @@ def _with_compute(device: Device, compute: Compute | None) -> Device:
 def _shortened(result: PathResult) -> PathResult:
     t = result.timings
     seconds, p95, p99 = (tuple(map(_short, table)) for table in (t.seconds, t.p95, t.p99))
-    fit = [_short(value) for value in (t.latency, t.bandwidth, t.residual)]
-    return replace(result, timings=Timings(t.sizes, seconds, *fit, p95, p99))
+    latency, bandwidth, residual = map(_short, (t.latency, t.bandwidth, t.residual))
+    return replace(result, timings=Timings(t.sizes, seconds, latency, bandwidth, residual, p95, p99))
 
 
 def _short(value: float) -> float:

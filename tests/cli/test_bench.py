@@ -1,0 +1,155 @@
+"""`meshwise bench` and `meshwise devices`, as they are typed: forms, exit codes, Ctrl-C, what cannot be."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwise import cli
+from meshwise.api.machines import find_machine, read_machine
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`command("bench", "--json")`: exit code, stdout, stderr."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["meshwise", *map(str, words)])
+        monkeypatch.setenv("COLUMNS", "100")
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        shown = capsys.readouterr()
+        return int(exit.value.code or 0), shown.out, shown.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:  # type: ignore[type-arg]
+    """A small bench of two workers: its machine file and its JSON."""
+    file = tmp_path_factory.mktemp("bench") / "here.toml"
+    words = ["bench", "--devices", "2xcpu", "--sizes", "1K:64K", "--seconds", "3", "--json", "--save", str(file)]
+    done = subprocess.run([sys.executable, "-m", "meshwise", *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"written     {file}" in done.stderr and "measured    all-reduce, gloo:" in done.stderr
+    return file, json.loads(done.stdout)
+
+
+def test_json_has_every_path_checked(saved: tuple[Path, dict]) -> None:  # type: ignore[type-arg]
+    told = saved[1]
+    operations = [result["operation"] for result in told["results"]]
+    assert operations.count("copy") == 2 and {"all-reduce", "all-gather", "broadcast"} <= set(operations)
+    assert all(result["wrong"] is None and result["sizes"] for result in told["results"])
+    assert told["exit_code"] == 0 and {verdict["level"] for verdict in told["verdicts"]} == {"unknown"}
+    assert [device["name"] for device in told["machine"]["devices"]] == ["cpu:0", "cpu:1"]
+
+
+def test_the_machine_file_is_read_as_it_was_measured(saved: tuple[Path, dict]) -> None:  # type: ignore[type-arg]
+    machine = read_machine(saved[0])
+    assert machine.name == "2xcpu" and "torch" in machine.measured
+    assert {link.kind for link in machine.links} == {"process"} and machine.collectives
+    assert all(device.memory_rate and device.matmuls and device.launch for device in machine.devices)
+    assert find_machine(saved[0]) == machine
+
+
+def test_devices_shows_a_machine_file(saved: tuple[Path, dict], command: Command) -> None:  # type: ignore[type-arg]
+    code, out, _ = command("devices", saved[0])
+    assert code == 0 and "cpu:1" in out
+
+
+def test_a_machine_compared_with_itself_has_not_changed(saved: tuple[Path, dict], command: Command) -> None:  # type: ignore[type-arg]
+    code, out, _ = command("bench", "--compare", saved[0], saved[0])
+    assert code == 0 and "no" in out.lower() and "change" in out.lower()
+
+
+def test_a_saved_file_may_be_written_again_and_nothing_else(
+    saved: tuple[Path, dict],
+    command: Command,
+    tmp_path: Path,  # type: ignore[type-arg]
+) -> None:
+    other = tmp_path / "notes.toml"
+    other.write_text("mine = 1\n")
+    code, _, err = command("bench", "--save", other)
+    assert code == 2 and "is no machine file. Name another file." in err and other.read_text() == "mine = 1\n"
+    again = tmp_path / "again.toml"
+    again.write_bytes(saved[0].read_bytes())
+    code, _, _ = command("bench", "--links", "--devices", "2xcpu", "--sizes", "1K", "--seconds", "0.5", "--save", again)
+    assert code == 0 and again.read_bytes() != saved[0].read_bytes()
+
+
+def test_ctrl_c_keeps_what_is_done() -> None:
+    words = ["bench", "--links", "--collectives", "--devices", "2xcpu", "--sizes", "1K:16K", "--seconds", "60"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshwise", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None and process.stdout is not None
+    with process:
+        assert process.stderr.readline().startswith("measured    copy cpu:0 -> cpu:1, gloo:")
+        process.send_signal(signal.SIGINT)
+        out = process.stdout.read()
+        process.wait(timeout=30)
+    assert process.returncode == 130
+    assert "cpu:0 → cpu:1" in out and "stopped     by Ctrl-C" in out and "Traceback" not in out
+
+
+HERE = "[[device]]\npart = 'H100-SXM'\nmemory = '80 GB/s'\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bench", "--sizes", "1X"], "'1X' is no size. Write --sizes 1K:1G"),
+        (["bench", "--sizes", "1K:512T", "--devices", "2xcpu"], "are free. Write at most --sizes 1K:"),
+        (["bench", "--seconds", "0"], "--seconds 0: give from 0.1 to 86400"),
+        (["bench", "--devices", "2xcup"], "no kind of device. Did you mean 'cpu'?"),
+        (["bench", "--save", "nowhere/here.toml"], "no file can be there"),
+        (["bench", "--save", "."], "no file can be there"),
+        (["bench", "--hosts"], "this one is alone. Start it on each: meshwise bench --hosts"),
+        (["bench", "--hosts", "--compute"], "Leave --compute and --devices out"),
+        (["bench", "--compare", "old.toml", "new.toml"], "old.toml: no machine can be read (No such file"),
+        (["devices", "8xH1000"], "'H1000' is no known part. Nearest are"),
+        (["devices", "3xcup"], "'cup' is no known part"),
+        (["devices", "wrong.toml"], "'GB/s' is a unit of bytes/s, and bytes are meant. Write it as"),
+        (["devices", "binary.toml"], "no machine can be read (it is no text)"),
+        (["devices", "missing.toml"], "no machine can be read (No such file"),
+        (["bnch"], "meshwise bnch: no such verb. Did you mean 'bench'?"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong.toml").write_text(HERE)
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    start = time.monotonic()
+    code, out, err = command(*words)
+    assert code == 2 and message in err and err.count("\n") == 1 and out == ""
+    assert time.monotonic() - start < 30  # refused before anything is measured
+
+
+def test_devices_without_torch_does_not_import_it_and_writes_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys; from meshwise import cli; sys.argv = ['meshwise', 'devices', '--no-torch', '--json']\n"
+        "try: cli.main()\n"
+        "except SystemExit as end: print('torch' in sys.modules, file=sys.stderr); raise"
+    )
+    done = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0 and done.stderr == "False\n" and list(tmp_path.iterdir()) == []
+    told = json.loads(done.stdout)
+    assert told["devices"] and told["hosts"][0]["cores"]
+
+
+def test_devices_in_words_and_here(command: Command) -> None:
+    code, out, _ = command("devices", "8xH100")
+    assert code == 0 and "NVLink4" in out and "H100-SXM" in out
+    code, out, _ = command("devices")
+    assert code == 0 and "host" in out and "versions" in out
