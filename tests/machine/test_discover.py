@@ -1,4 +1,4 @@
-"""Discovery finds each simulated machine as its vendor's listing has it: devices, matrix, host, and what it must say."""
+"""Discovery finds each simulated machine as its vendor's listing has it: devices, matrix, host, warnings."""
 
 from __future__ import annotations
 

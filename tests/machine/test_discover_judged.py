@@ -1,4 +1,4 @@
-"""From a simulated machine to its verdicts: figures as if measured there get the level and the causes written by hand."""
+"""From a simulated machine to its verdicts: figures as if measured there get the level and causes written by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from meshwise.machine.discover import discover
 from meshwise.machine.judge import judge
 from meshwise.machine.measure.bandwidth import bus_bandwidth
-from meshwise.spec.machine import Collective, Link, Machine
+from meshwise.spec.machine import Collective, Link, Machine, Matmul
 from meshwise.spec.timings import Timings, fitted
 from tests.machine.simulated.expected import EXPECTED, GB, Judged
 from tests.machine.simulated.machines import MACHINES
@@ -52,7 +52,12 @@ def test_a_figure_gets_its_verdict(name: str, figure: Judged, tmp_path: Path) ->
     assert verdict.measured == pytest.approx(figure.rate * GB)
 
 
-def test_a_path_of_an_unknown_part_is_judged_by_nothing(tmp_path: Path) -> None:
-    simulated = MACHINES["laptop_gpu"](tmp_path)
+@pytest.mark.parametrize("name", ["laptop", "laptop_gpu"])
+def test_what_a_device_of_an_unknown_part_does_is_judged_by_nothing(name: str, tmp_path: Path) -> None:
+    simulated = MACHINES[name](tmp_path)
     machine = discover(simulated.nvml, simulated.sys, simulated.proc, affinity=range(32), limits={}, environ={})
-    assert all(device.peak == {} and device.memory_bandwidth is None for device in machine.devices)
+    product = Matmul("fp32", 4096, 4096, 4096, seconds=0.01)
+    device = replace(machine.devices[0], memory_rate=40 * GB, matmuls=(product,))
+    verdicts = judge(replace(machine, devices=(device,)))
+    assert {(verdict.level, verdict.expected) for verdict in verdicts} == {("unknown", None)}
+    assert len(verdicts) == 2

@@ -8,9 +8,10 @@ from dataclasses import replace
 from meshwise.machine.found import Accelerator, Found
 
 VARIABLES = {
-    "nvidia": ("CUDA_VISIBLE_DEVICES",),
-    "amd": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    "nvidia": (("CUDA_VISIBLE_DEVICES",),),
+    "amd": (("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
 }
+"""One after the other; of those that stand together, the first that is set."""
 
 
 def visible(found: Found, environ: Mapping[str, str]) -> Found:
@@ -23,8 +24,8 @@ def visible(found: Found, environ: Mapping[str, str]) -> Found:
     devices = found.accelerators
     order = list(range(len(devices)))
     said = []
-    for name in VARIABLES[devices[0].vendor] if devices else ():
-        if name in environ:
+    for names in VARIABLES[devices[0].vendor] if devices else ():
+        for name in [name for name in names if name in environ][:1]:
             order = _chosen(environ[name], order, devices)
             if len(order) < len(devices):
                 said.append(f"{name}={environ[name]}: {len(order)} of {len(devices)} devices are left to this process.")

@@ -59,11 +59,24 @@ class _DevicesText:
         ]
         if console.is_terminal or self.width is not None:
             parts = [[line for text in part for line in _hanging(text, width, console)] for part in parts]
-        lines = [line for part in parts if part for line in [*part, Text()]][:-1]
+        height = console.size.height - 1 if console.is_terminal else None
+        lines = _spaced([part for part in parts if part], height)
         for line in lines:
             line.no_wrap, line.overflow = True, "crop" if console.is_terminal else "ignore"
             line.plain = fitting(line.plain, options.ascii_only)
         yield from lines
+
+
+def _spaced(parts: Sequence[list[Text]], height: int | None) -> list[Text]:
+    """The parts below each other, apart by an empty line as long as there is room for one."""
+    lines = list(parts[0]) if parts else []
+    room = None if height is None else height - sum(map(len, parts))
+    for part in parts[1:]:
+        if room is None or room > 0:
+            lines.append(Text())
+            room = None if room is None else room - 1
+        lines += part
+    return lines
 
 
 def _hosts(machine: Machine, width: int) -> list[Text]:

@@ -1,0 +1,282 @@
+"""Discovery on machines that lack something, hide something or are set up badly: unknown stays unknown, and is said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshwise.machine import amd, nvml
+from meshwise.machine.discover import discover
+from meshwise.machine.nvml import pcie_now
+from meshwise.spec.machine import Machine, link_between
+from tests.machine.simulated.fake_nvml import FakeNvml, Gpu, NVMLError_DriverNotLoaded, NVMLError_NotSupported
+from tests.machine.simulated.machines import MACHINES, RTX4090_TOPOLOGY, Simulated
+from tests.machine.simulated.tree import write
+
+
+def machine_of(simulated: Simulated, environ: dict[str, str] | None = None, **more: Any) -> Machine:
+    more = {"affinity": range(256), "limits": {}, **more}
+    return discover(simulated.nvml, simulated.sys, simulated.proc, environ=environ or {}, **more)
+
+
+def parts_of(machine: Machine) -> list[str]:
+    return [device.part for device in machine.devices]
+
+
+def said(machine: Machine, *words: str) -> bool:
+    return any(all(word in warning for word in words) for warning in machine.warnings)
+
+
+def test_nothing_at_all_is_one_cpu_worker(tmp_path: Path) -> None:
+    machine = discover(FakeNvml([], error=NVMLError_DriverNotLoaded), tmp_path / "sys", tmp_path / "proc", environ={})
+    assert [device.name for device in machine.devices] == ["cpu:0"]
+    assert machine.hosts[0].sockets is None and machine.hosts[0].numa_nodes is None
+    assert machine.links == ()
+
+
+def test_discovery_never_imports_torch() -> None:
+    code = "import sys; from meshwise.machine.discover import discover; discover(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("missing", ["not installed", "does not start", "fails while asked"])
+def test_without_nvml_devices_are_listed_and_the_rest_is_unknown(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated = MACHINES["a100_pcie"](tmp_path)
+    for bus in ("4e", "4f"):
+        text = "Model: \t\t NVIDIA A100 80GB PCIe\nIRQ:   \t\t 150\nBus Type: \t PCIe"
+        write(tmp_path, f"proc/driver/nvidia/gpus/0000:{bus}:00.0/information", text)
+    version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024"
+    write(tmp_path, "proc/driver/nvidia/version", version)
+    if missing == "not installed":
+        monkeypatch.setattr(nvml, "_installed", lambda: None)
+        simulated = replace(simulated, nvml=None)  # type: ignore[arg-type]
+    elif missing == "does not start":
+        simulated.nvml.error = NVMLError_DriverNotLoaded
+    else:
+        monkeypatch.setattr(FakeNvml, "nvmlDeviceGetCount", lambda self: 1 / 0)
+    machine = machine_of(simulated)
+    assert parts_of(machine) == ["A100-PCIe-80GB"] * 2
+    assert machine.versions == {"driver": "550.54.15"}
+    assert machine.devices[1].pci == "0000:4f:00.0" and machine.devices[1].numa == 0
+    assert link_between(machine, "cuda:0", "cuda:1") is None
+    assert said(machine, "unknown", "pip install nvidia-ml-py" if missing == "not installed" else "NVML")
+
+
+def test_a_driver_that_tells_only_names_is_believed_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise NVMLError_NotSupported
+
+    optional = ("MemoryInfo", "CurrPcieLinkGeneration", "CurrPcieLinkWidth", "MaxPcieLinkGeneration", "P2PStatus")
+    for name in (*optional, "MaxPcieLinkWidth", "GpuMaxPcieLinkGeneration", "TopologyCommonAncestor", "UUID"):
+        monkeypatch.setattr(FakeNvml, f"nvmlDeviceGet{name}", refuse)
+    simulated = MACHINES["rtx4090"](tmp_path)
+    machine = discover(simulated.nvml, tmp_path / "no", tmp_path / "no", environ={}, limits={})
+    assert parts_of(machine) == ["RTX-4090"] * 4
+    link = link_between(machine, "cuda:0", "cuda:1")
+    assert link is not None and (link.generation, link.width, link.peer) == (None, None, None)
+
+
+def test_names_that_look_alike_are_other_parts(tmp_path: Path) -> None:
+    names = {
+        ("NVIDIA H100 PCIe", 81559): "H100-PCIe",
+        ("NVIDIA H100 NVL", 95830): "H100-NVL",
+        ("NVIDIA A100-PCIE-40GB", 40960): "A100-PCIe-40GB",
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16376): "NVIDIA GeForce RTX 4090 Laptop GPU",
+        ("NVIDIA GeForce RTX 4090 D", 24564): "NVIDIA GeForce RTX 4090 D",
+    }
+    for (name, memory), part in names.items():
+        fake = FakeNvml([Gpu(name, "0000:01:00.0", memory)], "GPU0 X")
+        assert parts_of(discover(fake, tmp_path, tmp_path, environ={})) == [part]
+
+
+def test_twelve_of_eighteen_nvlinks_are_told(tmp_path: Path) -> None:
+    simulated = MACHINES["dgx_h100"](tmp_path)
+    simulated.nvml.matrix = [[word.replace("NV18", "NV12") for word in row] for row in simulated.nvml.matrix]
+    machine = machine_of(simulated)
+    link = link_between(machine, "cuda:2", "cuda:5")
+    assert link is not None and (link.width, link.full_width, link.bandwidth) == (12, 18, 450e9)
+    assert said(machine, "cuda:0 and cuda:1 and 27 more pairs", "12 of 18 NVLinks")
+
+
+def test_parts_with_nvlink_and_none_up_are_told(tmp_path: Path) -> None:
+    simulated = MACHINES["dgx_h100"](tmp_path)
+    simulated.nvml.gpus = [replace(gpu, nvlink=None) for gpu in simulated.nvml.gpus]
+    simulated.nvml.matrix = [["SYS"] * 8 for _ in range(8)]
+    machine = machine_of(simulated)
+    assert all(link.kind == "pcie" for link in machine.links)
+    assert said(machine, "nvidia-fabricmanager")
+
+
+def test_two_numa_nodes_of_one_socket_are_not_two_sockets(tmp_path: Path) -> None:
+    """EPYC with four NUMA nodes a socket: `SYS` in the listing, and no other socket in between."""
+    simulated = MACHINES["a100_pcie"](tmp_path)
+    write(tmp_path, "proc/cpuinfo", "\n\n".join(f"processor\t: {core}\nphysical id\t: 0" for core in range(256)))
+    link = link_between(machine_of(simulated), "cuda:0", "cuda:4")
+    assert link is not None and link.crosses == "bridge"
+
+
+def test_devices_of_a_socket_that_this_process_may_not_use_are_told(tmp_path: Path) -> None:
+    machine = machine_of(MACHINES["a100_pcie"](tmp_path), affinity=range(8))
+    near, far = (link_between(machine, "host", name) for name in ("cuda:3", "cuda:4"))
+    assert near is not None and far is not None
+    assert (near.crosses, far.crosses) == ("", "socket")
+    assert said(machine, "cuda:4 and 3 more", "socket")
+
+
+def test_a_card_of_generation_4_in_a_slot_of_generation_3_is_not_called_idle(tmp_path: Path) -> None:
+    simulated = MACHINES["a100_pcie"](tmp_path)
+    simulated.nvml.gpus = [replace(gpu, pcie=(3, 16), system=(3, 16)) for gpu in simulated.nvml.gpus]
+    machine = machine_of(simulated)
+    assert said(machine, "cuda:0 and 7 more devices", "generation 3", "the card could do generation 4")
+    assert not said(machine, "idle")
+
+
+def test_links_are_read_again_while_bytes_move(tmp_path: Path) -> None:
+    simulated = MACHINES["rtx4090"](tmp_path)
+    assert pcie_now(simulated.nvml)["0000:21:00.0"] == (1, 16)
+    simulated.nvml.gpus = [replace(gpu, pcie=(4, 16)) for gpu in simulated.nvml.gpus]
+    assert pcie_now(simulated.nvml)["0000:21:00.0"] == (4, 16)
+    assert simulated.nvml.opened == 0
+    assert pcie_now(FakeNvml([], error=NVMLError_DriverNotLoaded)) == {}
+
+
+def test_what_the_environment_hides_is_not_there(tmp_path: Path) -> None:
+    simulated = MACHINES["a100_pcie"](tmp_path)
+    for chosen, buses in [
+        ("6,1", ["d0", "4f"]),
+        ("GPU-00000005", ["cf"]),
+        ("2,99,3", ["50"]),  # behind what names no device, CUDA takes nothing more
+        ("-1", []),
+        ("", []),
+    ]:
+        machine = machine_of(simulated, {"CUDA_VISIBLE_DEVICES": chosen})
+        assert [device.pci[5:7] for device in machine.devices if device.kind == "cuda"] == buses
+        assert said(machine, f"CUDA_VISIBLE_DEVICES={chosen}") or not buses
+        assert machine.devices[0].name == ("cuda:0" if buses else "cpu:0")
+    link = link_between(machine_of(simulated, {"CUDA_VISIBLE_DEVICES": "6,1"}), "cuda:0", "cuda:1")
+    assert link is not None and link.crosses == "socket"
+
+
+def test_parts_that_differ_may_be_numbered_otherwise_by_cuda() -> None:
+    gpus = [Gpu("NVIDIA L4", "0000:01:00.0", 23034), Gpu("NVIDIA GeForce RTX 4090", "0000:21:00.0", 24564)]
+    fake = FakeNvml(gpus, "GPU0 X PHB\nGPU1 PHB X")
+    nowhere = Path("/nonexistent")
+    assert said(discover(fake, nowhere, nowhere, environ={}), "CUDA_DEVICE_ORDER=PCI_BUS_ID")
+    machine = discover(fake, nowhere, nowhere, environ={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    assert not said(machine, "CUDA_DEVICE_ORDER") and machine.name == "1xL4 + 1xRTX-4090"
+
+
+def test_mig_is_told(tmp_path: Path) -> None:
+    simulated = MACHINES["a100_pcie"](tmp_path)
+    simulated.nvml.gpus = [replace(gpu, mig=True) for gpu in simulated.nvml.gpus]
+    assert said(machine_of(simulated), "MIG")
+
+
+def test_a_pair_of_which_one_way_is_blocked_has_no_peer_access() -> None:
+    gpus = [Gpu("NVIDIA GeForce RTX 4090", f"0000:{at}1:00.0", 24564) for at in range(4)]
+    peers = "GPU0 X OK OK OK\nGPU1 CNS X OK OK\nGPU2 OK OK X OK\nGPU3 OK OK OK X"
+    nowhere = Path("/nonexistent")
+    machine = discover(FakeNvml(gpus, RTX4090_TOPOLOGY, peers), nowhere, nowhere, environ={})
+    found = {
+        (link.source, link.target): link.peer for link in machine.links if "host" not in (link.source, link.target)
+    }
+    assert found.pop(("cuda:1", "cuda:0")) is False
+    assert set(found.values()) == {True}
+
+
+def test_infiniband_needs_locked_memory(tmp_path: Path) -> None:
+    simulated = MACHINES["dgx_h100"](tmp_path)
+    assert not said(machine_of(simulated, limits={"locked memory": 8 * 2**20}), "Locked")
+    write(tmp_path, "sys/class/infiniband/mlx5_0/node_type", "1: CA")
+    assert said(machine_of(simulated, limits={"locked memory": 8 * 2**20}), "ulimit -l unlimited")
+    assert not said(machine_of(simulated), "Locked")
+
+
+# ---- AMD -------------------------------------------------------------------------------------------------------------
+
+
+class FakeAmdSmi(SimpleNamespace):
+    """The four functions of amdsmi that are asked, for a device that sysfs does not name."""
+
+    def amdsmi_init(self) -> None: ...
+
+    def amdsmi_shut_down(self) -> None: ...
+
+    def amdsmi_get_processor_handles(self) -> list[str]:
+        return ["0000:0C:00.0"]
+
+    def amdsmi_get_gpu_device_bdf(self, handle: str) -> str:
+        return handle
+
+    def amdsmi_get_gpu_asic_info(self, handle: str) -> dict[str, str]:
+        return {"market_name": "AMD Instinct MI300X OAM"}
+
+
+def unnamed(tmp_path: Path, number: str) -> Simulated:
+    simulated = MACHINES["mi300x"](tmp_path)
+    for device in (tmp_path / "sys/bus/pci/devices").iterdir():
+        (device / "product_name").unlink(missing_ok=True)
+    for node in (tmp_path / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        node.write_text(node.read_text().replace("device_id 29857", f"device_id {number}"))
+    return simulated
+
+
+def test_a_device_without_a_name_is_known_by_its_number(tmp_path: Path) -> None:
+    assert parts_of(machine_of(unnamed(tmp_path, "29857"))) == ["MI300X"] * 8
+
+
+def test_a_device_that_nobody_names_stays_unknown_until_amdsmi_is_there(tmp_path: Path) -> None:
+    simulated = unnamed(tmp_path, "65535")
+    machine = machine_of(simulated)
+    assert parts_of(machine)[0] == "AMD device 0xffff" and said(machine, "pip install amdsmi")
+    assert parts_of(machine_of(simulated, amdsmi=FakeAmdSmi()))[0] == "MI300X"
+
+
+def test_a_narrow_slot_shows_at_the_bridge_of_an_amd_device(tmp_path: Path) -> None:
+    simulated = MACHINES["mi300x"](tmp_path)
+    write(tmp_path, "sys/bus/pci/devices/0000:05:00.0/current_link_width", "8")
+    machine = machine_of(simulated)
+    links = [link_between(machine, "host", f"cuda:{at}") for at in (0, 1)]
+    assert [(link.width, link.full_width) for link in links if link] == [(8, 16), (16, 16)]
+    assert said(machine, "cuda:0:", "8 of 16 lanes")
+
+
+def test_two_hops_of_xgmi_are_no_link_of_their_own(tmp_path: Path) -> None:
+    simulated = MACHINES["mi300x"](tmp_path)
+    for file in (tmp_path / "sys/class/kfd/kfd/topology/nodes/2/io_links").glob("*/properties"):
+        text = file.read_text()
+        if "node_to 9" in text:
+            file.write_text(text.replace("weight 15", "weight 30"))
+        if "node_to 3" in text:
+            file.write_text(
+                text.replace("min_bandwidth 0", "min_bandwidth 50000").replace(
+                    "max_bandwidth 0", "max_bandwidth 200000"
+                )
+            )
+    machine = machine_of(simulated)
+    far, wide = (link_between(machine, "cuda:0", name) for name in ("cuda:7", "cuda:1"))
+    assert far is not None and (far.kind, far.width, far.bandwidth, far.peer) == ("xgmi", None, None, True)
+    assert wide is not None and wide.width == 4
+
+
+def test_hidden_amd_devices_are_not_there(tmp_path: Path) -> None:
+    simulated = MACHINES["mi300x"](tmp_path)
+    for environ, buses in [
+        ({"HIP_VISIBLE_DEVICES": "7"}, ["df"]),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, ["15", "0c"]),
+        ({"HIP_VISIBLE_DEVICES": "2", "CUDA_VISIBLE_DEVICES": "2"}, ["1e"]),
+        ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"}, ["af"]),
+    ]:
+        assert [device.pci[5:7] for device in machine_of(simulated, environ).devices] == buses
+
+
+def test_amd_without_its_driver_is_nothing(tmp_path: Path) -> None:
+    assert amd.read_amd(tmp_path).accelerators == ()
