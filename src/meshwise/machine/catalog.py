@@ -109,7 +109,7 @@ def part_of_driver_name(name: str, memory: int | None = None) -> Part | None:
 
 @cache
 def field_origins(part: Part) -> Mapping[str, str]:
-    """Origins of a device of this part, by field; by dtype (`peak.fp32`) only where one differs from the first of its field."""
+    """Origins of a device of this part by field; by dtype (`peak.fp32`) only where one differs from the first."""
     found: dict[str, str] = {}
     for figure, origin in part.origins.items():
         field = figure.split(".")[0]
