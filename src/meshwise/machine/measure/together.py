@@ -70,11 +70,11 @@ def measure_path(
         tell(f"{path}, {bytes_text(size)}")
         at = time.perf_counter()
         case = path.make(place, size)
-        wrong = _agreed_wrong(path, place, case, checked(case, 2 * number))
+        wrong = check_path(path, place, case, 2 * number)
         share = max(budget - spent, 0.0) / (len(sizes) - number)
         sample, least = _repeat(case, place, share, latency, path.single)
         samples[case.size] = sample
-        wrong = wrong or _agreed_wrong(path, place, case, checked(case, 2 * number + 1))
+        wrong = wrong or check_path(path, place, case, 2 * number + 1)
         cost = _agree(place, time.perf_counter() - at - least)[0]
         if wrong:
             break
@@ -85,6 +85,16 @@ def measure_path(
         [sample.p99 for sample in samples.values()],
     )
     return PathResult(path.operation, path.source, path.target, path.path, _taking(path, place), timings, wrong, note)
+
+
+def check_path(path: Path, place: Place, case: Case, number: int) -> str | None:
+    """Communicate once with the data of round `number`. What differs, in words that name the path, as the first rank
+    found it that found something; None when every byte is right everywhere. The same on every rank; collective."""
+    found = checked(case, number)
+    if not _agree(place, float(found is not None))[0]:
+        return None
+    first = next(text for text in gather_objects(found, place.group) if text is not None)
+    return f"{path}, {bytes_text(case.size)}: {first}"
 
 
 def _repeat(case: Case, place: Place, share: float, latency: float, single: bool) -> tuple[Sample, float]:
@@ -132,14 +142,6 @@ def _agree(place: Place, *values: float) -> list[float]:
     """The largest of each value over the ranks. Also a barrier; always on the host."""
     largest: list[float] = all_reduce(torch.tensor(values, dtype=torch.float64), "max", place.group).tolist()
     return largest
-
-
-def _agreed_wrong(path: Path, place: Place, case: Case, found: str | None) -> str | None:
-    """What the first rank found that found something, with the path; the same on every rank."""
-    if not _agree(place, float(found is not None))[0]:
-        return None
-    first = next(text for text in gather_objects(found, place.group) if text is not None)
-    return f"{path}, {bytes_text(case.size)}: {first}"
 
 
 def _ping_pong(place: Place, one: int, other: int) -> float:
