@@ -31,8 +31,8 @@ PATHS = {
     "reduce-scatter": Path("reduce-scatter", "", "", "gloo", cases.reduce_scatter(direct=False)),
     "broadcast": Path("broadcast", "", "", "gloo", cases.broadcast(0, direct=False)),
     "all-to-all": Path("all-to-all", "", "", "gloo", cases.all_to_all(direct=False)),
-    "copy": Path("copy", "cpu:0", "cpu:1", "gloo", cases.copy(0, 1), (0, 1), True),
-    "copy back": Path("copy", "cpu:1", "cpu:0", "gloo", cases.copy(1, 0), (1, 0), True),
+    "copy": Path("copy", "cpu:0", "cpu:1", "gloo", cases.copy(0, 1), 2, (0, 1)),
+    "copy back": Path("copy", "cpu:1", "cpu:0", "gloo", cases.copy(1, 0), 2, (1, 0)),
 }
 # Each fault with the path that it is in, the function of torch.distributed that has it, and how its path is named.
 FAULTS = {

@@ -137,13 +137,13 @@ def paths_between(names: Sequence[str], backend: str, what: Sequence[str]) -> li
     paths: list[Path] = []
     if "links" in what:
         paths += [
-            Path("copy", names[a], names[b], backend, cases.copy(a, b), (a, b), True)
+            Path("copy", names[a], names[b], backend, cases.copy(a, b), 2, (a, b))
             for a in ranks
             for b in ranks
             if a != b
         ]
         paths += [
-            Path("copy both ways", names[a], names[b], backend, cases.both_ways(a, b))
+            Path("copy both ways", names[a], names[b], backend, cases.both_ways(a, b), 2)
             for a in ranks
             for b in ranks
             if a < b

@@ -33,7 +33,8 @@ _SMALL = 8  # bytes of a ping
 class Path:
     """What is measured: operation, ends (names or empty), the backend in words, and how a rank makes its case.
 
-    ends: the two ranks of a copy, which is timed by the first one's clock and answered by the second.
+    taking: ranks that take part, None for all. answered: the two ranks of a copy, which is timed by the first one's
+    clock and answered by the second, so that no two of them are in a row.
     """
 
     operation: str
@@ -41,9 +42,8 @@ class Path:
     target: str
     path: str
     make: Maker
-    ends: tuple[int, int] | None = None
-    single: bool = False
-    """Never several calls in a row: each is answered before the next."""
+    taking: int | None = None
+    answered: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         ends = f" {self.source} -> {self.target}" if self.source else ""
@@ -55,7 +55,7 @@ def measure_path(
 ) -> PathResult:
     """Times of growing sizes until `budget` seconds are spent, each size checked before and after. Collective."""
     began = time.perf_counter()
-    latency = _ping_pong(place, *path.ends) if path.ends else 0.0
+    latency = _ping_pong(place, *path.answered) if path.answered else 0.0
     samples: dict[int, Sample] = {}
     wrong, note, cost = None, "", 0.0
     for number, size in enumerate(sizes):
@@ -72,7 +72,7 @@ def measure_path(
         case = path.make(place, size)
         wrong = check_path(path, place, case, 2 * number)
         share = max(budget - spent, 0.0) / (len(sizes) - number)
-        sample, least = _repeat(case, place, share, latency, path.single)
+        sample, least = _repeat(case, place, share, latency, path.answered is not None)
         samples[case.size] = sample
         wrong = wrong or check_path(path, place, case, 2 * number + 1)
         cost = _agree(place, time.perf_counter() - at - least)[0]
@@ -84,7 +84,9 @@ def measure_path(
         [sample.p95 for sample in samples.values()],
         [sample.p99 for sample in samples.values()],
     )
-    return PathResult(path.operation, path.source, path.target, path.path, _taking(path, place), timings, wrong, note)
+    return PathResult(
+        path.operation, path.source, path.target, path.path, path.taking or place.ranks, timings, wrong, note
+    )
 
 
 def check_path(path: Path, place: Place, case: Case, number: int) -> str | None:
@@ -160,7 +162,3 @@ def _ping_pong(place: Place, one: int, other: int) -> float:
             if number >= PING_PONGS // 4:
                 halves.append((time.perf_counter() - start) / 2)
     return _agree(place, median(halves[1:]) if place.rank == one else 0.0)[0]
-
-
-def _taking(path: Path, place: Place) -> int:
-    return place.ranks if path.ends is None else 2
