@@ -19,7 +19,7 @@ def copied(target: Tensor, source: Tensor, how: str) -> None:
 
 
 def measured(path: Path, move: Callable[[Tensor, Tensor, str], None] = copied) -> PathResult:
-    return measure_copy(path, SIZES, 0.02, move, lambda name: "cpu")
+    return measure_copy(path, SIZES, 10.0, move, lambda name: "cpu")
 
 
 def test_every_pair_has_its_paths() -> None:

@@ -12,9 +12,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from meshwise.machine.discover import discover
-from meshwise.machine.machine_dict import machine_dict
+from meshwise.machine.discovery.discover import discover
 from meshwise.machine.views.devices_text import devices_text
+from meshwise.machine.views.machine_dict import machine_dict
 from meshwise.machine.words import machine_from_words
 from meshwise.spec.machine import Device, Link, Machine
 from meshwise.spec.timings import fitted

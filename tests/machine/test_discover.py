@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.machine.discover import discover
+from meshwise.machine.discovery.discover import discover
 from meshwise.spec.machine import Link, Machine, link_between
 from tests.machine.simulated.expected import EXPECTED, GB, MIB, Expected, Facts
 from tests.machine.simulated.machines import MACHINES, Simulated

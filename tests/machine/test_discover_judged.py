@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.machine.discover import discover
+from meshwise.machine.discovery.discover import discover
 from meshwise.machine.judge import judge
 from meshwise.machine.measure.bandwidth import bus_bandwidth
 from meshwise.spec.machine import Collective, Link, Machine, Matmul

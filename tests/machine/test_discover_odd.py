@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from meshwise.machine import amd, nvml
-from meshwise.machine.discover import discover
-from meshwise.machine.nvml import pcie_now
+from meshwise.machine.discovery import amd, nvml
+from meshwise.machine.discovery.discover import discover
+from meshwise.machine.discovery.nvml import pcie_now
 from meshwise.spec.machine import Machine, link_between
 from tests.machine.simulated.fake_nvml import FakeNvml, Gpu, NVMLError_DriverNotLoaded, NVMLError_NotSupported
 from tests.machine.simulated.machines import MACHINES, RTX4090_TOPOLOGY, Simulated
@@ -41,7 +41,7 @@ def test_nothing_at_all_is_one_cpu_worker(tmp_path: Path) -> None:
 
 
 def test_discovery_never_imports_torch() -> None:
-    code = "import sys; from meshwise.machine.discover import discover; discover(); assert 'torch' not in sys.modules"
+    code = "import sys, meshwise.machine.discovery.discover as found; found.discover(); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

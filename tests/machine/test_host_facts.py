@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.machine.cgroup import cpu_quota, memory_limit
-from meshwise.machine.host_facts import host_facts, limits_that_hurt, own_limits
+from meshwise.machine.discovery.host_facts import host_facts, limits_that_hurt, own_limits
 from meshwise.spec.machine import Device, Host, Machine
 from tests.machine.simulated.tree import Computer, plant_computer, write
 

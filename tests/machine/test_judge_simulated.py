@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.machine.discover import discover
+from meshwise.machine.discovery.discover import discover
+from meshwise.machine.file.read import machine_from_toml, machine_to_toml
 from meshwise.machine.judge import Verdict, judge
-from meshwise.machine.machine_file import machine_from_toml, machine_to_toml
 from meshwise.machine.measure.bandwidth import bus_factor
 from meshwise.spec.machine import Collective, Machine, Matmul
 from meshwise.spec.timings import fitted

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from machine.machines import machines
 
 from meshwise.machine.catalog import part
-from meshwise.machine.machine_file import FROM_FILE, machine_from_toml, machine_to_toml
-from meshwise.machine.toml_text import value_text
+from meshwise.machine.file.read import FROM_FILE, machine_from_toml, machine_to_toml
+from meshwise.machine.file.toml_text import value_text
 from meshwise.machine.words import machine_from_words
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import DEVICE, HOST, Device, Host, Link, Machine

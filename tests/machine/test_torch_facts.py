@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwise.machine.discover import discover
-from meshwise.machine.torch_facts import TorchDevice, TorchFacts, joined, read_torch, with_torch_facts
+from meshwise.machine.discovery.discover import discover
+from meshwise.machine.discovery.torch_facts import TorchDevice, TorchFacts, joined, read_torch, with_torch_facts
 from meshwise.spec.machine import Device, Machine, link_between
 from tests.machine.simulated.machines import MACHINES
 

@@ -77,4 +77,5 @@ def test_bandwidth(rate: float, text: str) -> None:
 
 
 def test_flops() -> None:
-    assert [flops_text(rate) for rate in (989.5e12, 1.979e15, 95.2e9)] == ["990 TFLOP/s", "1.98 PFLOP/s", "95.2 GFLOP/s"]
+    told = [flops_text(rate) for rate in (989.5e12, 1.979e15, 95.2e9)]
+    assert told == ["990 TFLOP/s", "1.98 PFLOP/s", "95.2 GFLOP/s"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwise.machine.discover import discover
-from meshwise.machine.machine_file import machine_from_toml
-from meshwise.machine.torch_facts import with_torch_facts
+from meshwise.machine.discovery.discover import discover
+from meshwise.machine.discovery.torch_facts import with_torch_facts
+from meshwise.machine.file.read import machine_from_toml
 from meshwise.machine.words import machine_from_words
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine

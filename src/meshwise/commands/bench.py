@@ -19,7 +19,7 @@ from meshwise.api.machines import read_machine
 from meshwise.api.run import Machines
 from meshwise.machine.bench import Bench
 from meshwise.machine.compare import compare as compare_machines
-from meshwise.machine.machine_file import machine_to_toml
+from meshwise.machine.file.read import machine_to_toml
 from meshwise.machine.measure.alone import Compute
 from meshwise.machine.measure.result import PathResult
 from meshwise.machine.views.bench_dict import bench_dict

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from meshwise.api.machines import find_machine
-from meshwise.machine.machine_dict import machine_dict
 from meshwise.machine.views.devices_text import devices_text
+from meshwise.machine.views.machine_dict import machine_dict
 
 app = typer.Typer()
 

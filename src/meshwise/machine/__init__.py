@@ -1,1 +1,1 @@
-"""Find devices and processor cores, and say which worker gets which."""
+"""Find, describe, measure and judge devices and links, and say which worker gets which device and cores."""

@@ -9,9 +9,8 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from meshwise.machine.compare import Change
-from meshwise.timeline.views.columns import columns
 from meshwise.timeline.views.kind_marks import fitting
-from meshwise.timeline.views.text import wrap
+from meshwise.timeline.views.lines import columns, wrap
 
 STYLES = {"worse": "bold red", "gone": "red", "changed": "yellow", "new": "cyan", "better": "green"}
 """Kinds of change in the order in which they are told."""

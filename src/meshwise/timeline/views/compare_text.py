@@ -9,11 +9,10 @@ from rich.text import Text
 
 from meshwise.spec.units import bytes_text, count_text, seconds_text
 from meshwise.timeline.compare import Comparison, Difference, Figure, clearly, signed
-from meshwise.timeline.views.columns import columns
 from meshwise.timeline.views.kind_marks import MARKS, fitting, mark_of, style_of
+from meshwise.timeline.views.lines import columns, wrap
 from meshwise.timeline.views.live import rate_text
 from meshwise.timeline.views.rank_table import percent
-from meshwise.timeline.views.text import wrap
 
 CLEAR_STYLES = {True: "bold red", False: "bold green"}
 

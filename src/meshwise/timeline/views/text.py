@@ -6,7 +6,6 @@ ever cut.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from meshwise.spec.units import count_text, seconds_text
 from meshwise.timeline.report import Part, Report
 from meshwise.timeline.views.gantt_text import gantt_text, step_nearest
 from meshwise.timeline.views.kind_marks import fitting, legend
+from meshwise.timeline.views.lines import GLUE, wrap
 from meshwise.timeline.views.live import rate_text
 from meshwise.timeline.views.rank_table import OF_STEP, outliers, percent, rank_table
 
@@ -28,8 +28,6 @@ APART = ("table", "gantt", "goodput")
 FEWEST_GANTT_ROWS = 2
 MOST_GANTT_RANKS = 16
 MOST_GANTT_STEPS = 4
-UNIT = re.compile(r"(?<=\d) (?=(?:%|µs|ms|s|min|h|B|[KMGTP]iB)(?![^\W_]))")
-GLUE = "\ue000"  # stands for a space at which a line must not end
 
 
 def report_text(report: Report, width: int | None = None, height: int | None = None) -> RenderableType:
@@ -80,17 +78,6 @@ def report_lines(report: Report, width: int, height: int | None, *, ascii_only: 
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
         line.plain = fitting(line.plain, ascii_only)
-    return lines
-
-
-def wrap(text: Text, width: int, console: Console) -> list[Text]:
-    """The text in lines of at most `width` characters, none of which parts a number from its unit."""
-    text = text.copy()
-    text.plain = UNIT.sub(GLUE, text.plain)
-    lines = list(text.wrap(console, width))
-    for line in lines:
-        line.plain = line.plain.replace(GLUE, " ")
-        line.rstrip()
     return lines
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwise.machine.found import Accelerator, Between, Found
-from meshwise.machine.sysfs import displays, pci_facts, read_text
+from meshwise.machine.discovery.found import Accelerator, Between, Found
+from meshwise.machine.discovery.sysfs import displays, pci_facts, read_text
 
 INSTALL = "pip install nvidia-ml-py"
 VENDOR = "0x10de"

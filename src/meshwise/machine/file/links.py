@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meshwise.machine.toml_checks import (
+from meshwise.machine.file.checks import (
     Table,
     checked_count,
     count_of,

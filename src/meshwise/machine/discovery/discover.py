@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwise.machine.amd import read_amd
 from meshwise.machine.catalog import Part, field_origins, part_of_driver_name
-from meshwise.machine.found import Accelerator, Found
-from meshwise.machine.host_facts import allowed, core_packages, host_facts
-from meshwise.machine.nvml import read_nvidia
-from meshwise.machine.sysfs import node_cores
-from meshwise.machine.topology import device_links, host_links, link_warnings
-from meshwise.machine.visible import visible
+from meshwise.machine.discovery.amd import read_amd
+from meshwise.machine.discovery.found import Accelerator, Found
+from meshwise.machine.discovery.host_facts import allowed, core_packages, host_facts
+from meshwise.machine.discovery.nvml import read_nvidia
+from meshwise.machine.discovery.sysfs import node_cores
+from meshwise.machine.discovery.topology import device_links, host_links, link_warnings
+from meshwise.machine.discovery.visible import visible
 from meshwise.spec.machine import HOST, Device, Host, Link, Machine
 
 DRIVER = "as the driver tells it"

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwise.machine.found import Accelerator, Between, Found
-from meshwise.machine.sysfs import PciFacts, narrowest, pci_facts, read_text
+from meshwise.machine.discovery.found import Accelerator, Between, Found
+from meshwise.machine.discovery.sysfs import PciFacts, narrowest, pci_facts, read_text
 
 PCIE, XGMI = 2, 11
 """CRAT_IOLINK_TYPE_PCIEXPRESS and _XGMI of the kernel (drivers/gpu/drm/amd/amdkfd/kfd_crat.h)."""
@@ -82,7 +82,7 @@ def _between(sys: Path, devices: Mapping[int, Accelerator]) -> dict[tuple[int, i
     found = {}
     places = {node: place for place, node in enumerate(devices)}
     for node, device in devices.items():
-        links = {}
+        links: dict[int, dict[str, int]] = {}
         for file in sorted((sys / f"class/kfd/kfd/topology/nodes/{node}").glob("*_links/*/properties")):
             link = _properties(file)
             links.setdefault(link.get("node_to", -1), link)

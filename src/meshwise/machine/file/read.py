@@ -11,9 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwise.machine.catalog import part, parts
-from meshwise.machine.machine_links import read_collective, read_links
-from meshwise.machine.machine_write import FIGURES, link_order, machine_to_toml
-from meshwise.machine.toml_checks import (
+from meshwise.machine.file.checks import (
     Table,
     bytes_of,
     checked_count,
@@ -30,6 +28,8 @@ from meshwise.machine.toml_checks import (
     text_table_of,
     texts_of,
 )
+from meshwise.machine.file.links import read_collective, read_links
+from meshwise.machine.file.write import FIGURES, link_order, machine_to_toml
 from meshwise.machine.words import MOST_DEVICES, class_links, device_of
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.machine import Device, Host, Machine, Matmul

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwise.machine.catalog import Part, part_of_driver_name
-from meshwise.machine.discover import described, unknown_part
-from meshwise.machine.found import Accelerator
+from meshwise.machine.discovery.discover import described, unknown_part
+from meshwise.machine.discovery.found import Accelerator
 from meshwise.spec.machine import HOST, Device, Link, Machine
 
 LEAST_WHOLE = 0.85

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from meshwise.machine.found import Accelerator, Found
+from meshwise.machine.discovery.found import Accelerator, Found
 
 VARIABLES = {
     "nvidia": (("CUDA_VISIBLE_DEVICES",),),

@@ -1,11 +1,16 @@
-"""Lines of aligned columns, for a terminal or a file: what does not fit is left out as a column, never cut."""
+"""Lines that fit: aligned columns, of which whole ones are left out, and sentences that keep a number by its unit."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rich.cells import cell_len
+from rich.console import Console
 from rich.text import Text
+
+UNIT = re.compile(r"(?<=\d) (?=(?:%|µs|ms|s|min|h|B|[KMGTP]iB)(?![^\W_]))")
+GLUE = "\ue000"  # stands for a space at which a line must not end
 
 
 def columns(titles: Sequence[str], rows: Sequence[list[Text]], width: int) -> list[Text]:
@@ -24,4 +29,15 @@ def columns(titles: Sequence[str], rows: Sequence[list[Text]], width: int) -> li
             line.append_text(cell + space if at == 0 else Text("  ") + space + cell)
         line.rstrip()
         lines.append(line)
+    return lines
+
+
+def wrap(text: Text, width: int, console: Console) -> list[Text]:
+    """The text in lines of at most `width` characters, none of which parts a number from its unit."""
+    text = text.copy()
+    text.plain = UNIT.sub(GLUE, text.plain)
+    lines = list(text.wrap(console, width))
+    for line in lines:
+        line.plain = line.plain.replace(GLUE, " ")
+        line.rstrip()
     return lines

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from meshwise.machine.catalog import Part, PartLink, nvlink, pcie
-from meshwise.machine.found import Accelerator, Between, Found
+from meshwise.machine.discovery.found import Accelerator, Between, Found
 from meshwise.spec.machine import HOST, Link
 
 AS_TOLD = "by generation and width, as the device tells them; the part is not in the catalog"

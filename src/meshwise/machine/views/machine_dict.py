@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from meshwise.machine.host_facts import limits_that_hurt
+from meshwise.machine.discovery.host_facts import limits_that_hurt
 from meshwise.spec.machine import Machine
 
 

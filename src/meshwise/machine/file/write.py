@@ -13,8 +13,8 @@ from itertools import groupby
 from typing import Any
 
 from meshwise.machine.catalog import part
-from meshwise.machine.toml_checks import UNKNOWN
-from meshwise.machine.toml_text import Value, key_text, table_text
+from meshwise.machine.file.checks import UNKNOWN
+from meshwise.machine.file.toml_text import Value, key_text, table_text
 from meshwise.spec.machine import HOST, Collective, Device, Host, Link, Machine
 from meshwise.spec.quantity import write_quantity
 from meshwise.spec.timings import Timings

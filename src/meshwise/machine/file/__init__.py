@@ -1,0 +1,1 @@
+"""The machine file: a machine as TOML that people read and edit."""

@@ -1,0 +1,133 @@
+"""Collectives between hosts with links of known speed: how many bytes each host really sends, and what is reached.
+
+Bytes are counted by the hosts' interfaces. They show what explains the rates: gloo's broadcast leaves its source once a
+branch of a tree, its reduce-scatter sends as much as an all-reduce, and the compositions of transfer/ send what they must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwise.machine.measure.bandwidth import bus_bandwidth
+from meshwise.machine.measure.processes import measure_hosts
+from meshwise.machine.measure.result import PathResult
+from meshwise.spec.timings import seconds_at
+from meshwise.transfer import collectives
+from meshwise.workers.join import join
+from tests.hosts import INTERFACE, bits_of, hosts, run_on, why_not
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+SIZE = 6 << 20
+SENT = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
+OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
+    "all-reduce": lambda tensor: collectives.all_reduce(tensor),
+    "send from 0 to 1": lambda tensor: (
+        collectives.send(tensor, 1)
+        if collectives.own_rank() == 0
+        else collectives.receive(tensor, 0)
+        if collectives.own_rank() == 1
+        else None
+    ),
+    "broadcast": lambda tensor: collectives.broadcast(tensor),
+    "gloo's broadcast": lambda tensor: collectives.broadcast(tensor, direct=False),
+    "all-gather": lambda tensor: collectives.all_gather(tensor[: len(tensor) // collectives.world_size()]),
+    "reduce-scatter": lambda tensor: collectives.reduce_scatter(tensor),
+    "gloo's reduce-scatter": lambda tensor: collectives.reduce_scatter(tensor, direct=False),
+    "all-to-all": lambda tensor: collectives.all_to_all(tensor),
+}
+# Times the tensor's bytes that ranks 0, 1 and 2 of three send, and 0 and 1 of two.
+THREE = {
+    "all-reduce": (4 / 3, 4 / 3, 4 / 3),
+    "send from 0 to 1": (1, 0, 0),
+    "broadcast": (1, 1, 0),
+    "gloo's broadcast": (2, 0, 0),
+    "all-gather": (2 / 3, 2 / 3, 2 / 3),
+    "reduce-scatter": (2 / 3, 2 / 3, 2 / 3),
+    "gloo's reduce-scatter": (4 / 3, 4 / 3, 4 / 3),
+    "all-to-all": (2 / 3, 2 / 3, 2 / 3),
+}
+TWO = {
+    "all-reduce": (1, 1),
+    "broadcast": (1, 0),
+    "gloo's broadcast": (1, 0),
+    "all-gather": (1 / 2, 1 / 2),
+    "reduce-scatter": (1 / 2, 1 / 2),
+    "gloo's reduce-scatter": (1, 1),
+    "all-to-all": (1 / 2, 1 / 2),
+}
+
+
+def bytes_sent() -> dict[str, float]:
+    """What this host sends during each operation, over the bytes of the tensor."""
+    join()
+    tensor = torch.ones(SIZE // 4)
+    found = {}
+    for name, operation in OPERATIONS.items():
+        collectives.barrier()
+        before = int(SENT.read_text())
+        operation(tensor)
+        collectives.barrier()
+        found[name] = (int(SENT.read_text()) - before) / SIZE
+    return found
+
+
+@pytest.mark.parametrize("expected", [TWO, THREE], ids=["two hosts", "three hosts"])
+def test_each_host_sends_the_bytes_that_the_algorithm_says(expected: dict[str, tuple[float, ...]]) -> None:
+    ranks = len(expected["all-reduce"])
+    with hosts(ranks, None) as cluster:
+        found = run_on(cluster, bytes_sent)
+    for name, shares in expected.items():
+        for rank, share in enumerate(shares):
+            # 3 to 6 % of headers, and what acknowledges the data that come in
+            assert share <= found[rank][name] < 1.08 * share + 0.02, (name, rank)
+
+
+def measured(sizes: tuple[int, ...], budget: float, what: tuple[str, ...]) -> list[PathResult]:
+    torch.set_num_threads(1)
+    return measure_hosts(sizes, budget, what)
+
+
+def bus(result: PathResult, rate: str) -> float:
+    """Bus bandwidth at the largest size, over the link's rate."""
+    size, seconds = result.timings.sizes[-1], result.timings.seconds[-1]
+    return 8 * bus_bandwidth(result.operation, result.ranks, size, seconds) / bits_of(rate)
+
+
+@pytest.mark.slow
+def test_two_hosts_reach_the_rate_of_their_link_and_sizes_in_between_are_predicted() -> None:
+    rate, fit, unseen = "200mbit", (1 << 20, 4 << 20), (2 << 20, 3 << 20)
+    with hosts(2, rate) as cluster:
+        results = run_on(cluster, measured, fit, 20.0, ("links", "collectives", "direct"))[0]
+        others = run_on(cluster, measured, unseen, 10.0, ("collectives",))[0]
+    found = {(result.operation, result.source, result.path): result for result in results}
+    assert all(result.wrong is None for result in results)
+    full = [("copy", "node0"), ("copy", "node1"), ("all-reduce", ""), ("broadcast", "")]
+    for operation, source in full:
+        assert 0.85 < bus(found[operation, source, "gloo"], rate) < 1.03, operation
+    for operation in ("all-gather", "all-to-all", "reduce-scatter"):
+        assert 0.8 < bus(found[operation, "", "gloo direct"], rate) < 1.03, operation
+    assert bus(found["reduce-scatter", "", "gloo"], rate) < 0.55
+    for result in others:
+        if (result.operation, "") in full:
+            timings = found[result.operation, "", "gloo"].timings
+            for size, seconds in zip(result.timings.sizes, result.timings.seconds, strict=True):
+                assert seconds == pytest.approx(timings.latency + size / timings.bandwidth, rel=0.15)
+                assert seconds == pytest.approx(seconds_at(timings, size), rel=0.15)
+
+
+@pytest.mark.slow
+def test_a_chain_reaches_from_three_hosts_on_what_a_tree_does_not() -> None:
+    rate = "200mbit"
+    with hosts(3, rate) as cluster:
+        results = run_on(cluster, measured, (4 << 20,), 20.0, ("collectives", "direct"))[0]
+    found = {(result.operation, result.path): bus(result, rate) for result in results}
+    assert found["broadcast", "gloo"] < 0.52
+    assert found["broadcast", "gloo direct"] > 0.8
+    assert 0.85 < found["all-reduce", "gloo"] < 1.03
