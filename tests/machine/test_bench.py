@@ -8,13 +8,13 @@ import json
 import pytest
 from rich.console import Console
 
-from meshwise.machine.bench import Bench, bench_of, merged, only_devices
+from meshwise.machine.bench import Bench, bench_of, merged, only_devices, under_load
 from meshwise.machine.measure.alone import Compute
 from meshwise.machine.measure.result import PathResult
 from meshwise.machine.views.bench_dict import bench_dict
 from meshwise.machine.views.bench_text import bench_text, done_text
 from meshwise.machine.words import machine_from_words
-from meshwise.spec.machine import Device, Host, Machine, Matmul, link_between
+from meshwise.spec.machine import Device, Host, Link, Machine, Matmul, link_between
 from meshwise.spec.timings import Timings, fitted
 
 SIZES = tuple(1 << power for power in range(10, 31, 2))
@@ -141,3 +141,12 @@ def test_what_is_kept_has_four_digits() -> None:
     link = link_between(found.machine, "host", "cuda:0")
     assert link is not None and found.machine.devices[0].memory_rate == 123.5e9
     assert all(float(f"{s:.4g}") == s for s in link.timings["pinned"].seconds)
+
+
+def test_a_link_is_as_it_was_while_bytes_moved() -> None:
+    idle = Link("host", "cuda:0", "pcie", 63e9, generation=1, width=16, full_generation=5, full_width=16)
+    between = Link("cuda:0", "cuda:1", "pcie", 63e9, generation=1, width=16)
+    here = Machine("here", (Device("cuda:0", "H100-PCIe"),), (idle, between))
+    awake, same = under_load(here, {"cuda:0": (5, None)}).links
+    assert (awake.generation, awake.width) == (5, 16) and same == between
+    assert under_load(here, {}) == here

@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 import torch
 
 from meshwise.api.machines import find_machine
-from meshwise.machine.bench import Bench, bench_of, only_devices
+from meshwise.machine.bench import Bench, bench_of, only_devices, under_load
 from meshwise.machine.cores import allowed_cores
 from meshwise.machine.find import accelerators, find_devices
 from meshwise.machine.measure.alone import Compute, device_names, measure_alone
 from meshwise.machine.measure.compute import free_bytes
-from meshwise.machine.measure.in_process import measure_in_process
+from meshwise.machine.measure.in_process import Lanes, measure_in_process
 from meshwise.machine.measure.processes import measure_processes
 from meshwise.machine.measure.result import PathResult
 from meshwise.machine.measure.sizes import DEFAULT, fitting, read_sizes
@@ -45,6 +45,7 @@ class Heard:
     done: Done
     results: list[PathResult] = field(default_factory=list)
     computed: list[Compute] = field(default_factory=list)
+    lanes: dict[str, Lanes] = field(default_factory=dict)
 
     def path(self, result: PathResult) -> None:
         self.results.append(result)
@@ -84,6 +85,7 @@ def bench(
     except WorkerFailed as error:
         stopped = str(error)
     took = time.perf_counter() - began
+    machine = under_load(machine, heard.lanes)
     return bench_of(machine, heard.results, heard.computed, measured=stamp(machine), seconds=took, stopped=stopped)
 
 
@@ -119,6 +121,6 @@ def _parts(
         tell(f"each of {len(shares)} devices alone")
         yield lambda: measure_alone(shares, budget, heard.device)
     if copies:
-        yield lambda: measure_in_process(device_names(shares), sizes, budget, heard.path, tell)
+        yield lambda: heard.lanes.update(measure_in_process(device_names(shares), sizes, budget, heard.path, tell))
     if processes:
         yield lambda: measure_processes(shares, sizes, budget, together, heard.path, tell)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwise.machine.judge import Verdict, exit_code, judge
 from meshwise.machine.measure.alone import Compute
 from meshwise.machine.measure.result import PathResult
-from meshwise.spec.machine import Collective, Device, Link, Machine, link_between
+from meshwise.spec.machine import HOST, Collective, Device, Link, Machine, link_between
 from meshwise.spec.timings import Timings
 
 COPIES = ("copy", "copy both ways")
@@ -77,6 +77,17 @@ def only_devices(machine: Machine, names: Sequence[str]) -> Machine:
     kept = {"host", "device", "node", *names}
     links = tuple(link for link in machine.links if link.source in kept and link.target in kept)
     return replace(machine, name=f"{len(names)}x{devices[0].kind}", devices=devices, links=links)
+
+
+def under_load(machine: Machine, lanes: Mapping[str, tuple[int | None, int | None]]) -> Machine:
+    """The machine with (generation, lanes) of host links as they were while bytes moved, by the device's name."""
+    links = []
+    for link in machine.links:
+        seen = next((lanes[end] for end in (link.source, link.target) if end in lanes), None)
+        if seen is not None and HOST in (link.source, link.target) and link.kind == "pcie":
+            link = replace(link, generation=seen[0] or link.generation, width=seen[1] or link.width)
+        links.append(link)
+    return replace(machine, links=tuple(links))
 
 
 def merged(machines: Sequence[Machine]) -> Machine:

@@ -10,10 +10,15 @@ import torch
 from torch import Tensor
 
 from meshwise.machine.cores import allowed_cores, cores_near
+from meshwise.machine.discovery.nvml import pcie_now
 from meshwise.machine.find import pci_address
 from meshwise.machine.measure.copies import Path, copy_paths, measure_copy
 from meshwise.machine.measure.result import PathResult
 from meshwise.transfer.copy import copy, move
+
+Lanes = tuple[int | None, int | None]
+"""Generation and width of a PCIe link."""
+LOAD_BYTES, LOAD_COPIES = 64 << 20, 200  # half a second on the slowest link of the catalog, longer than NVML takes
 
 
 def measure_in_process(
@@ -22,13 +27,30 @@ def measure_in_process(
     budget: float,
     heard: Callable[[PathResult], None],
     tell: Callable[[str], None],
-) -> None:
-    """Measure and check every path of these accelerators for about `budget` seconds in all. heard: gets each result."""
+) -> dict[str, Lanes]:
+    """Measure and check every path of these accelerators for about `budget` seconds in all. heard: gets each result.
+
+    Returns (generation, lanes) of each device's PCIe link while bytes moved, by the device's name, where it is told.
+    """
     paths = [path for path in copy_paths(devices, _peers) if _can(path)]
     for path in paths:
         tell(f"{path.operation} {path.source} -> {path.target}, {path.path}")
         with _near(path):
             heard(measure_copy(path, sizes, budget / len(paths), _move, lambda name: name))
+    return {device: lanes for device in devices if (lanes := _lanes_under_load(device)) is not None}
+
+
+def _lanes_under_load(device: str) -> Lanes | None:
+    """A link that idles is slower and narrower than it can be, so it is asked while pinned copies are under way."""
+    if not device.startswith("cuda"):
+        return None
+    source = torch.zeros(LOAD_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.zeros(LOAD_BYTES, dtype=torch.uint8, device=device)
+    for _ in range(LOAD_COPIES):
+        _move(target, source, "pinned")
+    found = pcie_now().get(pci_address(*_kind_and_index(device)))
+    torch.cuda.synchronize(device)
+    return found
 
 
 def _peers(source: str, target: str) -> bool:
