@@ -1,7 +1,7 @@
 """Collectives between hosts with links of known speed: how many bytes each host really sends, and what is reached.
 
 Bytes are counted by the hosts' interfaces. They show what explains the rates: gloo's broadcast leaves its source once a
-branch of a tree, its reduce-scatter sends as much as an all-reduce, and the compositions of transfer/ send what they must.
+branch of a tree, its reduce-scatter sends as much as an all-reduce, and our own compositions send what they must.
 """
 
 from __future__ import annotations
