@@ -174,6 +174,25 @@ def test_what_cannot_be_copied_is_said(dst: Any, src: Any, said: str) -> None:
         copy(dst, src)
 
 
+@pytest.mark.parametrize(
+    ("into", "of"), [((1, 3), (3,)), ((1, 1), ()), ((1, 2, 0), (2, 0)), ((1, 2, 3), (1, 2, 3)), ((1, 4), (4,))]
+)
+def test_leading_dims_of_1_may_be_left_out(into: tuple[int, ...], of: tuple[int, ...]) -> None:
+    src = torch.randn(of)
+    assert copy(torch.zeros(into), src).flatten().tolist() == src.flatten().tolist()
+    with virtual_devices(1):
+        assert copy(torch.zeros(into, device="cpu:0"), src, verify=True).flatten().tolist() == src.flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("into", "of"), [((3,), (1, 3)), ((3, 1), (3,)), ((2, 3), (3, 2)), ((6,), (2, 3)), ((0,), (1,))]
+)
+def test_other_shapes_are_refused_on_every_way(into: tuple[int, ...], of: tuple[int, ...]) -> None:
+    for verify in (False, True):
+        with pytest.raises(UsageError, match="shapes must be equal"):
+            copy(torch.zeros(into), torch.zeros(of), verify=verify)
+
+
 def test_interleaved_strides_are_no_repetition() -> None:
     dst = torch.zeros(10).as_strided((2, 3), (3, 2))  # elements 0 2 4 and 3 5 7
     assert torch.equal(copy(dst, torch.arange(6.0).view(2, 3)), torch.arange(6.0).view(2, 3))

@@ -12,22 +12,39 @@ def repeats(tensor: Tensor) -> bool:
         return False
     reach = 0  # the furthest element of the smaller strides so far
     certain = True
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
         if stride == 0:
             return True
-        certain = certain and stride > reach
+        if stride <= reach:
+            certain = False
         reach += stride * (size - 1)
-    return False if certain else _places(tensor).unique().numel() < tensor.numel()
+    return not certain and _places(tensor).unique().numel() < tensor.numel()
 
 
 def overlapping(tensor: Tensor, other: Tensor) -> bool:
     """The two have memory in common without being the same elements. May say so of interleaved ones, such as x[::2]
     and x[1::2]: then the copy goes through a temporary without need."""
-    if tensor.numel() == 0 or other.numel() == 0 or tensor.is_set_to(other):
+    if tensor.numel() == 0 or other.numel() == 0 or _apart(tensor, other) or tensor.is_set_to(other):
         return False
     start, end = _range(tensor)
     first, last = _range(other)
     return tensor.device == other.device and start < last and first < end
+
+
+def torchs_check_is_sure(dst: Tensor, src: Tensor) -> bool:
+    """Whether torch's own copy raises where elements share memory: it knows of contiguous tensors. Or none can."""
+    if dst.is_contiguous():
+        return src.is_contiguous() or _apart(dst, src)
+    return not repeats(dst) and _apart(dst, src)
+
+
+def _apart(tensor: Tensor, other: Tensor) -> bool:
+    """Their storages have no byte in common."""
+    ours, its = tensor.untyped_storage(), other.untyped_storage()
+    start, first = ours.data_ptr(), its.data_ptr()
+    return start + ours.nbytes() <= first or first + its.nbytes() <= start
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -67,6 +68,7 @@ def device_of(tensor: Tensor) -> torch.device:
     return device if place is None or place == UNDECIDED else torch.device("cpu", place)
 
 
+@lru_cache(maxsize=1024)
 def name_of(device: torch.device) -> str:
     """The device as a machine's links name it: `host`, `cuda:0`, `cpu:1`."""
     return HOST if str(device) == "cpu" else str(device)
