@@ -3,7 +3,8 @@
     PYTHONPATH=src python bench/gpu.py
 
 Correctness on CUDA (losses of the built-in jobs against a plain loop on the same GPU, float32 without TF32), time and
-memory of the jobs, the cost of our step over a plain one, bf16 and fp16. Writes bench/results/gpu.json.
+memory of the jobs, the cost of our step over a plain one, bf16 and fp16; copies against plain CUDA events, and
+`meshwise bench` of all GPUs with its verdicts. Writes bench/results/gpu.json.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from machine import keep
 from rich.console import Console
 
 import meshwise as mw
+from meshwise.api.bench import bench
 from meshwise.api.run import run_request
 from meshwise.jobs.registry import find_job
+from meshwise.machine.file.write import machine_to_toml
+from meshwise.machine.judge import sentence
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.spans import LANES
@@ -31,6 +35,7 @@ from meshwise.training.order import epoch_order
 from meshwise.training.request import RunRequest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from copies import on_gpus
 from overhead import measure
 
 STEPS = 50
@@ -103,6 +108,22 @@ def watched(job: str) -> dict[str, Any]:
     }
 
 
+def preflight() -> dict[str, Any]:
+    """`meshwise bench` of all GPUs: verdicts, what was wrong, bf16 products at 8192 against the peak."""
+    found = bench()
+    products = [p for p in found.machine.devices[0].matmuls if (p.dtype, p.m, p.n) == ("bf16", 8192, 8192)]
+    return {
+        "exit code": found.exit_code,
+        "seconds": round(found.seconds, 1),
+        "stopped": found.stopped,
+        "wrong": [result.wrong for result in found.wrong],
+        "verdicts": [sentence(verdict) + f" ({verdict.level})" for verdict in found.verdicts],
+        "bf16 8192 FLOP/s": [p.rate for p in products],
+        "bf16 peak FLOP/s": found.machine.devices[0].peak.get("bf16"),
+        "machine file": machine_to_toml(found.machine),
+    }
+
+
 def main() -> None:
     """Measure, print, keep."""
     if not torch.cuda.is_available():
@@ -114,6 +135,8 @@ def main() -> None:
             result[f"{name} {precision}"] = run(name, precision)
             print(name, precision, result[f"{name} {precision}"], flush=True)
     result["timeline mnist-cnn"] = watched("mnist-cnn")
+    result["copies"] = on_gpus(size=1 << 30)
+    result["bench"] = preflight()
     (result["overhead mnist-cnn"],) = mw.launch(measure, "mnist-cnn", 1024, 200, devices="1xcuda")
     keep("gpu", result)
 

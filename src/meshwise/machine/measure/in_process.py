@@ -15,6 +15,7 @@ from meshwise.machine.find import pci_address
 from meshwise.machine.measure.copies import Path, copy_paths, measure_copy
 from meshwise.machine.measure.result import PathResult
 from meshwise.transfer.copy import copy, move
+from meshwise.transfer.path import AUTO, PEER, STAGED
 
 Lanes = tuple[int | None, int | None]
 """Generation and width of a PCIe link."""
@@ -74,7 +75,7 @@ def _move(target: Tensor, source: Tensor, how: str) -> None:
     elif target.is_cuda and source.is_cpu:
         move(target, source, "copy", non_blocking=True)
     else:
-        copy(target, source, path=how)
+        copy(target, source, path=how if how in (PEER, STAGED) else AUTO)
 
 
 @contextmanager
