@@ -7,10 +7,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import PRECISIONS, Plan, plan_from_toml, plan_to_toml
+from meshwise.spec.plan import (
+    OFFLOADS,
+    PRECISIONS,
+    RECOMPUTES,
+    Plan,
+    check_devices,
+    plan_from_settings,
+    plan_from_toml,
+    plan_to_toml,
+)
 
 counts = st.integers(1, 2**40)
-plans = st.builds(Plan, data=counts, accumulate=counts, precision=st.sampled_from(list(PRECISIONS)), bucket_mb=counts)
+block_names = st.lists(st.text('abc.01_"\\', min_size=1), min_size=1, unique=True).map(tuple)
+
+
+def made(**values: Any) -> Plan:
+    """A plan of any fields, with those dropped that others make impossible."""
+    if values["shard"] > 1 or values["data"] == 1:
+        values["zero1"] = False
+    if values["shard"] == 1:
+        values["reshard"] = True
+    return Plan(**values)
+
+
+plans = st.builds(
+    made,
+    data=counts,
+    shard=counts,
+    accumulate=counts,
+    precision=st.sampled_from(list(PRECISIONS)),
+    zero1=st.booleans(),
+    recompute=st.sampled_from(list(RECOMPUTES)) | block_names,
+    offload=st.lists(st.sampled_from(list(OFFLOADS)), unique=True).map(tuple),
+    reshard=st.booleans(),
+    compile=st.booleans(),
+    bucket_mb=counts,
+)
 
 
 @given(plans)
@@ -23,8 +56,11 @@ def test_a_plan_prints_as_it_is_written(plan: Plan) -> None:
     [
         (Plan(), "Plan(data=1)"),
         (Plan(data=2), "Plan(data=2)"),
+        (Plan(shard=4), "Plan(shard=4)"),
+        (Plan(data=2, shard=4), "Plan(data=2, shard=4)"),
         (Plan(data=2, accumulate=1, precision="bf16"), "Plan(data=2, precision='bf16')"),
-        (Plan(4, 2, "fp64", 1), "Plan(data=4, accumulate=2, precision='fp64', bucket_mb=1)"),
+        (Plan(recompute=("blocks.0",)), "Plan(data=1, recompute=('blocks.0',))"),
+        (Plan(shard=2, reshard=False, offload=("optimizer",)), "Plan(shard=2, offload=('optimizer',), reshard=False)"),
     ],
 )
 def test_only_what_says_something_is_printed(plan: Plan, text: str) -> None:
@@ -37,7 +73,10 @@ def test_a_plan_comes_back_from_its_file(plan: Plan) -> None:
 
 
 def test_a_plan_file_names_every_field() -> None:
-    assert plan_to_toml(Plan(data=2)) == 'data = 2\naccumulate = 1\nprecision = "fp32"\nbucket_mb = 25\n'
+    assert plan_to_toml(Plan(data=2, offload=("activations", "optimizer"))) == (
+        'data = 2\nshard = 1\naccumulate = 1\nprecision = "fp32"\nzero1 = false\nrecompute = "none"\n'
+        'offload = ["optimizer", "activations"]\nreshard = true\ncompile = false\nbucket_mb = 25\n'
+    )
 
 
 def test_what_a_plan_file_leaves_out_has_its_default() -> None:
@@ -48,10 +87,12 @@ def test_what_a_plan_file_leaves_out_has_its_default() -> None:
     ("text", "says"),
     [
         ("acumulate = 2", "no field 'acumulate'. Did you mean 'accumulate'?"),
-        ("shard = 2", "Known are accumulate, bucket_mb, data, precision."),
+        ("colour = 2", "Known are accumulate, bucket_mb, compile, data, offload, precision, recompute, reshard, shard"),
         ("data = ", "not TOML"),
         ("data = 2.0", "data=2.0: must be a whole number of at least 1"),
         ("precision = ['fp32']", "precision=['fp32'] is not known"),
+        ("offload = 'optimizer'", "offload='optimizer': must be a tuple of names"),
+        ("recompute = [1]", "recompute=[1]: must be a tuple of names"),
     ],
 )
 def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str) -> None:
@@ -64,12 +105,21 @@ def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str
     ("values", "says"),
     [
         ({"data": 0}, "data=0: must be a whole number of at least 1. Write data=1."),
+        ({"shard": 0}, "shard=0: must be a whole number of at least 1. Write shard=1."),
         ({"accumulate": -1}, "accumulate=-1"),
         ({"bucket_mb": 1.5}, "bucket_mb=1.5"),
         ({"data": True}, "data=True"),
         ({"data": "2"}, "data='2'"),
         ({"precision": "pf16"}, "Did you mean 'fp16'?"),
         ({"precision": "int8"}, "Use one of fp32, bf16, fp16, fp64."),
+        ({"zero1": 1}, "zero1=1: must be True or False"),
+        ({"zero1": True}, "data=1 is one. Use data=2 or more"),
+        ({"zero1": True, "data": 2, "shard": 2}, "zero1=True with shard=2: shard divides the optimizer's state"),
+        ({"reshard": False}, "shard=1 shards none"),
+        ({"recompute": "ful"}, "Did you mean 'full'?"),
+        ({"recompute": ()}, "recompute names no block"),
+        ({"recompute": ("a", "a")}, "names something twice"),
+        ({"offload": ("optimiser",)}, "Did you mean 'optimizer'?"),
     ],
 )
 def test_values_that_make_no_plan_are_refused(values: dict[str, Any], says: str) -> None:
@@ -78,5 +128,76 @@ def test_values_that_make_no_plan_are_refused(values: dict[str, Any], says: str)
     assert says in str(caught.value)
 
 
-def test_a_plan_needs_one_device_a_replica() -> None:
+def test_a_plan_needs_one_device_for_each_part_of_each_replica() -> None:
     assert Plan(data=3, accumulate=5).devices == 3
+    assert Plan(data=3, shard=4).devices == 12
+
+
+@pytest.mark.parametrize(
+    ("plan", "devices", "says"),
+    [
+        (Plan(data=3), 2, "data=3 needs 3 devices; this run has 2. Use data=2, or start 3 workers with --devices."),
+        (Plan(data=3, shard=4), 8, "data=3 x shard=4 needs 12 devices; this run has 8. Use data=2, or start 12"),
+        (Plan(shard=4), 8, "shard=4 needs 4 devices; this run has 8. Use shard=8,"),
+        (Plan(data=2, shard=2), 3, "Use data=1, shard=3,"),
+        (Plan(), 4, "data=1 needs 1 device; this run has 4. Use "),
+        (Plan(data=4, zero1=True), 2, "Use data=2,"),
+    ],
+)
+def test_a_plan_for_another_number_of_devices_is_told_the_nearest(plan: Plan, devices: int, says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        check_devices(plan, devices)
+    assert says in str(caught.value)
+
+
+@given(plans, st.integers(1, 64))
+def test_the_nearest_plan_fits(plan: Plan, devices: int) -> None:
+    try:
+        check_devices(plan, devices)
+    except PlanError as error:
+        use = str(error).partition("Use ")[2].partition(", or start")[0].split(", ")
+        axes = {"data": plan.data, "shard": plan.shard, **{k: int(v) for k, v in (word.split("=") for word in use)}}
+        assert axes["data"] * axes["shard"] == devices
+    else:
+        assert plan.devices == devices
+
+
+@pytest.mark.parametrize(
+    ("settings", "plan"),
+    [
+        ([], Plan()),
+        (["shard=4", "recompute=full"], Plan(shard=4, recompute="full")),
+        (["data = 2", "zero1=true"], Plan(data=2, zero1=True)),
+        (["recompute=blocks.0,blocks.3"], Plan(recompute=("blocks.0", "blocks.3"))),
+        (["offload=parameters,optimizer", "shard=2"], Plan(shard=2, offload=("optimizer", "parameters"))),
+        (["offload=none"], Plan()),
+        (["shard=2", "reshard=False"], Plan(shard=2, reshard=False)),
+    ],
+)
+def test_settings_make_a_plan(settings: list[str], plan: Plan) -> None:
+    assert plan_from_settings(settings) == plan
+
+
+def test_settings_lie_over_a_plan() -> None:
+    assert plan_from_settings(["shard=4"], Plan(data=2, precision="bf16")) == Plan(data=2, shard=4, precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("shard", "'shard' is no setting of a plan. Write field=value"),
+        ("shrad=2", "Did you mean 'shard'?"),
+        ("shard=two", "shard='two': must be a whole number"),
+        ("zero1=maybe", "zero1='maybe': must be True or False"),
+        ("recompute=all", "recompute='all' is not known."),
+    ],
+)
+def test_settings_that_cannot_be_are_told_in_one_sentence(setting: str, says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_settings([setting])
+    assert says in str(caught.value)
+
+
+def test_a_field_is_set_once() -> None:
+    with pytest.raises(PlanError, match="shard is set twice"):
+        plan_from_settings(["shard=2", "shard=4"])

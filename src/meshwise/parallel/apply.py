@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from meshwise.parallel.data import DataParallel
 from meshwise.parallel.precision import store_parameters
 from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import Plan
+from meshwise.spec.plan import Plan, changed, check_devices
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
+
+BUILT = {"data", "accumulate", "precision", "bucket_mb"}
+"""The fields of a plan that do something today; a plan with another one is refused."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,11 @@ def differences(model: nn.Module) -> tuple[str, ...]:
 
 
 def check_fits(plan: Plan, world: World) -> None:
-    """Raises PlanError when the plan needs another number of devices than the run has."""
-    if plan.devices != world.size:
-        raise PlanError(
-            f"data={plan.data} needs {plan.devices} devices; this run has {world.size}. "
-            f"Use data={world.size}, or start {plan.devices} workers with --devices."
-        )
+    """Raises PlanError when the plan needs another number of devices than the run has, or what is not built yet."""
+    check_devices(plan, world.size)
+    for name, value in changed(plan).items():
+        if name not in BUILT:
+            raise PlanError(f"{name}={value!r} is not built yet. Leave {name} out.")
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:
