@@ -11,14 +11,16 @@ from typing import Any
 import torch
 
 from meshwise.machine.memory import memory_facts, peak_bytes
-from meshwise.parallel.apply import apply, check_fits
+from meshwise.parallel.apply import Applied, apply, check_fits
 from meshwise.parallel.precision import loss_scaler
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint, save_checkpoint
 from meshwise.recovery.state import RunState, pack, unpack
 from meshwise.recovery.weights import save_weights
 from meshwise.spec.errors import MeshwiseError
+from meshwise.spec.plan import Plan
 from meshwise.spec.units import bytes_text
+from meshwise.spec.world import World
 from meshwise.timeline.record import Recorder
 from meshwise.training.block_spans import record_blocks
 from meshwise.training.evaluate import evaluate
@@ -104,12 +106,8 @@ def _prepare(
 ) -> _Run:
     world, plan = session.world, settings.plan
     train, test = _data(job, job.data(), "training set"), _data(job, job.test(), "test set") if job.test else None
-    torch.manual_seed(job.seed)
-    applied = apply(job.model(), plan, world)
+    applied, state = begun(job, plan, world)
     record_blocks(applied.model)
-    optimizer = job.optimizer(applied.model.parameters())
-    scheduler = job.scheduler(optimizer) if job.scheduler else None
-    state = RunState(applied.model, optimizer, scheduler, loss_scaler(world.device, plan.precision), job.seed)
     if settings.resume and folder is not None:
         unpack(state, broadcast_object(load_checkpoint(folder / names.CHECKPOINTS) if world.rank == 0 else None))
         journal.rewind(state.step)
@@ -119,6 +117,15 @@ def _prepare(
         journal.tell("say", text=note)
     journal.tell("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
     return run
+
+
+def begun(job: Job, plan: Plan, world: World) -> tuple[Applied, RunState]:
+    """The model of `job` under `plan`, and the state of a run before its first step. Collective."""
+    torch.manual_seed(job.seed)
+    applied = apply(job.model(), plan, world)
+    optimizer = job.optimizer(applied.model.parameters())
+    scheduler = job.scheduler(optimizer) if job.scheduler else None
+    return applied, RunState(applied.model, optimizer, scheduler, loss_scaler(world.device, plan.precision), job.seed)
 
 
 def _data(job: Job, data: Any, what: str) -> Data:
