@@ -16,7 +16,7 @@ import torch
 from meshwise.compat.collectives import backend_of
 from meshwise.machine.measure import cases
 from meshwise.machine.measure.alone import device_names
-from meshwise.machine.measure.cases import Place
+from meshwise.machine.measure.cases import Maker, Place
 from meshwise.machine.measure.result import PathResult
 from meshwise.machine.measure.together import Path, measure_path
 from meshwise.spec.errors import UsageError, nearest
@@ -32,6 +32,13 @@ WHAT = ("links", "collectives")
 MORE = ("direct",)
 DIRECT = " direct"
 """Behind the backend's name: composed of sends and receives, where gloo's own does not reach the link's rate."""
+_COMPOSED: dict[str, tuple[Callable[[bool], Maker], Callable[[int], bool]]] = {
+    "broadcast": (lambda direct: cases.broadcast(0, direct), lambda ranks: ranks > 2),
+    "all-gather": (cases.all_gather, lambda ranks: ranks == 2),
+    "reduce-scatter": (cases.reduce_scatter, lambda ranks: True),
+    "all-to-all": (cases.all_to_all, lambda ranks: True),
+}
+"""How each collective is made that may be composed, and from how many ranks it is (compat/collectives.py)."""
 
 
 def measure_processes(
@@ -152,13 +159,13 @@ def paths_between(names: Sequence[str], backend: str, what: Sequence[str]) -> li
             paths.append(Path("one-to-all", names[0], "all", backend, cases.one_to_all(0, back=False)))
             paths.append(Path("all-to-one", "all", names[0], backend, cases.one_to_all(0, back=True)))
     if "collectives" in what:
-        paths += [
-            Path("all-reduce", "", "", backend, cases.all_reduce),
-            Path("send-receive", "", "", backend, cases.send_receive),
-            *_four(backend, direct=False),
-        ]
-    if "direct" in what and backend == "gloo":
-        paths += _four(backend + DIRECT, direct=True)
+        paths.append(Path("all-reduce", "", "", backend, cases.all_reduce))
+        paths.append(Path("send-receive", "", "", backend, cases.send_receive))
+    for operation, (make, composed) in _COMPOSED.items():
+        if "collectives" in what:
+            paths.append(Path(operation, "", "", backend, make(False)))
+        if "direct" in what and backend == "gloo" and composed(len(names)):
+            paths.append(Path(operation, "", "", backend + DIRECT, make(True)))
     return paths
 
 
@@ -171,15 +178,6 @@ def result_from(values: dict[str, Any]) -> PathResult:
     """The result that `result_to` made these values of, lists for tuples allowed."""
     timings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values["timings"].items()}
     return replace(PathResult(**values), timings=Timings(**timings))
-
-
-def _four(path: str, direct: bool) -> list[Path]:
-    return [
-        Path("all-gather", "", "", path, cases.all_gather(direct)),
-        Path("reduce-scatter", "", "", path, cases.reduce_scatter(direct)),
-        Path("broadcast", "", "", path, cases.broadcast(0, direct)),
-        Path("all-to-all", "", "", path, cases.all_to_all(direct)),
-    ]
 
 
 def _be_a_rank(names: Sequence[str], sizes: Sequence[int], budget: float, what: Sequence[str]) -> list[PathResult]:
