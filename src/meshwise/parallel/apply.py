@@ -1,27 +1,38 @@
 """Apply a plan to an ordinary model. The techniques, in their order and with its reason:
 
     precision    first: later techniques must see the parameters in the dtype that they are stored in
-    data         last: it reduces the gradients of whatever the others have made
+    recompute    inside a block: what is sharded gathers a block's parameters once for its second run and its backward
+    shard        after it: a block is gathered around its forward, whatever that forward has become
+    data         last: it reduces the gradients of whatever the others have made; with shard, shard does it for both
+    zero1        at the optimizer, which needs parameters that do not change any more
 
-Sharding, tensor and pipeline parallelism, recomputation and offload will take their places in between.
+Tensor and pipeline parallelism will take their places before recompute: they decide what a block is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from meshwise.parallel.data import DataParallel
+from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.precision import store_parameters
+from meshwise.parallel.rebind import names_of, rebind
+from meshwise.parallel.recompute import recompute_blocks
+from meshwise.parallel.shard import Sharded, lay_as
+from meshwise.parallel.zero1 import DividedOptimizer
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan, changed, check_devices
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
 
-BUILT = {"data", "accumulate", "precision", "bucket_mb"}
-"""The fields of a plan that do something today; a plan with another one is refused."""
+BUILT = {"data", "shard", "accumulate", "precision", "zero1", "recompute", "reshard", "bucket_mb"}
+"""The fields of a plan that `apply` carries out; a plan that says something with another one is refused."""
+IN_A_LOOP = {"data", "accumulate", "precision", "recompute", "bucket_mb"}
+"""Those with which a training loop can save, resume and evaluate today."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,7 @@ class Applied:
 
     model: nn.Module
     plan: Plan
-    reduction: DataParallel | None
+    reduction: DataParallel | Sharded | None
     notes: tuple[str, ...] = ()
 
     def backward(
@@ -59,20 +70,46 @@ class Applied:
         return value
 
 
-def apply(model: nn.Module, plan: Plan, world: World, *, metered: bool = False) -> Applied:
+def apply(
+    model: nn.Module, plan: Plan, world: World, *, optimizers: Sequence[Optimizer] = (), metered: bool = False
+) -> Applied:
     """Lay `model` on this rank's device as `plan` says, in place. Start values are those of rank 0. Collective.
 
+    optimizers: made of the model's parameters before; they go on with what the plan makes of them (see `bind`).
     metered: `backward` will be asked for the mean of a value with most losses, so that it should travel along.
     """
-    check_fits(plan, world)
+    check_devices(plan, world.size)
+    _check_built(plan, BUILT, "")
+    names = names_of(model)
     store_parameters(model, plan.precision)
     model.to(world.device)
     collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
-    reduction = None
-    if world.size > 1:
-        named = list(model.named_parameters())
-        reduction = DataParallel(named, bucket_mb=plan.bucket_mb, metered=metered)
-    return Applied(model, plan, reduction, differences(model) if world.size > 1 else ())
+    blocks = recompute_blocks(model, plan.recompute)
+    reduction: DataParallel | Sharded | None = None
+    if plan.shard > 1:
+        reduction = Sharded(model, make_mesh(plan, world), reshard=plan.reshard)
+    elif world.size > 1:
+        reduction = DataParallel(list(model.named_parameters()), bucket_mb=plan.bucket_mb, metered=metered)
+    notes = differences(model) if world.size > 1 else ()
+    applied = Applied(model, plan, reduction, (*notes, *_recomputed(plan, blocks)))
+    for optimizer in optimizers:
+        rebind(optimizer, names, model, lay_as)
+        bind(applied, optimizer, world)
+    return applied
+
+
+def bind(applied: Applied, optimizer: Optimizer, world: World) -> None:
+    """Lay an optimizer of the applied model's parameters as the plan says: needed once for one made after `apply`."""
+    if applied.plan.zero1:
+        DividedOptimizer(optimizer, world.rank, world.size)
+
+
+def _recomputed(plan: Plan, blocks: Sequence[str]) -> tuple[str, ...]:
+    if not blocks:
+        return ()
+    some = ", ".join(name or "the whole model" for name in blocks[:3]) + (" and so on" if len(blocks) > 3 else "")
+    kept = "all but matrix products and attention" if plan.recompute == "selective" else "all of it"
+    return (f"recompute: {kept} runs again in the backward, in {len(blocks)} blocks: {some}.",)
 
 
 def differences(model: nn.Module) -> tuple[str, ...]:
@@ -87,11 +124,16 @@ def differences(model: nn.Module) -> tuple[str, ...]:
 
 
 def check_fits(plan: Plan, world: World) -> None:
-    """Raises PlanError when the plan needs another number of devices than the run has, or what is not built yet."""
+    """Raises PlanError when the plan needs another number of devices than the run has, or what a training loop cannot
+    carry out yet."""
     check_devices(plan, world.size)
+    _check_built(plan, IN_A_LOOP, " in a training loop")
+
+
+def _check_built(plan: Plan, built: set[str], where: str) -> None:
     for name, value in changed(plan).items():
-        if name not in BUILT:
-            raise PlanError(f"{name}={value!r} is not built yet. Leave {name} out.")
+        if name not in built:
+            raise PlanError(f"{name}={value!r} is not built yet{where}. Leave {name} out.")
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:

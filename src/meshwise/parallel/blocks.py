@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
@@ -25,3 +26,31 @@ def _parts(name: str, module: nn.Module, *, root: bool = False) -> Iterator[tupl
 
 def _holds_a_list(module: nn.Module) -> bool:
     return any(isinstance(part, CONTAINERS) and len(part) > 1 for part in module.modules() if part is not module)
+
+
+def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers that `model` repeats, by name: entries of its lists and sequences of whose class there are several.
+
+    A list inside a layer belongs to the layer; a sequence that itself holds repeated layers (the stages of a ResNet) is
+    looked into. Empty where nothing is repeated.
+    """
+    entries = list(_entries("", model))
+    kinds = Counter(type(module) for _, module in entries)
+    return [(name, module) for name, module in entries if kinds[type(module)] > 1]
+
+
+def _entries(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    inside = isinstance(module, CONTAINERS)
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}" if name else child_name
+        if inside and not (isinstance(child, CONTAINERS) and _holds_layers(child)):
+            if any(True for _ in child.parameters()):
+                yield full, child
+        else:
+            yield from _entries(full, child)
+
+
+def _holds_layers(container: nn.Module) -> bool:
+    """Whether several entries are of one class, and modules with parts of their own."""
+    kinds = Counter(type(child) for child in container.children() if any(True for _ in child.children()))
+    return any(count > 1 for count in kinds.values())

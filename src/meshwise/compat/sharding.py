@@ -1,0 +1,100 @@
+"""What `fully_shard` keeps to itself: its groups of parameters, the gradients that it has not reduced, and when it
+reduces them.
+
+Read in torch 2.11, 2.13 and 2.15: `distributed/fsdp/_fully_shard/_fsdp_param_group.py` and `_fsdp_state.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+Before = Callable[["Group"], None]
+
+
+class Group:
+    """Parameters that `fully_shard` gathers and reduces together."""
+
+    def __init__(self, group: Any) -> None:
+        for name in ("fsdp_params", "post_backward", "finalize_backward", "reduce_grads"):
+            if not hasattr(group, name):
+                raise RuntimeError(
+                    f"torch {torch.__version__} shards without {name}; meshwise needs torch 2.11 to 2.15."
+                )
+        self._group = group
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The group's parameters as this rank holds them, also while they are gathered."""
+        return [part.sharded_param for part in self._group.fsdp_params]
+
+    def before_reducing(self, call: Before) -> None:
+        """Call `call(self)` whenever the group is about to reduce: once a backward for each forward that it ran."""
+        reduce = self._group.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            if self._group.reduce_grads and self.gathered:
+                call(self)
+            reduce(*unused)
+
+        self._group.post_backward = post_backward
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the group's parameters were ever whole on this rank: a forward ran through it."""
+        return any(hasattr(part, "_unsharded_param") for part in self._group.fsdp_params)
+
+    def reached(self) -> list[bool]:
+        """For each parameter, whether a gradient waits to be reduced."""
+        return [_waiting(part) is not None for part in self._group.fsdp_params]
+
+    def fill(self, index: int) -> None:
+        """Let the parameter take part in the reduction with a gradient of zero."""
+        whole = self._group.fsdp_params[index]._unsharded_param
+        whole.grad = torch.zeros_like(whole)
+
+    def waiting(self) -> list[Tensor]:
+        """The gradients of this rank alone that wait to be reduced; written in place, they are what is reduced."""
+        found = [_waiting(part) for part in self._group.fsdp_params]
+        return [g for g in found if g is not None]
+
+    def reduce_now(self) -> None:
+        """Reduce what waits, outside a backward. Collective."""
+        group = self._group
+        group.reduce_grads = True
+        group.post_backward()
+        group._training_state = type(group._training_state).IDLE
+        group.finalize_backward()
+
+
+def groups_of(module: FSDPModule) -> list[Group]:
+    """The groups of one sharded module: those of its parameters that belong to no sharded module inside it."""
+    state: Any = module._get_fsdp_state()
+    found = getattr(state, "_fsdp_param_groups", None)
+    if found is None:  # torch 2.11: one group, or none
+        found = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return [Group(group) for group in found]
+
+
+def sharded_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+    """Every module of `model` that `fully_shard` was applied to, by name, outer ones first."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield name, module
+
+
+def keep_class_name(module: nn.Module) -> None:
+    """`fully_shard` puts a subclass in the place of the module's class; let it bear the name of the class."""
+    kind = type(module)
+    of = kind.__mro__[2]
+    kind.__name__, kind.__qualname__, kind.__module__ = of.__name__, of.__qualname__, of.__module__
+
+
+def _waiting(part: Any) -> Tensor | None:
+    gradient: Tensor | None = getattr(part, "unsharded_accumulated_grad", None)
+    whole = getattr(part, "_unsharded_param", None)
+    return gradient if gradient is not None or whole is None else whole.grad

@@ -1,0 +1,121 @@
+"""Recompute: a block keeps its input, and runs again in the backward for what it did not keep.
+
+The block's `forward` is laid into torch's checkpoint; its class, hooks and state_dict keys stay. Random draws of the
+second run are those of the first (dropout drops the same), and what the first run wrote into buffers (the running
+statistics of a batch norm) is not written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
+
+from meshwise.compat.reducer import version
+from meshwise.parallel.blocks import blocks_of, repeated_blocks
+from meshwise.spec.errors import PlanError, nearest
+
+DEAR = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "scaled_dot_product")
+"""Operators whose results `selective` keeps: matrix products, convolutions, and attention of any kind."""
+
+Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+
+
+def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[str]:
+    """Let the blocks of `model` run again in the backward as the plan's `recompute` says; returns their names.
+
+    Blocks are the repeated layers; of a model without any, its parts one after another. Raises PlanError for a name
+    that the model does not have.
+    """
+    if recompute == "none":
+        return []
+    if isinstance(recompute, str):
+        blocks = repeated_blocks(model) or blocks_of(model) or [("", model)]
+    else:
+        blocks = [(name, _module(model, name)) for name in recompute]
+    for _, block in blocks:
+        if getattr(block.forward, "func", None) is not _recomputed:
+            block.forward = functools.partial(_recomputed, block, block.forward, recompute == "selective")
+    return [name for name, _ in blocks]
+
+
+def _module(model: nn.Module, name: str) -> nn.Module:
+    known: dict[str, nn.Module] = dict(model.named_modules())
+    if not name or name not in known:
+        some = ", ".join(block for block, _ in (repeated_blocks(model) or blocks_of(model))[:4])
+        raise PlanError(
+            f"recompute: the model has no module '{name}'.{nearest(name, known)} Its blocks are {some} and so on."
+        )
+    return known[name]
+
+
+def _recomputed(
+    block: nn.Module, forward: Callable[..., Any], selective: bool, /, *arguments: Any, **keywords: Any
+) -> Any:
+    """The block's forward, under checkpoint where a backward will follow."""
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **keywords)
+    buffers = [(part, name, b) for part in block.modules() for name, b in part.named_buffers(recurse=False)]
+    before = [version(b) for _, _, b in buffers]
+    written: list[tuple[nn.Module, str]] = []
+    contexts = functools.partial(_contexts, type(block).__name__, selective, written)
+    result = checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
+    written += [(part, name) for (part, name, b), v in zip(buffers, before, strict=True) if version(b) != v]
+    return result
+
+
+def _contexts(kind: str, selective: bool, written: Sequence[tuple[nn.Module, str]]) -> Contexts:
+    """What is entered around the first run of a block, and around the second."""
+    again: contextlib.AbstractContextManager[Any]
+    first, again = selective_contexts(_policy) if selective else (contextlib.nullcontext(), contextlib.nullcontext())
+    return first, _again(kind, again, written)
+
+
+@contextlib.contextmanager
+def _again(
+    kind: str, inner: contextlib.AbstractContextManager[Any], written: Sequence[tuple[nn.Module, str]]
+) -> Iterator[None]:
+    """The second run writes copies of the buffers that the first has written."""
+    kept: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+    for part, name in written:
+        buffers: dict[str, Tensor | None] = part._buffers
+        buffer = buffers[name]
+        assert buffer is not None
+        kept.append((buffers, name, buffer))
+        buffers[name] = buffer.clone()
+    try:
+        with inner:
+            yield
+    except RuntimeError as error:
+        if "has been mutated" not in str(error):
+            raise
+        raise PlanError(
+            f"recompute='selective': {kind} writes in place into a result that was to be kept. Use recompute='full'."
+        ) from None
+    finally:
+        for buffers, name, buffer in kept:
+            buffers[name] = buffer
+
+
+def _policy(context: SelectiveCheckpointContext, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+    name = str(operator).partition(".")[2].partition(".")[0].strip("_")
+    dear = name in DEAR or name.startswith(DEAR[-1])
+    kept = dear and not _draws(operator, arguments, keywords)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _draws(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Whether the operator takes random numbers. Left out of the second run, the draws after it would be others."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    names = [argument.name for argument in operator._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    return bool(keywords.get("dropout_p", arguments[place] if place < len(arguments) else 0.0) > 0)

@@ -1,0 +1,251 @@
+"""Shard: each rank holds a part of every parameter, of its gradient and of the optimizer's state.
+
+`fully_shard` gathers a block's parameters before its forward and its backward, and leaves in `.grad` this rank's part
+of the mean over all ranks. Blocks are the model's repeated layers; everything else, and layers too small to be worth a
+collective of their own, belongs to the whole model: gathered for its forward, and kept until its backward is over.
+
+Every rank must run the same blocks in the same order. That is checked before each reduction, and a rank that parts from
+the others says so instead of waiting in a collective. Parameters within a block are free: one that this rank's loss did
+not reach takes part with zero, and one that no rank reached keeps its `grad`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from meshwise.compat import sharding
+from meshwise.compat.reducer import default_store
+from meshwise.parallel.blocks import repeated_blocks
+from meshwise.spec.errors import PlanError
+from meshwise.transfer import collectives
+from meshwise.transfer.agreement import wait_for_all
+
+SMALL = 4096  # elements: below, a collective of its own costs more than keeping the layer's parameters gathered
+GRACE = 10.0  # seconds in which all ranks must come to a reduction that they have not made in this order before
+
+
+class Sharded:
+    """A model whose parameters are divided over the ranks of `mesh`, and how a backward is run on it.
+
+    mesh: has the axis `shard`, and may have `data` outside it, over which the parts are replicated.
+    reshard: whether a block's parameters are let go between its forward and its backward.
+    to_host: keep the parts of the parameters, their gradients and the optimizer's state in the host's memory.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, reshard: bool = True, to_host: bool = False) -> None:
+        policy = CPUOffloadPolicy() if to_host else OffloadPolicy()
+        self._roots: list[FSDPModule] = []
+        for root in roots_of(model):
+            units = units_of(root)
+            for module, keep in [*((unit, not reshard) for unit in units), (root, bool(units) or not reshard)]:
+                check_can_be_sharded(model, module)
+                fully_shard(module, mesh=mesh, reshard_after_forward=not keep, offload_policy=policy)
+                sharding.keep_class_name(module)
+            self._roots.append(root)  # type: ignore[arg-type]
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._groups: list[sharding.Group] = []
+        self._names: dict[int, list[str]] = {}
+        for _, sharded in sharding.sharded_modules(model):
+            for group in sharding.groups_of(sharded):
+                self._names[len(self._groups)] = [names[id(p)] for p in group.parameters]
+                group.before_reducing(functools.partial(self._before, len(self._groups)))
+                self._groups.append(group)
+        self._agreed: set[int] = set()
+        self._idle: set[str] | None = None
+        self._so_far = 0
+        self._backwards = 0
+        self._reached: set[str] = set()
+        self._filled: dict[str, list[str]] = {}
+        self._factor: Callable[[], Tensor] | None = None
+        self.unreduced = False
+        """Whether gradients of this rank alone wait to be reduced."""
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        reduce: bool = True,
+        factor: Callable[[], Tensor] | None = None,
+        whole: bool = False,
+        value: Tensor | None = None,
+    ) -> Tensor | None:
+        """Add the gradient of `loss` to `.grad`: this rank's part of the mean over ranks. Without `reduce` it waits.
+
+        factor: gives a scalar that multiplies what this backward adds; with `whole`, all that `.grad` and the waiting
+            gradients then hold. It is asked for when the first block is reduced, or before a backward that must not
+            multiply what waits.
+        value: a detached scalar whose mean over ranks is returned.
+        """
+        self._start()
+        fresh = {name for name, p in self._parameters() if p.grad is None}
+        if factor is not None:
+            if whole:
+                self._multiply_reduced(factor)
+            if reduce and (whole or not self.unreduced):
+                self._factor = factor
+            else:
+                loss = loss * factor().to(loss.dtype)
+                for group in self._groups if whole else ():
+                    for gradient in group.waiting():
+                        gradient.mul_(factor().to(gradient.dtype))
+        for root in self._roots:
+            root.set_requires_gradient_sync(reduce)
+        loss.backward()
+        self._factor = None
+        if reduce:
+            self._finish(fresh)
+            self.unreduced = self.unreduced and any(group.waiting() for group in self._groups)
+        else:
+            self.unreduced = True
+        return None if value is None else collectives.mean_over_ranks(value.clone())
+
+    def reduce_now(self) -> None:
+        """Reduce what waits: for gradients that every backward so far kept local. Collective."""
+        self._start()
+        fresh = {name for name, p in self._parameters() if p.grad is None}
+        for group in self._groups:
+            if group.gathered:
+                group.reduce_now()
+        self._finish(fresh)
+        self.unreduced = False
+
+    def _start(self) -> None:
+        self._backwards += 1
+        self._so_far, self._reached, self._filled = 0, set(), {}
+
+    def _before(self, index: int, group: sharding.Group) -> None:
+        """Before a group reduces: agree on the order, weigh the gradients, and fill in what this rank did not reach."""
+        reached = dict(zip(self._names[index], group.reached(), strict=True))
+        trained = {name for name, p in zip(self._names[index], group.parameters, strict=True) if p.requires_grad}
+        if not any(reached.values()) and self._idle is not None and self._idle >= trained:
+            return
+        self._agree_on_order(index)
+        late = sorted(name for name in self._idle or () if reached.get(name))
+        if late and self._idle is not None:
+            self._agree(f"reaches {', '.join(late)}, which it did not reach before")
+            self._idle.difference_update(late)
+        if self._factor is not None:
+            for gradient in group.waiting():
+                gradient.mul_(self._factor().to(gradient.dtype))
+        for place, name in enumerate(self._names[index]):
+            if reached[name]:
+                self._reached.add(name)
+            elif name in trained and name not in (self._idle or ()):
+                group.fill(place)
+                self._count(name)
+
+    def _agree_on_order(self, index: int) -> None:
+        self._so_far = hash((self._so_far, index))
+        if self._so_far not in self._agreed:
+            where = ", ".join(self._names[index][:1])
+            self._agree(f"comes to the block of {where}, in an order of blocks that is new")
+            self._agreed.add(self._so_far)
+
+    def _agree(self, what: str) -> None:
+        """All ranks must come here with the same fact before any of them enters a collective for it."""
+        key = f"meshwise/shard/{self._backwards}/{self._so_far}/{what}"
+        default_store().add(key, 1)
+        if not wait_for_all(key, collectives.world_size(), GRACE):
+            raise PlanError(
+                f"backward {self._backwards}: the loss of this rank {what}, and other ranks do not. Sharded parameters "
+                "are gathered by all ranks together: run the same blocks on every rank in the same step, or use "
+                "data parallel alone (shard=1)."
+            )
+
+    def _count(self, name: str) -> None:
+        """Tell the others that this rank did not reach `name`, before it takes part with zero."""
+        key = f"meshwise/shard/unused/{self._backwards}/{name}/{len(self._filled.get(name, []))}"
+        self._filled.setdefault(name, []).append(key)
+        default_store().add(key, 1)
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter as this rank holds it, by name, also while a block is gathered."""
+        for index, group in enumerate(self._groups):
+            yield from zip(self._names[index], group.parameters, strict=True)
+
+    def _finish(self, fresh: set[str]) -> None:
+        """What no rank reached keeps its `grad`; the first time, all ranks learn what that is."""
+        unreached = {name: keys for name, keys in self._filled.items() if name not in self._reached}
+        if self._idle is None:
+            said = collectives.gather_objects(sorted(unreached))
+            nowhere = set.intersection(*map(set, said))
+            self._idle = set(nowhere)
+        elif unreached:
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()  # the others have counted before their reduction began
+            size = collectives.world_size()
+            nowhere = {name for name, keys in unreached.items() if all(default_store().add(k, 0) == size for k in keys)}
+        else:
+            return
+        for name, p in self._parameters():
+            if name in nowhere & fresh:
+                p.grad = None
+
+    def _multiply_reduced(self, factor: Callable[[], Tensor]) -> None:
+        """Gradients that are means already are multiplied by the mean of the ranks' factors."""
+        reduced = [p.grad for _, p in self._parameters() if p.grad is not None]
+        if reduced:
+            mean = collectives.mean_over_ranks(factor().detach().clone())
+            for gradient in reduced:
+                gradient.mul_(mean.to(gradient.dtype))
+
+
+def lay_as(value: Tensor, parameter: Tensor) -> Tensor:
+    """`value`, whole on every rank, divided over the ranks as `parameter` is."""
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def roots_of(model: nn.Module) -> list[nn.Module]:
+    """`model`, or what it holds where it is a list or dictionary of models, which is never called itself."""
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        return [root for child in model.children() for root in roots_of(child)]
+    return [model] if any(True for _ in model.parameters()) else []
+
+
+def units_of(root: nn.Module) -> list[nn.Module]:
+    """The blocks of `root` that are gathered one by one: its repeated layers of `SMALL` elements or more.
+
+    A block that shares a parameter with what lies outside it (a tied embedding) is none: its parameters are needed
+    while it is not at work.
+    """
+    places, holders = _places(root), Counter(id(child) for m in root.modules() for child in m.children())
+    units = []
+    for _, block in repeated_blocks(root):
+        own = all(places[key] == count for key, count in _places(block).items()) and holders[id(block)] == 1
+        if own and sum(p.numel() for p in block.parameters()) >= SMALL:
+            units.append(block)
+    return units
+
+
+def _places(module: nn.Module) -> Counter[int]:
+    """How often each parameter, by its id, stands in the parts of `module`."""
+    return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
+
+
+def check_can_be_sharded(model: nn.Module, module: nn.Module) -> None:
+    """Raises PlanError for a block that `fully_shard` cannot take, with its parameter's name."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    own = [p for p in module.parameters() if not isinstance(p, DTensor)]
+    for p in own:
+        if p.ndim == 0:
+            raise PlanError(
+                f"shard: parameter {names[id(p)]} is a single number, which cannot be divided over ranks. "
+                "Give it the shape (1,), or use shard=1."
+            )
+    dtypes = {p.dtype: names[id(p)] for p in own if p.requires_grad}
+    if len(dtypes) > 1:
+        some = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
+        raise PlanError(
+            f"shard: the trained parameters of a block must be stored in one dtype; here are {some}. "
+            "Store them in one dtype (precision says what is computed in), or use shard=1."
+        )

@@ -1,0 +1,90 @@
+"""ZeRO-1: every rank holds all parameters and gradients, and the optimizer's state of its part of them.
+
+Each parameter has an owner. The optimizer steps with the gradients of its owner's parameters alone, so it makes state
+for those alone; what was stepped is then sent from its owner to all. Parameters are dealt out whole, the largest first
+to the rank that has least, so that any optimizer that treats each parameter by itself works unchanged. A rank holds at
+most the average and the largest parameter. The stage 1 of Rajbhandari and others, ZeRO (SC 2020).
+
+The optimizer stays the same object, and its groups keep all parameters: `zero_grad`, schedulers and clipping are as
+ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwise.spec.errors import PlanError
+from meshwise.transfer import collectives
+
+BUCKET = 25 << 20  # bytes that are sent in one collective
+
+
+class DividedOptimizer:
+    """Divides the state of `optimizer` over the ranks, in place. Collective: its steps talk."""
+
+    def __init__(self, optimizer: Optimizer, rank: int, size: int) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise PlanError(
+                "zero1 divides the optimizer by parameters, and LBFGS steps all of them as one. Use data alone."
+            )
+        self._optimizer, self._rank = optimizer, rank
+        self._owned = owners([p for group in optimizer.param_groups for p in group["params"]], size)
+        self._aside: list[tuple[nn.Parameter, Tensor]] = []
+        for p in [p for p in optimizer.state if self._owner(p) != rank]:
+            del optimizer.state[p]
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _owner(self, p: Tensor) -> int:
+        return next((owner for owner, held in enumerate(self._owned) if any(p is q for q in held)), self._rank)
+
+    def _before(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        """Lay the gradients of others' parameters aside: an optimizer skips a parameter without one."""
+        if any(given is not None for given in (*arguments[1:], keywords.get("closure"))):
+            raise PlanError("zero1: optimizer.step(closure) is not built yet. Call backward, then optimizer.step().")
+        others = [p for owner, held in enumerate(self._owned) if owner != self._rank for p in held]
+        self._aside = [(p, p.grad) for p in others if p.grad is not None]
+        for p, _ in self._aside:
+            p.grad = None
+
+    def _after(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        """Give the gradients back, and send every parameter from its owner to all."""
+        for p, gradient in self._aside:
+            p.grad = gradient
+        self._aside = []
+        for owner, held in enumerate(self._owned):
+            for bucket in _buckets([p for p in held if p.requires_grad]):
+                flat = torch.cat([p.detach().reshape(-1) for p in bucket])
+                collectives.broadcast(flat, owner)
+                if owner != self._rank:
+                    for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                        p.detach().copy_(part.view_as(p))
+
+
+def owners(parameters: Sequence[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
+    """The parameters of each of `size` ranks: the largest first, to the rank that has the least so far."""
+    held: list[list[nn.Parameter]] = [[] for _ in range(size)]
+    loads = [0] * size
+    for p in sorted(parameters, key=lambda p: -p.numel()):
+        least = loads.index(min(loads))
+        held[least].append(p)
+        loads[least] += p.numel() * p.element_size()
+    return held
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Neighbours of one dtype and device, up to `BUCKET` bytes together."""
+    buckets: list[list[nn.Parameter]] = []
+    for p in parameters:
+        last = buckets[-1] if buckets else []
+        fits = last and (last[0].dtype, last[0].device) == (p.dtype, p.device)
+        if fits and sum(q.nbytes for q in last) + p.nbytes <= BUCKET:
+            last.append(p)
+        else:
+            buckets.append([p])
+    return buckets
