@@ -20,9 +20,9 @@ from typing import Any
 from machine import keep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from meshwise.machine.measure.bandwidth import DEFINITIONS, bus_bandwidth
 from meshwise.machine.measure.processes import paths_between
 from meshwise.machine.measure.result import PathResult
+from meshwise.spec.bandwidth import DEFINITIONS, bus_bandwidth
 from meshwise.spec.timings import seconds_at
 from tests.hosts import bits_of, burst_of, hosts, run_on, why_not
 from tests.machine.test_shaped_links import measured

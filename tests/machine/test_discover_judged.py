@@ -9,7 +9,7 @@ import pytest
 
 from meshwise.machine.discovery.discover import discover
 from meshwise.machine.judge import judge
-from meshwise.machine.measure.bandwidth import bus_bandwidth
+from meshwise.spec.bandwidth import bus_bandwidth
 from meshwise.spec.machine import Collective, Link, Machine, Matmul
 from meshwise.spec.timings import Timings, fitted
 from tests.machine.simulated.expected import EXPECTED, GB, Judged

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from machine.machines import machines
 
 from meshwise.machine.judge import CAUSES, Verdict, exit_code, judge, sentence
-from meshwise.machine.measure.bandwidth import bus_factor
 from meshwise.machine.words import machine_from_words
+from meshwise.spec.bandwidth import bus_factor
 from meshwise.spec.machine import Collective, Link, Machine, Matmul
 from meshwise.spec.timings import Timings, fitted
 

@@ -10,7 +10,7 @@ import pytest
 from meshwise.machine.discovery.discover import discover
 from meshwise.machine.file.read import machine_from_toml, machine_to_toml
 from meshwise.machine.judge import Verdict, judge
-from meshwise.machine.measure.bandwidth import bus_factor
+from meshwise.spec.bandwidth import bus_factor
 from meshwise.spec.machine import Collective, Machine, Matmul
 from meshwise.spec.timings import fitted
 from tests.machine.simulated.expected import EXPECTED, Judged

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.machine.measure.bandwidth import bus_bandwidth
 from meshwise.machine.measure.processes import measure_hosts
 from meshwise.machine.measure.result import PathResult
+from meshwise.spec.bandwidth import bus_bandwidth
 from meshwise.spec.timings import seconds_at
 from meshwise.transfer import collectives
 from meshwise.workers.join import join

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from meshwise.machine.measure.bandwidth import bus_bandwidth
+from meshwise.spec.bandwidth import bus_bandwidth
 from meshwise.spec.machine import Collective, Device, Link, Machine
 from meshwise.spec.timings import Timings
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, seconds_text

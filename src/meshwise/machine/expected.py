@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwise.machine.catalog import Part, PartLink, achievable, nvlink, part, pcie, reached
-from meshwise.machine.measure.bandwidth import FACTORS
+from meshwise.spec.bandwidth import FACTORS
 from meshwise.spec.machine import DEVICE, HOST, NODE, Collective, Device, Link, Machine
 from meshwise.spec.units import bandwidth_text, flops_text
 

@@ -19,7 +19,7 @@ from meshwise.machine.expected import (
     expected_memory,
     part_at,
 )
-from meshwise.machine.measure.bandwidth import bus_bandwidth
+from meshwise.spec.bandwidth import bus_bandwidth
 from meshwise.spec.machine import DEVICE, HOST, Collective, Device, Link, Machine
 from meshwise.spec.timings import Timings
 from meshwise.spec.units import bandwidth_text, flops_text, percent_text

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from meshwise.spec.bandwidth import FACTORS, bus_bandwidth
 from meshwise.spec.errors import UsageError
 from meshwise.timeline.account import Whole, account_of
 from meshwise.timeline.arrivals import ABSENT
@@ -152,18 +153,10 @@ def _collectives(timeline: Timeline, book: Book) -> list[CollectiveReport]:
         which = (names == name) & (sizes == size)
         seconds = float(np.median(takes[which]))
         text = timeline.names[name]
-        reports.append(
-            CollectiveReport(
-                text, size, int(which.sum()), seconds, _bus_bandwidth(text, size, seconds, len(table.ranks))
-            )
-        )
+        known = text in FACTORS and size and seconds > 0
+        bus = bus_bandwidth(text, len(table.ranks), size, seconds) if known else None
+        reports.append(CollectiveReport(text, size, int(which.sum()), seconds, bus))
     return sorted(reports, key=lambda report: -report.count * report.seconds)[:12]
-
-
-def _bus_bandwidth(name: str, size: int, seconds: float, ranks: int) -> float | None:
-    """By nccl-tests (doc/PERFORMANCE.md): all-reduce 2(n-1)/n, all-gather (n-1)/n of all ranks' bytes, broadcast 1."""
-    factor = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": (ranks - 1) / ranks, "broadcast": 1.0}.get(name)
-    return factor * size / seconds if factor is not None and size and seconds > 0 else None
 
 
 def _series(timeline: Timeline, book: Book) -> Series:

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from meshwise.machine.bench import Bench
-from meshwise.machine.measure.bandwidth import DEFINITIONS, algorithm_bandwidth, bus_bandwidth
 from meshwise.machine.measure.result import PathResult
 from meshwise.machine.views.machine_dict import machine_dict, plain
+from meshwise.spec.bandwidth import DEFINITIONS, algorithm_bandwidth, bus_bandwidth
 
 FACTS = ("operation", "source", "target", "path", "ranks", "wrong", "note")
 

@@ -15,8 +15,8 @@ from rich.text import Text
 from meshwise.machine.bench import COPIES, Bench
 from meshwise.machine.judge import Verdict, sentence
 from meshwise.machine.measure.alone import Compute
-from meshwise.machine.measure.bandwidth import DEFINITIONS, bus_bandwidth
 from meshwise.machine.measure.result import PathResult
+from meshwise.spec.bandwidth import DEFINITIONS, bus_bandwidth
 from meshwise.spec.machine import Device
 from meshwise.spec.timings import Timings, rate_at
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, percent_text, seconds_text

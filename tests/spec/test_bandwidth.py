@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwise.machine.measure.bandwidth import algorithm_bandwidth, bus_bandwidth, bus_factor
+from meshwise.spec.bandwidth import algorithm_bandwidth, bus_bandwidth, bus_factor
 
 
 @pytest.mark.parametrize(
