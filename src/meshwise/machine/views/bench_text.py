@@ -184,7 +184,8 @@ def _judgement(bench: Bench) -> list[Text]:
     if bench.results:
         lines.append(Text(f"integrity   {right} of {len(bench.results)} paths delivered the bytes they were given"))
     if told:
-        lines.append(Text(f"judgement   {told}"))
+        why = ", whose parts the catalog does not know" if counted["unknown"] else ""
+        lines.append(Text(f"judgement   {told}{why}"))
     cut = [result for result in bench.results if result.note]
     if cut:
         most = bytes_text(max(size for result in cut for size in result.timings.sizes))
