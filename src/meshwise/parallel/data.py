@@ -16,6 +16,7 @@ backwards are part of it, and those already reduced stay what they are, since th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from meshwise.transfer import collectives
 from meshwise.transfer.agreement import wait_for_all
 
 Gradients = list[Tensor | None]
+_made = itertools.count()  # every rank makes its reductions in the same order
 LATE_GRACE = 3.0  # seconds in which all ranks must have met a parameter that is new to the reduction
 
 
@@ -52,6 +54,7 @@ class DataParallel:
         self._groups: list[_Group] = []
         self._trained: tuple[bool, ...] = ()
         self._calls = 0
+        self._key = f"meshwise/data/{next(_made)}"
         self._backwards = 0
         self._factor: Callable[[], Tensor] | None = None
         self._kept: dict[int, Tensor] = {}
@@ -176,7 +179,7 @@ class DataParallel:
             if _untouched(p, *old.get(id(p), (None, None)))
         ]
         store = reducer.default_store()
-        keys = [f"meshwise/unused/{self._backwards}/{name}" for name, _ in missing]
+        keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
         for key in keys:
             store.add(key, 1)
         torch.stack([(p * 0).sum().float() for _, p in missing]).sum().backward()
@@ -246,7 +249,7 @@ class DataParallel:
     def _agree(self, what: str, names: Iterable[str]) -> None:
         """All ranks must come here with the same names before any of them enters a collective for them."""
         text = ", ".join(names)
-        key = f"meshwise/{what}/{self._backwards}/{text}"
+        key = f"{self._key}/{what}/{self._backwards}/{text}"
         reducer.default_store().add(key, 1)
         if not wait_for_all(key, collectives.world_size(), LATE_GRACE):
             raise PlanError(

@@ -66,7 +66,12 @@ def _recomputed(
     written: list[tuple[nn.Module, str]] = []
     contexts = functools.partial(_contexts, type(block).__name__, selective, written)
     result = checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
-    written += [(part, name) for (part, name, b), v in zip(buffers, before, strict=True) if version(b) != v]
+    # A batch norm's running statistics change without autograd counting it: what may be such is treated as written.
+    written += [
+        (part, name)
+        for (part, name, b), v in zip(buffers, before, strict=True)
+        if version(b) != v or (part.training and b.is_floating_point())
+    ]
     return result
 
 

@@ -12,6 +12,7 @@ not reach takes part with zero, and one that no rank reached keeps its `grad`.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -29,6 +30,7 @@ from meshwise.transfer import collectives
 from meshwise.transfer.agreement import wait_for_all
 
 SMALL = 4096  # elements: below, a collective of its own costs more than keeping the layer's parameters gathered
+_made = itertools.count()  # every rank shards its models in the same order
 GRACE = 10.0  # seconds in which all ranks must come to a reduction that they have not made in this order before
 
 
@@ -58,6 +60,7 @@ class Sharded:
                 self._names[len(self._groups)] = [names[id(p)] for p in group.parameters]
                 group.before_reducing(functools.partial(self._before, len(self._groups)))
                 self._groups.append(group)
+        self._key = f"meshwise/shard/{next(_made)}"
         self._agreed: set[int] = set()
         self._idle: set[str] | None = None
         self._so_far = 0
@@ -151,7 +154,7 @@ class Sharded:
 
     def _agree(self, what: str) -> None:
         """All ranks must come here with the same fact before any of them enters a collective for it."""
-        key = f"meshwise/shard/{self._backwards}/{self._so_far}/{what}"
+        key = f"{self._key}/{self._backwards}/{self._so_far}/{what}"
         default_store().add(key, 1)
         if not wait_for_all(key, collectives.world_size(), GRACE):
             raise PlanError(
@@ -162,7 +165,7 @@ class Sharded:
 
     def _count(self, name: str) -> None:
         """Tell the others that this rank did not reach `name`, before it takes part with zero."""
-        key = f"meshwise/shard/unused/{self._backwards}/{name}/{len(self._filled.get(name, []))}"
+        key = f"{self._key}/unused/{self._backwards}/{name}/{len(self._filled.get(name, []))}"
         self._filled.setdefault(name, []).append(key)
         default_store().add(key, 1)
 

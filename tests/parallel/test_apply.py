@@ -1,0 +1,122 @@
+"""Techniques are joined in order; what is not built is refused; optimizers made before go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwise.parallel.apply import apply, check_fits
+from meshwise.parallel.mesh import make_mesh
+from meshwise.parallel.rebind import names_of, rebind
+from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from meshwise.transfer import collectives
+from tests.parallel.zoo import ZOO, batches, build
+
+
+def here() -> World:
+    return World(rank=collectives.own_rank(), size=collectives.world_size())
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (Plan(compile=True), "compile=True is not built yet. Leave compile out."),
+        (Plan(offload=("activations",)), r"offload=\('activations',\) is not built yet"),
+        (Plan(shard=4), "shard=4 needs 4 devices; this run has 1. Use shard=1"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_touched(plan: Plan, says: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(PlanError, match=says):
+        apply(model, plan, World())
+    assert type(model) is nn.Linear and not isinstance(model.weight, DTensor)
+
+
+@pytest.mark.parametrize("plan", [Plan(shard=2), Plan(data=2, zero1=True)])
+def test_a_training_loop_refuses_what_it_cannot_carry_out(plan: Plan) -> None:
+    with pytest.raises(PlanError, match="is not built yet in a training loop"):
+        check_fits(plan, World(size=2))
+
+
+def mesh_facts() -> tuple[Any, ...]:
+    whole = make_mesh(Plan(data=2, shard=2), here())
+    line = make_mesh(Plan(shard=4), here())
+    return whole.mesh_dim_names, whole.mesh.tolist(), line.mesh_dim_names, line.mesh.tolist()
+
+
+def test_neighbouring_ranks_lie_on_the_innermost_axis(pool: Any) -> None:
+    for facts in pool(4).run(mesh_facts):
+        assert facts == (("data", "shard"), [[0, 1], [2, 3]], ("shard",), [0, 1, 2, 3])
+
+
+# --- optimizers made before
+
+
+def goes_on() -> tuple[int, int]:
+    """An optimizer and its scheduler have stepped before sharding, and go on as on one device."""
+    sides = []
+    data = batches("transformer", 4)
+    for shard in (True, False):
+        model = build("transformer")
+        groups = [
+            {"params": [model.place], "lr": 0.1},
+            {"params": [p for p in model.parameters() if p is not model.place]},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+        def step(batch: Any, backward: Any, m: Any = model, o: Any = optimizer, s: Any = scheduler) -> None:
+            backward(ZOO["transformer"].score(m(batch[0]), batch[1]))
+            o.step()
+            s.step()
+            o.zero_grad()
+
+        step(data[0], Tensor.backward)
+        backward: Any = Tensor.backward
+        if shard:
+            backward = apply(model, Plan(shard=2), here(), optimizers=[optimizer]).backward
+        for batch in data[1:]:
+            step(batch, backward)
+        sides.append((model, optimizer))
+    (ours, first), (plain, second) = sides
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert isinstance(a, DTensor)
+        torch.testing.assert_close(a.full_tensor(), b.data, rtol=0, atol=1e-9)
+    assert [g["lr"] for g in first.param_groups] == [g["lr"] for g in second.param_groups]
+    return tuple(  # type: ignore[return-value]
+        sum((v.to_local() if isinstance(v, DTensor) else v).nbytes for e in o.state.values() for v in e.values())
+        for o in (first, second)
+    )
+
+
+def test_an_optimizer_that_has_stepped_is_rebound_with_its_state(pool: Any) -> None:
+    for sharded, whole in pool(2).run(goes_on):
+        assert sharded < 0.55 * whole
+
+
+def test_rebinding_keeps_settings_and_leaves_counters_alone() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}], lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    names, steps = names_of(model), optimizer.state[model.weight]["step"]
+    held = optimizer.state[model.weight]["exp_avg"]
+    model.weight = nn.Parameter(torch.zeros(2, 3))
+    rebind(optimizer, names, model, lambda value, _: value + 1)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], held + 1)
+    assert optimizer.state[model.weight]["step"] is steps and len(optimizer.state) == 2
+
+
+def test_an_optimizer_of_another_model_is_told() -> None:
+    model = nn.Linear(3, 2)
+    other = torch.optim.SGD(nn.Linear(4, 2).parameters())
+    with pytest.raises(PlanError, match=r"group 0 holds a parameter of shape \(2, 4\) that is not the model's"):
+        apply(model, Plan(), World(), optimizers=[other])

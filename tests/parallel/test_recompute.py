@@ -1,0 +1,184 @@
+"""Recompute: what runs again in the backward, and that the second run is the first."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.compat.dispatch import name_of, operators_through
+from meshwise.parallel.apply import apply
+from meshwise.parallel.recompute import recompute_blocks
+from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from tests.parallel.zoo import ZOO, ConvNet, Transformer, batches, build
+
+
+def run_twice(recompute: Any) -> Counter[str]:
+    """Operators that a backward of the transformer runs."""
+    model = build("transformer")
+    recompute_blocks(model, recompute)
+    (batch, target), *_ = batches("transformer", 1)
+    loss = ZOO["transformer"].score(model(batch), target)
+    seen: Counter[str] = Counter()
+
+    def counted(operator: Any, args: Any, kwargs: Any) -> Any:
+        seen[name_of(operator)] += 1
+        return operator(*args, **kwargs)
+
+    with operators_through(counted):
+        loss.backward()
+    return seen
+
+
+DEAR = ("addmm", "_scaled_dot_product_flash_attention_for_cpu")
+CHEAP = ("gelu", "native_layer_norm")
+
+
+@pytest.mark.parametrize(
+    ("recompute", "dear", "cheap"),
+    [
+        ("none", (0, 0), (0, 0)),
+        ("full", (12, 3), (3, 6)),
+        ("selective", (0, 0), (3, 6)),
+        (("layers.1",), (4, 1), (1, 2)),
+    ],
+)
+def test_what_runs_again_is_what_the_plan_says(recompute: Any, dear: Any, cheap: Any) -> None:
+    seen = run_twice(recompute)
+    # A product that ends a block runs again only where something after it needs its result.
+    assert dear[0] * 3 // 4 <= seen[DEAR[0]] <= dear[0] and seen[DEAR[1]] == dear[1]
+    assert tuple(seen[name] for name in CHEAP) == cheap
+
+
+def kept_bytes(recompute: Any) -> int:
+    """Bytes that the graph of a forward keeps for its backward, the parameters left out."""
+    model = build("transformer")
+    recompute_blocks(model, recompute)
+    (batch, _), *_ = batches("transformer", 1)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        output = model(batch)
+    total = sum(kept.values())
+    del output
+    return total
+
+
+def test_a_block_under_full_recompute_keeps_nothing_but_its_input() -> None:
+    none, full = kept_bytes("none"), kept_bytes("full")
+    assert full < none / 3
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_dropout_drops_the_same_in_the_second_run(recompute: str) -> None:
+    def gradients(how: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Transformer(drop=0.4).double()
+        recompute_blocks(model, how)
+        torch.manual_seed(3)
+        batch = torch.randint(29, (4, 6))
+        model(batch).square().mean().backward()
+        after = torch.rand(1).double()
+        return [*(p.grad for p in model.parameters() if p.grad is not None), after]
+
+    for got, want in zip(gradients(recompute), gradients("none"), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+class Attends(nn.Module):
+    """Attention that draws random numbers, and a dropout behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.way = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.way(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        seen = nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        return nn.functional.dropout(seen.transpose(1, 2).flatten(2), 0.5)
+
+
+def test_attention_with_dropout_is_not_kept_so_that_later_draws_are_the_same() -> None:
+    def gradients(how: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Attends(), Attends()).double()
+        recompute_blocks(model, how)
+        model(torch.randn(2, 5, 8).double()).square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for got, want in zip(gradients("selective"), gradients("none"), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_running_statistics_are_written_once(recompute: str) -> None:
+    def run(how: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = ConvNet().double()
+        recompute_blocks(model, how)
+        for _ in range(2):
+            (
+                model(torch.randn(4, 3, 6).double()).sum() + model(torch.randn(4, 3, 6).double()).square().sum()
+            ).backward()
+        return dict(model.state_dict()) | {
+            f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None
+        }
+
+    got, want = run(recompute), run("none")
+    assert got.keys() == want.keys() and want["blocks.0.1.num_batches_tracked"] == 4
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=1e-12, msg=name)
+
+
+def test_the_model_stays_what_it_is_and_a_copy_runs_its_own_parameters() -> None:
+    model = build("transformer")
+    keys, text = list(model.state_dict()), repr(model)
+    recompute_blocks(model, "full")
+    recompute_blocks(model, "full")  # the second time changes nothing
+    assert list(model.state_dict()) == keys and repr(model) == text and type(model) is Transformer
+    twin = copy.deepcopy(model)
+    for p in twin.parameters():
+        p.data.zero_()
+    (batch, _), *_ = batches("transformer", 1)
+    assert twin(batch).abs().sum() == 0 and model(batch).abs().sum() > 0
+
+
+def test_an_evaluation_runs_without_it() -> None:
+    model = build("transformer")
+    recompute_blocks(model, "full")
+    (batch, _), *_ = batches("transformer", 1)
+    with torch.no_grad():
+        assert not model(batch).requires_grad
+
+
+def test_a_kept_result_that_is_written_in_place_is_told() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)) for _ in range(2)])
+    recompute_blocks(model, "selective")
+    with pytest.raises(PlanError, match=r"Sequential writes in place into a result .* Use recompute='full'"):
+        model(torch.randn(2, 4)).sum().backward()
+
+
+def test_a_block_that_the_model_does_not_have_is_told() -> None:
+    with pytest.raises(PlanError, match=r"no module 'layers\.7'. Did you mean 'layers\.\d'\? Its blocks are layers\.0"):
+        apply(build("transformer"), Plan(recompute=("layers.7",)), World())
+
+
+def test_what_runs_again_is_said() -> None:
+    notes = apply(build("transformer"), Plan(recompute="selective"), World()).notes
+    assert notes == (
+        "recompute: all but matrix products and attention runs again in the backward, in 3 blocks: "
+        "layers.0, layers.1, layers.2.",
+    )
