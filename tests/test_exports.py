@@ -28,6 +28,7 @@ PUBLIC = [
     "backward",
     "bench",
     "broadcast",
+    "check",
     "comm_log",
     "copy",
     "device_of",

@@ -9,6 +9,7 @@ from typing import Any as _Any
 
 _HOMES = {
     "meshwise.api.bench": ["bench"],
+    "meshwise.api.check": ["check"],
     "meshwise.api.machines": ["find_machine"],
     "meshwise.api.report": ["report"],
     "meshwise.api.run": ["launch", "run"],

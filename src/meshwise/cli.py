@@ -1,7 +1,8 @@
 """The command line: few verbs, errors as one sentence, exit codes that mean something.
 
 0    done
-1    a worker failed, the loss is not a number any more, or a path does not deliver the bytes that it was given
+1    a worker failed, the loss is not a number any more, a path does not deliver the bytes that it was given, or a
+     plan does not compute what one device computes (`meshwise check`)
 2    what was asked cannot be: the sentence says what to write instead
 3    a device or a path is far below what its part does (`meshwise bench`)
 130  stopped by Ctrl-C (143: by SIGTERM); the state is saved
@@ -22,7 +23,7 @@ from typer.core import TyperGroup
 
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
 
-VERBS = ("devices", "bench", "run", "report")
+VERBS = ("devices", "bench", "run", "check", "report")
 
 
 class Verbs(TyperGroup):
@@ -80,6 +81,8 @@ def script_arguments_apart(words: list[str]) -> list[str]:
 
     Options of the launcher are ours before the script's name and directly behind it.
     """
+    if words[:1] == ["check"]:  # it takes no script
+        return words
     values = (
         i
         for i, word in enumerate(words)

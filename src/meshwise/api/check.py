@@ -1,0 +1,128 @@
+"""Check a plan: the job on one device and under the plan, in float64, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from meshwise.equivalence.one_device import one_device
+from meshwise.equivalence.proof import Proof, prove
+from meshwise.equivalence.seen import Ask, Side
+from meshwise.equivalence.under_plan import Draws, under_plan
+from meshwise.jobs.registry import find_job
+from meshwise.machine.find import find_devices
+from meshwise.spec.device_words import parse_devices
+from meshwise.spec.errors import PlanError, UsageError
+from meshwise.spec.plan import Plan, check_devices, plan_from_settings, plan_from_toml
+from meshwise.training.job import Job
+from meshwise.workers.join import join, started_by_launcher
+from meshwise.workers.launch import launch
+
+DEFAULT_DEVICES = "2xcpu"
+
+
+def check(
+    job: Job | str,
+    *,
+    plan: Plan | str | Path | None = None,
+    devices: str | None = None,
+    steps: int = 3,
+    batch_size: int | None = None,
+    seed: int | None = None,
+    data: str | Path | None = None,
+    rounding: bool = True,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Proof:
+    """Prove that a plan computes what one device computes, or name the first module that does not, and why.
+
+    Both sides train in float64, with the model's casts lifted, from the same start on the same samples; the last step
+    has a ragged batch. A difference above 1e-9 of a tensor's size is a fault.
+
+    job: a Job, or a word as on the command line. plan: a Plan or a plan file; without one, replicas on all `devices`.
+    devices: `4xcpu` by default has a CPU worker stand for each device of the plan. batch_size, seed, data: as in `run`.
+    rounding: run both sides in the plan's own precision as well, and tell how far each is from float64.
+    Raises UsageError for what cannot be checked, WorkerFailed when a worker fails.
+    """
+    if steps < 1:
+        raise UsageError(f"--steps {steps}: must be at least 1.")
+    if started_by_launcher():
+        raise UsageError("meshwise check starts its own workers. Call it alone, without torchrun, srun or mpirun.")
+    chosen = _plan(plan, devices)
+    words = devices or f"{chosen.devices}xcpu"
+    shares = find_devices(parse_devices(words))
+    check_devices(chosen, len(shares))
+    given, word, where = _job(job), job if isinstance(job, str) else "", None if data is None else str(data)
+    changes = {"batch_size": batch_size, "seed": seed}
+    found = _found(given, word, where, changes)
+    asks = [Ask(chosen, steps)]
+    if rounding and chosen.precision != "fp64":
+        asks.append(Ask(chosen, steps, chosen.precision))
+    tell(f"one device, {steps} steps")
+    if shares[0].device == "cpu":
+        references = [one_device(found, ask) for ask in asks]
+    else:
+        (references,) = launch(_one_device, (given, word, where, changes, asks), shares[:1])
+    tell(f"{chosen}, {words}")
+    draws = [[step.draws for step in side.steps] for side in references]
+    results = launch(_under_plan, (given, word, where, changes, asks, draws), shares)
+    sides: list[Side] = results[0]
+    rounded = (references[1], sides[1]) if len(asks) > 1 else None
+    return prove(found.name, asks[0], words, references[0], sides[0], rounded)
+
+
+def plan_of_words(file: str | None, settings: list[str], devices: str | None) -> Plan:
+    """The plan of a plan file (None: replicas on all devices) with `field=value` settings over it."""
+    start = _plan(file, devices)
+    if file is None and settings:
+        start = plan_from_settings(settings)
+        rest = parse_devices(devices or f"{start.devices}xcpu").count or start.devices
+        spread = rest // start.devices if rest % start.devices == 0 else 1
+        return start if any(s.strip().startswith("data") for s in settings) else replace(start, data=spread)
+    return plan_from_settings(settings, start)
+
+
+def _plan(plan: Plan | str | Path | None, devices: str | None) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    if plan is None:
+        return Plan(data=len(find_devices(parse_devices(devices or DEFAULT_DEVICES))))
+    path = Path(plan)
+    try:
+        return plan_from_toml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise PlanError(f"{path}: no plan can be read ({why}). Name a plan file, such as a run's plan.toml.") from None
+
+
+def _job(job: Job | str) -> Job | None:
+    """The job, if it was given itself. A script is refused: importing it would run it."""
+    if isinstance(job, Job):
+        return job
+    if job.endswith(".py"):
+        raise UsageError(
+            f"{job}: a script that keeps its own loop cannot be checked yet. Write its model, loss, optimizer and data "
+            f"as a meshwise.Job in a file, and name it, for instance {job}:job."
+        )
+    return None
+
+
+def _found(given: Job | None, word: str, data: str | None, changes: dict[str, int | None]) -> Job:
+    job = given or find_job(word, data=Path(data) if data else None, seed=changes["seed"])
+    said = {name: value for name, value in changes.items() if value is not None}
+    return replace(job, **said)  # type: ignore[arg-type]
+
+
+def _one_device(
+    given: Job | None, word: str, data: str | None, changes: dict[str, int | None], asks: list[Ask]
+) -> list[Side]:
+    job = _found(given, word, data, changes)
+    return [one_device(job, ask, join().world.device) for ask in asks]
+
+
+def _under_plan(
+    given: Job | None, word: str, data: str | None, changes: dict[str, int | None], asks: list[Ask], draws: list[Draws]
+) -> list[Side | None]:
+    join()
+    job = _found(given, word, data, changes)
+    return [under_plan(job, ask, drawn) for ask, drawn in zip(asks, draws, strict=True)]

@@ -1,0 +1,129 @@
+"""The reference: a plain loop on one device that knows nothing of plans, with the microbatches of the plan.
+
+It shares the order of the data with the rest of meshwise, and nothing else: what the training step gets wrong on any
+number of devices is seen too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.equivalence.seen import Ask, Cut, Rows, Side, Step, cuts_of, microbatches, order_of, plain, test_samples
+from meshwise.equivalence.watch import (
+    Watch,
+    buffers_of,
+    clean,
+    gradients_of,
+    optimizer_state_of,
+    parameters_of,
+    rates_of,
+    scheduler_numbers,
+    tied_in,
+)
+from meshwise.parallel.precision import cast_batch, computing
+from meshwise.training.job import Job
+from meshwise.training.order import Share
+from meshwise.training.source import LoaderSettings, Reader, count_samples, reader
+from meshwise.training.weighing import as_weight, split_weight
+from meshwise.transfer.prefetch import prefetch
+
+
+def one_device(job: Job, ask: Ask, device: str = "cpu") -> Side:
+    """Train `job` for the steps of `ask` in this process, and evaluate it."""
+    with torch.random.fork_rng():
+        return _run(job, ask, device)
+
+
+def _run(job: Job, ask: Ask, device: str) -> Side:
+    torch.manual_seed(job.seed)
+    model = job.model()
+    model = (model.double() if ask.lifted else model).to(device)
+    optimizer = job.optimizer(model.parameters())
+    scheduler = job.scheduler(optimizer) if job.scheduler else None
+    watch = Watch(model, job.seed, lift=ask.lifted)
+    side = begun_side(model)
+    samples, read = opened(job, job.data(), "training set")
+    loss = watch.loss(job.loss)
+    model.train()
+    for number, cut in enumerate(cuts_of(samples, job.batch_size, ask)):
+        step = Step(rates=rates_of(optimizer))
+        shares = microbatches(cut, order_of(job.seed, cut, samples), ask.plan.accumulate)
+        step.samples = [[share.indices.tolist()] for share in shares]
+        watch.begin(number, [Rows(0, share.samples, share.samples, share.samples) for share in shares])
+        step.loss = _backward(loss, model, watch, _batches(read, shares, cut, device), ask, job.name)
+        step.outputs, step.draws = watch.outputs, watch.draws
+        step.ready, step.gradients = list(dict.fromkeys(watch.ready)), gradients_of(model)
+        if job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
+            step.clipped = gradients_of(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        step.optimizer, step.parameters = optimizer_state_of(optimizer, model), parameters_of(model)
+        step.buffers, step.scheduler = buffers_of(model), scheduler_numbers(scheduler)
+        side.steps.append(step)
+    _evaluate(job, model, watch, side, ask, device)
+    side.unkeyed = watch.unkeyed
+    return side
+
+
+def begun_side(model: nn.Module) -> Side:
+    """A side before its first step."""
+    kinds = {clean(name): type(module).__name__ for name, module in model.named_modules()}
+    return Side(kinds, tied_in(model), parameters_of(model), buffers_of(model))
+
+
+def opened(job: Job, data: Any, what: str) -> tuple[int, Reader]:
+    """How many samples a data set of the job has, and how they are read."""
+    settings = LoaderSettings(job.collate, job.loader_workers, job.seed)
+    return count_samples(data, f"the {what} of job '{job.name}'"), reader(data, settings)
+
+
+def _batches(read: Reader, shares: list[Share], cut: Cut, device: str) -> list[tuple[Any, Share]]:
+    pairs = zip(read((share.indices for share in shares), cut.epoch), shares, strict=True)
+    return list(prefetch(pairs, device))
+
+
+def _backward(
+    loss: Any, model: nn.Module, watch: Watch, batches: list[tuple[Any, Share]], ask: Ask, name: str
+) -> float:
+    """Leave in `.grad` the mean over all that the microbatches' weights count; returns that mean of the losses."""
+    total = weights = torch.zeros((), dtype=torch.float64)
+    for batch, share in batches:
+        with computing(str(next(model.parameters()).device), ask.precision):
+            mean, weight = split_weight(loss(model, cast_batch(batch, ask.precision)), share.samples, f"job '{name}'")
+        counted = as_weight(share.samples if weight is None else weight, mean)
+        with watch.backward():
+            (mean * counted.to(mean.dtype)).backward()
+        total, weights = total + plain(mean) * counted.cpu(), weights + counted.cpu()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad /= float(weights)
+    return float(total / weights)
+
+
+def _evaluate(job: Job, model: nn.Module, watch: Watch, side: Side, ask: Ask, device: str) -> None:
+    if job.test is None:
+        return
+    count, read = opened(job, job.test(), "test set")
+    order = torch.arange(test_samples(count, job.batch_size))
+    model.eval()
+    measure = watch.lifted(job.metrics or (lambda model, batch: {"loss": job.loss(model, batch)}))
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
+    parts = [Share(part, len(part), len(order)) for part in order.split(job.batch_size)]
+    zero = torch.zeros((), dtype=torch.float64)
+    with torch.no_grad():
+        for batch, share in _batches(read, parts, Cut(0, 0, len(order)), device):
+            side.evaluated += share.indices.tolist()
+            with computing(device, ask.precision):
+                named = measure(model, cast_batch(batch, ask.precision))
+            for name, result in named.items():
+                mean, weight = split_weight(result, share.samples, f"metric '{name}' of job '{job.name}'")
+                counted = as_weight(share.samples if weight is None else weight, mean).cpu()
+                total, weights = sums.get(name, (zero, zero))
+                sums[name] = (total + plain(mean) * counted, weights + counted)
+    side.evaluation = {name: float(total / weights) for name, (total, weights) in sums.items()}

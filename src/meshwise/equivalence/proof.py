@@ -1,0 +1,77 @@
+"""The proof: whether a plan computes what one device computes, where they part, the likely cause, and each rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwise.equivalence.cause import Cause, cause_of, module_of
+from meshwise.equivalence.compare import Comparison, compare
+from meshwise.equivalence.seen import Ask, Side
+from meshwise.spec.plan import Plan
+
+ROUNDED = ("loss", "gradients", "gradient norm", "parameters", "buffers", "evaluation")
+"""Of what the rounding of each side is told."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The largest relative difference of a kind from the float64 reference, in the plan's own dtypes."""
+
+    kind: str
+    one_device: float
+    plan: float
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a check found.
+
+    batches: samples of each step. module: that of the first difference; empty where it has none.
+    rounding: in the plan's own precision; empty where it was not asked for.
+    """
+
+    job: str
+    plan: Plan
+    devices: str
+    batches: tuple[int, ...]
+    comparison: Comparison
+    module: str
+    cause: Cause | None
+    rounding: tuple[Rounding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        return self.comparison.equal
+
+
+def prove(job: str, ask: Ask, devices: str, one: Side, plan: Side, rounded: tuple[Side, Side] | None = None) -> Proof:
+    """Compare the sides. rounded: one device and the plan, in the plan's own precision."""
+    comparison = compare(one, plan)
+    first = comparison.first
+    return Proof(
+        job,
+        ask.plan,
+        devices,
+        tuple(sum(len(part) for micro in step.samples for part in micro) for step in one.steps),
+        comparison,
+        module_of(first, comparison) if first is not None else "",
+        cause_of(comparison, one, plan, ask.plan.devices),
+        () if rounded is None else _rounding(one, *rounded),
+        notes_of(plan.notes),
+    )
+
+
+def notes_of(notes: tuple[str, ...]) -> tuple[str, ...]:
+    """What a plan says of itself and a check does not do: dropout is keyed here."""
+    return tuple(note for note in notes if not note.startswith("dropout:"))
+
+
+def _rounding(reference: Side, one: Side, plan: Side) -> tuple[Rounding, ...]:
+    sides = [{c.kind: c.largest for c in compare(reference, side).kinds} for side in (one, plan)]
+    found = []
+    for kind in ROUNDED:
+        mine, other = (side.get(kind) for side in sides)
+        if mine is not None and other is not None:
+            found.append(Rounding(kind, mine.relative, other.relative))
+    return tuple(found)

@@ -1,0 +1,160 @@
+"""What a check asks for, and what one side of it saw: plain data, CPU tensors, nothing that computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from meshwise.spec.plan import Plan
+from meshwise.training.order import Share, epoch_order, part
+
+Named = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is checked.
+
+    plan: the plan of the other side. steps: optimizer steps that both sides take. precision: `fp64` lifts both sides;
+    another one of the plan's words computes in it, to see its rounding.
+    """
+
+    plan: Plan
+    steps: int = 3
+    precision: str = "fp64"
+
+    @property
+    def lifted(self) -> bool:
+        return self.precision == "fp64"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The samples [start, stop) of an epoch's order: the global batch of one step."""
+
+    epoch: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One random draw inside a model: the operator, and the shape that it filled."""
+
+    operator: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A rank's rows of a microbatch: `count` from `first` on, of `total` over all ranks. A stand-in has samples 0."""
+
+    first: int
+    count: int
+    total: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a module gave in one call, as prints of it (see watch.py), an entry a rank that had samples.
+
+    prints: layout -> prints. `0` and `1`: a row for each sample, where that dim can hold the batch; `whole`: one row.
+    """
+
+    microbatch: int
+    module: str
+    kind: str
+    number: int
+    shapes: tuple[tuple[int, ...], ...]
+    rows: tuple[int, ...]
+    prints: dict[str, tuple[Tensor, ...]]
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        return self.microbatch, self.module, self.number
+
+
+@dataclass
+class Step:
+    """One optimizer step of a side, in the order in which things happen.
+
+    samples: microbatch -> rank -> the indices that counted. draws: microbatch -> random draws. ready: parameters in the
+    order in which their gradients were ready. clipped: gradients as the optimizer saw them, where they are clipped.
+    rates: learning rate of each group in this step; scheduler: its numbers after it.
+    apart: `gradient NAME`, `parameter NAME`, `buffer NAME` -> how far ranks are apart in it, relative to its size.
+    """
+
+    samples: list[list[list[int]]] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    draws: list[list[Draw]] = field(default_factory=list)
+    loss: float = 0.0
+    gradients: Named = field(default_factory=dict)
+    ready: list[str] = field(default_factory=list)
+    clipped: Named = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)
+    optimizer: dict[str, Named] = field(default_factory=dict)
+    parameters: Named = field(default_factory=dict)
+    buffers: Named = field(default_factory=dict)
+    scheduler: dict[str, float] = field(default_factory=dict)
+    apart: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Side:
+    """All that one side saw.
+
+    modules: name -> class. tied: groups of names that are one parameter. evaluated: indices of the test set that
+    counted. apart: how far ranks are apart at the start, as in `Step`. unkeyed: random operators that
+    could not be keyed, so that ranks draw on their own.
+    """
+
+    modules: dict[str, str]
+    tied: list[tuple[str, ...]]
+    initial: Named
+    initial_buffers: Named
+    steps: list[Step] = field(default_factory=list)
+    evaluation: dict[str, float] = field(default_factory=dict)
+    evaluated: list[int] = field(default_factory=list)
+    unkeyed: set[str] = field(default_factory=set)
+    notes: tuple[str, ...] = ()
+    apart: dict[str, float] = field(default_factory=dict)
+
+
+def cuts_of(samples: int, batch_size: int, ask: Ask) -> list[Cut]:
+    """The global batches of a check: whole ones, and a ragged one at the end, which gives ranks unequal shares."""
+    ragged = min(2 * ask.plan.devices * ask.plan.accumulate + 1, max(batch_size - 1, 1))
+    cuts: list[Cut] = []
+    epoch = start = 0
+    while len(cuts) < ask.steps:
+        wanted = ragged if len(cuts) == ask.steps - 1 and ask.steps > 1 else batch_size
+        stop = min(start + wanted, samples)
+        cuts.append(Cut(epoch, start, stop))
+        epoch, start = (epoch + 1, 0) if stop == samples else (epoch, stop)
+    return cuts
+
+
+def microbatches(cut: Cut, order: Tensor, accumulate: int) -> list[Share]:
+    """The microbatches of a step as one device takes them."""
+    total = cut.stop - cut.start
+    micro = min(accumulate, total)
+    bounds = [part(cut.start, cut.stop, micro, k) for k in range(micro)]
+    return [Share(order[first:last], last - first, total) for first, last in bounds]
+
+
+def order_of(seed: int, cut: Cut, samples: int) -> Tensor:
+    """The order of the epoch that a cut belongs to."""
+    return epoch_order(seed, cut.epoch, samples)
+
+
+def test_samples(samples: int, batch_size: int) -> int:
+    """How much of a test set is evaluated: two batches and one sample, which leaves ranks without any."""
+    return min(samples, 2 * batch_size + 1)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A copy on the CPU that nobody writes to: float64 where it is floating."""
+    copy = tensor.detach().to(device="cpu", copy=True)
+    return copy.to(torch.float64) if copy.is_floating_point() else copy

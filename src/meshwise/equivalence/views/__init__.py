@@ -1,0 +1,1 @@
+"""What a check found, for a terminal and as JSON."""

@@ -1,0 +1,117 @@
+"""`meshwise check`: the exit code says whether the plan is one device's, the text where and why it is not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwise import cli
+from meshwise.equivalence.compare import KINDS
+
+Check = Callable[..., tuple[int, str, str]]
+
+JOBS = """
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+from meshwise import Job
+
+
+def model():
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def normed():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def rows():
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(30, 6, generator=generator), torch.randint(3, (30,), generator=generator)
+
+
+def optimizer(parameters):
+    return optim.AdamW(parameters, lr=0.01)
+
+
+job = Job("dropped", model, loss, optimizer, rows, rows, batch_size=8)
+batch_norm = Job("normed", normed, loss, optimizer, rows, rows, batch_size=8)
+"""
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Check:
+    """`check("train.py:job", "--json")`, in a folder with `train.py`: exit code, stdout, stderr."""
+    (tmp_path / "train.py").write_text(JOBS)
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.delitem(sys.modules, "train", raising=False)
+        monkeypatch.setattr(sys, "argv", ["meshwise", "check", *map(str, words)])
+        monkeypatch.setenv("COLUMNS", "80")
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        monkeypatch.delitem(sys.modules, "train", raising=False)
+        shown = capsys.readouterr()
+        return int(exit.value.code or 0), shown.out, shown.err
+
+    return call
+
+
+def test_what_is_equal_is_zero(check: Check) -> None:
+    code, out, err = check("train.py:job", "--set", "accumulate=2", "--devices", "2xcpu")
+    assert code == 0, out + err
+    lines = out.splitlines()
+    assert lines[0].startswith("equal: Plan(data=2, accumulate=2) computes what one device computes")
+    table = lines[lines.index("") + 1 :]
+    table = table[: table.index("")]
+    assert table[0].split() == ["compared", "how", "many", "differ", "largest", "where"]
+    assert "gradients" in out and "in fp32" in out and all(len(line) <= 80 for line in lines)
+    assert len({line.index(" -") if " -" in line else line.index(" –") for line in table[1:]}) == 1  # they line up
+    assert "dropout" not in out  # it is keyed here: nothing of it differs
+
+
+def test_what_differs_is_one_and_says_why(check: Check) -> None:
+    code, out, err = check("train.py:batch_norm", "--no-rounding")
+    assert code == 1, out + err
+    assert out.startswith("different: module outputs in 1, step 1, by ")
+    assert "module    1 (BatchNorm1d)" in out
+    assert "cause     batch-norm statistics" in out and "because   1 is a BatchNorm1d" in out
+
+
+def test_every_figure_is_in_the_json(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("data = 2\n")
+    code, out, _ = check("train.py:batch_norm", "--plan", "plan.toml", "--json", "--steps", 2, "--no-rounding")
+    said = json.loads(out)
+    assert code == 1 and said["equal"] is False and said["batches"] == [8, 5] and said["plan"] == {"data": 2}
+    assert said["first"]["module"] == "1" and said["cause"]["name"] == "batch-norm statistics"
+    assert {kind["kind"] for kind in said["compared"]} <= set(KINDS)
+    assert all(set(d) == {"kind", "step", "name", "relative", "absolute", "facts"} for d in said["differences"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("train.py",), "cannot be checked yet"),
+        (("nope",), "no job is called 'nope'"),
+        (("train.py:job", "--steps", 0), "at least 1"),
+        (("train.py:job", "--plan", "nope.toml"), "no plan can be read"),
+        (("train.py:job", "--set", "shard=0"), "whole number"),
+        (("train.py:job", "--set", "data=3", "--devices", "2xcpu"), "data=3 needs 3 devices; this run has 2"),
+        (("train.py:job", "--plan", "three.toml", "--devices", "2xcpu"), "data=3 needs 3 devices; this run has 2"),
+    ],
+)
+def test_what_cannot_be_is_two(words: tuple[object, ...], says: str, check: Check, tmp_path: Path) -> None:
+    (tmp_path / "three.toml").write_text("data = 3\n")
+    code, out, err = check(*words)
+    assert code == 2 and says in err and not out, err

@@ -1,0 +1,53 @@
+"""What is equal is found equal: every built-in job and small ones with all that is known to raise false alarms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwise.spec.plan import Plan
+from tests.equivalence.jobs_to_check import checked
+
+JOBS = (
+    "mnist-mlp",
+    "mnist-cnn",
+    "mlp",
+    "gpt",
+    "plain",
+    "dropped",
+    "recomputed",
+    "tied",
+    "counting",
+    "weighed",
+    "biased",
+)
+
+
+def cases() -> list[Any]:
+    """Every job on 2 and 3 workers, whole and cut in two; `make test` runs a third, `make suite` all, on more seeds."""
+    found = []
+    for j, name in enumerate(JOBS):
+        for d, devices in enumerate((2, 3)):
+            for a, accumulate in enumerate((1, 2)):
+                for seed in (0, 1):
+                    quick = seed == 0 and (d + a + j) % 2 == 0
+                    found.append(pytest.param(name, devices, accumulate, seed, marks=[] if quick else pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("name", "devices", "accumulate", "seed"), cases())
+def test_the_plan_is_equal(name: str, devices: int, accumulate: int, seed: int, pool: Any) -> None:
+    proof = checked(pool, name, Plan(data=devices, accumulate=accumulate), seed=seed)
+    assert proof.equal, (proof.comparison.first, proof.cause)
+    assert proof.cause is None
+    kinds = {compared.kind: compared.count for compared in proof.comparison.kinds}
+    assert kinds["gradients"] and kinds["module outputs"] and kinds["parameters"] and kinds["evaluation"] > 1
+    assert all(text.startswith("outputs of") or "rounding" in text for text in proof.comparison.left_out)
+
+
+def test_noise_is_left_out_and_told(pool: Any) -> None:
+    """Adam turns the rounding of a gradient that is zero into whole steps: the key's bias, a third of in_proj_bias."""
+    proof = checked(pool, "biased", Plan(data=2))
+    assert proof.equal
+    assert any("most of them in mix.in_proj_bias: their gradients" in text for text in proof.comparison.left_out)
