@@ -1,6 +1,7 @@
 """Apply a plan to an ordinary model. The techniques, in their order and with its reason:
 
     precision    first: later techniques must see the parameters in the dtype that they are stored in
+    batch norm   over all ranks: a layer's own forward, which recompute and shard then take as it is
     recompute    inside a block: what is sharded gathers a block's parameters once for its second run and its backward
     shard        after it: a block is gathered around its forward, whatever that forward has become
     data         last: it reduces the gradients of whatever the others have made; with shard, shard does it for both
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwise.parallel.batch_norm import join_batch_norms
 from meshwise.parallel.data import DataParallel
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.precision import store_parameters
@@ -71,12 +73,20 @@ class Applied:
 
 
 def apply(
-    model: nn.Module, plan: Plan, world: World, *, optimizers: Sequence[Optimizer] = (), metered: bool = False
+    model: nn.Module,
+    plan: Plan,
+    world: World,
+    *,
+    optimizers: Sequence[Optimizer] = (),
+    metered: bool = False,
+    counts: Callable[[], bool] | None = None,
 ) -> Applied:
     """Lay `model` on this rank's device as `plan` says, in place. Start values are those of rank 0. Collective.
 
     optimizers: made of the model's parameters before; they go on with what the plan makes of them (see `bind`).
     metered: `backward` will be asked for the mean of a value with most losses, so that it should travel along.
+    counts: whether what this rank runs now counts, or stands in for no sample. Where it is given, batch norms take the
+        statistics of all ranks: forwards in training are then collective.
     """
     check_devices(plan, world.size)
     _check_built(plan, BUILT, "")
@@ -84,13 +94,14 @@ def apply(
     store_parameters(model, plan.precision)
     model.to(world.device)
     collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
+    joined = join_batch_norms(model, counts) if counts is not None and world.size > 1 else []
     blocks = recompute_blocks(model, plan.recompute)
     reduction: DataParallel | Sharded | None = None
     if plan.shard > 1:
         reduction = Sharded(model, make_mesh(plan, world), reshard=plan.reshard)
     elif world.size > 1:
         reduction = DataParallel(list(model.named_parameters()), bucket_mb=plan.bucket_mb, metered=metered)
-    notes = differences(model) if world.size > 1 else ()
+    notes = differences(model, bool(joined)) if world.size > 1 else ()
     applied = Applied(model, plan, reduction, (*notes, *_recomputed(plan, blocks)))
     for optimizer in optimizers:
         rebind(optimizer, names, model, lay_as)
@@ -112,11 +123,11 @@ def _recomputed(plan: Plan, blocks: Sequence[str]) -> tuple[str, ...]:
     return (f"recompute: {kept} runs again in the backward, in {len(blocks)} blocks: {some}.",)
 
 
-def differences(model: nn.Module) -> tuple[str, ...]:
+def differences(model: nn.Module, joined: bool = False) -> tuple[str, ...]:
     """What a model on several ranks does not do as on one device, a sentence each."""
     kinds = " ".join({type(module).__name__ for module in model.modules()})
     notes = []
-    if "BatchNorm" in kinds:
+    if "BatchNorm" in kinds and not joined:
         notes.append("batch norm: each rank takes the statistics of its own share, so numbers are not one device's.")
     if "Dropout" in kinds:
         notes.append("dropout: each rank draws its own masks, keyed by (seed, step, rank).")
