@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from meshwise import cli
@@ -153,3 +155,58 @@ def test_devices_in_words_and_here(command: Command) -> None:
     assert code == 0 and "NVLink4" in out and "H100-SXM" in out
     code, out, _ = command("devices")
     assert code == 0 and "host" in out and "versions" in out
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_other_signals_end_it_as_a_ctrl_c_does(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    words = ["bench", "--links", "--devices", "2xcpu", "--sizes", "1K:16K", "--seconds", "60"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshwise", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    assert process.stderr is not None and process.stdout is not None
+    with process:
+        assert process.stderr.readline().startswith("measured    copy")
+        process.send_signal(number)
+        out = process.stdout.read()
+        process.wait(timeout=30)
+    assert process.returncode == code and f"stopped     by {number.name}" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_that_dies_ends_it_with_1_and_what_was_measured() -> None:
+    words = ["bench", "--links", "--devices", "2xcpu", "--sizes", "1K:16K", "--seconds", "60"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshwise", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None and process.stdout is not None
+    with process:
+        assert process.stderr.readline().startswith("measured    copy")
+        psutil.Process(process.pid).children()[-1].kill()
+        out = process.stdout.read()
+        process.wait(timeout=30)
+    assert process.returncode == 1 and "cpu:0 → cpu:1" in out and "killed by SIGKILL" in out
+
+
+def test_a_comparison_as_json(saved: tuple[Path, dict], command: Command) -> None:  # type: ignore[type-arg]
+    code, out, _ = command("bench", "--compare", saved[0], saved[0], "--json")
+    assert code == 0 and isinstance(json.loads(out), list)
+
+
+def test_what_is_no_file_is_not_read_for_ever(command: Command, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    for words in (["bench", "--save", pipe], ["bench", "--save", "/dev/full"], ["devices", pipe]):
+        code, _, err = command(*words)
+        assert code == 2 and err.count("\n") == 1
+
+
+def test_output_that_cannot_be_written_is_one_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "meshwise", "devices", "--no-torch"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1 and "cannot be written" in done.stderr and "Traceback" not in done.stderr

@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from meshwise.machine.bench import Bench, bench_of, merged, only_devices, under_load
+from meshwise.machine.bench import Bench, Stop, bench_of, merged, only_devices, under_load
 from meshwise.machine.measure.alone import Compute
 from meshwise.machine.measure.result import PathResult
 from meshwise.machine.views.bench_dict import bench_dict
@@ -39,7 +39,7 @@ GOOD = [
 ]
 
 
-def bench(results: list[PathResult], computed: list[Compute] | None = None, stopped: str = "") -> Bench:
+def bench(results: list[PathResult], computed: list[Compute] | None = None, stopped: Stop | None = None) -> Bench:
     return bench_of(PAIR, results, computed or [], measured="2026-11-21, torch 2.13.0", seconds=1.5, stopped=stopped)
 
 
@@ -114,9 +114,9 @@ def test_hosts_are_merged_with_a_warning_where_versions_differ() -> None:
 
 def test_json_has_every_figure_and_no_infinity() -> None:
     flat = PathResult("copy", "host", "cuda:0", "pinned", 2, fitted((1024,), (1e-5,)), None)
-    told = json.loads(json.dumps(bench_dict(bench([*GOOD, flat], stopped="by Ctrl-C")), allow_nan=False))
+    told = json.loads(json.dumps(bench_dict(bench([*GOOD, flat], stopped=Stop("by Ctrl-C", 130))), allow_nan=False))
     row = told["results"][4]["sizes"][-1]
-    assert told["definitions"] == "nccl-tests" and told["stopped"] == "by Ctrl-C"
+    assert told["definitions"] == "nccl-tests" and told["stopped"] == "by Ctrl-C" and told["exit_code"] == 130
     assert row["bus_bandwidth"] == row["algorithm_bandwidth"] and row["p99"] == row["seconds"]  # two ranks: factor 1
 
 

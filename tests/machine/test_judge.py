@@ -228,3 +228,12 @@ def test_any_machine_can_be_judged(machine: Machine) -> None:
         assert (verdict.expected is None) == (verdict.level == "unknown")
         assert set(verdict.causes) <= set(CAUSES) and len(verdict.why) == len(verdict.causes)
         assert verdict.origin and sentence(verdict).startswith(verdict.what) and "{" not in "".join(verdict.why)
+
+
+def test_small_messages_say_nothing_of_a_rate() -> None:
+    small = fitted((1024, 65536), [5e-6 + size / 55e9 for size in (1024, 65536)])
+    link = Link("host", "cuda:0", "pcie", timings={"pinned": small})
+    machine = replace(described("2xH100", link), collectives=(Collective("all-reduce", 2, "nccl", small),))
+    verdicts = judge(machine)
+    assert [verdict.level for verdict in verdicts] == ["unknown", "unknown"] and exit_code(verdicts, False) == 0
+    assert all("too small for a rate" in verdict.origin for verdict in verdicts)

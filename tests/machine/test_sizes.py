@@ -46,3 +46,11 @@ def test_an_asked_size_that_does_not_fit_is_refused_and_a_default_one_left_out()
     assert kept == sizes[: len(kept)] and kept[-1] * 4 <= free * SHARE_OF_MEMORY < kept[-1] * 4 * 4
     with pytest.raises(UsageError, match=r"1\.0 GiB needs 4\.0 GiB in 4 buffers, and 1\.0 GiB are free.*1K:128M"):
         fitting(sizes, free, 4, asked=True)
+
+
+def test_what_is_proposed_instead_is_accepted() -> None:
+    for words in ("1T", "1K:1T", "512G:1T"):
+        with pytest.raises(UsageError) as refused:
+            fitting(read_sizes(words), 20 << 30, 4, asked=True)
+        proposed = str(refused.value).rpartition("--sizes ")[2].rstrip(".")
+        assert fitting(read_sizes(proposed), 20 << 30, 4, asked=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import hypothesis
@@ -362,3 +363,28 @@ def test_streams_of_both_devices_are_in_order(path: str) -> None:
         src.zero_()
     assert bool((dst == 3).all())
     assert log[0].seconds > 0
+
+
+def test_modules_and_dataclasses_inside_containers_are_moved() -> None:
+    @dataclass(frozen=True)
+    class Batch:
+        x: torch.Tensor
+        name: str
+
+    with virtual_devices(2):
+        layer, batch = torch.nn.Linear(2, 2), Batch(torch.ones(2), "a")
+        moved_layer, moved = to([layer, batch], "cpu:1")
+        assert moved_layer is layer and str(device_of(layer.weight)) == "cpu:1"
+        assert str(device_of(moved.x)) == "cpu:1" and moved.name == "a" and str(device_of(batch.x)) == "cpu"
+
+
+def test_a_set_of_tensors_is_refused() -> None:
+    with pytest.raises(UsageError, match="Write a list or a dict"):
+        to({torch.ones(1)}, "cpu")
+    assert to({1, 2}, "cpu") == {1, 2}
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_a_kind_of_device_that_is_not_here(device: str) -> None:
+    with pytest.raises(UsageError, match="this torch has none here"):
+        to(torch.ones(1), device)

@@ -153,3 +153,28 @@ def test_what_cannot_be_is_said() -> None:
     ]:
         with pytest.raises(UsageError, match=said):
             call()
+
+
+def test_views_that_share_memory_are_no_tensors_to_reduce() -> None:
+    x = torch.arange(9.0)
+    with pytest.raises(UsageError, match="share memory"):
+        all_reduce([x[:6], x[3:9]])
+    assert torch.equal(x, torch.arange(9.0))
+
+
+def test_what_is_no_tensor_or_must_not_change_is_told() -> None:
+    with pytest.raises(UsageError, match="all_reduce of ndarray"):
+        all_reduce([torch.ones(2).numpy()])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="requires a gradient"):
+        all_reduce([torch.ones(2, requires_grad=True), torch.ones(2)])
+    with pytest.raises(UsageError, match="scatter of list"):
+        scatter([1, 2], ["cpu"])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="gather of int"):
+        gather([1, 2], "cpu")  # type: ignore[list-item]
+
+
+def test_arrays_are_scattered_and_gathered_as_tensors_are() -> None:
+    with virtual_devices(2) as devices:
+        parts = scatter(torch.arange(5).numpy(), devices)  # type: ignore[arg-type]
+        assert [part.tolist() for part in map(plain, parts)] == [[0, 1, 2], [3, 4]]
+    assert gather([torch.ones(2).numpy(), torch.zeros(1).numpy()], "cpu").tolist() == [1, 1, 0]  # type: ignore[list-item]

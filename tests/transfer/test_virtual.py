@@ -288,3 +288,13 @@ def test_worlds_do_not_nest_and_end_with_their_block() -> None:
         with pytest.raises(UsageError, match="cpu:0 to cpu:1"):
             torch.zeros(1, device="cpu:2")
     assert WORLDS == [] and device_of(x) == CPU and (x + torch.ones(2)).tolist() == [2, 2]
+
+
+def test_values_by_keyword_and_new_tensors_have_their_place() -> None:
+    with virtual_devices(2):
+        x = torch.ones(1, device="cpu:1")
+        assert str(device_of(torch.tensor(data=[1.0], device="cpu:1"))) == "cpu:1"
+        assert str(device_of(torch.as_tensor(data=[1.0], device="cpu:1"))) == "cpu:1"
+        assert str(device_of(x.new_tensor([3]))) == "cpu:1"
+        y = torch.zeros(1, device="cpu:1")
+        assert y.copy_(other=x).cpu().item() == 1.0

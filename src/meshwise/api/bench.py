@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from datetime import UTC, datetime
 import torch
 
 from meshwise.api.machines import find_machine
-from meshwise.machine.bench import Bench, bench_of, only_devices, under_load
+from meshwise.machine.bench import Bench, Stop, bench_of, only_devices, under_load
 from meshwise.machine.cores import allowed_cores
 from meshwise.machine.find import accelerators, find_devices
 from meshwise.machine.measure.alone import Compute, device_names, measure_alone
@@ -76,17 +77,24 @@ def bench(
     names, kind = device_names(shares), shares[0].device
     chosen = sizes_for(shares, sizes)
     machine = only_devices(find_machine(), names)
-    heard, stopped = Heard(done), ""
+    heard, stopped = Heard(done), None
     try:
         for part in _parts(shares, what, chosen, seconds or SECONDS.get(kind, SECONDS["cuda"]), heard, tell):
             part()
-    except KeyboardInterrupt:
-        stopped = "by Ctrl-C before all was measured; what is above is whole"
-    except WorkerFailed as error:
-        stopped = str(error)
+    except (KeyboardInterrupt, WorkerFailed) as error:
+        stopped = stop_by(error)
     took = time.perf_counter() - began
     machine = under_load(machine, heard.lanes)
     return bench_of(machine, heard.results, heard.computed, measured=stamp(machine), seconds=took, stopped=stopped)
+
+
+def stop_by(error: KeyboardInterrupt | WorkerFailed) -> Stop:
+    """A Ctrl-C, another signal that was raised as KeyboardInterrupt(number), or a worker that failed."""
+    if isinstance(error, WorkerFailed):
+        return Stop(str(error), error.exit_code)
+    number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    return Stop(f"by {name} before all was measured; what is above is whole", 128 + number)
 
 
 def stamp(machine: Machine) -> str:
@@ -104,9 +112,11 @@ def sizes_for(shares: Sequence[WorkerShare], words: str | None) -> tuple[int, ..
     """The sizes that are asked, or those of the default that fit. Raises UsageError where an asked one does not fit."""
     if shares[0].device == "cpu":
         free = free_bytes(torch.device("cpu")) // len(shares)
-    else:
-        free = min(free_bytes(torch.device(share.name)) for share in shares)
-    return fitting(read_sizes(words or DEFAULT), free, BUFFERS, asked=words is not None)
+        return fitting(read_sizes(words or DEFAULT), free, BUFFERS, asked=words is not None)
+    # All-to-one has a buffer of each other device on one of them; pinned buffers are the host's memory.
+    free = min(free_bytes(torch.device(share.name)) for share in shares)
+    on_host = fitting(read_sizes(words or DEFAULT), free_bytes(torch.device("cpu")), BUFFERS, asked=words is not None)
+    return fitting(on_host, free, max(BUFFERS, len(shares) + 1), asked=words is not None)
 
 
 def _parts(

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from meshwise.api.bench import Done, Heard, Tell, sizes_for, stamp
+from meshwise.api.bench import Done, Heard, Tell, sizes_for, stamp, stop_by
 from meshwise.api.machines import find_machine
 from meshwise.api.run import Machines
-from meshwise.machine.bench import Bench, bench_of, merged
+from meshwise.machine.bench import Bench, Stop, bench_of, merged
 from meshwise.machine.find import accelerators, find_devices
 from meshwise.machine.measure.alone import Compute
 from meshwise.machine.measure.processes import measure_hosts, result_from, result_to
@@ -48,7 +48,7 @@ def bench_hosts(
         if open_session().world.rank:
             tell, heard.done = (lambda text: None), (lambda result: None)
         found = _be_a_host(*arguments, heard.path, tell)
-        return _bench(found, heard, began, "") if join().world.rank == 0 else None
+        return _bench(found, heard, began, None) if join().world.rank == 0 else None
     nodes = None if machines is None else machines.meet(1)
     if nodes is None:
         raise UsageError(
@@ -65,16 +65,14 @@ def bench_hosts(
             known.append(pickle.loads(bytes.fromhex(message["machines"])))
 
     known: list[list[Machine]] = []
-    stopped = ""
+    stopped = None
     try:
         launch(_worker, arguments, [share], listeners=Listeners(message=told), nodes=nodes)
-    except KeyboardInterrupt:
-        stopped = "by Ctrl-C before all was measured; what is above is whole"
-    except WorkerFailed as error:
-        stopped = str(error)
+    except (KeyboardInterrupt, WorkerFailed) as error:
+        stopped = stop_by(error)
     if nodes.node_rank:
-        if stopped:
-            raise WorkerFailed(stopped)
+        if stopped is not None:
+            raise WorkerFailed(stopped.why, exit_code=stopped.code)
         return None
     return _bench(known[0] if known else [find_machine()], heard, began, stopped)
 
@@ -113,7 +111,7 @@ def _worker(sizes: tuple[int, ...], seconds: float, what: Sequence[str]) -> None
     _be_a_host(sizes, seconds, what, report, tell, known)
 
 
-def _bench(found: Sequence[Machine], heard: Heard, began: float, stopped: str) -> Bench:
+def _bench(found: Sequence[Machine], heard: Heard, began: float, stopped: Stop | None) -> Bench:
     computed: list[Compute] = []
     machine = merged(found)
     took = time.perf_counter() - began

@@ -21,14 +21,18 @@ def find_machine(words: str | Path | None = None, *, torch: bool = True) -> Mach
     if words is None:
         found = discover()
         return with_torch_facts(found) if torch else found
+    if not isinstance(words, str | Path):
+        raise UsageError(f"find_machine({words!r}): write words such as '8xH100', or the path of a machine file.")
     path = Path(words)
-    if path.suffix == ".toml" or path.is_file():
+    if path.suffix == ".toml" or path.exists():
         return read_machine(path)
     return machine_from_words(str(words))
 
 
 def read_machine(path: Path) -> Machine:
     """The machine of a machine file. Raises UsageError when it cannot be read or is none."""
+    if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe or a device would be read for ever
+        raise UsageError(f"{path}: no file. Write a machine file with meshwise bench --save FILE.")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -29,8 +32,6 @@ from meshwise.records.atomic import write_text
 from meshwise.spec.errors import UsageError
 
 app = typer.Typer()
-
-STOPPED = 130
 
 
 @app.command()
@@ -62,7 +63,7 @@ def bench(
     Exit code 1: a path corrupts data. 3: a device or path is far below what its part does. 0: neither.
     """
     if compare is not None:
-        _compare(*compare)
+        _compare(*compare, as_json)
         return
     target = None if save is None else _writable(Path(save))
     asked = [name for name, wanted in zip(WHAT, (compute, links, collectives), strict=True) if wanted]
@@ -70,7 +71,9 @@ def bench(
         raise UsageError(f"--seconds {seconds:g}: give from 0.1 to 86400, for instance --seconds 60.")
     if (hosts or nnodes > 1 or rdzv) and (compute or devices):
         raise UsageError("--hosts measures one device of each host. Leave --compute and --devices out.")
-    with _progress() as (tell, done):
+    if nnodes > 1:
+        print(f"waiting     for {nnodes} hosts at {rdzv}", file=sys.stderr)
+    with _stoppable(), _progress() as (tell, done):
         if hosts or nnodes > 1 or rdzv:
             machines = Machines(nnodes, node_rank, rdzv)
             between = asked or WHAT[1:]
@@ -89,11 +92,14 @@ def _show(found: Bench, target: Path | None, as_json: bool) -> int:
     if target is not None:
         write_text(target, machine_to_toml(found.machine))
         print(f"written     {target}", file=sys.stderr if as_json else sys.stdout)
-    return found.exit_code or (STOPPED if found.stopped else 0)
+    return found.exit_code
 
 
-def _compare(old: str, new: str) -> None:
+def _compare(old: str, new: str, as_json: bool) -> None:
     before, after = read_machine(Path(old)), read_machine(Path(new))
+    if as_json:
+        print(json.dumps([asdict(change) for change in compare_machines(before, after)], indent=2))
+        return
     Console().print(compare_text(compare_machines(before, after)), soft_wrap=True)
 
 
@@ -101,12 +107,31 @@ def _writable(path: Path) -> Path:
     """`path`, if a machine file may be written there; nothing else is overwritten. Raises UsageError."""
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"--save {path}: no file can be there. Name one in a folder that exists, such as here.toml.")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"--save {path}: nothing may be written in {path.parent}. Name a file elsewhere.")
+    if path.exists() and not path.is_file():  # a pipe or a device would be read for ever
+        raise UsageError(f"--save {path}: is there, and is no machine file. Name another file.")
     if path.exists():
         try:
             read_machine(path)
         except UsageError:
             raise UsageError(f"--save {path}: is there, and is no machine file. Name another file.") from None
     return path
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM and a closed terminal end a bench as Ctrl-C does: what was measured is kept."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -16,17 +16,22 @@ BOTH_WAYS = " both ways"
 
 
 @dataclass(frozen=True)
-class Bench:
-    """machine: with all that was measured. seconds: how long it took.
+class Stop:
+    """Why a bench ended before all was measured, and the exit code that says so."""
 
-    stopped: why it ended before all was measured; empty when all was.
-    """
+    why: str
+    code: int
+
+
+@dataclass(frozen=True)
+class Bench:
+    """machine: with all that was measured. seconds: how long it took. stopped: None when all was measured."""
 
     machine: Machine
     results: tuple[PathResult, ...]
     verdicts: tuple[Verdict, ...]
     seconds: float
-    stopped: str = ""
+    stopped: Stop | None = None
 
     @property
     def wrong(self) -> tuple[PathResult, ...]:
@@ -35,8 +40,9 @@ class Bench:
 
     @property
     def exit_code(self) -> int:
-        """1 when a path corrupts data, 3 when one is far below its part, 0 otherwise."""
-        return exit_code(list(self.verdicts), bool(self.wrong))
+        """1 when a path corrupts data, that of an early stop, 3 when a path is far below its part, 0 otherwise."""
+        judged = exit_code(list(self.verdicts), bool(self.wrong))
+        return self.stopped.code if self.stopped is not None and judged != 1 else judged
 
 
 def bench_of(
@@ -46,7 +52,7 @@ def bench_of(
     *,
     measured: str,
     seconds: float,
-    stopped: str = "",
+    stopped: Stop | None = None,
 ) -> Bench:
     """The machine with what was measured of it, judged. measured: date and versions, for the machine file."""
     by_device = {compute.device: compute for compute in computed}
@@ -101,7 +107,9 @@ def merged(machines: Sequence[Machine]) -> Machine:
         for name, version in first.versions.items()
         if machine.versions.get(name) != version
     )
-    return replace(first, name=f"{len(hosts)} hosts", devices=devices, links=(), hosts=hosts, warnings=warnings)
+    every = tuple(dict.fromkeys(warning for machine in machines for warning in machine.warnings))
+    name = f"{len(hosts)} hosts"
+    return replace(first, name=name, devices=devices, links=(), hosts=hosts, warnings=every + warnings)
 
 
 def _with_compute(device: Device, compute: Compute | None) -> Device:

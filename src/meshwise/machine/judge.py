@@ -22,8 +22,10 @@ from meshwise.machine.expected import (
 from meshwise.spec.bandwidth import bus_bandwidth
 from meshwise.spec.machine import DEVICE, HOST, Collective, Device, Link, Machine
 from meshwise.spec.timings import Timings
-from meshwise.spec.units import bandwidth_text, flops_text, percent_text
+from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, percent_text
 
+LEAST_BYTES = 4 << 20
+"""Smaller messages show the latency of a path, not its rate."""
 GOOD, LOW = 0.85, 0.6
 """Shares of the expected rate: at least GOOD is good, at least LOW is low, less is far below."""
 CAUSES = {
@@ -112,7 +114,7 @@ def _verdict(
 
 def _copy(machine: Machine, link: Link, path: str, timings: Timings) -> Verdict:
     measured = best_rate(timings)
-    expected = expected_copy(machine, link, path)
+    expected = _if_large(expected_copy(machine, link, path), timings)
     way = path.removesuffix(BOTH_WAYS)
     if HOST in (link.source, link.target):
         causes = _lane_causes(machine, link, measured)
@@ -126,6 +128,13 @@ def _copy(machine: Machine, link: Link, path: str, timings: Timings) -> Verdict:
     if way == "staged" and _vendor_has_no_peer(machine, link):
         always = ("peer-off",)
     return _verdict(f"{link.source} -> {link.target}, {path}", measured, expected, causes, always)
+
+
+def _if_large(expected: Expected, timings: Timings) -> Expected:
+    """`expected`, or none where only small messages were measured."""
+    if timings.sizes[-1] >= LEAST_BYTES:
+        return expected
+    return Expected(None, expected.nominal, f"measured up to {bytes_text(timings.sizes[-1])}, too small for a rate")
 
 
 def best_rate(timings: Timings) -> float:
@@ -212,7 +221,7 @@ def _told(key: str) -> dict[str, str]:
 def _collective(machine: Machine, collective: Collective) -> Verdict:
     timings = collective.timings
     measured = bus_bandwidth(collective.kind, collective.ranks, timings.sizes[-1], timings.seconds[-1])
-    expected = expected_collective(machine, collective)
+    expected = _if_large(expected_collective(machine, collective), timings)
     what = f"{collective.kind}, {collective.ranks} ranks, {collective.backend}"
     causes: dict[str, str] = {}
     always: tuple[str, ...] = ()

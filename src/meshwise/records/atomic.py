@@ -21,7 +21,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         beside.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            beside.unlink(missing_ok=True)
         raise
 
 

@@ -82,12 +82,20 @@ def to(
     target = as_device(device)
 
     def moved(leaf: Any) -> Any:
+        if isinstance(leaf, nn.Module):
+            _move_module(leaf, moved)
+            return leaf
+        if isinstance(leaf, set | frozenset):
+            raise UsageError(f"to({type(leaf).__name__}): the order of a set is not fixed. Write a list or a dict.")
         return moved_to(leaf, target, "to", links=links, verify=verify, path=path, non_blocking=non_blocking)
 
-    if isinstance(tree, nn.Module):
-        _move_module(tree, moved)
-        return tree
-    return map_leaves(moved, tree, exchange.is_array)
+    return map_leaves(moved, tree, _is_leaf)
+
+
+def _is_leaf(item: Any) -> bool:
+    if isinstance(item, set | frozenset):
+        return any(isinstance(one, Tensor) for one in item)
+    return isinstance(item, nn.Module) or exchange.is_array(item)
 
 
 def moved_to(leaf: Any, target: torch.device, operation: str, *, own: bool = False, **how: Any) -> Tensor:

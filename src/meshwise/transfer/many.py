@@ -9,6 +9,7 @@ All go through the one copy function, so each leg is in the log, finds its own p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.machine import Machine
 from meshwise.transfer.comm_log import note
 from meshwise.transfer.copy import move, moved_to
-from meshwise.transfer.overlap import repeats
+from meshwise.transfer.exchange import from_array, is_array
+from meshwise.transfer.overlap import overlapping, repeats
 from meshwise.transfer.place import as_device, device_of, empty_like, name_of, plainly
 from meshwise.transfer.staging import seconds_between
 
@@ -48,7 +50,7 @@ def scatter(
     Parts differ by at most one and the larger ones come first, as in `torch.tensor_split`, unless `sizes` says how
     many each gets; a part may be empty. Gradients flow back. Raises UsageError for sizes that do not add up.
     """
-    places = _devices("scatter", devices)
+    places, tensor = _devices("scatter", devices), _tensor("scatter", tensor)
     dim = _dim("scatter", dim, tensor.dim())
     length = tensor.shape[dim]
     if sizes is None:
@@ -72,6 +74,7 @@ def gather(
     Raises UsageError where dtypes, or shapes other than along `dim`, differ.
     """
     target = as_device(device)
+    tensors = [_tensor("gather", tensor) for tensor in tensors]
     dim = _joinable(tensors, dim)
     how: dict[str, Any] = {"links": links, "verify": verify}
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -113,6 +116,18 @@ _OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+_NCCL_DTYPES = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+}
+
+
 def _reduce_slices(
     tensors: list[Tensor], reduce: Callable[[Tensor, Tensor], Tensor], how: dict[str, Any], *, mean: bool
 ) -> None:
@@ -142,6 +157,8 @@ def _by_nccl(tensors: list[Tensor]) -> bool:
     distinct = len({tensor.device for tensor in tensors}) == len(tensors) > 1
     if not (distinct and all(tensor.is_cuda for tensor in tensors) and nccl.is_available(tensors)):
         return False
+    if tensors[0].dtype not in _NCCL_DTYPES:
+        return False  # torch raises "Unconvertible NCCL type" for the others
     # One call, many devices: its time is what the first of them saw.
     stream = torch.cuda.current_stream(tensors[0].device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -159,6 +176,13 @@ def _devices(verb: str, devices: Sequence[Device]) -> list[torch.device]:
     if isinstance(devices, str) or not len(devices):
         raise UsageError(f"{verb} to {devices!r}: write a list of devices, such as ['cuda:0', 'cuda:1'].")
     return [as_device(device) for device in devices]
+
+
+def _tensor(verb: str, value: Any) -> Tensor:
+    """A tensor, or an array of another library as one."""
+    if isinstance(value, Tensor) or is_array(value):
+        return from_array(value)
+    raise UsageError(f"{verb} of {type(value).__name__}: write a tensor or an array.")
 
 
 def _dim(verb: str, dim: int, dims: int) -> int:
@@ -190,6 +214,11 @@ def _reducible(tensors: list[Tensor], op: str) -> list[Tensor]:
         raise UsageError(f"all_reduce by {op!r}: not known.{nearest(op, _OPERATIONS)} Write {', '.join(_OPERATIONS)}.")
     if not tensors:
         raise UsageError("all_reduce of no tensors: write one a device.")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise UsageError(f"all_reduce of {type(tensor).__name__}: it works in place, on tensors. Convert it first.")
+        if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+            raise UsageError("all_reduce of a parameter that requires a gradient. Write it under torch.no_grad().")
     first = tensors[0]
     for tensor in tensors[1:]:
         if tensor.shape != first.shape or tensor.dtype != first.dtype:
@@ -200,6 +229,8 @@ def _reducible(tensors: list[Tensor], op: str) -> list[Tensor]:
     if len({tensor.data_ptr() for tensor in tensors}) < len(tensors) and first.numel():
         raise UsageError("all_reduce of one tensor twice: they share memory. Clone it for each place.")
     with plainly():
+        if any(overlapping(one, other) for one, other in combinations(tensors, 2)):
+            raise UsageError("all_reduce of views that share memory. Clone them first.")
         if any(repeats(tensor) for tensor in tensors):
             raise UsageError("all_reduce of an expanded tensor: its elements share memory. Clone it first.")
     if first.dtype == torch.bool or (op == "mean" and not (first.is_floating_point() or first.is_complex())):

@@ -88,6 +88,9 @@ def as_device(word: str | torch.device | int) -> torch.device:
         if index >= count:
             raise UsageError(f"device {word}: torch sees {count} CUDA devices here. `meshwise devices` lists them.")
         return torch.device("cuda", index)
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or kind.type != device.type:
+        raise UsageError(f"device {word}: this torch has none here. `meshwise devices` lists what is here.")
     return device
 
 

@@ -29,7 +29,7 @@ def prefetch(batches: Iterable[tuple[Any, Any]], device: str) -> Iterator[tuple[
             moved = map_tensors(lambda tensor: _pinned(tensor).to(device, non_blocking=True), batch)
         if ahead is not None:
             yield ahead
-        ahead = (_handed_over(moved, stream), facts)
+        ahead = (_handed_over(moved, stream, device), facts)
     if ahead is not None:
         yield ahead
 
@@ -38,9 +38,9 @@ def _pinned(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
 
 
-def _handed_over(batch: Any, stream: torch.cuda.Stream) -> Any:
-    """The copies of `stream`, safe to use on the current stream, and not reused before it is done with them."""
-    current = torch.cuda.current_stream()
+def _handed_over(batch: Any, stream: torch.cuda.Stream, device: str) -> Any:
+    """The copies of `stream`, safe to use on the device's current stream, and not reused before that is done."""
+    current = torch.cuda.current_stream(device)
     current.wait_stream(stream)
 
     def record(tensor: Tensor) -> Tensor:

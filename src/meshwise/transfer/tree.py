@@ -1,8 +1,10 @@
-"""Batches as trees: tensors inside tuples, lists, dicts and dataclass-like named tuples."""
+"""Batches as trees: tensors inside tuples, lists, dicts, dataclasses and named tuples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy as shallow_copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +39,20 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, also: Callable[[Any], 
         for key, item in tree.items():
             copy[key] = mapped(item)
         return copy
-    return function(tree) if also(tree) else tree
+    if also(tree):
+        return function(tree)
+    return _with_fields(tree, mapped) if is_dataclass(tree) and not isinstance(tree, type) else tree
+
+
+def _with_fields(tree: Any, mapped: Callable[[Any], Any]) -> Any:
+    """A dataclass of the same kind with its fields mapped; itself where nothing in it changed, frozen ones too."""
+    new = {field.name: mapped(getattr(tree, field.name)) for field in fields(tree)}
+    if all(value is getattr(tree, name) for name, value in new.items()):
+        return tree
+    other = shallow_copy(tree)
+    for name, value in new.items():
+        object.__setattr__(other, name, value)
+    return other
 
 
 def first_tensor(tree: Any) -> Tensor | None:

@@ -70,7 +70,7 @@ def virtual_devices(count: int) -> Iterator[VirtualDevices]:
 
     Raises UsageError for an impossible count, or where virtual devices are open already.
     """
-    if not 1 <= count <= MOST:
+    if not isinstance(count, int) or not 1 <= count <= MOST:
         raise UsageError(f"virtual_devices({count}): must be from 1 to {MOST}.")
     if WORLDS:
         raise UsageError("virtual_devices in virtual_devices: some are open already. Use those, or close them first.")
@@ -214,7 +214,8 @@ def _cpu(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
-    dst, src, *rest = args
+    kwargs = dict(kwargs)
+    dst, src, *rest = args if len(args) > 1 else (*args, kwargs.pop("other"))
     if device_of(dst) != device_of(src):
         src = moved_to(src, device_of(dst), "copy_")
     written: Tensor = func(dst, src, *rest, **kwargs)
@@ -238,7 +239,7 @@ def _made_from_values(func: Any, args: Any, kwargs: Any) -> Tensor:
     made = func(*args, **(kwargs | {"device": None}))
     if device_of(made) == target:
         return made
-    if made is args[0]:
+    if args and made is args[0]:
         return moved_to(made, target, "to")
     if name_of(target) != HOST:
         WORLDS[-1].places.set(made, target.index)
@@ -260,6 +261,11 @@ def _same_place(func: Any, args: Any, kwargs: Any) -> Tensor:
     return duplicate
 
 
+def _new_tensor(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """On the tensor's own device unless another is asked; its values never reach an operator."""
+    return _made_from_values(func, args, {"device": device_of(args[0])} | kwargs)
+
+
 _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     torch.Tensor.device.__get__: _device,
     torch.Tensor.to: _to,
@@ -269,6 +275,7 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     torch.Tensor.numpy: _host_only,
     torch.Tensor.__array__: _host_only,
     torch.Tensor.__deepcopy__: _same_place,
+    torch.Tensor.new_tensor: _new_tensor,
     torch.tensor: _made_from_values,
     torch.as_tensor: _made_from_values,
     torch.asarray: _made_from_values,

@@ -99,6 +99,8 @@ def launch(
         task.write_bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((function, arguments)))))
         launcher.start(task, shares)
         launcher.watch()
+        if nodes is not None:
+            nodes.leave()
         return [
             cloudpickle.loads(worker.result_path(task, w.rank).read_bytes()) if w.state == "done" else None
             for w in launcher.workers

@@ -6,6 +6,7 @@ no machine goes on alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from datetime import timedelta
@@ -16,6 +17,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from meshwise.spec.errors import UsageError, WorkerFailed
 
 MEET = timedelta(minutes=10)
+LEAVE = timedelta(seconds=10)
 
 
 class Nodes:
@@ -44,8 +46,19 @@ class Nodes:
         return json.loads(self._store.get(key))
 
     def told(self, key: str) -> object:
-        """What some machine told under `key`, or None."""
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        """What some machine told under `key`, or None; None too when the first machine, which keeps it, is gone."""
+        try:
+            return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        except dist.DistError:
+            return None
+
+    def leave(self) -> None:
+        """All is done here. The first machine, which keeps the store, waits for the others, but not for ever."""
+        with contextlib.suppress(dist.DistError):
+            if self.node_rank:
+                self._store.set(f"left/{self.node_rank}", "")
+            else:
+                self._store.wait([f"left/{node}" for node in range(1, self.nnodes)], LEAVE)
 
 
 def machine_of(nodes: Nodes | None) -> int:

@@ -135,6 +135,8 @@ def _call(how: str, legs: Sequence[tuple[Tensor, Tensor]], move: Move) -> Callab
     """Copies all legs: a single one in the current streams, several at once, each in streams of its own."""
     if len(legs) == 1:
         ((source, target),) = legs
+        if how == "staged" and source.is_cuda and target.is_cuda:
+            return lambda: _staged_alone(target, source, move)
         return lambda: move(target, source, how)
     cuda = sorted({tensor.get_device() for leg in legs for tensor in leg if tensor.is_cuda})
     streams = [[torch.cuda.Stream(index) for index in cuda] for _ in legs]
@@ -149,3 +151,9 @@ def _call(how: str, legs: Sequence[tuple[Tensor, Tensor]], move: Move) -> Callab
             torch.cuda.synchronize(index)
 
     return at_once
+
+
+def _staged_alone(target: Tensor, source: Tensor, move: Move) -> None:
+    """The clock is in the source's stream, which a staged copy frees after its first leg: it waits for the second."""
+    move(target, source, "staged")
+    torch.cuda.current_stream(source.device).wait_stream(torch.cuda.current_stream(target.device))

@@ -59,7 +59,7 @@ def _peers(source: str, target: str) -> bool:
     ends = [torch.device(name) for name in (source, target)]
     if any(end.type != "cuda" for end in ends):
         return False
-    return bool(torch.cuda.can_device_access_peer(ends[1], ends[0]))
+    return bool(torch.cuda.can_device_access_peer(ends[0], ends[1]))
 
 
 def _can(path: Path) -> bool:

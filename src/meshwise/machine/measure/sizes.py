@@ -41,9 +41,10 @@ def fitting(sizes: tuple[int, ...], free: int, buffers: int, asked: bool) -> tup
     most = int(free * SHARE_OF_MEMORY) // buffers
     small = tuple(size for size in sizes if size <= most)
     if asked and len(small) < len(sizes):
+        most_word = _word(most) if sizes[0] > most else f"{_word(sizes[0])}:{_word(most)}"
         raise UsageError(
             f"--sizes: {bytes_text(sizes[-1])} needs {bytes_text(sizes[-1] * buffers)} in {buffers} buffers, and "
-            f"{bytes_text(free)} are free. Write at most --sizes {_word(sizes[0])}:{_word(most)}."
+            f"{bytes_text(free)} are free. Write at most --sizes {most_word}."
         )
     return small or sizes[:1]
 

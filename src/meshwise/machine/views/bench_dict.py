@@ -17,7 +17,7 @@ def bench_dict(bench: Bench) -> dict[str, Any]:
     """What was measured, what was wrong, the verdicts, and the machine with all of it."""
     return {
         "exit_code": bench.exit_code,
-        "stopped": bench.stopped,
+        "stopped": bench.stopped.why if bench.stopped else None,
         "seconds": bench.seconds,
         "definitions": DEFINITIONS,
         "results": [_result(result) for result in bench.results],

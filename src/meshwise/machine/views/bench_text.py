@@ -25,6 +25,8 @@ from meshwise.timeline.views.lines import columns, wrap
 
 MOST_ROWS = 16
 """Copies that are told in a row each; more of them are told as a matrix."""
+IN_A_FILE = 200
+"""Characters of a line of a table where nobody's screen ends."""
 MIDDLE_SIZES = (64 << 10, 1 << 20)
 """Sizes of collectives that are told beside the largest."""
 LEVEL_STYLES = {"good": "green", "low": "yellow", "far below": "bold red", "corrupt": "bold red", "unknown": "dim"}
@@ -59,10 +61,11 @@ class _BenchText:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         bench = self.bench
         width = min(self.width or options.max_width, options.max_width)
+        wide = width if self.width or console.is_terminal else IN_A_FILE
         parts = [
-            _devices(bench.machine.devices, width),
-            _copies([r for r in bench.results if r.operation in COPIES], bench.verdicts, width),
-            _collectives([r for r in bench.results if r.operation not in COPIES], width),
+            _devices(bench.machine.devices, wide),
+            _copies([r for r in bench.results if r.operation in COPIES], bench.verdicts, wide),
+            _collectives([r for r in bench.results if r.operation not in COPIES], wide),
             [line for text in _judgement(bench) for line in wrap(text, width, console)],
         ]
         lines = [line for part in parts if part for line in [*part, Text()]][:-1]
@@ -108,12 +111,29 @@ def _copies(results: Sequence[PathResult], verdicts: Sequence[Verdict], width: i
         name = f"{result.source} → {result.target}"
         verdict = levels.get(f"{result.source} -> {result.target}, {result.path}")
         back = both.get((result.source, result.target, result.path))
-        cells = [Text(name), Text(result.path), Text(seconds_text(result.timings.latency))]
-        cells += [Text(_rate(result.timings)), Text(bytes_text(result.timings.sizes[-1]))]
-        cells += [Text("" if back is None else _rate(back.timings)), _of_expected(result, verdict)]
-        rows.append(cells)
-    titles = ["copy", "path", "latency", "one way", "at", "both at once, each", "of what is expected"]
+        timings = result.timings
+        cells = [Text(name), Text(result.path), Text(_rate(timings)), Text(bytes_text(timings.sizes[-1]))]
+        cells += [
+            _of_expected(result, verdict),
+            Text(_latency(timings)),
+            Text("" if back is None else _both(back, result)),
+        ]
+        rows.append([*cells, *_slowest(timings)])
+    titles = ["copy", "path", "one way", "at", "of expected", "latency", "both ways", "p95", "p99"]
     return columns(titles, rows, width)
+
+
+def _both(back: PathResult, one_way: PathResult) -> str:
+    """The rate of each direction while both are used, at the size of the one-way rate where it was measured too."""
+    size = one_way.timings.sizes[-1]
+    if size in back.timings.sizes:
+        return bandwidth_text(size / back.timings.seconds[back.timings.sizes.index(size)])
+    return f"{_rate(back.timings)} at {bytes_text(back.timings.sizes[-1])}"
+
+
+def _slowest(timings: Timings) -> list[Text]:
+    """The 95th and 99th percentile of the largest size's seconds."""
+    return [Text(seconds_text(table[-1]) if table else "") for table in (timings.p95, timings.p99)]
 
 
 def _of_expected(result: PathResult, verdict: Verdict | None) -> Text:
@@ -155,13 +175,33 @@ def _collectives(results: Sequence[PathResult], width: int) -> list[Text]:
     for result in results:
         ends = f" {result.source} → {result.target}" if result.source or result.target else ""
         timings = result.timings
-        cells = [result.operation + ends, str(result.ranks), result.path, seconds_text(timings.latency)]
+        cells = [result.operation + ends, str(result.ranks), result.path, _latency(timings)]
         cells += [_bus(result, size) for size in MIDDLE_SIZES]
         cells += [_bus(result, timings.sizes[-1]), bytes_text(timings.sizes[-1])]
-        fit = Text("corrupt", LEVEL_STYLES["corrupt"]) if result.wrong else Text(f"±{percent_text(timings.residual)}")
-        rows.append([*map(Text, cells), fit])
-    titles = ["collective", "ranks", "path", "latency", *map(bytes_text, MIDDLE_SIZES), "largest", "at", "fit"]
+        fit = Text("corrupt", LEVEL_STYLES["corrupt"]) if result.wrong else Text(_fit(timings))
+        rows.append([*map(Text, cells), fit, *_slowest(timings)])
+    titles = [
+        "collective",
+        "ranks",
+        "path",
+        "latency",
+        *map(bytes_text, MIDDLE_SIZES),
+        "largest",
+        "at",
+        "fit",
+        "p95",
+        "p99",
+    ]
     return [*columns(titles, rows, width), Text(f"bus bandwidth by the definitions of {DEFINITIONS}", "dim")]
+
+
+def _latency(timings: Timings) -> str:
+    """The fitted one; where the fit has none, as with one size, the time of the smallest size bounds it."""
+    return seconds_text(timings.latency) if timings.latency else f"< {seconds_text(timings.seconds[0])}"
+
+
+def _fit(timings: Timings) -> str:
+    return f"±{percent_text(timings.residual)}" if len(timings.sizes) > 2 else "-"
 
 
 def _bus(result: PathResult, size: int) -> str:
@@ -191,6 +231,6 @@ def _judgement(bench: Bench) -> list[Text]:
         most = bytes_text(max(size for result in cut for size in result.timings.sizes))
         said = f"{len(cut)} of {len(bench.results)} paths stopped at {most} or less, when their time was over"
         lines.append(Text(f"sizes       {said}; --seconds gives them more", "dim"))
-    if bench.stopped:
-        lines.append(Text(f"stopped     {bench.stopped}", "yellow"))
+    if bench.stopped is not None:
+        lines.append(Text(f"stopped     {bench.stopped.why}", "yellow"))
     return lines

@@ -180,8 +180,8 @@ def _cells(machine: Machine, device: Device) -> list[str]:
         "unknown" if device.memory is None else bytes_text(device.memory),
         "" if device.numa is None else str(device.numa),
         _host_link_text(link) if accelerator else "",
-        ("unknown" if peak is None else flops_text(peak[1]) + (f" {peak[0]}" if peak[0] != dtype else "")),
-        "unknown" if device.memory_bandwidth is None else bandwidth_text(device.memory_bandwidth),
+        _reached_product(device) if peak is None else flops_text(peak[1]) + (f" {peak[0]}" if peak[0] != dtype else ""),
+        _reached_memory(device) if device.memory_bandwidth is None else bandwidth_text(device.memory_bandwidth),
     ]
 
 
@@ -193,6 +193,16 @@ def _host_link_text(link: Link | None) -> str:
 
 def _shown_dtype(devices: Sequence[Device]) -> str:
     return next((name for name in PEAKS if any(name in device.peak for device in devices)), PEAKS[0])
+
+
+def _reached_product(device: Device) -> str:
+    """Of a part without a known peak: the best product that was measured on it."""
+    best = max(device.matmuls, key=lambda product: product.rate, default=None)
+    return "unknown" if best is None else f"reached {flops_text(best.rate)} {best.dtype}"
+
+
+def _reached_memory(device: Device) -> str:
+    return "unknown" if device.memory_rate is None else f"reached {bandwidth_text(device.memory_rate)}"
 
 
 def _peak_title(devices: Sequence[Device]) -> str:

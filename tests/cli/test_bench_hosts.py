@@ -1,0 +1,56 @@
+"""`meshwise bench --hosts`: two launchers of our own, and torchrun, each as two hosts would be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from meshwise.api.machines import read_machine
+from meshwise.workers.launch import free_port
+
+BENCH = [sys.executable, "-m", "meshwise", "bench", "--hosts", "--sizes", "1K:4K", "--seconds", "3"]
+
+
+def test_two_launchers_measure_between_them(tmp_path: Path) -> None:
+    rdzv = f"127.0.0.1:{free_port()}"
+    hosts = [
+        subprocess.Popen(
+            [*BENCH, "--nnodes", "2", "--node-rank", str(rank), "--rdzv", rdzv, *more],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, more in enumerate((["--save", str(tmp_path / "two.toml"), "--json"], []))
+    ]
+    (out, err), (other_out, other_err) = (host.communicate(timeout=120) for host in hosts)
+    assert [host.returncode for host in hosts] == [0, 0], err + other_err
+    told = json.loads(out)
+    assert {(r["source"], r["target"]) for r in told["results"] if r["operation"] == "copy"} == {
+        ("node0", "node1"),
+        ("node1", "node0"),
+    }
+    assert all(result["wrong"] is None for result in told["results"]) and other_out == ""
+    machine = read_machine(tmp_path / "two.toml")
+    assert len(machine.hosts) == 2 and [device.host for device in machine.devices] == [0, 1]
+    assert {link.kind for link in machine.links} == {"network"}
+
+
+def test_torchrun_as_two_hosts() -> None:
+    endpoint, own = str(free_port()), "--master-addr=127.0.0.1"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", own]
+    hosts = [
+        subprocess.Popen(
+            [*torchrun, "--node-rank", str(rank), "--master-port", endpoint, "-m", *BENCH[2:]],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    (out, err), (other, other_err) = (host.communicate(timeout=120) for host in hosts)
+    assert [host.returncode for host in hosts] == [0, 0], err + other_err
+    assert "node0 → node1" in out and "paths delivered the bytes they were given" in out and other == ""
