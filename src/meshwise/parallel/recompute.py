@@ -1,13 +1,16 @@
 """Recompute: a block keeps its input, and runs again in the backward for what it did not keep.
 
 The block's `forward` is laid into torch's checkpoint; its class, hooks and state_dict keys stay. Random draws of the
-second run are those of the first (dropout drops the same), and what the first run wrote into buffers (the running
-statistics of a batch norm) is not written again.
+second run are those of the first (dropout drops the same), and it finds the world as the first one did: what that wrote
+into buffers (the running statistics of a batch norm) or into objects that it was given (the cache of a language model)
+is not written again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -65,7 +68,8 @@ def _recomputed(
     before = [version(b) for _, _, b in buffers]
     written: list[tuple[nn.Module, str]] = []
     contexts = functools.partial(_contexts, type(block).__name__, selective, written)
-    result = checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
+    run = _Runs(forward, arguments, keywords) if _changeable((arguments, keywords)) else forward
+    result = checkpoint(run, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
     # A batch norm's running statistics change without autograd counting it: what may be such is treated as written.
     written += [
         (part, name)
@@ -73,6 +77,58 @@ def _recomputed(
         if version(b) != v or (part.training and b.is_floating_point())
     ]
     return result
+
+
+class _Runs:
+    """A forward that is given objects which it may change: every run after the first gets them as the first did."""
+
+    def __init__(self, forward: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._forward, self._first = forward, True
+        self._before = _copied((arguments, keywords), {})
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if not self._first:
+            arguments, keywords = _copied(self._before, {})
+        self._first = False
+        return self._forward(*arguments, **keywords)
+
+
+def _changeable(value: Any) -> bool:
+    """Whether a forward could change `value` other than by writing into a tensor."""
+    if isinstance(value, tuple | list | dict):
+        return any(map(_changeable, value.values() if isinstance(value, dict) else value))
+    return _is_plain_object(value)
+
+
+def _copied(value: Any, done: dict[int, Any]) -> Any:
+    """`value` with its containers and plain objects copied, at any depth; tensors, modules and the rest are shared."""
+    if id(value) in done:
+        return done[id(value)]
+    kind = type(value)
+    copied: Any = value
+    if kind in (list, set):
+        copied = done[id(value)] = kind()
+        parts = [_copied(part, done) for part in value]
+        (copied.extend if kind is list else copied.update)(parts)
+    elif isinstance(value, dict):
+        copied = done[id(value)] = copy.copy(value)
+        for key, part in value.items():
+            copied[key] = _copied(part, done)
+    elif kind is tuple:
+        copied = tuple(_copied(part, done) for part in value)
+    elif _is_plain_object(value):
+        copied = done[id(value)] = copy.copy(value)
+        for name, part in vars(value).items():
+            vars(copied)[name] = _copied(part, done)
+    return copied
+
+
+def _is_plain_object(value: Any) -> bool:
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, Tensor | nn.Module | type | enum.Enum)
+        and not callable(value)
+    )
 
 
 def _contexts(kind: str, selective: bool, written: Sequence[tuple[nn.Module, str]]) -> Contexts:
