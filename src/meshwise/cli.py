@@ -63,6 +63,11 @@ def main() -> None:
         code = error.exit_code
     except typer.Exit as exit:
         code = exit.exit_code
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        _say(MeshwiseError(f"the output cannot be written: {error.strerror}."))
+        code = 1
     except Exception as error:
         if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
             raise
