@@ -106,7 +106,7 @@ class Recomputed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         def cast(x: Tensor) -> Tensor:
-            return self.block(x).float().to(x.dtype)
+            return self.block(x).float().sin().to(x.dtype)
 
         return self.out(checkpoint(cast, checkpoint(cast, self.into(x), use_reentrant=False), use_reentrant=False))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 try:
     from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 except ImportError as error:  # pragma: no cover - no such torch is in range
     raise RuntimeError(f"torch {torch.__version__} has no dispatch mode; meshwise needs torch 2.11 to 2.15.") from error
 
@@ -41,6 +41,12 @@ def operators_through(handler: Handler) -> AbstractContextManager[Any]:
     """While it is entered, each operator of this thread calls `handler` instead; inside, operators run as always."""
     mode: AbstractContextManager[Any] = _Through(handler)
     return mode
+
+
+def operators_unseen() -> AbstractContextManager[Any]:
+    """While it is entered, no dispatch mode sees an operator: what only looks on must not be taken for the program."""
+    unseen: AbstractContextManager[Any] = _disable_current_modes()
+    return unseen
 
 
 def name_of(operator: Any) -> str:

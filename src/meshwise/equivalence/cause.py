@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.equivalence.compare import LIMIT, Comparison, Difference
+from meshwise.equivalence.compare import Comparison, Difference
 from meshwise.equivalence.seen import Side, Step
+from meshwise.equivalence.sizes import LIMIT
 
 CAUSES = {
     "loss weighting": "the mean over the global batch is not weighted by what each rank's mean is over",

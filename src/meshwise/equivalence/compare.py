@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.equivalence.seen import Named, Output, Side, Step
+from meshwise.equivalence.outputs import outputs_apart
+from meshwise.equivalence.seen import Named, Side, Step
+from meshwise.equivalence.sizes import FLOOR, LIMIT, finite, ratio
 
-LIMIT = 1e-9
-FLOOR = 1e-3  # of the largest value of a kind: what is smaller is measured by it
 NOISE = 1e-8  # of the largest gradient
 
 KINDS = (
@@ -154,44 +154,12 @@ def _outputs(step: int, mine: Step, other: Step, apart: Counter[str]) -> Iterato
         if match is None:
             apart[f"{where} ({output.kind}): under the plan its forward hooks saw no such call"] += 1
             continue
-        sizes = _prints_apart(output, match)
+        sizes = outputs_apart(output, match)
         if sizes is None:
-            apart[f"{where} ({output.kind}): its output has no dim of the batch"] += 1
+            apart[f"{where} ({output.kind}): its output is not that of single samples"] += 1
         else:
             facts = {"class": output.kind, "microbatch": output.microbatch + 1, "call": output.number + 1}
             yield Difference("module outputs", step, output.module, *sizes, facts)
-
-
-def _prints_apart(one: Output, plan: Output) -> tuple[float, float] | None:
-    """Relative and absolute size of the difference of two calls; None where they cannot be compared."""
-    (shape,), (rows,) = one.shapes, one.rows
-    for layout, dim in (("0", 0), ("1", 1)):
-        if layout in one.prints and all(
-            _is_part(shape, rows, s, r, dim) for s, r in zip(plan.shapes, plan.rows, strict=True)
-        ):
-            parts = plan.prints.get(layout, ())
-            if len(parts) == len(plan.shapes) and sum(map(len, parts)) == len(one.prints[layout][0]):
-                return _rows_apart(one.prints[layout][0], torch.cat(parts))
-    if plan.shapes and all(s == shape for s in plan.shapes):  # equal on every rank: not of the batch, and equal then
-        sizes = [_rows_apart(one.prints["whole"][0], part) for part in plan.prints["whole"]]
-        if all(relative <= LIMIT for relative, _ in sizes):
-            return max(sizes)
-    return None
-
-
-def _is_part(whole: Sequence[int], total: int, shape: Sequence[int], rows: int, dim: int) -> bool:
-    return (
-        len(whole) == len(shape)
-        and len(whole) > dim
-        and whole[dim] * rows == shape[dim] * total
-        and all(a == b for d, (a, b) in enumerate(zip(whole, shape, strict=True)) if d != dim)
-    )
-
-
-def _rows_apart(mine: Tensor, other: Tensor) -> tuple[float, float]:
-    lengths, apart = mine.norm(dim=1), (other - mine).norm(dim=1)
-    scale = lengths.clamp(min=FLOOR * float(lengths.max()) if len(lengths) else 0.0)
-    return _ratio(apart, scale), float(apart.max()) if len(apart) else 0.0
 
 
 def _gradients(step: int, mine: Step, other: Step) -> Iterator[Difference]:
@@ -246,7 +214,7 @@ def _number(kind: str, step: int, name: str, mine: float, other: float) -> Diffe
     if mine == other:
         return Difference(kind, step, name, 0.0, 0.0, facts)
     size = max(abs(mine), torch.finfo(torch.float64).tiny)
-    return Difference(kind, step, name, _finite(abs(mine - other) / size), _finite(abs(mine - other)), facts)
+    return Difference(kind, step, name, finite(abs(mine - other) / size), finite(abs(mine - other)), facts)
 
 
 def _named(
@@ -269,9 +237,9 @@ def _named(
         if noise is not None and name in noise and noise[name].shape == apart.shape:
             apart = apart.masked_fill(noise[name], 0.0)
         own = float(a.abs().max()) if a.numel() else 0.0
-        relative = _ratio(apart, torch.tensor(max(own, FLOOR * most), dtype=torch.float64))
+        relative = ratio(apart, torch.tensor(max(own, FLOOR * most), dtype=torch.float64))
         more = facts(a, b) if facts is not None and not relative <= LIMIT else {}
-        yield Difference(kind, step, name, relative, _finite(float(apart.max())) if apart.numel() else 0.0, more)
+        yield Difference(kind, step, name, relative, finite(float(apart.max())) if apart.numel() else 0.0, more)
 
 
 def _gradient_facts(mine: Tensor, other: Tensor) -> dict[str, float]:
@@ -280,17 +248,6 @@ def _gradient_facts(mine: Tensor, other: Tensor) -> dict[str, float]:
     factor = float((mine * other).sum()) / square if square else math.nan
     length = float(other.norm())
     return {"factor": factor, "rest": float((other - factor * mine).norm()) / length if length else math.nan}
-
-
-def _ratio(apart: Tensor, scale: Tensor) -> float:
-    if not apart.numel() or not bool((apart != 0).any()):
-        return 0.0
-    return _finite(float((apart / scale).max()))
-
-
-def _finite(value: float) -> float:
-    """What is not a number is as far apart as can be."""
-    return math.inf if math.isnan(value) else value
 
 
 def _norm(named: Named) -> float:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from meshwise.compat.dispatch import operators_through
+
 LOWER = (torch.float32, torch.float16, torch.bfloat16)
 CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 REINTERPRETS = (Tensor.view,)  # a dtype here says how bytes are read
@@ -26,10 +28,6 @@ class _LiftedMode(TorchFunctionMode):
     ) -> Any:
         if func in CASTS:
             return args[0].to(torch.float64)
-        if func is Tensor.backward:  # torch leaves the mode for it, and it may recompute parts of the forward
-            with self:
-                names = {"gradient": "grad_tensors"}
-                return torch.autograd.backward(*args, **{names.get(k, k): v for k, v in (kwargs or {}).items()})
         if func in REINTERPRETS:
             return func(*args, **(kwargs or {}))
         return func(*map(_lift, args), **{name: _lift(value) for name, value in (kwargs or {}).items()})
@@ -39,13 +37,32 @@ def _lift(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in LOWER else value
 
 
+def _lift_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if "dtype" in kwargs:
+        kwargs = {**kwargs, "dtype": _lift(kwargs["dtype"])}
+    return operator(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def lifted() -> Iterator[None]:
     """In the with-body: casts to float32, float16 and bfloat16 give float64, and so do new tensors without a dtype."""
+    with _float64_by_default(), _LiftedMode():
+        yield
+
+
+@contextlib.contextmanager
+def lifted_backward() -> Iterator[None]:
+    """`lifted` for a backward, which may recompute parts of the forward: torch leaves function modes for it, so that
+    casts are met where operators are."""
+    with _float64_by_default(), operators_through(_lift_operator):
+        yield
+
+
+@contextlib.contextmanager
+def _float64_by_default() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _LiftedMode():
-            yield
+        yield
     finally:
         torch.set_default_dtype(before)

@@ -61,7 +61,8 @@ class Rows:
 class Output:
     """What a module gave in one call, as prints of it (see watch.py), an entry a rank that had samples.
 
-    prints: layout -> prints. `0` and `1`: a row for each sample, where that dim can hold the batch; `whole`: one row.
+    prints: layout -> prints. `0` and `1`: a row for each sample, where that dim can hold the batch; `each`: a row for
+    each position of each sample; `whole`: one row.
     """
 
     microbatch: int

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshwise.compat.dispatch import tensors_in
+from meshwise.compat.dispatch import operators_unseen, tensors_in
 from meshwise.equivalence.keyed import KeyedDraws, keyed_normal
-from meshwise.equivalence.lifted import lifted
+from meshwise.equivalence.lifted import lifted, lifted_backward
 from meshwise.equivalence.seen import Draw, Named, Output, Rows, plain
 
 DIRECTIONS = 8
@@ -82,7 +82,7 @@ class Watch:
     def backward(self) -> Iterator[None]:
         """The backward of the newest microbatch: what it recomputes is lifted and keyed alike."""
         self.ready.clear()
-        with self._precise(), self._draws[-1].again():
+        with lifted_backward() if self._lift else contextlib.nullcontext(), self._draws[-1].again():
             yield
 
     def lifted(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,8 +109,9 @@ class Watch:
             for tensor in tensors_in(output):
                 if tensor.is_floating_point():
                     number = self._numbers[name] = self._numbers.get(name, -1) + 1
-                    value = whole(tensor.detach())
-                    prints = prints_of(value, rows.count)
+                    with operators_unseen():  # selective recomputation counts the operators of a block
+                        value = whole(tensor.detach())
+                        prints = prints_of(value, rows.count)
                     counts = rows.samples > 0
                     self.outputs.append(
                         Output(
@@ -151,12 +152,15 @@ def merged(ranks: Sequence[Sequence[Output]]) -> list[Output]:
 
 
 def prints_of(value: Tensor, rows: int) -> dict[str, Tensor]:
-    """Prints of a tensor in every layout that it may have: `0`, `1` (the dim of the batch) and `whole`."""
+    """Prints of a tensor in every layout that it may have: `0` and `1` for the dim of the batch, `each` for samples and
+    positions in them (samples, positions, ...), `whole`."""
     found = {"whole": _print(value.reshape(1, -1))}
     if value.dim() > 0 and value.shape[0] % rows == 0:
         found["0"] = _print(value.reshape(rows, -1))
     if value.dim() > 1 and value.shape[1] % rows == 0:
         found["1"] = _print(value.transpose(0, 1).reshape(rows, -1))
+    if value.dim() > 1 and value.shape[0] == rows:
+        found["each"] = _print(value.reshape(rows * value.shape[1], -1)).unflatten(0, (rows, value.shape[1]))
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from meshwise.machine.memory import memory_facts, peak_bytes
-from meshwise.parallel.apply import Applied, apply, check_fits
+from meshwise.parallel.apply import Applied, apply, bind, check_fits
 from meshwise.parallel.precision import loss_scaler
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint, save_checkpoint
@@ -124,6 +124,7 @@ def begun(job: Job, plan: Plan, world: World) -> tuple[Applied, RunState]:
     torch.manual_seed(job.seed)
     applied = apply(job.model(), plan, world)
     optimizer = job.optimizer(applied.model.parameters())
+    bind(applied, optimizer, world)
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     return applied, RunState(applied.model, optimizer, scheduler, loss_scaler(world.device, plan.precision), job.seed)
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwise.equivalence.cause import CAUSES
-from meshwise.equivalence.compare import LIMIT, Difference
+from meshwise.equivalence.compare import Difference
 from meshwise.equivalence.proof import Proof
+from meshwise.equivalence.sizes import LIMIT
 from meshwise.spec.plan import changed
 
 

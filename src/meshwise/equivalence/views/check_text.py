@@ -10,8 +10,9 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from meshwise.equivalence.cause import CAUSES
-from meshwise.equivalence.compare import LIMIT, Compared, Difference
+from meshwise.equivalence.compare import Compared, Difference
 from meshwise.equivalence.proof import Proof
+from meshwise.equivalence.sizes import LIMIT
 from meshwise.spec.units import count_text
 from meshwise.timeline.views.lines import columns, wrap
 

@@ -1,0 +1,22 @@
+"""How far apart is a fault, and relative to what."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+LIMIT = 1e-9
+FLOOR = 1e-3  # of the largest value of a kind: what is smaller is measured by it
+
+
+def ratio(apart: Tensor, scale: Tensor) -> float:
+    """The largest of `apart` over `scale`."""
+    if not apart.numel() or not bool((apart != 0).any()):
+        return 0.0
+    return finite(float((apart / scale).max()))
+
+
+def finite(value: float) -> float:
+    """What is not a number is as far apart as can be."""
+    return math.inf if math.isnan(value) else value

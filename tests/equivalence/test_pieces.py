@@ -1,0 +1,207 @@
+"""The pieces of a check, each alone: lifted casts, keyed draws, prints, what is compared and what is left out."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwise.equivalence.cause import CAUSES
+from meshwise.equivalence.compare import compare
+from meshwise.equivalence.keyed import KeyedDraws, keyed_normal, keyed_uniform
+from meshwise.equivalence.lifted import lifted, lifted_backward
+from meshwise.equivalence.one_device import one_device
+from meshwise.equivalence.seen import Ask, Cut, Output, Rows, cuts_of, microbatches
+from meshwise.equivalence.sizes import LIMIT
+from meshwise.equivalence.watch import merged, prints_of
+from meshwise.spec.plan import Plan
+from tests.equivalence.jobs_to_check import job_of, layers, plain
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda x: x.float(),
+        lambda x: x.half(),
+        lambda x: x.bfloat16(),
+        lambda x: x.to(torch.float32),
+        lambda x: x.to("cpu", torch.float32),
+        lambda x: x.to(dtype=torch.bfloat16),
+        lambda x: x.type(torch.float32),
+        lambda x: F.softmax(x, -1, dtype=torch.float32),
+        lambda x: torch.zeros(3, dtype=torch.float32),
+        lambda x: torch.ones(3),
+        lambda x: torch.arange(3, dtype=torch.float32),
+        lambda x: x.sum(dtype=torch.float32),
+    ],
+)
+def test_casts_are_lifted(cast: Any) -> None:
+    x = torch.rand(3, dtype=torch.float64)
+    assert cast(x).dtype != torch.float64 or cast(x).dtype == x.dtype
+    with lifted():
+        assert cast(x).dtype == torch.float64
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_what_is_no_cast_stays() -> None:
+    with lifted():
+        assert torch.zeros(3, dtype=torch.int64).dtype == torch.int64
+        assert torch.rand(4, dtype=torch.float64).view(torch.int64).dtype == torch.int64
+        assert torch.zeros(2).bool().dtype == torch.bool
+
+
+def test_a_backward_is_lifted_too() -> None:
+    """What is recomputed casts again, in the backward."""
+    x = torch.rand(3, dtype=torch.float64, requires_grad=True)
+
+    def cube(x: Tensor) -> Tensor:
+        return (x.float() ** 3).sum() + torch.zeros(2, dtype=torch.float32).sum()
+
+    with lifted():
+        y = checkpoint(cube, x, use_reentrant=False)
+    with lifted_backward():
+        y.backward()
+    torch.testing.assert_close(x.grad, 3 * x.detach() ** 2, rtol=1e-15, atol=0)
+
+
+def test_keyed_numbers_are_uniform_and_normal() -> None:
+    cpu = torch.device("cpu")
+    u, n = keyed_uniform(5, (100_000,), cpu), keyed_normal(6, (100_000,), cpu)
+    assert float(u.min()) >= 0 and float(u.max()) < 1
+    assert torch.histc(u, 20, 0, 1).sub(5000).abs().max() < 400
+    assert abs(float(n.mean())) < 0.02 and abs(float(n.std()) - 1) < 0.02
+    assert abs(float(torch.corrcoef(torch.stack([u[1:], u[:-1]]))[0, 1])) < 0.02
+    assert not torch.equal(u, keyed_uniform(6, (100_000,), cpu))
+    assert torch.equal(u[:10], keyed_uniform(5, (10,), cpu))  # of the index alone
+
+
+class Draws(nn.Module):
+    """Every kind of draw; (batch, 5, 8) in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, 2, dropout=0.4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lstm(F.dropout(x, 0.3))[0]  # inside the LSTM the batch is the second dim
+        x = F.alpha_dropout(x, 0.2, True) + F.dropout1d(x, 0.3)
+        x = x + F.scaled_dot_product_attention(x, x, x, dropout_p=0.4)
+        x = x * torch.bernoulli(torch.full_like(x, 0.7)) + torch.rand_like(x) + torch.randn_like(x)
+        x = x + torch.randn(len(x), 1, 1, dtype=x.dtype) + torch.rand(5, 8, dtype=x.dtype)
+        return x + torch.empty_like(x).uniform_(-1, 2) + torch.empty_like(x).normal_(1, 2)
+
+
+@pytest.mark.parametrize("cut", [(0, 2, 6), (0, 1, 5, 6), (0, 3, 6)])
+def test_ranks_draw_the_rows_of_one_device(cut: tuple[int, ...]) -> None:
+    model, x = Draws().double(), torch.randn(6, 5, 8, dtype=torch.float64)
+    one = KeyedDraws((0, 1, 2), Rows(0, 6, 6, 6))
+    with one.first():
+        wanted = model(x)
+    for first, stop in pairwise(cut):
+        own = KeyedDraws((0, 1, 2), Rows(first, stop - first, 6, stop - first), one.log)
+        with own.first():
+            torch.testing.assert_close(model(x[first:stop]), wanted[first:stop], rtol=1e-12, atol=1e-12)
+        assert not own.unkeyed
+
+
+def test_other_keys_draw_other_numbers() -> None:
+    def draw(*key: int) -> Tensor:
+        with KeyedDraws(key, Rows(0, 4, 4, 4)).first():  # type: ignore[arg-type]
+            return torch.stack([torch.rand(4), torch.rand(4)])
+
+    first = draw(0, 0, 0)
+    assert torch.equal(first, draw(0, 0, 0)) and not torch.equal(first[0], first[1])
+    assert all(not torch.equal(first, draw(*key)) for key in [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
+
+
+def test_a_draw_that_cannot_be_keyed_is_told() -> None:
+    draws = KeyedDraws((0, 0, 0), Rows(0, 4, 4, 4))
+    with draws.first():
+        torch.multinomial(torch.ones(3), 1)
+    assert draws.unkeyed == {"multinomial"}
+    other = KeyedDraws((0, 0, 0), Rows(0, 2, 4, 2), [])
+    with other.first():
+        torch.rand(2, 3)
+    assert other.unkeyed == {"rand of shape (2, 3)"}
+
+
+def test_prints_tell_rows_apart_by_their_size() -> None:
+    x = torch.randn(4, 7000, dtype=torch.float64)
+    y = x.clone()
+    y[2] += 1e-6 * torch.randn(7000, dtype=torch.float64)
+    apart = (prints_of(x, 4)["0"] - prints_of(y, 4)["0"]).norm(dim=1)
+    assert apart[[0, 1, 3]].max() == 0
+    assert 0.5 < float(apart[2] / (x - y)[2].norm()) < 2
+
+
+def test_the_outputs_of_ranks_are_joined_in_their_order() -> None:
+    x = torch.randn(5, 3, dtype=torch.float64)
+
+    def seen(part: Tensor) -> Output:
+        prints = {k: (v,) for k, v in prints_of(part, len(part)).items()}
+        return Output(0, "m", "Linear", 0, (tuple(part.shape),), (len(part),), prints)
+
+    (joined,) = merged([[seen(x[:2])], [seen(x[2:])]])
+    assert joined.rows == (2, 3) and joined.shapes == ((2, 3), (3, 3))
+    torch.testing.assert_close(torch.cat(joined.prints["0"]), prints_of(x, 5)["0"])
+
+
+def test_the_last_step_is_ragged() -> None:
+    assert cuts_of(100, 16, Ask(Plan(data=3))) == [Cut(0, 0, 16), Cut(0, 16, 32), Cut(0, 32, 39)]
+    assert cuts_of(20, 16, Ask(Plan(data=2), steps=4)) == [Cut(0, 0, 16), Cut(0, 16, 20), Cut(1, 0, 16), Cut(1, 16, 20)]
+    shares = microbatches(Cut(0, 32, 39), torch.arange(100), 2)
+    assert [(share.samples, share.total) for share in shares] == [(4, 7), (3, 7)]
+
+
+def test_one_device_is_a_plain_loop() -> None:
+    """The reference against a loop written here, and the caller's random numbers stay as they were."""
+    before = torch.get_rng_state()
+    side = one_device(plain(), Ask(Plan(), steps=2))
+    assert torch.equal(torch.get_rng_state(), before)
+    job = plain()
+    with torch.random.fork_rng():
+        torch.manual_seed(job.seed)
+        model = job.model().double()
+    optimizer = job.optimizer(model.parameters())
+    inputs, labels = job.data()
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(0))[:8]
+    loss = F.cross_entropy(model(inputs[order].double()), labels[order])
+    loss.backward()
+    assert abs(loss.item() - side.steps[0].loss) < 1e-15
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(side.steps[0].gradients[name], p.grad, rtol=1e-13, atol=1e-16)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(side.steps[0].parameters[name], p.detach(), rtol=1e-12, atol=1e-15)
+    assert side.steps[0].ready[0].startswith("4.") and side.steps[0].ready[-1].startswith("0.")
+
+
+def test_the_smallest_fault_is_seen_and_rounding_is_not() -> None:
+    job = job_of(layers)
+    one, other = one_device(job, Ask(Plan(), steps=1)), one_device(job, Ask(Plan(), steps=1))
+    assert compare(one, other).equal
+    gradient = other.steps[0].gradients["2.weight"]
+    gradient[0, 0] += 0.5 * LIMIT * gradient.abs().max()
+    assert compare(one, other).equal
+    gradient[0, 0] += 1.5 * LIMIT * gradient.abs().max()
+    first = compare(one, other).first
+    assert first is not None and (first.kind, first.name) == ("gradients", "2.weight")
+    assert 1e-9 < first.relative < 3e-9
+
+
+def test_what_is_not_a_number_is_a_fault() -> None:
+    job = job_of(layers)
+    one, other = one_device(job, Ask(Plan(), steps=1)), one_device(job, Ask(Plan(), steps=1))
+    other.steps[0].parameters["2.bias"][1] = float("nan")
+    first = compare(one, other).first
+    assert first is not None and (first.kind, first.name) == ("parameters", "2.bias")
+
+
+def test_every_cause_says_what_it_means() -> None:
+    assert all(text and not text.endswith(".") for text in CAUSES.values())
