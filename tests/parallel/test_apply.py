@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import Subset
 
+from meshwise.jobs.registry import find_job
 from meshwise.parallel.apply import apply, check_fits
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import names_of, rebind
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.training.loop import run_job
+from meshwise.training.settings import Settings
 from meshwise.transfer import collectives
 from tests.parallel.zoo import ZOO, batches, build
 
@@ -27,7 +32,8 @@ def here() -> World:
     ("plan", "says"),
     [
         (Plan(compile=True), "compile=True is not built yet. Leave compile out."),
-        (Plan(offload=("activations",)), r"offload=\('activations',\) is not built yet"),
+        (Plan(offload=("optimizer",)), "offload='optimizer' is not built yet. Leave it out, or use a larger shard"),
+        (Plan(offload=("activations",), recompute="full"), "with recompute='full' is not built yet"),
         (Plan(shard=4), "shard=4 needs 4 devices; this run has 1. Use shard=1"),
     ],
 )
@@ -42,6 +48,20 @@ def test_what_cannot_be_is_refused_before_anything_is_touched(plan: Plan, says: 
 def test_a_training_loop_refuses_what_it_cannot_carry_out(plan: Plan) -> None:
     with pytest.raises(PlanError, match="is not built yet in a training loop"):
         check_fits(plan, World(size=2))
+
+
+def losses(plan: Plan) -> list[float]:
+    job = replace(find_job("gpt:tiny"), batch_size=4, epochs=1, test=None)
+    job = replace(job, data=lambda: Subset(find_job("gpt:tiny").data(), range(12)))
+    return run_job(job, Settings(plan, log_every=1), folder=None)["losses"]
+
+
+@pytest.mark.parametrize("more", [{"recompute": "full"}, {"recompute": "selective"}, {"offload": ("activations",)}])
+def test_a_training_loop_runs_what_needs_nothing_of_it(more: Any, pool: Any) -> None:
+    want = losses(Plan(precision="fp64"))
+    assert len(want) == 3
+    for got in [losses(Plan(precision="fp64", **more)), *pool(2).run(losses, Plan(data=2, precision="fp64", **more))]:
+        assert got == pytest.approx(want, abs=1e-9)
 
 
 def mesh_facts() -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
     precision    first: later techniques must see the parameters in the dtype that they are stored in
     batch norm   over all ranks: a layer's own forward, which recompute and shard then take as it is
     recompute    inside a block: what is sharded gathers a block's parameters once for its second run and its backward
+    offload      around the whole model's forward, and inside what shard does before and after that
     shard        after it: a block is gathered around its forward, whatever that forward has become
     data         last: it reduces the gradients of whatever the others have made; with shard, shard does it for both
     zero1        at the optimizer, which needs parameters that do not change any more
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from meshwise.parallel.batch_norm import join_batch_norms
 from meshwise.parallel.data import DataParallel
 from meshwise.parallel.mesh import make_mesh
+from meshwise.parallel.offload import offload_activations
 from meshwise.parallel.precision import store_parameters
 from meshwise.parallel.rebind import names_of, rebind
 from meshwise.parallel.recompute import recompute_blocks
@@ -31,9 +33,9 @@ from meshwise.spec.plan import Plan, changed, check_devices
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
 
-BUILT = {"data", "shard", "accumulate", "precision", "zero1", "recompute", "reshard", "bucket_mb"}
+BUILT = {"data", "shard", "accumulate", "precision", "zero1", "recompute", "offload", "reshard", "bucket_mb"}
 """The fields of a plan that `apply` carries out; a plan that says something with another one is refused."""
-IN_A_LOOP = {"data", "accumulate", "precision", "recompute", "bucket_mb"}
+IN_A_LOOP = {"data", "accumulate", "precision", "recompute", "offload", "bucket_mb"}
 """Those with which a training loop can save, resume and evaluate today."""
 
 
@@ -90,12 +92,15 @@ def apply(
     """
     check_devices(plan, world.size)
     _check_built(plan, BUILT, "")
+    _check_offload(plan)
     names = names_of(model)
     store_parameters(model, plan.precision)
     model.to(world.device)
     collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
     joined = join_batch_norms(model, counts) if counts is not None and world.size > 1 else []
     blocks = recompute_blocks(model, plan.recompute)
+    if "activations" in plan.offload:
+        offload_activations(model)
     reduction: DataParallel | Sharded | None = None
     if plan.shard > 1:
         reduction = Sharded(model, make_mesh(plan, world), reshard=plan.reshard)
@@ -139,6 +144,18 @@ def check_fits(plan: Plan, world: World) -> None:
     carry out yet."""
     check_devices(plan, world.size)
     _check_built(plan, IN_A_LOOP, " in a training loop")
+    _check_offload(plan)
+
+
+def _check_offload(plan: Plan) -> None:
+    for name in plan.offload:
+        if name != "activations":
+            raise PlanError(f"offload={name!r} is not built yet. Leave it out, or use a larger shard.")
+    if plan.offload and plan.recompute != "none":
+        raise PlanError(
+            f"offload='activations' with recompute={plan.recompute!r} is not built yet: what a block keeps to run "
+            "again would stay on the device. Use one of the two."
+        )
 
 
 def _check_built(plan: Plan, built: set[str], where: str) -> None:
