@@ -12,12 +12,14 @@ from torch import nn
 
 from meshwise.equivalence import keyed, under_plan
 from meshwise.parallel import apply as applying
+from meshwise.parallel import zero1
 from meshwise.spec.plan import Plan
 from meshwise.training import evaluate, loop, order, step
 from meshwise.transfer import collectives
 from tests.equivalence.jobs_to_check import checked
 
 Plant = Callable[[Any], Any]
+REPLICAS = Plan(data=2)
 
 
 def summed(patch: Any) -> None:
@@ -186,6 +188,10 @@ def starts_of_their_own(patch: Any) -> None:
     patch.setattr(loop, "apply", apply)
 
 
+def nothing_is_sent(patch: Any) -> None:
+    patch.setattr(zero1, "_buckets", lambda parameters: [])
+
+
 def nothing(patch: Any) -> None:
     """The product as it is."""
 
@@ -200,6 +206,7 @@ class Planted:
     module: str
     cause: str
     step: int = 1
+    plan: Plan = REPLICAS
 
 
 BUGS = {
@@ -238,6 +245,9 @@ BUGS = {
     "a module is sharper": Planted(after_begun(sharper), "plain", "module outputs", "1", "module"),
     "dropout is not keyed": Planted(draws_of_their_own, "dropped", "module outputs", "drop", "dropout masks"),
     "batch norm of each rank's share": Planted(nothing, "normed", "module outputs", "1", "batch-norm statistics"),
+    "zero1 sends nothing": Planted(
+        nothing_is_sent, "plain", "parameters", "0", "optimizer step", plan=Plan(data=2, zero1=True)
+    ),
     "ranks start apart": Planted(starts_of_their_own, "plain", "initial parameters", "0", "start values"),
 }
 
@@ -245,7 +255,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, pool: Any) -> None:
     planted = BUGS[bug]
-    proof = checked(pool, planted.job, Plan(data=2), plant=planted.plant)
+    proof = checked(pool, planted.job, planted.plan, plant=planted.plant)
     first = proof.comparison.first
     assert not proof.equal and first is not None and proof.cause is not None
     assert (first.kind, proof.module, proof.cause.name, first.step if first.step else 1) == (

@@ -206,6 +206,9 @@ def _stepped(first: Difference, seen: _Evidence) -> Cause:
     before, mine = _parameters_before(seen.plan, first.step), _parameters_before(seen.one, first.step)
     moved = [n for n in one.parameters if n in before and not torch.equal(one.parameters[n], mine[n])]
     still = [n for n in moved if n in plan.parameters and torch.equal(plan.parameters[n], before[n])]
+    name = first.name.split(" ")[0]
+    if "ranks apart" in first.facts:
+        return Cause("optimizer step", f"gradients are equal; ranks have each their own value of {name}.")
     strangers = [name for name in plan.optimizer if name.startswith("stranger")]
     lost = sorted(one.optimizer.keys() - plan.optimizer.keys())
     if strangers or still or lost:
@@ -213,9 +216,6 @@ def _stepped(first: Difference, seen: _Evidence) -> Cause:
         parts += [f"{_some('tensor', strangers)} of the optimizer are not the model's"] if strangers else []
         parts += [f"it holds no state of {_some('parameter', lost)}"] if lost and not strangers else []
         return Cause("optimizer bound to old parameters", f"gradients are equal; {'; '.join(parts)}.")
-    name = first.name.split(" ")[0]
-    if "ranks apart" in first.facts:
-        return Cause("optimizer step", f"gradients are equal; ranks have each their own value of {name}.")
     rounded = _rounded_to(plan.parameters.get(name))
     if rounded and not _rounded_to(one.parameters.get(name)):
         return Cause("master weights", f"gradients are equal; every value of {name} is one that {rounded} can hold.")
