@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from meshwise.spec.errors import UsageError
-from meshwise.spec.plan import Plan
+from meshwise.spec.plan import Plan, plan_to_toml
 from meshwise.training.request import RunRequest, completed, plan_of, settings_of, to_record
 
-FULL = RunRequest("mlp", "2xcpu", 3, 64, 2, "bf16", 7, "folder", 10, 50)
+FULL = RunRequest("mlp", "2xcpu", 3, 64, 2, "bf16", 7, "folder", 10, 50, None, "bucket_mb=5")
 
 
 def recorded(request: RunRequest) -> Any:
@@ -37,7 +37,7 @@ def test_the_same_job_may_be_named_again_but_no_other() -> None:
 
 
 def test_the_plan_of_a_request_has_its_devices() -> None:
-    assert plan_of(FULL, 2) == Plan(data=2, accumulate=2, precision="bf16")
+    assert plan_of(FULL, 2) == Plan(data=2, accumulate=2, precision="bf16", bucket_mb=5)
     assert plan_of(RunRequest(), 4) == Plan(data=4)
     with pytest.raises(UsageError, match="accumulate=0"):
         plan_of(RunRequest(accumulate=0), 1)
@@ -56,3 +56,14 @@ def test_settings_override_only_what_was_said() -> None:
 def test_every_no_step_is_told(name: str, option: str) -> None:
     with pytest.raises(UsageError, match=f"{option}: must be at least 1"):
         settings_of(RunRequest(**{name: 0}), Plan(), resume=False)
+
+
+def test_settings_and_a_plan_file_make_the_plan() -> None:
+    assert plan_of(RunRequest(settings="recompute=full bucket_mb=1"), 2) == Plan(data=2, recompute="full", bucket_mb=1)
+    assert plan_of(RunRequest(settings="zero1=true"), 2) == Plan(data=2, zero1=True)
+    assert plan_of(RunRequest(settings="shard=2"), 4) == Plan(data=2, shard=2)
+    file = plan_to_toml(Plan(data=4, accumulate=2))
+    assert plan_of(RunRequest(plan=file, settings="accumulate=3", precision="bf16"), 8) == Plan(
+        data=4, accumulate=3, precision="bf16"
+    )
+    assert completed(RunRequest(), recorded(RunRequest("mlp", plan=file, settings="data=2"))).plan == file

@@ -14,7 +14,7 @@ from meshwise.jobs.registry import find_job
 from meshwise.machine.find import find_devices
 from meshwise.spec.device_words import parse_devices
 from meshwise.spec.errors import PlanError, UsageError
-from meshwise.spec.plan import Plan, check_devices, plan_from_settings, plan_from_toml
+from meshwise.spec.plan import AXES, Plan, check_devices, plan_from_settings, plan_from_toml, plan_on
 from meshwise.training.job import Job
 from meshwise.workers.join import join, started_by_launcher
 from meshwise.workers.launch import launch
@@ -73,12 +73,12 @@ def check(
 
 def plan_of_words(file: str | None, settings: list[str], devices: str | None) -> Plan:
     """The plan of a plan file (None: replicas on all devices) with `field=value` settings over it."""
-    start = _plan(file, devices)
+    if file is None and settings and devices is not None:
+        return plan_on(len(find_devices(parse_devices(devices))), settings)
     if file is None and settings:
-        start = plan_from_settings(settings)
-        rest = parse_devices(devices or f"{start.devices}xcpu").count or start.devices
-        spread = rest // start.devices if rest % start.devices == 0 else 1
-        return start if any(s.strip().startswith("data") for s in settings) else replace(start, data=spread)
+        fixed = plan_from_settings([s for s in settings if s.partition("=")[0].strip() in AXES]).devices
+        return plan_on(fixed if fixed > 1 else len(find_devices(parse_devices(DEFAULT_DEVICES))), settings)
+    start = _plan(file, devices)
     return plan_from_settings(settings, start)
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from rich.console import Console
 from meshwise.jobs.registry import find_job
 from meshwise.jobs.script import run_script_file
 from meshwise.machine.find import describe, find_devices
+from meshwise.parallel.apply import check_fits
 from meshwise.records import folder as names
 from meshwise.records.atomic import write_text
 from meshwise.spec.device_words import parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, plan_to_toml
 from meshwise.spec.worker_share import WorkerShare
+from meshwise.spec.world import World
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.views.live import LiveView
@@ -76,17 +78,20 @@ def run(
     data: str | Path | None = None,
     log_every: int | None = None,
     save_every: int | None = None,
+    plan: Plan | None = None,
     resume: str | Path | None = None,
     out: str | Path = RUNS,
 ) -> RunSummary:
     """Train a job on the devices, show its progress, and keep its records in a new folder under `out`.
 
-    job: a Job, or a word as on the command line (`mnist-mlp`, `train.py:job`). The other arguments are those of
-    `meshwise run`. Raises UsageError for what cannot be run, WorkerFailed when a worker fails.
+    job: a Job, or a word as on the command line (`mnist-mlp`, `train.py:job`). plan: by default replicas on all
+    devices. The other arguments are those of `meshwise run`. Raises UsageError for what cannot be run, WorkerFailed
+    when a worker fails.
     """
     word = job if isinstance(job, str) or job is None else job.name
     where = None if data is None else str(data)
     asked = RunRequest(word, devices, epochs, batch_size, accumulate, precision, seed, where, log_every, save_every)
+    asked = asked if plan is None else replace(asked, plan=plan_to_toml(plan))
     summary, _ = run_request(asked, Console(), given=job if isinstance(job, Job) else None, resume=resume, out=out)
     return summary
 
@@ -117,6 +122,7 @@ def run_request(
     shares = find_devices(parse_devices(request.devices or "all"))
     nodes = machines.meet(len(shares))
     plan = plan_of(request, nodes.size if nodes else len(shares))
+    check_fits(plan, World(size=nodes.size if nodes else len(shares)))  # before there is a folder
     settings = settings_of(request, plan, resume=folder is not None)
     job = given or _find(request)  # here too, so that a wrong word is answered before any worker starts
     folder = _opened(folder, Path(out), job.name, shares, began, nodes, plan, request=to_record(request))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -36,22 +37,20 @@ def run(
     batch_size: Annotated[int | None, typer.Option(help="samples of the global batch, over all devices")] = None,
     accumulate: Annotated[int | None, typer.Option(help="microbatches that make a step")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp64")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="seed of the start values, the data order and the random draws")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="of the start values, the data order and the random draws")] = None,
     data: Annotated[str | None, typer.Option(help="another data set in the same format: a folder")] = None,
     log_every: Annotated[int | None, typer.Option(help="steps between log lines")] = None,
     save_every: Annotated[int | None, typer.Option(help="steps between saved states")] = None,
+    plan: Annotated[str | None, typer.Option(metavar="FILE", help="a plan file; default: replicas")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="a field of the plan: recompute=full")
+    ] = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="go on with a stopped run: its folder")] = None,
     out: Annotated[str, typer.Option(help="where run folders are made")] = "runs",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="print the summary as JSON, and nothing else, on stdout")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON, and nothing else")] = False,
     nnodes: Annotated[int, typer.Option(help="machines of this run")] = 1,
     node_rank: Annotated[int, typer.Option(help="which of them this is, from 0")] = 0,
-    rdzv: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="where machine 0 is reached by the others")
-    ] = None,
+    rdzv: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="where machine 0 is reached")] = None,
     blocks: Annotated[bool, typer.Option(help="record each block of the model: about 30 µs a block")] = False,
 ) -> None:
     """Train a job on the devices, or run a script that keeps its own loop on all of them.
@@ -67,6 +66,7 @@ def run(
     if blocks:
         os.environ[BLOCKS] = "1"  # workers inherit it, whatever they run
     asked = RunRequest(job, devices, epochs, batch_size, accumulate, precision, seed, data, log_every, save_every)
+    asked = replace(asked, plan=_text_of(plan), settings=" ".join(settings) if settings else None)
     if script and job is not None:
         _refuse_job_options(asked, resume)
         code = run_script(
@@ -79,13 +79,27 @@ def run(
     raise typer.Exit(code)
 
 
+def _text_of(plan: str | None) -> str | None:
+    """The text of a plan file; the run's record keeps it, so that a resumed run needs no file."""
+    if plan is None:
+        return None
+    try:
+        return Path(plan).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(
+            f"--plan {plan}: cannot be read ({why}). Name a plan file, such as runs/…/plan.toml."
+        ) from None
+
+
 def _refuse_job_options(asked: RunRequest, resume: str | None) -> None:
     """Options of a job say nothing to a script that keeps its own loop."""
     said = {name: value for name, value in vars(asked).items() if value is not None} | (
         {"resume": resume} if resume else {}
     )
     for name in said.keys() - {"job", "devices"}:
-        option = f"--{name.replace('_', '-')} {said[name]}"
+        words = {"plan": "--plan", "settings": f"--set {said[name]}"}
+        option = words.get(name, f"--{name.replace('_', '-')} {said[name]}")
         raise UsageError(
             f"{option}: {asked.job} keeps its own loop. Write its own options behind its name, or make a Job."
         )

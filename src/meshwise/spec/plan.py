@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -180,6 +180,15 @@ def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Pl
             raise PlanError(f"{name} is set twice, at last by '{setting}'. Set it once.")
         values[name] = _value_of(name, text)
     return replace(start or Plan(), **values)
+
+
+def plan_on(devices: int, settings: Sequence[str]) -> Plan:
+    """The plan of `field=value` settings on this many devices: replicas fill what the other axes leave of them."""
+    axes = [setting for setting in settings if setting.partition("=")[0].strip() in AXES]
+    if any(setting.partition("=")[0].strip() == "data" for setting in axes):
+        return plan_from_settings(settings)
+    taken = plan_from_settings(axes).devices
+    return plan_from_settings(settings, Plan(data=devices // taken if devices % taken == 0 else 1))
 
 
 def _value_of(name: str, text: str) -> Any:

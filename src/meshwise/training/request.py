@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from meshwise.spec.errors import UsageError
-from meshwise.spec.plan import Plan
+from meshwise.spec.plan import Plan, plan_from_settings, plan_from_toml, plan_on
 from meshwise.training.settings import Settings
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """Every field None where the user said nothing. `job` is the word of a job, `data` a folder."""
+    """Every field None where the user said nothing. `job` is the word of a job, `data` a folder.
+
+    plan: the text of a plan file. settings: `field=value` of a plan, with spaces between.
+    """
 
     job: str | None = None
     devices: str | None = None
@@ -25,6 +28,8 @@ class RunRequest:
     data: str | None = None
     log_every: int | None = None
     save_every: int | None = None
+    plan: str | None = None
+    settings: str | None = None
 
 
 def to_record(request: RunRequest) -> dict[str, Any]:
@@ -47,12 +52,12 @@ def completed(given: RunRequest, recorded: Mapping[str, Any]) -> RunRequest:
 
 
 def plan_of(request: RunRequest, devices: int) -> Plan:
-    """The plan that the request means on this many devices."""
-    return Plan(
-        data=devices,
-        accumulate=1 if request.accumulate is None else request.accumulate,
-        precision=request.precision or "fp32",
-    )
+    """The plan that the request means on this many devices: its file, else replicas; settings and options over it."""
+    settings = (request.settings or "").split()
+    plan = plan_from_settings(settings, plan_from_toml(request.plan)) if request.plan else plan_on(devices, settings)
+    if request.accumulate is not None:
+        plan = replace(plan, accumulate=request.accumulate)
+    return plan if request.precision is None else replace(plan, precision=request.precision)
 
 
 def settings_of(request: RunRequest, plan: Plan, *, resume: bool) -> Settings:
