@@ -309,6 +309,28 @@ def test_plain_backward_is_refused_at_the_step(pool: Any) -> None:
     assert "mw.backward(loss) instead of loss.backward()" in failed.value.text
 
 
+def step_with_super() -> float:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    torch.optim.SGD(net().parameters(), lr=0.1)  # from now on torch asks the hooks of SGD.step too, inside Own.step
+    torch.manual_seed(0)
+    model, loader = net(), DataLoader(data(), batch_size=4)
+    optimizer: Any = Own(model.parameters(), lr=0.1)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    for x, y in loader:
+        loss = mw.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss)
+
+
+def test_an_optimizer_that_calls_its_parents_step_is_no_second_step(pool: Any) -> None:
+    one, many = both(step_with_super, 2, pool)
+    same(many[0], one)
+
+
 def test_a_step_after_accumulated_backwards_alone_reduces_first(pool: Any) -> None:
     def case() -> Any:
         model = net()

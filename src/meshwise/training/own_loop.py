@@ -62,6 +62,8 @@ class _Own:
     backwards: int = 0
     stepped: set[int] = field(default_factory=set)
     """Ids of the optimizers that stepped since the last backward."""
+    stepping: set[int] = field(default_factory=set)
+    """Ids of those inside their step: one that calls `super().step()` is asked twice."""
     spans: OwnSpans = field(default_factory=OwnSpans)
     recording: Recording | None = None
     saves: dict[str, int] = field(default_factory=dict)
@@ -109,6 +111,7 @@ def _distributed(thing: Any, seed: int, world: World, streams: str) -> Any:
     if isinstance(thing, Optimizer):
         if world.size > 1:
             thing.register_step_pre_hook(_before_step)
+            thing.register_step_post_hook(lambda optimizer, *_: _own.stepping.discard(id(optimizer)))
         if _own.recording is not None:
             _own.spans.optimizers = True
             thing.register_step_pre_hook(lambda *_: _own.spans.optimizer_begins())
@@ -198,6 +201,7 @@ def backward(loss: Tensor, weight: Tensor | float | None = None) -> Tensor:
     """
     _own.backwards += 1
     _own.stepped.clear()
+    _own.stepping.clear()
     with _own.spans.backward(_own.share.total if _own.share is not None else 0):
         mean = _backward(loss, weight)
     _own.spans.loss(mean)
@@ -245,7 +249,7 @@ def accumulate() -> Iterator[None]:
 def _before_step(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
     """Gradients of one rank alone must never be stepped with: the ranks would part in silence."""
     reduction = _own.applied.reduction if _own.applied is not None else None
-    if reduction is None:
+    if reduction is None or id(optimizer) in _own.stepping:
         return
     unmade = _own.backwards == 0 or id(optimizer) in _own.stepped
     if unmade and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
@@ -256,6 +260,7 @@ def _before_step(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
     if reduction.unreduced:
         reduction.reduce_now()
     _own.stepped.add(id(optimizer))
+    _own.stepping.add(id(optimizer))
 
 
 def sum(value: Number) -> Number:

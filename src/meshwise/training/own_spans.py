@@ -30,6 +30,7 @@ class OwnSpans:
         self._trained = False
         self._optimizer: Mark | None = None
         self._stepped = False
+        self._depth = 0  # of steps inside steps: an optimizer may call super().step()
         self.optimizers = False
         """Whether optimizers tell when they step; without any, each batch with a backward is a step."""
         self._counted = 0.0
@@ -64,15 +65,20 @@ class OwnSpans:
             recorder.phase_ends("forward")
         if not self._trained:
             recorder.samples += samples
-        self._trained = True
+        self._trained, self._depth = True, 0
         with recorder.span("backward"):
             yield
         self._since = recorder.mark()
 
     def optimizer_begins(self) -> None:
-        self._optimizer = current().mark()
+        self._depth += 1
+        if self._depth == 1:
+            self._optimizer = current().mark()
 
     def optimizer_ends(self) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
         recorder = current()
         if self._optimizer is not None:
             recorder.add(recorder.code("optimizer"), self._optimizer, recorder.mark())
