@@ -85,8 +85,8 @@ def test_each_host_sends_the_bytes_that_the_algorithm_says(expected: dict[str, t
         found = run_on(cluster, bytes_sent)
     for name, shares in expected.items():
         for rank, share in enumerate(shares):
-            # 3 to 6 % of headers, and what acknowledges the data that come in
-            assert share <= found[rank][name] < 1.08 * share + 0.02, (name, rank)
+            # 3 to 6 % of headers, what acknowledges the data that come in, and on a loaded machine what is sent again
+            assert share <= found[rank][name] < 1.12 * share + 0.06, (name, rank)
 
 
 def measured(sizes: tuple[int, ...], budget: float, what: tuple[str, ...]) -> list[PathResult]:

@@ -56,8 +56,8 @@ def _around(timeline: Timeline, book: Book) -> tuple[float, float]:
         spans = timeline.of_rank(rank)
         session = session_of(spans["start"], timeline.sessions)
         for number, facts in enumerate(timeline.sessions):
-            inside = spans[session == number]
-            first = int(inside["start"][0]) if len(inside) else facts.ended
+            inside = spans[(session == number) & (spans["end"] > spans["start"])]  # a span of no length bounds nothing
+            first = int(inside["start"].min()) if len(inside) else facts.ended
             last = min(int(inside["end"].max()), facts.ended) if len(inside) else facts.ended
             starting += (first - facts.began) / 1e9
             tail = (facts.ended - last) / 1e9
