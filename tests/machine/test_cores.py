@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.machine import cores
-from meshwise.machine.cores import allowed_cores, cgroup_quota, cores_near, split_cores
+from meshwise.machine.cgroup import cpu_quota
+from meshwise.machine.cores import allowed_cores, cores_near, split_cores
 
 
 def plant_v2(root: Path, text: str) -> None:
@@ -23,7 +24,7 @@ def plant_v1(root: Path, quota: str, period: str = "100000") -> None:
 @pytest.mark.parametrize(("text", "quota"), [("200000 100000", 2.0), ("50000 100000", 0.5), ("max 100000", None)])
 def test_the_quota_of_cgroup_v2_is_read(tmp_path: Path, text: str, quota: float | None) -> None:
     plant_v2(tmp_path, text)
-    assert cgroup_quota(tmp_path) == quota
+    assert cpu_quota(tmp_path) == quota
 
 
 @pytest.mark.parametrize(
@@ -31,20 +32,20 @@ def test_the_quota_of_cgroup_v2_is_read(tmp_path: Path, text: str, quota: float 
 )
 def test_the_quota_of_cgroup_v1_is_read(tmp_path: Path, quota: str, period: str, share: float | None) -> None:
     plant_v1(tmp_path, quota, period)
-    assert cgroup_quota(tmp_path) == share
+    assert cpu_quota(tmp_path) == share
 
 
 def test_v2_goes_before_v1(tmp_path: Path) -> None:
     plant_v1(tmp_path, "100000")
     plant_v2(tmp_path, "max 100000")
-    assert cgroup_quota(tmp_path) is None
+    assert cpu_quota(tmp_path) is None
 
 
 @pytest.mark.parametrize("text", ["", "many 100000", "max"])
 def test_a_quota_that_cannot_be_read_is_no_limit(tmp_path: Path, text: str) -> None:
     plant_v2(tmp_path, text)
-    assert cgroup_quota(tmp_path) is None
-    assert cgroup_quota(tmp_path / "nowhere") is None
+    assert cpu_quota(tmp_path) is None
+    assert cpu_quota(tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize(("quota", "left"), [(None, 64), (2.0, 2), (2.5, 3), (0.1, 1), (1000.0, 64)])
@@ -52,13 +53,13 @@ def test_a_container_gets_the_cores_that_its_quota_pays_for(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, left: int
 ) -> None:
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
-    monkeypatch.setattr(cores, "cgroup_quota", lambda: quota)
+    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
     assert allowed_cores() == tuple(range(left))
 
 
 def test_affinity_is_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda process: {7, 3, 5}, raising=False)
-    monkeypatch.setattr(cores, "cgroup_quota", lambda: None)
+    monkeypatch.setattr(cores, "cpu_quota", lambda: None)
     assert allowed_cores() == (3, 5, 7)
 
 

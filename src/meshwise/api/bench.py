@@ -15,11 +15,11 @@ from meshwise.machine.bench import Bench, Stop, bench_of, only_devices, under_lo
 from meshwise.machine.cores import allowed_cores
 from meshwise.machine.find import accelerators, find_devices
 from meshwise.machine.measure.alone import Compute, device_names, measure_alone
-from meshwise.machine.measure.compute import free_bytes
 from meshwise.machine.measure.in_process import Lanes, measure_in_process
 from meshwise.machine.measure.processes import measure_processes
 from meshwise.machine.measure.result import PathResult
 from meshwise.machine.measure.sizes import DEFAULT, fitting, read_sizes
+from meshwise.machine.memory import free_bytes
 from meshwise.spec.device_words import parse_devices
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.machine import Machine
@@ -110,13 +110,12 @@ def default_devices() -> str:
 
 def sizes_for(shares: Sequence[WorkerShare], words: str | None) -> tuple[int, ...]:
     """The sizes that are asked, or those of the default that fit. Raises UsageError where an asked one does not fit."""
+    sizes, asked, host = read_sizes(words or DEFAULT), words is not None, free_bytes(torch.device("cpu"))
     if shares[0].device == "cpu":
-        free = free_bytes(torch.device("cpu")) // len(shares)
-        return fitting(read_sizes(words or DEFAULT), free, BUFFERS, asked=words is not None)
+        return fitting(sizes, host // len(shares), BUFFERS, asked)
     # All-to-one has a buffer of each other device on one of them; pinned buffers are the host's memory.
     free = min(free_bytes(torch.device(share.name)) for share in shares)
-    on_host = fitting(read_sizes(words or DEFAULT), free_bytes(torch.device("cpu")), BUFFERS, asked=words is not None)
-    return fitting(on_host, free, max(BUFFERS, len(shares) + 1), asked=words is not None)
+    return fitting(fitting(sizes, host, BUFFERS, asked), free, max(BUFFERS, len(shares) + 1), asked)
 
 
 def _parts(

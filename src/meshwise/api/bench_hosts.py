@@ -12,9 +12,7 @@ from meshwise.api.machines import find_machine
 from meshwise.api.run import Machines
 from meshwise.machine.bench import Bench, Stop, bench_of, merged
 from meshwise.machine.find import accelerators, find_devices
-from meshwise.machine.measure.alone import Compute
-from meshwise.machine.measure.processes import measure_hosts, result_from, result_to
-from meshwise.machine.measure.result import PathResult
+from meshwise.machine.measure.processes import WHAT, heard_by, measure_hosts, told_to
 from meshwise.spec.device_words import parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.machine import Machine
@@ -29,7 +27,7 @@ SECONDS = 60.0
 
 def bench_hosts(
     *,
-    what: Sequence[str] = ("links", "collectives"),
+    what: Sequence[str] = WHAT,
     sizes: str | None = None,
     seconds: float | None = None,
     machines: Machines | None = None,
@@ -56,13 +54,12 @@ def bench_hosts(
             "--nnodes 2 --node-rank 0 --rdzv HOST:29500 on the first, --node-rank 1 on the second; or under torchrun."
         )
 
+    measuring = heard_by(heard.path, tell)
+
     def told(rank: int, message: Message) -> None:
-        if message["kind"] == "measuring":
-            tell(message["text"])
-        elif message["kind"] == "measured":
-            heard.path(result_from(message["result"]))
-        elif message["kind"] == "hosts":
+        if message["kind"] == "hosts":
             known.append(pickle.loads(bytes.fromhex(message["machines"])))
+        measuring(rank, message)
 
     known: list[list[Machine]] = []
     stopped = None
@@ -99,20 +96,13 @@ def _worker(sizes: tuple[int, ...], seconds: float, what: Sequence[str]) -> None
     channel = join().channel
     assert channel is not None  # workers of `launch` always have one
 
-    def report(result: PathResult) -> None:
-        channel.send("measured", result=result_to(result))
-
-    def tell(text: str) -> None:
-        channel.send("measuring", text=text)
-
     def known(found: list[Machine]) -> None:
         channel.send("hosts", machines=pickle.dumps(found).hex())
 
-    _be_a_host(sizes, seconds, what, report, tell, known)
+    _be_a_host(sizes, seconds, what, *told_to(channel), known)
 
 
 def _bench(found: Sequence[Machine], heard: Heard, began: float, stopped: Stop | None) -> Bench:
-    computed: list[Compute] = []
     machine = merged(found)
     took = time.perf_counter() - began
-    return bench_of(machine, heard.results, computed, measured=stamp(machine), seconds=took, stopped=stopped)
+    return bench_of(machine, heard.results, heard.computed, measured=stamp(machine), seconds=took, stopped=stopped)

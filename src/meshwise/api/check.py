@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from meshwise.api.run import plan_text
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.proof import Proof, prove
 from meshwise.equivalence.seen import Ask, Side
@@ -13,7 +14,7 @@ from meshwise.equivalence.under_plan import Draws, under_plan
 from meshwise.jobs.registry import find_job
 from meshwise.machine.find import find_devices
 from meshwise.spec.device_words import parse_devices
-from meshwise.spec.errors import PlanError, UsageError
+from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import AXES, Plan, check_devices, plan_from_settings, plan_from_toml, plan_on
 from meshwise.training.job import Job
 from meshwise.workers.join import join, started_by_launcher
@@ -87,12 +88,7 @@ def _plan(plan: Plan | str | Path | None, devices: str | None) -> Plan:
         return plan
     if plan is None:
         return Plan(data=len(find_devices(parse_devices(devices or DEFAULT_DEVICES))))
-    path = Path(plan)
-    try:
-        return plan_from_toml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise PlanError(f"{path}: no plan can be read ({why}). Name a plan file, such as a run's plan.toml.") from None
+    return plan_from_toml(plan_text(plan))
 
 
 def _job(job: Job | str) -> Job | None:

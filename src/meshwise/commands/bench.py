@@ -69,12 +69,13 @@ def bench(
     asked = [name for name, wanted in zip(WHAT, (compute, links, collectives), strict=True) if wanted]
     if seconds is not None and not 0.1 <= seconds <= 86400:
         raise UsageError(f"--seconds {seconds:g}: give from 0.1 to 86400, for instance --seconds 60.")
-    if (hosts or nnodes > 1 or rdzv) and (compute or devices):
+    hosts = hosts or nnodes > 1 or bool(rdzv)
+    if hosts and (compute or devices):
         raise UsageError("--hosts measures one device of each host. Leave --compute and --devices out.")
     if nnodes > 1:
         print(f"waiting     for {nnodes} hosts at {rdzv}", file=sys.stderr)
     with _stoppable(), _progress() as (tell, done):
-        if hosts or nnodes > 1 or rdzv:
+        if hosts:
             machines = Machines(nnodes, node_rank, rdzv)
             between = asked or WHAT[1:]
             told = bench_hosts(what=between, sizes=sizes, seconds=seconds, machines=machines, tell=tell, done=done)
@@ -109,8 +110,6 @@ def _writable(path: Path) -> Path:
         raise UsageError(f"--save {path}: no file can be there. Name one in a folder that exists, such as here.toml.")
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"--save {path}: nothing may be written in {path.parent}. Name a file elsewhere.")
-    if path.exists() and not path.is_file():  # a pipe or a device would be read for ever
-        raise UsageError(f"--save {path}: is there, and is no machine file. Name another file.")
     if path.exists():
         try:
             read_machine(path)

@@ -12,7 +12,7 @@ import psutil
 import typer
 from rich.console import Console
 
-from meshwise.api.run import Machines, run_request, run_script
+from meshwise.api.run import Machines, plan_text, run_request, run_script
 from meshwise.spec.errors import UsageError
 from meshwise.timeline.views.summary_text import summary_dict
 from meshwise.training.block_spans import BLOCKS
@@ -66,7 +66,8 @@ def run(
     if blocks:
         os.environ[BLOCKS] = "1"  # workers inherit it, whatever they run
     asked = RunRequest(job, devices, epochs, batch_size, accumulate, precision, seed, data, log_every, save_every)
-    asked = replace(asked, plan=_text_of(plan), settings=" ".join(settings) if settings else None)
+    # The run's record keeps the text, so that a resumed run needs no file.
+    asked = replace(asked, plan=plan_text(plan) if plan else None, settings=" ".join(settings) if settings else None)
     if script and job is not None:
         _refuse_job_options(asked, resume)
         code = run_script(
@@ -77,19 +78,6 @@ def run(
     if as_json:
         print(json.dumps(summary_dict(summary), indent=2))
     raise typer.Exit(code)
-
-
-def _text_of(plan: str | None) -> str | None:
-    """The text of a plan file; the run's record keeps it, so that a resumed run needs no file."""
-    if plan is None:
-        return None
-    try:
-        return Path(plan).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UsageError(
-            f"--plan {plan}: cannot be read ({why}). Name a plan file, such as runs/…/plan.toml."
-        ) from None
 
 
 def _refuse_job_options(asked: RunRequest, resume: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from meshwise.machine.expected import BOTH_WAYS
 from meshwise.machine.judge import Verdict, exit_code, judge
 from meshwise.machine.measure.alone import Compute
 from meshwise.machine.measure.result import PathResult
@@ -12,7 +13,6 @@ from meshwise.spec.machine import HOST, Collective, Device, Link, Machine, link_
 from meshwise.spec.timings import Timings
 
 COPIES = ("copy", "copy both ways")
-BOTH_WAYS = " both ways"
 
 
 @dataclass(frozen=True)

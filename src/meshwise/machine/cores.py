@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from meshwise.machine.cgroup import ROOT as CGROUP
 from meshwise.machine.cgroup import cpu_quota
 
 
@@ -18,13 +17,8 @@ def allowed_cores() -> tuple[int, ...]:
         cores = tuple(sorted(os.sched_getaffinity(0)))
     else:
         cores = tuple(range(os.cpu_count() or 1))
-    quota = cgroup_quota()
+    quota = cpu_quota()
     return cores if quota is None else cores[: max(1, math.ceil(quota))]
-
-
-def cgroup_quota(root: Path = CGROUP) -> float | None:
-    """Cores' worth of time that the container may use, or None without a limit. Reads cgroup v2, then v1."""
-    return cpu_quota(root)
 
 
 def split_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:

@@ -37,6 +37,13 @@ def peak_bytes(device: str) -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can be allocated on a CUDA device now; of another device, bytes of the host."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
 def memory_facts(device: str) -> dict[str, int]:
     """Bytes `allocated`, `reserved` and `free` on the device, for a report of an out-of-memory error."""
     if device.startswith("cuda"):

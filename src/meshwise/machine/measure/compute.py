@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-import psutil
 import torch
 
-from meshwise.machine.measure.timing import repeat
+from meshwise.machine.measure.timing import repeat, wait
+from meshwise.machine.memory import free_bytes
 from meshwise.spec.machine import Matmul
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,22 +68,15 @@ def launch_seconds(device: torch.device) -> float:
     tensor = torch.zeros(1, device=device)
     for _ in range(LAUNCHES // 10):
         tensor.add_(1)
-    _wait(device)
+    wait(device)
     rounds = []
     for _ in range(5):
         start = time.perf_counter()
         for _ in range(LAUNCHES):
             tensor.add_(1)
-        _wait(device)
+        wait(device)
         rounds.append((time.perf_counter() - start) / LAUNCHES)
     return sorted(rounds)[2]
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on the device now; a large figure where torch does not say."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
 
 
 def _product(
@@ -121,8 +114,3 @@ def _computes(device: torch.device, dtype: torch.dtype) -> bool:
 def _fits(device: torch.device, name: str, m: int, n: int, k: int) -> bool:
     size = DTYPES[name].itemsize
     return (m * k + k * n + m * n) * (size + 4) < free_bytes(device) // 2  # randn is made in fp32
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

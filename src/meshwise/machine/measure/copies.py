@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwise.machine.measure.result import PathResult
-from meshwise.machine.measure.timing import Sample, repeat
+from meshwise.machine.measure.timing import Sample, repeat, wait
 from meshwise.spec.timings import fitted
 from meshwise.spec.units import bytes_text
 from meshwise.transfer.pattern import fill, first_difference
@@ -102,8 +102,8 @@ def check_path(path: Path, tensors: Sequence[tuple[Tensor, Tensor]], move: Move)
         fill(target, -key - 1)  # what an earlier copy left must not pass for this one's
     for source, target in tensors:
         move(target, source, path.path)
-    for tensor in (tensor for pair in tensors for tensor in pair if not tensor.is_cpu):
-        torch.accelerator.synchronize(tensor.device)
+    for tensor in (tensor for pair in tensors for tensor in pair):
+        wait(tensor.device)
     for key, (_, target) in enumerate(tensors):
         at = first_difference(target, key + 1)
         if at is not None:

@@ -23,7 +23,7 @@ from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.timings import Timings
 from meshwise.spec.worker_share import WorkerShare
 from meshwise.transfer.collectives import Group, broadcast_object, gather_objects, group_of, own_rank, world_size
-from meshwise.workers.channel import Message
+from meshwise.workers.channel import Message, WorkerChannel
 from meshwise.workers.join import join
 from meshwise.workers.launch import Listeners, launch
 
@@ -56,16 +56,12 @@ def measure_processes(
     """
     _check(sizes, what)
 
-    def heard(rank: int, message: Message) -> None:
-        if message["kind"] == "measuring":
-            tell(message["text"])
-        elif message["kind"] == "measured":
-            report(result_from(message["result"]))
-
     if len(shares) < 2:
         return []
     arguments = (device_names(shares), tuple(sizes), budget, tuple(what))
-    results: list[list[PathResult]] = launch(_be_a_rank, arguments, shares, listeners=Listeners(message=heard))
+    results: list[list[PathResult]] = launch(
+        _be_a_rank, arguments, shares, listeners=Listeners(message=heard_by(report, tell))
+    )
     return results[0]
 
 
@@ -180,17 +176,30 @@ def result_from(values: dict[str, Any]) -> PathResult:
     return replace(PathResult(**values), timings=Timings(**timings))
 
 
+def told_to(channel: WorkerChannel) -> tuple[Callable[[PathResult], None], Callable[[str], None]]:
+    """report and tell of a worker, which its launcher hears by `heard_by`."""
+    return (
+        lambda result: channel.send("measured", result=result_to(result)),
+        lambda text: channel.send("measuring", text=text),
+    )
+
+
+def heard_by(report: Callable[[PathResult], None], tell: Callable[[str], None]) -> Callable[[int, Message], None]:
+    """A launcher's listener that passes on what its workers report and tell."""
+
+    def heard(rank: int, message: Message) -> None:
+        if message["kind"] == "measuring":
+            tell(message["text"])
+        elif message["kind"] == "measured":
+            report(result_from(message["result"]))
+
+    return heard
+
+
 def _be_a_rank(names: Sequence[str], sizes: Sequence[int], budget: float, what: Sequence[str]) -> list[PathResult]:
     session = join()
-    channel = session.channel
-    assert channel is not None  # workers of `launch` always have one
-
-    def report(result: PathResult) -> None:
-        channel.send("measured", result=result_to(result))
-
-    def tell(text: str) -> None:
-        channel.send("measuring", text=text)
-
+    assert session.channel is not None  # workers of `launch` always have one
+    report, tell = told_to(session.channel)
     return measure_ranks(names, sizes, budget, what, report, tell, device=torch.device(session.world.device))
 
 

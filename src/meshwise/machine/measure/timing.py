@@ -39,6 +39,12 @@ def sample_of(seconds: list[float]) -> Sample:
     return Sample(median(seconds), cuts[94], cuts[98], len(seconds))
 
 
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def repeat(
     call: Callable[[], object],
     device: torch.device,
@@ -70,13 +76,11 @@ def _on_host(
 ) -> float:
     if between:
         between()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    wait(device)
     start = clock()
     for _ in range(batch):
         call()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    wait(device)
     return (clock() - start) / batch
 
 
