@@ -13,6 +13,7 @@ from torch.utils.data import Subset
 from meshwise.jobs.mnist import mnist_mlp
 from meshwise.parallel.apply import differences
 from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
 from meshwise.training.settings import Settings
@@ -37,6 +38,10 @@ def test_two_devices_train_in_reduced_precision(precision: str, pool: Any) -> No
 
 def test_what_differs_from_one_device_is_said() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.1))
-    first, second = differences(model)
-    assert first.startswith("batch norm") and second.startswith("dropout")
-    assert differences(nn.Linear(2, 2)) == ()
+    two = Plan(data=2)
+    first, second = differences(model, two, World(size=2))
+    assert first.startswith("batch norm: each rank") and second.startswith("dropout")
+    assert differences(model, two, World(size=2), joined=True) == (second,)
+    (only,) = differences(model, Plan(accumulate=4), World())
+    assert only.startswith("batch norm: accumulate=4 takes the statistics of each microbatch")
+    assert differences(nn.Linear(2, 2), two, World(size=2)) == ()

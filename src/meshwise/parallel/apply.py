@@ -106,7 +106,7 @@ def apply(
         reduction = Sharded(model, make_mesh(plan, world), reshard=plan.reshard)
     elif world.size > 1:
         reduction = DataParallel(list(model.named_parameters()), bucket_mb=plan.bucket_mb, metered=metered)
-    notes = differences(model, bool(joined)) if world.size > 1 else ()
+    notes = differences(model, plan, world, bool(joined))
     applied = Applied(model, plan, reduction, (*notes, *_recomputed(plan, blocks)))
     for optimizer in optimizers:
         rebind(optimizer, names, model, lay_as)
@@ -128,13 +128,18 @@ def _recomputed(plan: Plan, blocks: Sequence[str]) -> tuple[str, ...]:
     return (f"recompute: {kept} runs again in the backward, in {len(blocks)} blocks: {some}.",)
 
 
-def differences(model: nn.Module, joined: bool = False) -> tuple[str, ...]:
-    """What a model on several ranks does not do as on one device, a sentence each."""
+def differences(model: nn.Module, plan: Plan, world: World, joined: bool = False) -> tuple[str, ...]:
+    """What a model under a plan does not do as on one device with whole batches, a sentence each."""
     kinds = " ".join({type(module).__name__ for module in model.modules()})
     notes = []
-    if "BatchNorm" in kinds and not joined:
+    if "BatchNorm" in kinds and not joined and world.size > 1:
         notes.append("batch norm: each rank takes the statistics of its own share, so numbers are not one device's.")
-    if "Dropout" in kinds:
+    if "BatchNorm" in kinds and plan.accumulate > 1:
+        notes.append(
+            f"batch norm: accumulate={plan.accumulate} takes the statistics of each microbatch by itself, so numbers "
+            "are not those of accumulate=1 (they are alike on any number of devices)."
+        )
+    if "Dropout" in kinds and world.size > 1:
         notes.append("dropout: each rank draws its own masks, keyed by (seed, step, rank).")
     return tuple(notes)
 

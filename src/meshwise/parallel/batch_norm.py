@@ -35,12 +35,12 @@ def join_batch_norms(model: nn.Module, counts: Callable[[], bool] = lambda: True
 
 
 def _forward(module: Any, alone: Callable[[Tensor], Tensor], counts: Callable[[], bool], /, x: Tensor) -> Tensor:
-    if not module.training:
+    if not module.training and module.running_mean is not None:
         return alone(x)
     module._check_input_dim(x)
     result: Tensor
     result, mean, variance, count = _Normalize.apply(x, module.weight, module.bias, module.eps, counts())  # type: ignore[no-untyped-call]
-    if module.running_mean is not None:
+    if module.training and module.running_mean is not None:
         _track(module, mean, variance, count)
     return result
 

@@ -28,6 +28,7 @@ def evaluate(run: StepContext, batches: Iterable[tuple[Any, Share]]) -> dict[str
     model.eval()
     with torch.no_grad(), run.recorder.span("evaluate"):
         for batch, share in batches:
+            run.state.counts = share.samples > 0
             for name, (value, weight) in _measure(run, batch, share).items():
                 total, weights = sums.get(name, (0.0, 0.0))
                 sums[name] = (total + value * weight, weights + weight)

@@ -122,11 +122,12 @@ def _prepare(
 def begun(job: Job, plan: Plan, world: World) -> tuple[Applied, RunState]:
     """The model of `job` under `plan`, and the state of a run before its first step. Collective."""
     torch.manual_seed(job.seed)
-    applied = apply(job.model(), plan, world)
+    applied = apply(job.model(), plan, world, counts=lambda: state.counts)
     optimizer = job.optimizer(applied.model.parameters())
     bind(applied, optimizer, world)
     scheduler = job.scheduler(optimizer) if job.scheduler else None
-    return applied, RunState(applied.model, optimizer, scheduler, loss_scaler(world.device, plan.precision), job.seed)
+    state = RunState(applied.model, optimizer, scheduler, loss_scaler(world.device, plan.precision), job.seed)
+    return applied, state
 
 
 def _data(job: Job, data: Any, what: str) -> Data:

@@ -47,6 +47,7 @@ def train_step(run: StepContext, parts: Sequence[Part]) -> Losses:
     losses: Losses = []
     first: Tensor | None = None
     for number, (batch, share) in enumerate(parts):
+        run.state.counts = share.samples > 0
         with run.recorder.span("forward"), computing(run.world.device, run.applied.plan.precision):
             result = run.job.loss(run.applied.model, cast_batch(batch, run.applied.plan.precision))
             mean, weight = split_weight(result, share.samples, f"the loss of job '{run.job.name}'")
