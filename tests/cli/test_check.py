@@ -26,8 +26,14 @@ def model():
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
 
 
+class OwnBatchNorm(nn.Module):
+    # Written by hand: nobody knows that its mean is one over the batch.
+    def forward(self, x):
+        return x - x.mean(0)
+
+
 def normed():
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    return nn.Sequential(nn.Linear(6, 8), OwnBatchNorm(), nn.Linear(8, 3))
 
 
 def loss(model, batch):
@@ -85,8 +91,8 @@ def test_what_differs_is_one_and_says_why(check: Check) -> None:
     code, out, err = check("train.py:batch_norm", "--no-rounding")
     assert code == 1, out + err
     assert out.startswith("different: module outputs in 1, step 1, by ")
-    assert "module    1 (BatchNorm1d)" in out
-    assert "cause     batch-norm statistics" in out and "because   1 is a BatchNorm1d" in out
+    assert "module    1 (OwnBatchNorm)" in out
+    assert "cause     batch-norm statistics" in out and "because   1 is a OwnBatchNorm" in out
 
 
 def test_every_figure_is_in_the_json(check: Check, tmp_path: Path) -> None:

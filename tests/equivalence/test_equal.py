@@ -21,6 +21,7 @@ JOBS = (
     "counting",
     "weighed",
     "biased",
+    "normed",
 )
 
 
@@ -52,7 +53,7 @@ PLANS = {
     "recompute": Plan(data=2, accumulate=2, recompute="full"),
     "all": Plan(shard=2, accumulate=2, recompute="selective"),
 }
-OWN = ("plain", "dropped", "recomputed", "tied", "counting", "weighed", "biased", "gpt")
+OWN = ("plain", "dropped", "recomputed", "tied", "counting", "weighed", "biased", "normed", "gpt")
 REFUSED = {("dropped", "all")}  # an LSTM in float64 writes in place: recompute="selective" is refused
 
 

@@ -192,8 +192,8 @@ def nothing_is_sent(patch: Any) -> None:
     patch.setattr(zero1, "_buckets", lambda parameters: [])
 
 
-def nothing(patch: Any) -> None:
-    """The product as it is."""
+def batch_norms_alone(patch: Any) -> None:
+    patch.setattr(applying, "join_batch_norms", lambda *arguments: [])
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,9 @@ BUGS = {
     "a gradient is too large": Planted(after_begun(one_gradient_larger), "plain", "gradients", "2", "backward"),
     "a module is sharper": Planted(after_begun(sharper), "plain", "module outputs", "1", "module"),
     "dropout is not keyed": Planted(draws_of_their_own, "dropped", "module outputs", "drop", "dropout masks"),
-    "batch norm of each rank's share": Planted(nothing, "normed", "module outputs", "1", "batch-norm statistics"),
+    "batch norm of each rank's share": Planted(
+        batch_norms_alone, "normed", "module outputs", "1", "batch-norm statistics"
+    ),
     "zero1 sends nothing": Planted(
         nothing_is_sent, "plain", "parameters", "0", "optimizer step", plan=Plan(data=2, zero1=True)
     ),
