@@ -22,6 +22,7 @@ from meshwise.equivalence.under_plan import under_plan
 from meshwise.jobs.registry import find_job
 from meshwise.spec.plan import Plan
 from meshwise.training.job import Job
+from tests.equivalence.models_to_check import MODELS, the_job
 
 SIZES = {"mnist-mlp": 12, "mnist-cnn": 10, "mlp": 8, "gpt": 4}
 
@@ -200,6 +201,9 @@ OWN: dict[str, Callable[..., Job]] = {
 
 
 def job_named(name: str, seed: int = 0) -> Job:
+    """A job of `OWN`, of `MODELS`, or a built-in one."""
+    if name in MODELS:
+        return the_job(name, seed)
     return OWN[name](seed) if name in OWN else built_in(name, seed)
 
 
