@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import (
     OFFLOADS,
     PRECISIONS,
     RECOMPUTES,
     Plan,
+    at_precision,
     check_devices,
     plan_from_settings,
     plan_from_toml,
@@ -28,6 +30,8 @@ def made(**values: Any) -> Plan:
         values["zero1"] = False
     if values["shard"] == 1:
         values["reshard"] = True
+    if values["precision"] == "fp64":
+        values["grad_dtype"] = None
     return Plan(**values)
 
 
@@ -43,6 +47,7 @@ plans = st.builds(
     reshard=st.booleans(),
     compile=st.booleans(),
     bucket_mb=counts,
+    grad_dtype=st.none() | st.just("bf16"),
 )
 
 
@@ -76,7 +81,14 @@ def test_a_plan_file_names_every_field() -> None:
     assert plan_to_toml(Plan(data=2, offload=("activations", "optimizer"))) == (
         'data = 2\nshard = 1\naccumulate = 1\nprecision = "fp32"\nzero1 = false\nrecompute = "none"\n'
         'offload = ["optimizer", "activations"]\nreshard = true\ncompile = false\nbucket_mb = 25\n'
+        '# param_dtype = "fp32"\n# compute_dtype = "fp32"\n# grad_dtype = "fp32"\n'
     )
+
+
+def test_what_follows_from_precision_is_a_comment_in_the_file_until_it_is_said() -> None:
+    text = plan_to_toml(Plan(precision="bf16", grad_dtype="bf16"))
+    assert '# param_dtype = "fp32"\n# compute_dtype = "bf16"\ngrad_dtype = "bf16"\n' in text
+    assert plan_from_toml(text) == Plan(precision="bf16", grad_dtype="bf16")
 
 
 def test_what_a_plan_file_leaves_out_has_its_default() -> None:
@@ -87,7 +99,7 @@ def test_what_a_plan_file_leaves_out_has_its_default() -> None:
     ("text", "says"),
     [
         ("acumulate = 2", "no field 'acumulate'. Did you mean 'accumulate'?"),
-        ("colour = 2", "Known are accumulate, bucket_mb, compile, data, offload, precision, recompute, reshard, shard"),
+        ("colour = 2", "Known are accumulate, bucket_mb, compile, compute_dtype, data, grad_dtype, offload, param_dtype, "),
         ("data = ", "not TOML"),
         ("data = 2.0", "data=2.0: must be a whole number of at least 1"),
         ("precision = ['fp32']", "precision=['fp32'] is not known"),
@@ -116,6 +128,11 @@ def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str
         ({"zero1": True}, "data=1 is one. Use data=2 or more"),
         ({"zero1": True, "data": 2, "shard": 2}, "zero1=True with shard=2: shard divides the optimizer's state"),
         ({"reshard": False}, "shard=1 shards none"),
+        ({"grad_dtype": "b16"}, "grad_dtype='b16' is not known. Did you mean"),
+        ({"param_dtype": "fp16"}, "Store in fp32 and compute in fp16"),
+        ({"param_dtype": "bf16", "compute_dtype": "fp32"}, "what is stored narrower gains nothing"),
+        ({"param_dtype": "bf16", "precision": "fp16"}, "compute_dtype='fp16' with param_dtype='bf16'"),
+        ({"precision": "fp64", "grad_dtype": "fp32"}, "float64 is for all of them or for none"),
         ({"recompute": "ful"}, "Did you mean 'full'?"),
         ({"recompute": ()}, "recompute names no block"),
         ({"recompute": ("a", "a")}, "names something twice"),
@@ -171,11 +188,35 @@ def test_the_nearest_plan_fits(plan: Plan, devices: int) -> None:
         (["recompute=blocks.0,blocks.3"], Plan(recompute=("blocks.0", "blocks.3"))),
         (["offload=parameters,optimizer", "shard=2"], Plan(shard=2, offload=("optimizer", "parameters"))),
         (["offload=none"], Plan()),
+        (["precision=bf16", "grad_dtype=bf16"], Plan(precision="bf16", grad_dtype="bf16")),
+        (["grad_dtype=none"], Plan()),
         (["shard=2", "reshard=False"], Plan(shard=2, reshard=False)),
     ],
 )
 def test_settings_make_a_plan(settings: list[str], plan: Plan) -> None:
     assert plan_from_settings(settings) == plan
+
+
+@pytest.mark.parametrize(
+    ("plan", "dtypes"),
+    [
+        (Plan(), Dtypes("fp32", "fp32", "fp32")),
+        (Plan(precision="bf16"), Dtypes("fp32", "bf16", "fp32")),
+        (Plan(precision="fp16", grad_dtype="bf16"), Dtypes("fp32", "fp16", "bf16")),
+        (Plan(param_dtype="bf16"), Dtypes("bf16", "bf16", "bf16")),
+        (Plan(param_dtype="bf16", grad_dtype="fp32"), Dtypes("bf16", "bf16", "fp32")),
+        (Plan(compute_dtype="fp16"), Dtypes("fp32", "fp16", "fp32")),
+        (Plan(precision="fp64"), Dtypes("fp64", "fp64", "fp64")),
+    ],
+)
+def test_precision_is_a_word_for_three_dtypes(plan: Plan, dtypes: Dtypes) -> None:
+    assert plan.dtypes == dtypes and dtypes.scaled is (dtypes.computed == "fp16")
+
+
+def test_another_precision_brings_its_own_dtypes() -> None:
+    plan = Plan(shard=2, precision="bf16", grad_dtype="bf16")
+    assert at_precision(plan, "bf16") is plan
+    assert at_precision(plan, "fp64") == Plan(shard=2, precision="fp64")
 
 
 def test_settings_lie_over_a_plan() -> None:

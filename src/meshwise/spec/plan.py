@@ -13,16 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from meshwise.spec.dtypes import PRECISIONS as PRECISIONS
+from meshwise.spec.dtypes import Dtypes, dtypes_of
 from meshwise.spec.errors import PlanError, nearest
 
 AXES = ("data", "shard")
 """The mesh axes, outermost first: the last one lies on neighbouring devices, whose links are the fastest."""
-PRECISIONS = {
-    "fp32": "parameters and computing in float32",
-    "bf16": "parameters in float32, computing under autocast in bfloat16",
-    "fp16": "parameters in float32, computing under autocast in float16, loss scaled",
-    "fp64": "parameters and computing in float64",
-}
 RECOMPUTES = {
     "none": "what the backward needs is kept",
     "full": "each block keeps its input alone and runs again in the backward",
@@ -43,7 +39,10 @@ class Plan:
     shard: devices over which each replica's parameters, gradients and optimizer state are divided; each takes its share
         of the replica's batch.
     accumulate: microbatches that a global batch is cut into; gradients add up before one optimizer step.
-    precision: one of `PRECISIONS`.
+    precision: one of `PRECISIONS`, a word for the three dtypes below.
+    param_dtype: what parameters are stored in: they are the master weights. By default float32.
+    compute_dtype: what matrix products are computed in, and what a shard gathers of their weights.
+    grad_dtype: what gradients are added over ranks in. By default `param_dtype`.
     zero1: parameters stay replicated, the optimizer's state is divided over the replicas.
     recompute: one of `RECOMPUTES`, or the names of the blocks that run again in the backward.
     offload: what lies in the host's memory, of `OFFLOADS`.
@@ -62,6 +61,9 @@ class Plan:
     reshard: bool = True
     compile: bool = False
     bucket_mb: int = 25
+    param_dtype: str | None = None
+    compute_dtype: str | None = None
+    grad_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in (*AXES, "accumulate", "bucket_mb"):
@@ -74,6 +76,7 @@ class Plan:
         if self.precision not in tuple(PRECISIONS):  # a plan file may hold what has no hash
             hint = nearest(str(self.precision), PRECISIONS)
             raise PlanError(f"precision={self.precision!r} is not known.{hint} Use one of {', '.join(PRECISIONS)}.")
+        dtypes_of(self.precision, self.param_dtype, self.compute_dtype, self.grad_dtype)
         object.__setattr__(self, "recompute", _recompute(self.recompute))
         object.__setattr__(self, "offload", _offload(self.offload))
         self._check_together()
@@ -95,6 +98,11 @@ class Plan:
     def devices(self) -> int:
         """How many devices the plan needs."""
         return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """What the plan stores, computes and reduces in."""
+        return dtypes_of(self.precision, self.param_dtype, self.compute_dtype, self.grad_dtype)
 
     def __repr__(self) -> str:
         return f"Plan({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
@@ -149,9 +157,26 @@ def _makes_a_plan(plan: Plan, choice: dict[str, int]) -> bool:
     return True
 
 
+def at_precision(plan: Plan, precision: str) -> Plan:
+    """The plan in another precision, with that one's dtypes; the plan itself where it has that precision."""
+    if precision == plan.precision:
+        return plan
+    return replace(plan, precision=precision, param_dtype=None, compute_dtype=None, grad_dtype=None)
+
+
 def plan_to_toml(plan: Plan) -> str:
-    """The plan as a TOML file, every field with its value."""
-    return "".join(f"{f.name} = {_toml_value(getattr(plan, f.name))}\n" for f in fields(plan))
+    """The plan as a TOML file, every field with its value. What follows from `precision` stands in a comment."""
+    said = {
+        "param_dtype": plan.dtypes.stored,
+        "compute_dtype": plan.dtypes.computed,
+        "grad_dtype": plan.dtypes.reduced,
+    }
+    lines = []
+    for f in fields(plan):
+        value = getattr(plan, f.name)
+        line = f"{f.name} = {_toml_value(said[f.name] if value is None else value)}\n"
+        lines.append(f"# {line}" if value is None else line)
+    return "".join(lines)
 
 
 def plan_from_toml(text: str) -> Plan:
@@ -193,6 +218,8 @@ def plan_on(devices: int, settings: Sequence[str]) -> Plan:
 
 def _value_of(name: str, text: str) -> Any:
     default = getattr(Plan(), name)
+    if default is None:
+        return None if text in ("", "none") else text
     if isinstance(default, bool):
         return {"true": True, "false": False}.get(text.lower(), text)
     if isinstance(default, int):
