@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwise.equivalence.cause import CAUSES
 from meshwise.equivalence.compare import compare
 from meshwise.equivalence.keyed import KeyedDraws, keyed_normal, keyed_uniform
-from meshwise.equivalence.lifted import lifted, lifted_backward
+from meshwise.equivalence.lifted import lifted
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.seen import Ask, Cut, Output, Rows, cuts_of, microbatches
 from meshwise.equivalence.sizes import LIMIT
@@ -38,6 +38,10 @@ from tests.equivalence.jobs_to_check import job_of, layers, plain
         lambda x: torch.ones(3),
         lambda x: torch.arange(3, dtype=torch.float32),
         lambda x: x.sum(dtype=torch.float32),
+        lambda x: x.type("torch.FloatTensor"),
+        lambda x: x.type_as(torch.empty(1, dtype=torch.float32)),
+        lambda x: torch.tensor([0.5, 0.25], dtype=torch.float32),
+        lambda x: torch.nn.functional.softmax(x.bfloat16(), -1),
     ],
 )
 def test_casts_are_lifted(cast: Any) -> None:
@@ -64,7 +68,7 @@ def test_a_backward_is_lifted_too() -> None:
 
     with lifted():
         y = checkpoint(cube, x, use_reentrant=False)
-    with lifted_backward():
+    with lifted():
         y.backward()
     torch.testing.assert_close(x.grad, 3 * x.detach() ** 2, rtol=1e-15, atol=0)
 

@@ -179,8 +179,8 @@ def draws_of_their_own(patch: Any) -> None:
 def starts_of_their_own(patch: Any) -> None:
     real = loop.apply
 
-    def apply(model: nn.Module, plan: Any, world: Any) -> Any:
-        applied = real(model, plan, world)
+    def apply(model: nn.Module, plan: Any, world: Any, **more: Any) -> Any:
+        applied = real(model, plan, world, **more)
         for p in model.parameters():
             p.data.mul_(1 + world.rank)
         return applied

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwise.compat.dispatch import operators_unseen, tensors_in
 from meshwise.equivalence.keyed import KeyedDraws, keyed_normal
-from meshwise.equivalence.lifted import lifted, lifted_backward
+from meshwise.equivalence.lifted import lifted
 from meshwise.equivalence.seen import Draw, Named, Output, Rows, plain
+from meshwise.transfer.layout import whole
 
 DIRECTIONS = 8
 LONGEST = 4096  # values that are projected together; a longer row has a print for each such piece
@@ -82,7 +82,7 @@ class Watch:
     def backward(self) -> Iterator[None]:
         """The backward of the newest microbatch: what it recomputes is lifted and keyed alike."""
         self.ready.clear()
-        with lifted_backward() if self._lift else contextlib.nullcontext(), self._draws[-1].again():
+        with lifted() if self._lift else contextlib.nullcontext(), self._draws[-1].again():
             yield
 
     def lifted(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,11 +183,6 @@ def clean(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor: that of a DTensor is gathered. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def parameters_of(model: nn.Module) -> Named:
