@@ -6,12 +6,13 @@ Read in torch 2.11, 2.13 and 2.15: `distributed/fsdp/_fully_shard/_fsdp_param_gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 Before = Callable[["Group"], None]
 
@@ -57,6 +58,17 @@ class Group:
         whole = self._group.fsdp_params[index]._unsharded_param
         whole.grad = torch.zeros_like(whole)
 
+    def gather_as_stored(self, indices: Collection[int]) -> None:
+        """Parameters at `indices` are gathered as they are stored, whatever the policy says of the others."""
+        for index, part in enumerate(self._group.fsdp_params):
+            part.init_dtype_attrs = functools.partial(_mixed_dtypes, part, part.init_dtype_attrs, index in indices)
+
+    def in_one_dtype(self) -> None:
+        """Bring what waits to be reduced to the dtype in which it is reduced."""
+        for part in self._group.fsdp_params:
+            part.accumulate_unsharded_grad_if_needed()
+            part.to_accumulated_grad_if_needed()
+
     def waiting(self) -> list[Tensor]:
         """The gradients of this rank alone that wait to be reduced; written in place, they are what is reduced."""
         found = [_waiting(part) for part in self._group.fsdp_params]
@@ -92,6 +104,14 @@ def keep_class_name(module: nn.Module) -> None:
     kind = type(module)
     of = kind.__mro__[2]
     kind.__name__, kind.__qualname__, kind.__module__ = of.__name__, of.__qualname__, of.__module__
+
+
+def _mixed_dtypes(
+    part: Any, init: Callable[[MixedPrecisionPolicy], None], as_stored: bool, policy: MixedPrecisionPolicy
+) -> None:
+    """`init_dtype_attrs` of a parameter in a group whose parameters are not gathered in one dtype."""
+    init(MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype) if as_stored else policy)
+    part.reduce_dtype = policy.reduce_dtype
 
 
 def _waiting(part: Any) -> Tensor | None:

@@ -23,7 +23,7 @@ from meshwise.parallel.batch_norm import join_batch_norms
 from meshwise.parallel.data import DataParallel
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.offload import offload_activations
-from meshwise.parallel.precision import store_parameters
+from meshwise.parallel.precision import check_computes, gathered_narrow, reduced_in, shard_dtypes, store_parameters
 from meshwise.parallel.rebind import names_of, rebind
 from meshwise.parallel.recompute import recompute_blocks
 from meshwise.parallel.shard import Sharded, lay_as
@@ -33,9 +33,10 @@ from meshwise.spec.plan import Plan, changed, check_devices
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
 
-BUILT = {"data", "shard", "accumulate", "precision", "zero1", "recompute", "offload", "reshard", "bucket_mb"}
+DTYPES = {"precision", "param_dtype", "compute_dtype", "grad_dtype"}
+BUILT = {"data", "shard", "accumulate", "zero1", "recompute", "offload", "reshard", "bucket_mb"} | DTYPES
 """The fields of a plan that `apply` carries out; a plan that says something with another one is refused."""
-IN_A_LOOP = {"data", "accumulate", "precision", "recompute", "offload", "bucket_mb"}
+IN_A_LOOP = {"data", "accumulate", "recompute", "offload", "bucket_mb"} | DTYPES
 """Those with which a training loop can save, resume and evaluate today."""
 
 
@@ -93,8 +94,9 @@ def apply(
     check_devices(plan, world.size)
     _check_built(plan, BUILT, "")
     _check_offload(plan)
+    check_computes(model, world.device, plan.dtypes)
     names = names_of(model)
-    store_parameters(model, plan.precision)
+    store_parameters(model, plan.dtypes)
     model.to(world.device)
     collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
     joined = join_batch_norms(model, counts) if counts is not None and world.size > 1 else []
@@ -103,9 +105,17 @@ def apply(
         offload_activations(model)
     reduction: DataParallel | Sharded | None = None
     if plan.shard > 1:
-        reduction = Sharded(model, make_mesh(plan, world), reshard=plan.reshard)
+        reduction = Sharded(
+            model,
+            make_mesh(plan, world),
+            reshard=plan.reshard,
+            dtypes=shard_dtypes(plan.dtypes),
+            narrow=gathered_narrow(model),
+        )
     elif world.size > 1:
-        reduction = DataParallel(list(model.named_parameters()), bucket_mb=plan.bucket_mb, metered=metered)
+        named = list(model.named_parameters())
+        dtype = reduced_in(plan.dtypes)
+        reduction = DataParallel(named, bucket_mb=plan.bucket_mb, metered=metered, dtype=dtype)
     notes = differences(model, plan, world, bool(joined))
     applied = Applied(model, plan, reduction, (*notes, *_recomputed(plan, blocks)))
     for optimizer in optimizers:

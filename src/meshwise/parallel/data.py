@@ -45,10 +45,21 @@ class _Group:
 
 
 class DataParallel:
-    """Averages the gradients of `named` parameters over all ranks."""
+    """Averages the gradients of `named` parameters over all ranks.
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], *, bucket_mb: int, metered: bool = False) -> None:
-        self._named = list(named)
+    dtype: what they are sent and added in, where that is not their own. A loss does not travel with them then.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        *,
+        bucket_mb: int,
+        metered: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._named, self._dtype = list(named), dtype
+        metered = metered and dtype is None
         self._meter = _make_meter(self._named) if metered and self._named else None
         self._bucket_mb = bucket_mb
         self._groups: list[_Group] = []
@@ -163,7 +174,10 @@ class DataParallel:
             for gradient, p in zip(bucket.gradients(), bucket.parameters(), strict=True):
                 if id(p) in self._kept:
                     gradient.add_(self._kept.pop(id(p)))
-        return collectives.mean_future(buffer)
+        if self._dtype is None or self._dtype == buffer.dtype:
+            return collectives.mean_future(buffer)
+        mean = collectives.mean_future(buffer.to(self._dtype))
+        return mean.then(lambda done: buffer.copy_(done.value()))
 
     def _complete(self, armed: list[_Group], before: Gradients, versions: Sequence[int | None]) -> None:
         """Take part with zero for the parameters that this rank's loss did not reach, so that nobody waits for them.

@@ -1,41 +1,139 @@
-"""Precision: what parameters are stored in, what is computed in, and whether the loss is scaled."""
+"""Precision: what parameters are stored in, what is computed in, and whether the loss is scaled.
+
+Parameters are the master weights; where computing is narrower, autocast casts what matrix products take. A shard
+gathers those weights as autocast would cast them: the same numbers, bit for bit, and half the bytes. Everything takes
+the dtypes of a plan, or a word of `PRECISIONS` for them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from meshwise.spec.dtypes import Dtypes, dtypes_of
+from meshwise.spec.errors import PlanError
 from meshwise.transfer.tree import map_tensors
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LACKS = ("not implemented for", "could not create a primitive", "does not support")  # how torch says that it lacks one
+CAST = (nn.Linear, nn.modules.conv._ConvNd, nn.LSTM, nn.MultiheadAttention)  # autocast casts their weights
 
 
-def store_parameters(model: nn.Module, precision: str) -> None:
-    """Convert the model's floating parameters and buffers, in place, where the precision asks for it."""
-    if precision == "fp64":
-        model.double()
+def store_parameters(model: nn.Module, precision: str | Dtypes) -> None:
+    """Convert the model's floating parameters and buffers, in place, where they are to be stored in another dtype than
+    float32."""
+    stored = _dtypes(precision).stored
+    if stored != "fp32":
+        model.to(TORCH[stored])
 
 
-def computing(device: str, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """The context of a forward pass."""
-    dtype = _AUTOCAST.get(precision)
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device.split(":")[0], dtype)
+@contextlib.contextmanager
+def computing(device: str, precision: str | Dtypes) -> Iterator[None]:
+    """The context of a forward pass. Raises PlanError for an operator that torch does not have in the dtype."""
+    dtypes = _dtypes(precision)
+    cast = dtypes.computed != dtypes.stored
+    narrow = torch.autocast(device.split(":")[0], TORCH[dtypes.computed]) if cast else contextlib.nullcontext()
+    with saying_what_lacks(device, dtypes), narrow:
+        yield
 
 
-def cast_batch(batch: Any, precision: str) -> Any:
-    """Floating tensors of a batch in the dtype of the parameters."""
-    if precision != "fp64":
+@contextlib.contextmanager
+def saying_what_lacks(device: str, precision: str | Dtypes) -> Iterator[None]:
+    """Turns torch's error about an operator that it does not have in this dtype into one that says what to write."""
+    computed = _dtypes(precision).computed
+    try:
+        yield
+    except RuntimeError as error:
+        if computed in ("fp64", "fp32") or not any(words in str(error) for words in LACKS):
+            raise
+        raise PlanError(f"{_lacks(device, computed)}: {str(error).splitlines()[0]}. {_instead(computed)}") from error
+
+
+def cast_batch(batch: Any, precision: str | Dtypes) -> Any:
+    """Floating tensors of a batch in the dtype of the parameters, where that is not float32."""
+    stored = _dtypes(precision).stored
+    if stored == "fp32":
         return batch
 
     def cast(tensor: Tensor) -> Tensor:
-        return tensor.double() if tensor.is_floating_point() else tensor
+        return tensor.to(TORCH[stored]) if tensor.is_floating_point() else tensor
 
     return map_tensors(cast, batch)
 
 
-def loss_scaler(device: str, precision: str) -> torch.amp.GradScaler:
-    """Scales the loss under fp16; passes everything through otherwise."""
-    return torch.amp.GradScaler(device.split(":")[0], enabled=precision == "fp16")
+def loss_scaler(device: str, precision: str | Dtypes) -> torch.amp.GradScaler:
+    """Scales the loss where float16 is computed in; passes everything through otherwise."""
+    return torch.amp.GradScaler(device.split(":")[0], enabled=_dtypes(precision).scaled)
+
+
+def gathered_narrow(model: nn.Module) -> set[int]:
+    """Ids of the parameters that autocast casts whenever they are used: the weights of linear layers, convolutions,
+    LSTMs and attention, without those that share their tensor with another part (a tied embedding)."""
+    cast: dict[int, bool] = {}
+    for part in model.modules():
+        for p in part.parameters(recurse=False):
+            cast[id(p)] = cast.get(id(p), True) and isinstance(part, CAST) and p.ndim > 1 and p.is_floating_point()
+    return {key for key, always in cast.items() if always}
+
+
+def shard_dtypes(dtypes: Dtypes) -> MixedPrecisionPolicy | None:
+    """What a shard gathers and reduces in; None where that is what is stored. Autocast casts what modules are given."""
+    gather = TORCH[dtypes.computed] if dtypes.computed != dtypes.stored else None
+    if gather is None and dtypes.reduced == dtypes.stored:
+        return None
+    return MixedPrecisionPolicy(gather, TORCH[dtypes.reduced], cast_forward_inputs=False)
+
+
+def reduced_in(dtypes: Dtypes) -> torch.dtype | None:
+    """What replicas send gradients in; None where that is what is stored."""
+    return TORCH[dtypes.reduced] if dtypes.reduced != dtypes.stored else None
+
+
+def check_computes(model: nn.Module | None, device: str, precision: str | Dtypes) -> None:
+    """Raises PlanError where torch cannot compute in the precision on `device`, as far as that is known before a run.
+
+    Tried on the device: a matrix product, and an LSTM where `model` holds one (torch 2.13 has none in float16 on CPU).
+    """
+    computed = _dtypes(precision).computed
+    if computed in ("fp64", "fp32"):
+        return
+    kind = device.split(":")[0]
+    if kind == "cuda" and computed == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise PlanError(f"{_lacks(device, computed)}: this GPU is older than it. {_instead(computed)}")
+    with_lstm = model is not None and any(isinstance(part, nn.LSTM) for part in model.modules())
+    for kind_of, wrong in _tried(device, computed, with_lstm):
+        raise PlanError(f"{_lacks(device, computed)}: {kind_of} fails ({wrong}). {_instead(computed)}")
+
+
+@functools.cache
+def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]:
+    """What fails on the device, and how torch says it."""
+    parts: list[nn.Module] = [nn.Linear(1, 1), *([nn.LSTM(1, 1)] if with_lstm else [])]
+    failed = []
+    with torch.random.fork_rng(), torch.enable_grad():
+        for part in parts:
+            try:
+                with torch.autocast(device.split(":")[0], TORCH[computed]):
+                    result = part.to(device)(torch.ones(2, 1, 1, device=device))
+                (result if isinstance(result, Tensor) else result[0]).float().sum().backward()
+            except RuntimeError as error:
+                failed.append((type(part).__name__, str(error).splitlines()[0][:100]))
+    return failed
+
+
+def _lacks(device: str, computed: str) -> str:
+    return f"compute_dtype='{computed}': torch {torch.__version__} cannot compute it on {device.split(':')[0]}"
+
+
+def _instead(computed: str) -> str:
+    return f"Use precision='{'bf16' if computed == 'fp16' else 'fp32'}', or a device that has it."
+
+
+def _dtypes(precision: str | Dtypes) -> Dtypes:
+    return dtypes_of(precision) if isinstance(precision, str) else precision

@@ -14,12 +14,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwise.compat import sharding
@@ -40,16 +40,30 @@ class Sharded:
     mesh: has the axis `shard`, and may have `data` outside it, over which the parts are replicated.
     reshard: whether a block's parameters are let go between its forward and its backward.
     to_host: keep the parts of the parameters, their gradients and the optimizer's state in the host's memory.
+    dtypes: what is stored, gathered and reduced in, where that is not one.
+    narrow: ids of the parameters that are gathered in what is computed in.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, reshard: bool = True, to_host: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        reshard: bool = True,
+        to_host: bool = False,
+        dtypes: MixedPrecisionPolicy | None = None,
+        narrow: Collection[int] = (),
+    ) -> None:
         policy = CPUOffloadPolicy() if to_host else OffloadPolicy()
+        dtypes = dtypes or MixedPrecisionPolicy()
+        self._mixed = dtypes.param_dtype is not None
+        wide = {name for name, p in model.named_parameters() if id(p) not in narrow}
         self._roots: list[FSDPModule] = []
         for root in roots_of(model):
             units = units_of(root)
             for module, keep in [*((unit, not reshard) for unit in units), (root, bool(units) or not reshard)]:
                 check_can_be_sharded(model, module)
-                fully_shard(module, mesh=mesh, reshard_after_forward=not keep, offload_policy=policy)
+                fully_shard(module, mesh=mesh, reshard_after_forward=not keep, offload_policy=policy, mp_policy=dtypes)
                 sharding.keep_class_name(module)
             self._roots.append(root)  # type: ignore[arg-type]
         names = {id(p): name for name, p in model.named_parameters()}
@@ -58,6 +72,8 @@ class Sharded:
         for _, sharded in sharding.sharded_modules(model):
             for group in sharding.groups_of(sharded):
                 self._names[len(self._groups)] = [names[id(p)] for p in group.parameters]
+                if self._mixed:
+                    group.gather_as_stored([i for i, name in enumerate(self._names[len(self._groups)]) if name in wide])
                 group.before_reducing(functools.partial(self._before, len(self._groups)))
                 self._groups.append(group)
         self._key = f"meshwise/shard/{next(_made)}"
@@ -130,6 +146,8 @@ class Sharded:
         trained = {name for name, p in zip(self._names[index], group.parameters, strict=True) if p.requires_grad}
         if not any(reached.values()) and self._idle is not None and self._idle >= trained:
             return
+        if self._mixed:
+            group.in_one_dtype()
         self._agree_on_order(index)
         late = sorted(name for name in self._idle or () if reached.get(name))
         if late and self._idle is not None:
