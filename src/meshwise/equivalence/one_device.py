@@ -23,7 +23,7 @@ from meshwise.equivalence.watch import (
     scheduler_numbers,
     tied_in,
 )
-from meshwise.parallel.precision import cast_batch, computing
+from meshwise.parallel.precision import cast_batch, computing, store_parameters
 from meshwise.training.job import Job
 from meshwise.training.order import Share
 from meshwise.training.source import LoaderSettings, Reader, count_samples, reader
@@ -40,7 +40,8 @@ def one_device(job: Job, ask: Ask, device: str = "cpu") -> Side:
 def _run(job: Job, ask: Ask, device: str) -> Side:
     torch.manual_seed(job.seed)
     model = job.model()
-    model = (model.double() if ask.lifted else model).to(device)
+    store_parameters(model, ask.dtypes)
+    model.to(device)
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     watch = Watch(model, job.seed, lift=ask.lifted)
@@ -94,8 +95,8 @@ def _backward(
     """Leave in `.grad` the mean over all that the microbatches' weights count; returns that mean of the losses."""
     total = weights = torch.zeros((), dtype=torch.float64)
     for batch, share in batches:
-        with computing(str(next(model.parameters()).device), ask.precision):
-            mean, weight = split_weight(loss(model, cast_batch(batch, ask.precision)), share.samples, f"job '{name}'")
+        with computing(str(next(model.parameters()).device), ask.dtypes):
+            mean, weight = split_weight(loss(model, cast_batch(batch, ask.dtypes)), share.samples, f"job '{name}'")
         counted = as_weight(share.samples if weight is None else weight, mean)
         with watch.backward():
             (mean * counted.to(mean.dtype)).backward()
@@ -119,8 +120,8 @@ def _evaluate(job: Job, model: nn.Module, watch: Watch, side: Side, ask: Ask, de
     with torch.no_grad():
         for batch, share in _batches(read, parts, Cut(0, 0, len(order)), device):
             side.evaluated += share.indices.tolist()
-            with computing(device, ask.precision):
-                named = measure(model, cast_batch(batch, ask.precision))
+            with computing(device, ask.dtypes):
+                named = measure(model, cast_batch(batch, ask.dtypes))
             for name, result in named.items():
                 mean, weight = split_weight(result, share.samples, f"metric '{name}' of job '{job.name}'")
                 counted = as_weight(share.samples if weight is None else weight, mean).cpu()

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from meshwise.spec.plan import Plan
+from meshwise.spec.dtypes import Dtypes
+from meshwise.spec.plan import Plan, at_precision
 from meshwise.training.order import Share, epoch_order, part
 
 Named = dict[str, Tensor]
@@ -28,6 +29,11 @@ class Ask:
     @property
     def lifted(self) -> bool:
         return self.precision == "fp64"
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """What both sides store and compute in."""
+        return at_precision(self.plan, self.precision).dtypes
 
 
 @dataclass(frozen=True)

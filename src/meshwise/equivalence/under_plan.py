@@ -28,6 +28,7 @@ from meshwise.equivalence.watch import (
 )
 from meshwise.parallel.apply import Applied
 from meshwise.recovery.state import RunState
+from meshwise.spec.plan import at_precision
 from meshwise.spec.world import World
 from meshwise.timeline.record import current
 from meshwise.training.evaluate import evaluate
@@ -67,7 +68,7 @@ def under_plan(job: Job, ask: Ask, draws: Draws) -> Side | None:
     draws: the random draws of one device, so that this side makes the same.
     """
     world = join().world
-    plan = replace(ask.plan, precision=ask.precision)
+    plan = at_precision(ask.plan, ask.precision)
     applied, state = begun(job, plan, world)
     watch = Watch(applied.model, job.seed, lift=ask.lifted)
     side = begun_side(applied.model)

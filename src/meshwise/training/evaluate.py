@@ -39,9 +39,9 @@ def evaluate(run: StepContext, batches: Iterable[tuple[Any, Share]]) -> dict[str
 
 def _measure(run: StepContext, batch: Any, share: Share) -> dict[str, tuple[Tensor, Tensor]]:
     job: Job = run.job
-    precision = run.applied.plan.precision
-    with computing(run.world.device, precision):
-        batch = cast_batch(batch, precision)
+    dtypes = run.applied.plan.dtypes
+    with computing(run.world.device, dtypes):
+        batch = cast_batch(batch, dtypes)
         named = job.metrics(run.applied.model, batch) if job.metrics else {"loss": job.loss(run.applied.model, batch)}
     measured = {}
     for name, result in named.items():

@@ -73,7 +73,7 @@ def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None
     check_fits(settings.plan, session.world)
     if tell is None and session.channel is not None:
         tell = session.channel.send
-    journal = Journal(folder, tell, session.world, scaled=settings.plan.precision == "fp16")
+    journal = Journal(folder, tell, session.world, scaled=settings.plan.dtypes.scaled)
     recording = Recording(session.world, folder, lambda text: journal.tell("say", text=text))
     recorder, status = recording.recorder, "failed"
     run: _Run | None = None
@@ -126,7 +126,7 @@ def begun(job: Job, plan: Plan, world: World) -> tuple[Applied, RunState]:
     optimizer = job.optimizer(applied.model.parameters())
     bind(applied, optimizer, world)
     scheduler = job.scheduler(optimizer) if job.scheduler else None
-    state = RunState(applied.model, optimizer, scheduler, loss_scaler(world.device, plan.precision), job.seed)
+    state = RunState(applied.model, optimizer, scheduler, loss_scaler(world.device, plan.dtypes), job.seed)
     return applied, state
 
 

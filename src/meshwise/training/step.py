@@ -48,8 +48,8 @@ def train_step(run: StepContext, parts: Sequence[Part]) -> Losses:
     first: Tensor | None = None
     for number, (batch, share) in enumerate(parts):
         run.state.counts = share.samples > 0
-        with run.recorder.span("forward"), computing(run.world.device, run.applied.plan.precision):
-            result = run.job.loss(run.applied.model, cast_batch(batch, run.applied.plan.precision))
+        with run.recorder.span("forward"), computing(run.world.device, run.applied.plan.dtypes):
+            result = run.job.loss(run.applied.model, cast_batch(batch, run.applied.plan.dtypes))
             mean, weight = split_weight(result, share.samples, f"the loss of job '{run.job.name}'")
         last = number == len(parts) - 1
         with run.recorder.span("backward"):
