@@ -117,6 +117,7 @@ class Sharded:
                         gradient.mul_(factor().to(gradient.dtype))
         for root in self._roots:
             root.set_requires_gradient_sync(reduce)
+        mean = None if value is None else collectives.begin_sum(value / collectives.world_size())
         loss.backward()
         self._factor = None
         if reduce:
@@ -124,7 +125,7 @@ class Sharded:
             self.unreduced = self.unreduced and any(group.waiting() for group in self._groups)
         else:
             self.unreduced = True
-        return None if value is None else collectives.mean_over_ranks(value.clone())
+        return None if mean is None else mean()
 
     def reduce_now(self) -> None:
         """Reduce what waits: for gradients that every backward so far kept local. Collective."""
