@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Subset
 
 from meshwise.jobs.registry import find_job
-from meshwise.parallel.apply import apply, check_fits
+from meshwise.parallel.apply import apply
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import names_of, rebind
 from meshwise.spec.errors import PlanError
@@ -42,12 +42,6 @@ def test_what_cannot_be_is_refused_before_anything_is_touched(plan: Plan, says: 
     with pytest.raises(PlanError, match=says):
         apply(model, plan, World())
     assert type(model) is nn.Linear and not isinstance(model.weight, DTensor)
-
-
-@pytest.mark.parametrize("plan", [Plan(shard=2), Plan(data=2, zero1=True)])
-def test_a_training_loop_refuses_what_it_cannot_carry_out(plan: Plan) -> None:
-    with pytest.raises(PlanError, match="is not built yet in a training loop"):
-        check_fits(plan, World(size=2))
 
 
 def losses(plan: Plan) -> list[float]:

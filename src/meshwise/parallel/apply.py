@@ -5,6 +5,7 @@
     recompute    inside a block: what is sharded gathers a block's parameters once for its second run and its backward
     offload      around the whole model's forward, and inside what shard does before and after that
     shard        after it: a block is gathered around its forward, whatever that forward has become
+    start values of a deferred model (deferred.py): once each rank has its part, and before data, which needs them
     data         last: it reduces the gradients of whatever the others have made; with shard, shard does it for both
     zero1        at the optimizer, which needs parameters that do not change any more
 
@@ -21,23 +22,24 @@ from torch.optim import Optimizer
 
 from meshwise.parallel.batch_norm import join_batch_norms
 from meshwise.parallel.data import DataParallel
+from meshwise.parallel.deferred import fill, hold
+from meshwise.parallel.loading import lay_what_a_model_loads, lay_what_an_optimizer_loads
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.offload import offload_activations
 from meshwise.parallel.precision import check_computes, gathered_narrow, reduced_in, shard_dtypes, store_parameters
 from meshwise.parallel.rebind import names_of, rebind
 from meshwise.parallel.recompute import recompute_blocks
-from meshwise.parallel.shard import Sharded, lay_as
+from meshwise.parallel.shard import Sharded
 from meshwise.parallel.zero1 import DividedOptimizer
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan, changed, check_devices
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
+from meshwise.transfer.layout import lay_as
 
 DTYPES = {"precision", "param_dtype", "compute_dtype", "grad_dtype"}
 BUILT = {"data", "shard", "accumulate", "zero1", "recompute", "offload", "reshard", "bucket_mb"} | DTYPES
 """The fields of a plan that `apply` carries out; a plan that says something with another one is refused."""
-IN_A_LOOP = {"data", "accumulate", "recompute", "offload", "bucket_mb"} | DTYPES
-"""Those with which a training loop can save, resume and evaluate today."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,15 @@ def apply(
         statistics of all ranks: forwards in training are then collective.
     """
     check_devices(plan, world.size)
-    _check_built(plan, BUILT, "")
+    _check_built(plan)
     _check_offload(plan)
     check_computes(model, world.device, plan.dtypes)
     names = names_of(model)
+    held = hold(model)
     store_parameters(model, plan.dtypes)
-    model.to(world.device)
-    collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
+    if held is None:
+        model.to(world.device)
+        collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
     joined = join_batch_norms(model, counts) if counts is not None and world.size > 1 else []
     blocks = recompute_blocks(model, plan.recompute)
     if "activations" in plan.offload:
@@ -112,7 +116,10 @@ def apply(
             dtypes=shard_dtypes(plan.dtypes),
             narrow=gathered_narrow(model),
         )
-    elif world.size > 1:
+        lay_what_a_model_loads(model)
+    if held is not None:
+        fill(held, model, world.device)
+    if plan.shard == 1 and world.size > 1:
         named = list(model.named_parameters())
         dtype = reduced_in(plan.dtypes)
         reduction = DataParallel(named, bucket_mb=plan.bucket_mb, metered=metered, dtype=dtype)
@@ -126,6 +133,8 @@ def apply(
 
 def bind(applied: Applied, optimizer: Optimizer, world: World) -> None:
     """Lay an optimizer of the applied model's parameters as the plan says: needed once for one made after `apply`."""
+    if applied.plan.shard > 1:
+        lay_what_an_optimizer_loads(optimizer)
     if applied.plan.zero1:
         DividedOptimizer(optimizer, world.rank, world.size)
 
@@ -155,10 +164,10 @@ def differences(model: nn.Module, plan: Plan, world: World, joined: bool = False
 
 
 def check_fits(plan: Plan, world: World) -> None:
-    """Raises PlanError when the plan needs another number of devices than the run has, or what a training loop cannot
-    carry out yet."""
+    """Raises PlanError when the plan needs another number of devices than the run has, or what is not
+    built."""
     check_devices(plan, world.size)
-    _check_built(plan, IN_A_LOOP, " in a training loop")
+    _check_built(plan)
     _check_offload(plan)
 
 
@@ -173,10 +182,10 @@ def _check_offload(plan: Plan) -> None:
         )
 
 
-def _check_built(plan: Plan, built: set[str], where: str) -> None:
+def _check_built(plan: Plan) -> None:
     for name, value in changed(plan).items():
-        if name not in built:
-            raise PlanError(f"{name}={value!r} is not built yet{where}. Leave {name} out.")
+        if name not in BUILT:
+            raise PlanError(f"{name}={value!r} is not built yet. Leave {name} out.")
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:

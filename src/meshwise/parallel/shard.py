@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from meshwise.compat import sharding
 from meshwise.compat.reducer import default_store
@@ -218,13 +218,6 @@ class Sharded:
             mean = collectives.mean_over_ranks(factor().detach().clone())
             for gradient in reduced:
                 gradient.mul_(mean.to(gradient.dtype))
-
-
-def lay_as(value: Tensor, parameter: Tensor) -> Tensor:
-    """`value`, whole on every rank, divided over the ranks as `parameter` is."""
-    if not isinstance(parameter, DTensor):
-        return value
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def roots_of(model: nn.Module) -> list[nn.Module]:

@@ -34,14 +34,20 @@ class DividedOptimizer:
             )
         self._optimizer, self._rank = optimizer, rank
         self._owned = owners([p for group in optimizer.param_groups for p in group["params"]], size)
+        self._owner = {id(p): owner for owner, held in enumerate(self._owned) for p in held}
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
-        for p in [p for p in optimizer.state if self._owner(p) != rank]:
+        for p in [p for p in optimizer.state if self._owner.get(id(p), rank) != rank]:
             del optimizer.state[p]
+        optimizer.register_load_state_dict_pre_hook(self._own_part)
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
-    def _owner(self, p: Tensor) -> int:
-        return next((owner for owner, held in enumerate(self._owned) if any(p is q for q in held)), self._rank)
+    def _own_part(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """Of a whole state that is loaded, what belongs to this rank's parameters."""
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        others = {n for n, p in zip(numbers, held, strict=False) if self._owner[id(p)] != self._rank}
+        return {**saved, "state": {n: entry for n, entry in saved["state"].items() if n not in others}}
 
     def _before(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
         """Lay the gradients of others' parameters aside: an optimizer skips a parameter without one."""

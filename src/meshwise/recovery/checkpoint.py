@@ -14,6 +14,7 @@ import torch
 
 from meshwise.records.atomic import write_text, write_with
 from meshwise.spec.errors import CheckpointError
+from meshwise.transfer import collectives
 
 KEPT = 2  # the newest, and one more in case the newest turns out to be unreadable
 
@@ -37,7 +38,20 @@ def save_checkpoint(folder: Path, saved: dict[str, Any]) -> Path:
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """The newest packed state in `folder`. Raises CheckpointError when there is none or it is damaged."""
+    """The newest packed state in `folder`, on every rank. Collective. Raises CheckpointError without a whole one.
+
+    Rank 0 verifies the file. Where every rank sees it, each maps it into memory and reads what it needs; else rank 0
+    sends it.
+    """
+    path, size = collectives.broadcast_object(_verified(folder) if collectives.own_rank() == 0 else None)
+    sees = path.exists() and path.stat().st_size == size
+    if all(collectives.gather_objects(sees)):
+        return _read(path)
+    return dict(collectives.broadcast_object(_read(path) if collectives.own_rank() == 0 else None))
+
+
+def _verified(folder: Path) -> tuple[Path, int]:
+    """The newest state's file and its size, once its digest was found right."""
     try:
         facts = json.loads((folder / "latest.json").read_text())
         path, expected = folder / facts["file"], facts["sha256"]
@@ -52,8 +66,12 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: is damaged (its SHA-256 is not the one that was saved). Older states lie beside it."
         )
+    return path.resolve(), path.stat().st_size
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(f"{path}: cannot be read ({str(error).partition(chr(10))[0]}).") from None
     if not isinstance(saved, dict):

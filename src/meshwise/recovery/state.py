@@ -1,6 +1,7 @@
 """The state of a run: one object, and one value that it is saved as.
 
-Random draws and the data order are keyed by (seed, epoch, step, index), so no generator's state belongs to it.
+It does not depend on the plan: a run that was saved under one goes on under another. Random draws and the data order
+are keyed by (seed, epoch, step, index), so no generator's state belongs to it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from meshwise.recovery.collect import collected
 from meshwise.spec.errors import CheckpointError
 
 FORMAT = 1
@@ -37,24 +39,32 @@ class RunState:
     counts: bool = True
 
 
-def pack(state: RunState) -> dict[str, Any]:
-    """The state as plain values and tensors, the same on every rank and for every number of devices."""
-    return {
-        "format": FORMAT,
-        "model": state.model.state_dict(),
-        "optimizer_kind": type(state.optimizer).__name__,
-        "optimizer": state.optimizer.state_dict(),
-        "scheduler": state.scheduler.state_dict() if state.scheduler else None,
-        "scaler": state.scaler.state_dict(),
-        "seed": state.seed,
-        "epoch": state.epoch,
-        "index": state.index,
-        "step": state.step,
-    }
+def pack(state: RunState) -> dict[str, Any] | None:
+    """The state as plain values and whole tensors on the CPU of rank 0, None on the others. Collective.
+
+    It is the same under every plan and for every number of devices.
+    """
+    return collected(  # type: ignore[no-any-return]
+        {
+            "format": FORMAT,
+            "model": state.model.state_dict(keep_vars=True),
+            "optimizer_kind": type(state.optimizer).__name__,
+            "optimizer": state.optimizer.state_dict(),
+            "scheduler": state.scheduler.state_dict() if state.scheduler else None,
+            "scaler": state.scaler.state_dict(),
+            "seed": state.seed,
+            "epoch": state.epoch,
+            "index": state.index,
+            "step": state.step,
+        }
+    )
 
 
 def unpack(state: RunState, saved: dict[str, Any]) -> None:
-    """Put a saved state into `state`, in place. Raises CheckpointError when it is of another model or optimizer."""
+    """Put a saved state into `state`, in place, each tensor laid as its plan says.
+
+    Raises CheckpointError when it is of another model or optimizer.
+    """
     if saved.get("format") != FORMAT:
         raise CheckpointError(f"the checkpoint has format {saved.get('format')}; this meshwise reads format {FORMAT}.")
     _compare(state.model.state_dict(), saved["model"])

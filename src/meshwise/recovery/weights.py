@@ -8,9 +8,15 @@ from safetensors.torch import save
 from torch import nn
 
 from meshwise.records.atomic import write_with
+from meshwise.recovery.collect import collected
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
-    """Write the model's state_dict. Tensors that share memory (tied weights) are written once under each name."""
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    write_with(path, lambda file: file.write(save(tensors, metadata={"format": "pt"})))
+    """Write the model's state_dict on rank 0, whole under any plan. Collective.
+
+    Tensors that share memory (tied weights) are written once under each name.
+    """
+    state = collected(model.state_dict(keep_vars=True))
+    if state is not None:
+        tensors = {name: tensor.contiguous().clone() for name, tensor in state.items()}
+        write_with(path, lambda file: file.write(save(tensors, metadata={"format": "pt"})))

@@ -31,7 +31,7 @@ from meshwise.training.recording import Recording
 from meshwise.training.settings import Settings, overridden
 from meshwise.training.source import LoaderSettings, Reader, count_samples, reader
 from meshwise.training.step import Part, StepContext, train_step
-from meshwise.transfer.collectives import barrier, broadcast_object
+from meshwise.transfer.collectives import barrier
 from meshwise.transfer.prefetch import prefetch
 from meshwise.workers.join import Session, join
 from meshwise.workers.worker import midway
@@ -109,7 +109,7 @@ def _prepare(
     applied, state = begun(job, plan, world)
     record_blocks(applied.model)
     if settings.resume and folder is not None:
-        unpack(state, broadcast_object(load_checkpoint(folder / names.CHECKPOINTS) if world.rank == 0 else None))
+        unpack(state, load_checkpoint(folder / names.CHECKPOINTS))
         journal.rewind(state.step)
     run = _Run(session, settings, folder, StepContext(job, applied, state, world, recorder), journal, train, test)
     run.saved_step = state.step if settings.resume else -1
@@ -229,20 +229,21 @@ def _tell(run: _Run, kind: str, pace: _Pace, in_epoch: int, steps: int) -> None:
 
 
 def _save(run: _Run) -> None:
-    """Save the state; rank 0 writes, since every rank holds the same."""
+    """Save the state: every rank gives its part, rank 0 writes. Collective."""
     state, folder = run.context.state, run.folder
     if folder is None or run.saved_step == state.step:
         return
     with run.context.recorder.span("checkpoint"):
-        if run.context.world.rank == 0:
-            save_checkpoint(folder / names.CHECKPOINTS, pack(state))
+        packed = pack(state)
+        if packed is not None:
+            save_checkpoint(folder / names.CHECKPOINTS, packed)
     run.saved_step = state.step
 
 
 def _finish(run: _Run) -> None:
     """Save the state and, of a run that came to its end, the weights."""
     _save(run)
-    if run.folder is not None and run.context.world.rank == 0 and not run.stopped:
+    if run.folder is not None and not run.stopped:
         save_weights(run.context.applied.model, run.folder / names.WEIGHTS)
     if run.session.channel is None:
         barrier()  # without a launcher nobody waits for rank 0's files

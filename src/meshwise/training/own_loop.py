@@ -13,9 +13,7 @@ The objects that come back are the objects that were given; only loaders are new
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,93 +23,55 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from meshwise.compat.reducer import default_store
-from meshwise.parallel.apply import Applied, apply
-from meshwise.records.atomic import write_with
+from meshwise.parallel.apply import Applied
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.block_spans import record_blocks
-from meshwise.training.order import Share
+from meshwise.training.own_laid import cast, lay_models, lay_optimizer
 from meshwise.training.own_loader import Plain, read_plan
-from meshwise.training.own_spans import OwnSpans
-from meshwise.training.recording import Recording, record_script
+from meshwise.training.own_plan import settle
+from meshwise.training.own_state import own as _own
+from meshwise.training.own_state import say
+from meshwise.training.recording import record_script
 from meshwise.training.step import mixed, seed_draws
 from meshwise.training.weighing import as_weight
 from meshwise.transfer import collectives
-from meshwise.transfer.agreement import wait_for_all
 from meshwise.transfer.prefetch import prefetch
 from meshwise.workers.join import join, open_session
 from meshwise.workers.worker import midway
 
-LOAD_GRACE = 60.0  # seconds in which all ranks must have read a file
 Number = TypeVar("Number", int, float, Tensor)
 
 
-@dataclass
-class _Own:
-    """What this process has distributed so far."""
-
-    applied: Applied | None = None
-    models: nn.ModuleList = field(default_factory=nn.ModuleList)
-    share: Share | None = None
-    """Of the batch that a distributed loader gave last, while its loop is running."""
-    used_stand_ins: bool = False
-    """Whether the loop that ended last gave some rank a stand-in."""
-    reduce: bool = True
-    backwards: int = 0
-    stepped: set[int] = field(default_factory=set)
-    """Ids of the optimizers that stepped since the last backward."""
-    stepping: set[int] = field(default_factory=set)
-    """Ids of those inside their step: one that calls `super().step()` is asked twice."""
-    spans: OwnSpans = field(default_factory=OwnSpans)
-    recording: Recording | None = None
-    saves: dict[str, int] = field(default_factory=dict)
-    loads: int = 0
-
-
-_own = _Own()
-
-
-def distribute(*objects: Any, streams: str = "whole") -> Any:
+def distribute(*objects: Any, plan: Plan | str | Path | None = None, streams: str = "whole") -> Any:
     """Lay models, optimizers and loaders on all devices; gives them back in the same order (one object, as itself).
 
     Models and optimizers are changed in place: class, hooks and state_dict keys stay; start values are those of rank 0.
     Loaders are new, with the same `len`; their `batch_size` is global. Schedulers pass through. On one device only the
     loaders are replaced, so that the data order is the same for any number of devices.
 
+    plan: a Plan or a plan file; by default that of `meshwise run --plan` or of the file that MESHWISE_PLAN names, else
+    replicas. Optimizers made before go on with what it makes of the parameters.
     streams: how an iterable data set is shared out: `whole` (every rank reads it all and keeps its share) or `per-rank`
-    (the data set splits itself by `mw.rank()`). Raises UsageError for anything else that is given.
+    (the data set splits itself by `mw.rank()`). Raises UsageError for anything else that is given, PlanError for a plan
+    that cannot be carried out.
     """
     world = join().world
     if _own.recording is None:
         _own.recording = record_script(world, foreign=open_session().channel is None, say=say)
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
-    if models:
-        _distribute_models(models, world)
+    if models or plan is not None:
+        lay_models(models, settle(plan, world), world)
     seed = int(collectives.broadcast_object(torch.initial_seed())) % 2**31
     result = tuple(_distributed(thing, seed, world, streams) for thing in objects)
     return result[0] if len(result) == 1 else result
-
-
-def _distribute_models(models: list[nn.Module], world: World) -> None:
-    _own.models.extend(models)
-    for model in models:
-        record_blocks(model)
-    if world.size == 1:
-        return
-    _own.applied = apply(_own.models, Plan(data=world.size), world, metered=True)
-    for note in _own.applied.notes:
-        say(note)
 
 
 def _distributed(thing: Any, seed: int, world: World, streams: str) -> Any:
     if isinstance(thing, (nn.Module, LRScheduler)):
         return thing
     if isinstance(thing, Optimizer):
-        if world.size > 1:
-            thing.register_step_pre_hook(_before_step)
-            thing.register_step_post_hook(lambda optimizer, *_: _own.stepping.discard(id(optimizer)))
+        lay_optimizer(thing, world)
         if _own.recording is not None:
             _own.spans.optimizers = True
             thing.register_step_pre_hook(lambda *_: _own.spans.optimizer_begins())
@@ -180,7 +140,7 @@ class DistributedLoader:
                 seed_draws(mixed(self._seed, self._epoch), self._index, self._world)
                 self._index += share.total
                 _own.spans.given()
-                yield batch
+                yield cast(batch)
             self._epoch, self._index, self._running = self._epoch + 1, 0, False
         finally:
             _own.share = None
@@ -210,7 +170,7 @@ def backward(loss: Tensor, weight: Tensor | float | None = None) -> Tensor:
 
 def _backward(loss: Tensor, weight: Tensor | float | None) -> Tensor:
     applied, share = _own.applied, _own.share
-    if applied is None:
+    if applied is None or applied.reduction is None:
         loss.backward()
         return loss.detach()
     if share is None:
@@ -246,23 +206,6 @@ def accumulate() -> Iterator[None]:
         _own.reduce = before
 
 
-def _before_step(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-    """Gradients of one rank alone must never be stepped with: the ranks would part in silence."""
-    reduction = _own.applied.reduction if _own.applied is not None else None
-    if reduction is None or id(optimizer) in _own.stepping:
-        return
-    unmade = _own.backwards == 0 or id(optimizer) in _own.stepped
-    if unmade and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-        raise UsageError(
-            "optimizer.step() found gradients that mw.backward did not make, so each rank has its own. "
-            "Write mw.backward(loss) instead of loss.backward()."
-        )
-    if reduction.unreduced:
-        reduction.reduce_now()
-    _own.stepped.add(id(optimizer))
-    _own.stepping.add(id(optimizer))
-
-
 def sum(value: Number) -> Number:
     """`value` added over all ranks, stand-ins left out: the one extra line of an evaluation. Collective.
 
@@ -284,35 +227,6 @@ def sum(value: Number) -> Number:
     return type(value)(total.item())
 
 
-def save(thing: Any, path: str | Path) -> None:
-    """`torch.save`, once: rank 0 writes, whole or not at all; the others go on."""
-    world = join().world
-    name = str(Path(path).resolve())
-    _own.saves[name] = _own.saves.get(name, 0) + 1
-    if world.rank == 0:
-        write_with(Path(path), lambda file: torch.save(thing, file))
-        if world.size > 1:
-            default_store().set(f"meshwise/saved/{name}/{_own.saves[name]}", "1")
-
-
-def load(path: str | Path) -> Any:
-    """`torch.load` onto the CPU. Every rank calls it, and no rank goes on before all have read.
-
-    Waits for a `mw.save` to the same path that rank 0 has not finished.
-    """
-    world, name = join().world, str(Path(path).resolve())
-    if world.size > 1 and name in _own.saves:
-        default_store().wait([f"meshwise/saved/{name}/{_own.saves[name]}"])
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
-    if world.size > 1:
-        _own.loads += 1
-        key = f"meshwise/loaded/{_own.loads}"
-        default_store().add(key, 1)
-        if not wait_for_all(key, world.size, LOAD_GRACE):
-            raise UsageError(f"mw.load({path}) was not called on every rank. Call it on all, or use torch.load on one.")
-    return loaded
-
-
 def rank() -> int:
     """This process's rank, from 0."""
     return open_session().world.rank
@@ -321,14 +235,3 @@ def rank() -> int:
 def world_size() -> int:
     """How many ranks the run has."""
     return open_session().world.size
-
-
-def say(text: str) -> None:
-    """A line for the user, once a run."""
-    session = open_session()
-    if session.world.rank != 0:
-        return
-    if session.channel is not None:
-        session.channel.send("say", text=text)
-    else:
-        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,31 @@
+"""Layout: a tensor that is divided over the ranks of a mesh, and the same tensor whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor: the parts of a DTensor are gathered from all ranks. Collective where it is one."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    kind = tensor.device_mesh.device_type  # parts that wait in the host's memory are gathered on the devices
+    there: Any = tensor if tensor.device.type == kind else tensor.to(kind)
+    gathered: Tensor = there.full_tensor()
+    return gathered
+
+
+def lay_as(value: Tensor, parameter: Tensor) -> Tensor:
+    """`value`, whole on every rank, divided over the ranks as `parameter` is; of another shape, whole on every one.
+
+    Nothing is sent: each rank keeps its part.
+    """
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+        return value
+    mesh = parameter.device_mesh
+    placements = parameter.placements if value.shape == parameter.shape else [Replicate()] * mesh.ndim
+    laid = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
+    return laid if laid.device == parameter.device else laid.to(parameter.device)

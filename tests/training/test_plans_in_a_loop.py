@@ -1,0 +1,172 @@
+"""A training loop under any plan: losses, metrics and weights of one device; saved under one plan, resumed under another.
+
+In float64, where equal is within 1e-9, with all that carries state from step to step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import meshwise as mw
+from meshwise.records import folder as names
+from meshwise.recovery.checkpoint import load_checkpoint
+from meshwise.spec.plan import Plan
+from meshwise.training.loop import run_job
+from meshwise.training.settings import Settings
+
+
+class Net(nn.Module):
+    """Repeated layers large enough to be gathered by themselves, a batch norm, tied weights, a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 66), nn.BatchNorm1d(66)
+        self.layers = nn.ModuleList(nn.Linear(66, 66) for _ in range(3))
+        self.back = nn.Linear(66, 6, bias=False)
+        self.back.weight = nn.Parameter(self.first.weight.detach().T.contiguous())
+        self.scale = nn.Parameter(torch.full((6,), 0.5), requires_grad=False)
+        self.out, self.again = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.again.weight = self.out.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.first(x)))
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.again(torch.tanh(self.out(self.back(x) * self.scale)))
+
+
+def error(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def job(epochs: int = 2) -> mw.Job:
+    """Batches of 8, 8, 8, 8, 8 and 3 samples: the last one leaves ranks without any."""
+    x = torch.randn(43, 6, generator=torch.Generator().manual_seed(1))
+    return mw.Job(
+        name="net",
+        model=Net,
+        loss=error,
+        optimizer=lambda params: torch.optim.AdamW([p for p in params if p.requires_grad], lr=0.01, amsgrad=True),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5),
+        data=lambda: (x, x.sin()),
+        test=lambda: (x[:13], x[:13].sin()),
+        metrics=lambda model, batch: {"error": error(model, batch)},
+        clip_norm=0.5,
+        batch_size=8,
+        epochs=epochs,
+    )
+
+
+PLANS = {
+    "one": Plan(),
+    "data": Plan(data=2),
+    "shard": Plan(shard=2),
+    "shard3": Plan(shard=3),
+    "zero1": Plan(data=2, zero1=True),
+    "both": Plan(data=2, shard=2, recompute="full"),
+    "kept": Plan(shard=2, reshard=False, recompute="selective"),
+    "moved": Plan(shard=2, offload=("activations",)),
+}
+
+
+def settings(plan: Plan, **more: Any) -> Settings:
+    return Settings(replace(plan, precision="fp64"), log_every=1, **more)
+
+
+def trained(plan: Plan, folder: str, **more: Any) -> Any:
+    result = run_job(job(), settings(plan, **more), Path(folder))
+    return result["losses"], result["metrics"]
+
+
+def half(plan: Plan, folder: str) -> Any:
+    """Train, saving every step, and stop as a crash would: in the middle of the second epoch."""
+    calls = {"count": 0}
+
+    def loss(model: Any, batch: Any) -> Any:
+        if model.training:
+            calls["count"] += 1
+        if calls["count"] > 8 * plan.accumulate:
+            raise InterruptedError
+        return error(model, batch)
+
+    try:
+        run_job(replace(job(), loss=loss), settings(plan, save_every=1), Path(folder))
+    except InterruptedError:
+        return True
+
+
+def on(pool: Any, plan: Plan, case: Any, *arguments: Any) -> Any:
+    ranks = [case(plan, *arguments)] if plan.devices == 1 else pool(plan.devices).run(case, plan, *arguments)
+    assert all(rank == ranks[0] for rank in ranks[1:])
+    return ranks[0]
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("one")
+    return *trained(Plan(), str(folder)), load_file(folder / "weights.safetensors")
+
+
+def quick(name: str, among: tuple[str, ...]) -> Any:
+    """`make test` runs a part, `make suite` all."""
+    return pytest.param(name, marks=[] if name in among else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [quick(name, ("shard", "zero1", "both")) for name in list(PLANS)[1:]])
+def test_a_plan_trains_evaluates_and_saves_what_one_device_does(
+    name: str, pool: Any, one_device: Any, tmp_path: Path
+) -> None:
+    losses, metrics = on(pool, PLANS[name], trained, str(tmp_path))
+    want_losses, want_metrics, want_weights = one_device
+    assert losses == pytest.approx(want_losses, abs=1e-9) and len(losses) == 12
+    assert metrics == pytest.approx(want_metrics, abs=1e-9)
+    weights = load_file(tmp_path / "weights.safetensors")
+    assert weights.keys() == want_weights.keys()
+    for key, value in want_weights.items():
+        assert weights[key].shape == value.shape and (weights[key] - value).abs().max() < 1e-9, key
+    saved = load_checkpoint(tmp_path / names.CHECKPOINTS)
+    assert saved["model"]["again.weight"].data_ptr() == saved["model"]["out.weight"].data_ptr()  # tied, kept once
+    assert len(saved["optimizer"]["state"]) == sum(p.requires_grad for p in Net().parameters())
+
+
+PAIRS = [
+    ("one", "shard"),
+    ("zero1", "both"),
+    ("shard", "one"),
+    ("shard", "shard3"),
+    ("both", "zero1"),
+    ("data", "shard"),
+    ("zero1", "data"),
+    ("shard3", "zero1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(*pair, marks=[pytest.mark.slow] * (number > 2)) for number, pair in enumerate(PAIRS)],
+)
+def test_a_run_saved_under_one_plan_goes_on_under_another(
+    before: str, after: str, pool: Any, one_device: Any, tmp_path: Path
+) -> None:
+    assert on(pool, PLANS[before], half, str(tmp_path))
+    losses, metrics = on(pool, PLANS[after], resumed, str(tmp_path))
+    assert losses == pytest.approx(one_device[0][8:], abs=1e-9)
+    assert metrics == pytest.approx(one_device[1], abs=1e-9)
+
+
+def resumed(plan: Plan, folder: str) -> Any:
+    return trained(plan, folder, resume=True)
+
+
+@pytest.mark.parametrize("name", ["shard", quick("zero1", ())])
+def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(name: str, pool: Any, tmp_path: Path) -> None:
+    assert on(pool, PLANS[name], half, str(tmp_path / "half"))
+    rest = on(pool, PLANS[name], resumed, str(tmp_path / "half"))[0]
+    assert rest == on(pool, PLANS[name], trained, str(tmp_path / "whole"))[0][8:]
