@@ -1,4 +1,4 @@
-"""A training loop under any plan: losses, metrics and weights of one device; saved under one plan, resumed under another.
+"""A training loop under any plan is that of one device, also saved under one plan and resumed under another.
 
 In float64, where equal is within 1e-9, with all that carries state from step to step.
 """
