@@ -1,0 +1,95 @@
+"""Fake tensors: shapes, strides and devices without memory; and each operator on them through one handler.
+
+`FakeTensorMode` is torch's own tool for this (export and compile stand on it), but not its public API.
+Read in torch 2.11, 2.13 and 2.15: `_subclasses/fake_tensor.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
+except ImportError as error:  # pragma: no cover - no such torch is in range
+    raise RuntimeError(f"torch {torch.__version__} has no fake tensors; meshwise needs torch 2.11 to 2.15.") from error
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""Raised by an operator whose result depends on values, which a fake tensor has not."""
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
+"""(operator, positional arguments, keyword arguments, what runs it on fake tensors) -> what the operator gives."""
+
+
+class FakeTensors(FakeTensorMode):
+    """While it is entered, new tensors are fake. Each operator on them goes to `handler`, later ones too."""
+
+    def __init__(self, handler: Handler) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.handler = handler
+        self.inside = False
+        self.usual = {*vars(self.fake_of(torch.empty(0))), "_is_param"}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensors:
+        return self  # a copy of a fake tensor copies its attributes, and its mode is one
+
+    def fake_of(self, tensor: Tensor) -> Tensor:
+        """A fake tensor like `tensor`."""
+        result: Tensor = self.from_tensor(tensor)
+        return result
+
+
+def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run() -> Any:
+        return self.dispatch(func, types, args, kwargs or {})
+
+    if self.inside:  # an operator that another one is made of
+        return run()
+    self.inside = True
+    try:
+        return self.handler(func, args, kwargs or {}, run)
+    finally:
+        self.inside = False
+        # Its weak references would forbid `Module._apply` to swap tensors, as `model.half()` does with fake ones.
+        self.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+# Set behind torch's back: what the class defines itself is wrapped for torch.compile, whose import takes 4 s.
+FakeTensors.__torch_dispatch__ = _handled  # type: ignore[assignment,method-assign]
+
+
+def is_fake(value: object) -> bool:
+    """Whether `value` is a fake tensor."""
+    return isinstance(value, FakeTensor)
+
+
+def mode_of(tensor: Tensor) -> object:
+    """The mode that a fake tensor was made in."""
+    return tensor.fake_mode  # type: ignore[attr-defined]
+
+
+def own_attributes(tensor: Tensor) -> dict[str, Any]:
+    """What a program has attached to a fake tensor."""
+    usual = tensor.fake_mode.usual  # type: ignore[attr-defined]
+    return {name: value for name, value in vars(tensor).items() if name not in usual}
+
+
+def is_random(operator: Any) -> bool:
+    """Whether the operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def own_generator(device: torch.device) -> torch.Generator:
+    """The generator that operators on `device` draw from when they are given none."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator: torch.Generator = torch.cuda.default_generators[index]
+        return generator
+    return torch.default_generator
