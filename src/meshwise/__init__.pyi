@@ -15,12 +15,12 @@ from meshwise.spec.errors import WorkerFailed as WorkerFailed
 from meshwise.spec.machine import Machine as Machine
 from meshwise.spec.plan import Plan as Plan
 from meshwise.training.job import Job as Job
+from meshwise.training.own_files import load as load
+from meshwise.training.own_files import save as save
 from meshwise.training.own_loop import accumulate as accumulate
 from meshwise.training.own_loop import backward as backward
 from meshwise.training.own_loop import distribute as distribute
-from meshwise.training.own_loop import load as load
 from meshwise.training.own_loop import rank as rank
-from meshwise.training.own_loop import save as save
 from meshwise.training.own_loop import sum as sum
 from meshwise.training.own_loop import world_size as world_size
 from meshwise.transfer.comm_log import comm_log as comm_log

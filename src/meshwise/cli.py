@@ -78,7 +78,7 @@ def main() -> None:
 
 
 LAUNCH_FLAGS = ("--blocks",)
-LAUNCH_OPTIONS = ("--devices", "--out", "--nnodes", "--node-rank", "--rdzv")
+LAUNCH_OPTIONS = ("--devices", "--plan", "--set", "--out", "--nnodes", "--node-rank", "--rdzv")
 
 
 def script_arguments_apart(words: list[str]) -> list[str]:

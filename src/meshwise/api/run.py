@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -31,6 +32,7 @@ from meshwise.timeline.views.live import LiveView
 from meshwise.timeline.views.summary_text import RunSummary, summary_dict, summary_text
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
+from meshwise.training.own_plan import PLAN_FILE, check_for_own_loops
 from meshwise.training.recording import versions
 from meshwise.training.request import RunRequest, completed, plan_of, settings_of, to_record
 from meshwise.training.settings import Settings
@@ -234,32 +236,61 @@ def run_script(
     arguments: Sequence[str],
     console: Console,
     *,
-    devices: str | None,
+    request: RunRequest,
     out: Path = RUNS,
     machines: Machines = Machines(),
     began: float | None = None,
 ) -> int:
     """Run an own-loop script on every device, as `python script.py` runs it on one. Returns the exit code.
 
-    Raises WorkerFailed when a worker fails.
+    request: its devices, and the plan that `mw.distribute` carries out. Raises WorkerFailed when a worker fails.
     """
     if not script.is_file():
         raise UsageError(f"{script}: no such file. Name a Python file.")
     if started_by_launcher():
+        _refuse_plan_of_a_joined_script(request)
         run_script_file(script, arguments)
         return 0
-    shares = find_devices(parse_devices(devices or "all"))
+    shares = find_devices(parse_devices(request.devices or "all"))
     nodes = machines.meet(len(shares))
+    plan = _plan_of_script(request, nodes.size if nodes else len(shares))
     folder = _opened(None, out, str(script), shares, began or time.time(), nodes, arguments=list(arguments))
-    console.print(f"{script.name}  {describe(shares)}", soft_wrap=True, markup=False, highlight=False)
-    _, code = supervise(
-        run_script_file, (script.resolve(), list(arguments)), shares, folder=folder, console=console, nodes=nodes
-    )
+    words = "" if plan is None else f"{plan}  "
+    console.print(f"{script.name}  {words}{describe(shares)}", soft_wrap=True, markup=False, highlight=False)
+    if plan is not None:  # on every machine: workers read it in their own folder
+        write_text(folder / names.PLAN, plan_to_toml(plan))
+    file = None if plan is None else (folder / names.PLAN).resolve()
+    task = (script.resolve(), list(arguments), file)
+    _, code = supervise(_run_script_in_worker, task, shares, folder=folder, console=console, nodes=nodes)
     told = report_of(read_timeline(folder), str(folder))
     lines = [told.verdict] if told.steps else []
     lines += [f"records     {folder}", f"more with   meshwise report {shlex.quote(str(folder))}"]
     print("\n".join(lines), file=sys.stderr)
     return code
+
+
+def _run_script_in_worker(script: Path, arguments: Sequence[str], plan: Path | None) -> None:
+    if plan is not None:
+        os.environ[PLAN_FILE] = str(plan)
+    run_script_file(script, arguments)
+
+
+def _plan_of_script(request: RunRequest, devices: int) -> Plan | None:
+    """The plan that was asked for; None leaves it to the script. Raises PlanError before there is a folder."""
+    if request.plan is None and request.settings is None:
+        return None
+    plan = plan_of(request, devices)
+    check_fits(plan, World(size=devices))
+    check_for_own_loops(plan)
+    return plan
+
+
+def _refuse_plan_of_a_joined_script(request: RunRequest) -> None:
+    if request.plan is not None or request.settings is not None:
+        raise UsageError(
+            f"--plan and --set under torchrun, srun or mpirun: set {PLAN_FILE}=plan.toml in the environment of the "
+            "script instead."
+        )
 
 
 def _joined(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -70,9 +70,8 @@ def run(
     asked = replace(asked, plan=plan_text(plan) if plan else None, settings=" ".join(settings) if settings else None)
     if script and job is not None:
         _refuse_job_options(asked, resume)
-        code = run_script(
-            Path(job), context.args, console, devices=devices, out=Path(out), machines=machines, began=began
-        )
+        where = Path(out)
+        code = run_script(Path(job), context.args, console, request=asked, out=where, machines=machines, began=began)
         raise typer.Exit(code)
     summary, code = run_request(asked, console, resume=resume, out=out, machines=machines, began=began)
     if as_json:
@@ -85,9 +84,8 @@ def _refuse_job_options(asked: RunRequest, resume: str | None) -> None:
     said = {name: value for name, value in vars(asked).items() if value is not None} | (
         {"resume": resume} if resume else {}
     )
-    for name in said.keys() - {"job", "devices"}:
-        words = {"plan": "--plan", "settings": f"--set {said[name]}"}
-        option = words.get(name, f"--{name.replace('_', '-')} {said[name]}")
+    for name in said.keys() - {"job", "devices", "plan", "settings"}:
+        option = f"--{name.replace('_', '-')} {said[name]}"
         raise UsageError(
             f"{option}: {asked.job} keeps its own loop. Write its own options behind its name, or make a Job."
         )
