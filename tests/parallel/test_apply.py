@@ -33,7 +33,6 @@ def here() -> World:
     [
         (Plan(compile=True), "compile=True is not built yet. Leave compile out."),
         (Plan(offload=("optimizer",)), "offload='optimizer' is not built yet. Leave it out, or use a larger shard"),
-        (Plan(offload=("activations",), recompute="full"), "with recompute='full' is not built yet"),
         (Plan(shard=4), "shard=4 needs 4 devices; this run has 1. Use shard=1"),
     ],
 )

@@ -102,6 +102,8 @@ PLANS = {
     "data 1, recompute full": Plan(recompute="full"),
     "shard 2, offload activations": Plan(shard=2, offload=("activations",)),
     "data 1, offload activations": Plan(offload=("activations",)),
+    "shard 2, offload, recompute full": Plan(shard=2, offload=("activations",), recompute="full"),
+    "data 2, offload, recompute selective": Plan(data=2, offload=("activations",), recompute="selective"),
     "zero1 2": Plan(data=2, zero1=True),
     "zero1 4, accumulate 2, recompute": Plan(data=4, zero1=True, accumulate=2, recompute="full"),
 }

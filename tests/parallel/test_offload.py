@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from meshwise.parallel.apply import apply
 from meshwise.parallel.offload import Moved, offload_activations
+from meshwise.parallel.recompute import recompute_blocks
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
@@ -64,6 +68,111 @@ def test_the_copies_are_what_the_backward_sees() -> None:
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
     assert type(model) is Transformer and list(model.state_dict()) == list(plain.state_dict())
+
+
+class Chain(nn.Module):
+    """Layers that each keep one tensor of `64 * 8 * 4` bytes: their input."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+ONE = 64 * 8 * 4
+
+
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_what_comes_before_is_fetched_ahead_within_the_window(window: int) -> None:
+    model = Chain()
+    moved = offload_activations(model, window * ONE + ONE // 2)
+    loss = model(torch.ones(8, 64, requires_grad=True)).sum()
+    seen: list[tuple[int, int]] = []
+    for layer in model.layers:  # a weight's gradient is made of the input that was asked for
+        layer.weight.register_post_accumulate_grad_hook(lambda _: seen.append((moved.ahead, moved.most_ahead)))
+    loss.backward()
+    assert moved.tensors == 6 and moved.ahead == (5 if window else 0)
+    assert moved.most_ahead == window * ONE
+    assert [ahead for ahead, _ in seen] == [min(5, number + window) if window else 0 for number in range(6)]
+
+
+def test_a_graph_that_is_dropped_or_run_twice_leaves_nothing_and_asks_again() -> None:
+    model = Chain()
+    moved = offload_activations(model, 100 * ONE)
+    kept = model(torch.ones(8, 64, requires_grad=True)).sum()
+    dropped = model(torch.ones(8, 64, requires_grad=True)).sum()
+    del dropped
+    gc.collect()
+    kept.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    kept.backward()
+    assert moved.tensors == 12 and moved.ahead == 5
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), first, strict=True))  # type: ignore[arg-type]
+
+
+def with_recompute(plan: Plan) -> tuple[int, int, int]:
+    """Bytes that went to the host, those that the inputs of blocks take, and how often a block's operator ran."""
+    (batch, _), *_ = batches("transformer", 1)
+    model: Any = build("transformer")
+    inputs, ran = [], []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0].nbytes))
+        layer.rise.register_forward_hook(lambda *_: ran.append(1))
+    applied = apply(model, plan, World(rank=collectives.own_rank(), size=collectives.world_size()))
+    moved: Moved = model.forward.args[-1]
+    applied.backward(model(batch).sum())
+    return moved.bytes, sum(inputs), len(ran)
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(shard=2)], ids=repr)
+def test_a_block_that_runs_again_sends_its_input_alone(plan: Plan, pool: Any) -> None:
+    plan = replace(plan, offload=("activations",), recompute="full")
+    without, _ = moved_bytes(Plan(offload=("activations",)))
+    for sent, inputs, ran in [with_recompute(plan)] if plan.devices == 1 else pool(2).run(with_recompute, plan):
+        assert ran == 6  # three layers, twice
+        beside = sent - inputs  # what the embedding, the last norm and the head keep
+        assert 0 <= beside < inputs and sent < without / 5
+
+
+class Named(nn.Module):
+    """A block whose input is given by name, beside an object that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, *, cache: list[int], x: Tensor) -> Tensor:
+        cache.append(len(cache))
+        return self.linear(x).tanh() * len(cache)
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Named() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache: list[int] = []
+        for block in self.blocks:
+            x = block(cache=cache, x=x)
+        return x
+
+
+def test_an_input_that_is_given_by_name_goes_too() -> None:
+    model, plain = Holder(), Holder()
+    plain.load_state_dict(model.state_dict())
+    recompute_blocks(model, "full")
+    moved = offload_activations(model)
+    x = torch.randn(8, 64)
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    assert moved.tensors == 2
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
 
 
 def test_models_in_a_list_are_each_laid_into_it() -> None:

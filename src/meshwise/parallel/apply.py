@@ -175,11 +175,6 @@ def _check_offload(plan: Plan) -> None:
     for name in plan.offload:
         if name != "activations":
             raise PlanError(f"offload={name!r} is not built yet. Leave it out, or use a larger shard.")
-    if plan.offload and plan.recompute != "none":
-        raise PlanError(
-            f"offload='activations' with recompute={plan.recompute!r} is not built yet: what a block keeps to run "
-            "again would stay on the device. Use one of the two."
-        )
 
 
 def _check_built(plan: Plan) -> None:

@@ -68,8 +68,10 @@ def _recomputed(
     before = [version(b) for _, _, b in buffers]
     written: list[tuple[nn.Module, str]] = []
     contexts = functools.partial(_contexts, type(block).__name__, selective, written)
-    run = _Runs(forward, arguments, keywords) if _changeable((arguments, keywords)) else forward
-    result = checkpoint(run, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
+    given = [*arguments, *keywords.values()]
+    tensors = [value for value in given if isinstance(value, Tensor)]
+    run = _Runs(forward, given, list(keywords))
+    result = checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts)
     # A batch norm's running statistics change without autograd counting it: what may be such is treated as written.
     written += [
         (part, name)
@@ -80,17 +82,24 @@ def _recomputed(
 
 
 class _Runs:
-    """A forward that is given objects which it may change: every run after the first gets them as the first did."""
+    """A forward that takes its tensors alone, so that checkpoint keeps them where autograd keeps what it saves. Objects
+    that it may change are there for every later run as they were for the first."""
 
-    def __init__(self, forward: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self._forward, self._first = forward, True
-        self._before = _copied((arguments, keywords), {})
+    def __init__(self, forward: Callable[..., Any], given: list[Any], names: list[str]) -> None:
+        self._forward, self._names = forward, names
+        self._is_tensor = [isinstance(value, Tensor) for value in given]
+        rest = [value for value in given if not isinstance(value, Tensor)]
+        self._first: list[Any] | None = rest
+        self._changes = _changeable(rest)
+        self._before = _copied(rest, {}) if self._changes else rest
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        if not self._first:
-            arguments, keywords = _copied(self._before, {})
-        self._first = False
-        return self._forward(*arguments, **keywords)
+    def __call__(self, *tensors: Tensor) -> Any:
+        again = _copied(self._before, {}) if self._changes and self._first is None else self._before
+        rest, self._first = iter(again if self._first is None else self._first), None
+        given = iter(tensors)
+        values = [next(given) if is_tensor else next(rest) for is_tensor in self._is_tensor]
+        split = len(values) - len(self._names)
+        return self._forward(*values[:split], **dict(zip(self._names, values[split:], strict=True)))
 
 
 def _changeable(value: Any) -> bool:
