@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from meshwise.compat.fake import is_fake
 from meshwise.parallel.apply import apply
 from meshwise.parallel.deferred import constructed, deferred, materialise
+from meshwise.parallel.replay import Unlike
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
@@ -195,6 +196,26 @@ def test_a_constructor_that_leaves_torch_is_built_plainly_with_a_note() -> None:
     assert differences(model, want) == [] and torch.equal(torch.get_rng_state(), after)
     assert "the model was built whole on every rank" in note and "numpy" in note
     assert constructed(lambda: nn.Linear(2, 2))[1] == ""
+
+
+def test_weights_read_from_a_file_inside_are_never_lost(tmp_path: Any) -> None:
+    torch.save(nn.Linear(3, 3).state_dict(), tmp_path / "weights.pt")
+    want = nn.Linear(3, 3)
+    want.load_state_dict(torch.load(tmp_path / "weights.pt"))
+
+    for assign in (False, True):
+
+        def make(assign: bool = assign) -> nn.Module:
+            model = nn.Linear(3, 3)
+            model.load_state_dict(torch.load(tmp_path / "weights.pt"), assign=assign)
+            return model
+
+        model, note = constructed(make)
+        assert differences(model, want) == [] and "read from a file" in note
+        with pytest.raises((UsageError, Unlike), match="read from a file"):
+            with deferred():
+                model = make()
+            materialise(model)
 
 
 def test_an_error_of_the_constructor_is_its_own() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from meshwise.machine.memory import memory_facts, peak_bytes
 from meshwise.parallel.apply import Applied, apply, bind, check_fits
+from meshwise.parallel.deferred import constructed
 from meshwise.parallel.precision import loss_scaler
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint, save_checkpoint
@@ -122,7 +123,10 @@ def _prepare(
 def begun(job: Job, plan: Plan, world: World) -> tuple[Applied, RunState]:
     """The model of `job` under `plan`, and the state of a run before its first step. Collective."""
     torch.manual_seed(job.seed)
-    applied = apply(job.model(), plan, world, counts=lambda: state.counts)
+    model, note = constructed(job.model) if plan.shard > 1 else (job.model(), "")
+    applied = apply(model, plan, world, counts=lambda: state.counts)
+    if note:
+        applied = replace(applied, notes=(*applied.notes, note))
     optimizer = job.optimizer(applied.model.parameters())
     bind(applied, optimizer, world)
     scheduler = job.scheduler(optimizer) if job.scheduler else None

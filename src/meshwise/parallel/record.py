@@ -1,0 +1,177 @@
+"""The record of a constructor: its operators on fake tensors, in their order, and what random numbers they would draw.
+
+torch tells nobody when a program sets a generator. So each random operator moves the real generator on by one number,
+which gives every place in the record a state of its own: a state that is found changed was set, or put back to what it
+was at a known place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.compat import fake
+from meshwise.compat.dispatch import StorageFacts, name_of, operators_unseen, tensors_in, written_by
+from meshwise.parallel.replay import Call, Entry, Place, Turn, Unlike, mapped, places_in, replay
+
+
+class Record:
+    """The operators on fake tensors, in their order, and what random numbers they would draw."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.mode = fake.FakeTensors(self._handle)
+        self.start = torch.default_generator.get_state()
+        self.left = b""
+        self._storages = StorageFacts()
+        self._count = 0
+        self._last: dict[torch.Generator, bytes] = {torch.default_generator: _key(torch.default_generator)}
+        self._marks: dict[bytes, int] = {self._last[torch.default_generator]: -1}
+
+    def leave(self) -> None:
+        """The constructor is over: remember where the random numbers are now."""
+        self._turns(torch.default_generator)
+        self.left = _key(torch.default_generator)
+
+    def _handle(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        for tensor in written_by(operator, args, kwargs):
+            if not fake.is_fake(tensor):
+                raise Unlike(f"{name_of(operator)} writes a tensor that was made outside of it.")
+        before, after = mapped((args, kwargs), self.known), None
+        random = fake.is_random(operator)
+        if random:
+            generator = kwargs.get("generator") or fake.own_generator(_device(args, kwargs))
+            self._turns(generator)
+        try:
+            result = run()
+        except fake.NEEDS_VALUES:
+            result = after = self._look(operator, before)
+            if not any(True for _ in tensors_in(after)):
+                return after
+            result = mapped(after, lambda v: self.mode.fake_of(v) if isinstance(v, Tensor) else v)
+        self._add(operator, before, result, random)
+        if random:
+            self._tick(generator)
+        return result
+
+    def _add(self, operator: Any, before: Any, result: Any, random: bool) -> None:
+        arguments, keywords = before
+        reads = {place.storage for place in places_in(before)}
+        places = mapped(result, self._placed)
+        made = {place.storage for place in places_in(places)} - reads
+        written = {place.storage for place in written_places(operator, arguments, keywords)}
+        self.entries.append(
+            Call(
+                operator,
+                name_of(operator),
+                arguments,
+                keywords,
+                places,
+                frozenset(reads),
+                frozenset(written),
+                frozenset(made),
+                random,
+                torch.get_default_dtype(),
+            )
+        )
+
+    def known(self, value: Any) -> Any:
+        """Where a fake tensor lies; anything else is as it is. Raises Unlike for one that no operator has made."""
+        if isinstance(value, torch.UntypedStorage) or (fake.is_fake(value) and self._storages.get(value) is None):
+            raise Unlike("a tensor was read from a file, or made by what is no operator of torch.")
+        return self._placed(value)
+
+    def _placed(self, value: Any) -> Any:
+        if not fake.is_fake(value):
+            return value
+        if value.layout != torch.strided or value.is_conj() or value.is_neg():
+            raise Unlike(f"a tensor of layout {value.layout} cannot be recorded.")
+        number = self._storages.get(value)
+        if number is None:
+            number, self._count = self._count, self._count + 1
+            self._storages.set(value, number)
+        return Place(
+            number,
+            value.untyped_storage().nbytes(),
+            value.dtype,
+            value.device,
+            tuple(value.shape),
+            tuple(value.stride()),
+            int(value.storage_offset()),
+        )
+
+    def _turns(self, generator: torch.Generator) -> None:
+        """Notice that the program has set a generator: torch tells nobody."""
+        key = _key(generator)
+        if self._last.get(generator) != key:
+            known = self._marks.get(key) if generator is torch.default_generator else None
+            self.entries.append(Turn(generator, generator.get_state() if known is None else known))
+            self._last[generator] = key
+
+    def _tick(self, generator: torch.Generator) -> None:
+        """Each random operator leaves the generator in a state of its own, so that one put back is known again."""
+        with operators_unseen():
+            torch.rand(1, generator=generator, device=generator.device)
+        key = self._last[generator] = _key(generator)
+        if generator is torch.default_generator:
+            self._marks[key] = len(self.entries) - 1
+
+    def _look(self, operator: Any, before: Any) -> Any:
+        """What an operator gives on the values that its arguments will have."""
+        found: dict[int, torch.UntypedStorage] = {}
+        states = {generator: generator.get_state() for generator in self._last}
+        with operators_unseen():
+            try:
+                torch.default_generator.set_state(self.start)
+                replay(self.entries, {place.storage for place in places_in(before)}, found.__setitem__)
+            finally:
+                for generator, state in states.items():
+                    generator.set_state(state)
+            args, kwargs = mapped(before, lambda v: v.of(found[v.storage]) if isinstance(v, Place) else v)
+            with torch.no_grad():
+                return operator(*args, **kwargs)
+
+    def digest(self) -> str:
+        """Of what was recorded: the same on all ranks whose constructors did the same."""
+        told = hashlib.sha256()
+        for entry in self.entries:
+            if isinstance(entry, Call):
+                plain = mapped((entry.args, entry.kwargs), lambda v: v if isinstance(v, int | float | str) else None)
+                sizes = [place.size for place in places_in((entry.args, entry.result))]
+                told.update(f"{entry.name}{sizes}{plain}".encode())
+        return told.hexdigest()
+
+    def put_back(self) -> Callable[[], None]:
+        """Begin a replay: the generator is as it was at the start. What is given ends it: a program that drew nothing
+        since goes on where a plain construction would have left it."""
+        now, untouched = torch.get_rng_state(), _key(torch.default_generator) == self.left
+        torch.default_generator.set_state(self.start)
+
+        def end() -> None:
+            if not untouched:
+                torch.set_rng_state(now)
+
+        return end
+
+
+def written_places(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
+    """The Places among the arguments that the operator writes."""
+    found: list[Place] = []
+    for index, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += places_in(args[index] if index < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    first = next(tensors_in((args, kwargs)), None)
+    return torch.device(kwargs.get("device") or (first.device if first is not None else "cpu"))
+
+
+def _key(generator: torch.Generator) -> bytes:
+    with operators_unseen():
+        return generator.get_state().numpy().tobytes()
