@@ -6,15 +6,32 @@ Read in torch 2.11, 2.13 and 2.15: `distributed/fsdp/_fully_shard/_fsdp_param_gr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 Before = Callable[["Group"], None]
+Around = Callable[[str, int, dist.ProcessGroup], contextlib.AbstractContextManager[None]]
+
+
+class _Surrounded:
+    """What `fully_shard` communicates with, in something that is told of it."""
+
+    def __init__(self, real: Any, kind: str, of: str, around: Around) -> None:
+        self._real, self._kind, self._of, self._around = real, kind, of, around
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def __call__(self, **given: Any) -> Any:
+        with self._around(self._kind, given[self._of].nbytes, given["group"]):
+            return self._real(**given)
 
 
 class Group:
@@ -32,6 +49,16 @@ class Group:
     def parameters(self) -> list[nn.Parameter]:
         """The group's parameters as this rank holds them, also while they are gathered."""
         return [part.sharded_param for part in self._group.fsdp_params]
+
+    def around_collectives(self, around: Around) -> None:
+        """Enter `around(kind, bytes, group)` around each all-gather and reduce-scatter of the group. Bytes are those of
+        the whole tensor."""
+        for name, kind, of in (
+            ("_all_gather_comm", "all-gather", "output_tensor"),
+            ("_reduce_scatter_comm", "reduce-scatter", "input_tensor"),
+        ):
+            if hasattr(self._group, name):  # where not, its collectives run all the same
+                setattr(self._group, name, _Surrounded(getattr(self._group, name), kind, of, around))
 
     def before_reducing(self, call: Before) -> None:
         """Call `call(self)` whenever the group is about to reduce: once a backward for each forward that it ran."""

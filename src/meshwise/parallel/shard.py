@@ -28,6 +28,7 @@ from meshwise.parallel.blocks import repeated_blocks
 from meshwise.spec.errors import PlanError
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import wait_for_all
+from meshwise.transfer.traced import recorded
 
 SMALL = 4096  # elements: below, a collective of its own costs more than keeping the layer's parameters gathered
 _made = itertools.count()  # every rank shards its models in the same order
@@ -74,6 +75,7 @@ class Sharded:
                 self._names[len(self._groups)] = [names[id(p)] for p in group.parameters]
                 if self._mixed:
                     group.gather_as_stored([i for i, name in enumerate(self._names[len(self._groups)]) if name in wide])
+                group.around_collectives(recorded)
                 group.before_reducing(functools.partial(self._before, len(self._groups)))
                 self._groups.append(group)
         self._key = f"meshwise/shard/{next(_made)}"

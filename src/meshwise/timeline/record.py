@@ -113,6 +113,11 @@ class Recorder:
         """Where work of the host is drawn: on the main lane when it is the host that computes."""
         return "main" if self._device is None else "host"
 
+    @property
+    def lane_beside(self) -> str:
+        """Where what runs in a stream of its own is drawn: on the main lane when it is the host that computes."""
+        return "main" if self._device is None else "communication"
+
     def collective(self, name: str, bytes: int) -> _Blocking:
         """Record the body of a with-statement as a collective that this rank waits for."""
         return _Blocking(self, self.code("communication", name), bytes)

@@ -6,8 +6,9 @@ group, a send and a receive have none.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -122,6 +123,17 @@ def begun_future(call: Call[T]) -> torch.futures.Future[T]:
     done: torch.futures.Future[T] = torch.futures.Future()
     done.set_result(unreal())
     return done
+
+
+@contextlib.contextmanager
+def recorded(kind: str, bytes: int, group: Group) -> Iterator[None]:
+    """The with-body is a collective of torch's own, which this rank waits for, on an accelerator in another stream."""
+    recorder = current()
+    number = recorder.arrive() if world_size(group) == world_size() else NO_COLLECTIVE
+    code = recorder.code("communication", kind, recorder.lane_beside)
+    start = recorder.mark()
+    yield
+    recorder.add(code, start, recorder.mark(), bytes, number)
 
 
 def _begin(call: Call[T]) -> tuple[Callable[[], object], torch.futures.Future[T] | None]:
