@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.equivalence.gathered import to_rank_0
 from meshwise.equivalence.one_device import begun_side, opened
 from meshwise.equivalence.seen import Ask, Cut, Draw, Named, Rows, Side, Step, cuts_of, order_of, test_samples
 from meshwise.equivalence.watch import (
@@ -73,7 +74,7 @@ def under_plan(job: Job, ask: Ask, draws: Draws) -> Side | None:
     watch = Watch(applied.model, job.seed, lift=ask.lifted)
     side = begun_side(applied.model)
     side.notes = applied.notes
-    side.apart = {**_apart("parameter", side.initial), **_apart("buffer", side.initial_buffers)}
+    side.apart = {**ranks_apart("parameter", side.initial), **ranks_apart("buffer", side.initial_buffers)}
     step = Step()
 
     def gradients_are_there() -> None:
@@ -97,9 +98,10 @@ def under_plan(job: Job, ask: Ask, draws: Draws) -> Side | None:
         watch.begin(number, rows, draws[number] if number < len(draws) else [])
         parts = list(prefetch(zip(read((s.indices for s in shares), cut.epoch), shares, strict=True), world.device))
         step.loss = _mean(train_step(context, parts))
-        step.draws, step.outputs = watch.draws, merged(gather_objects(watch.outputs))
+        step.draws, step.outputs = watch.draws, merged(to_rank_0(watch.outputs))
         _after(step, state)
-        side.steps.append(step)
+        if world.rank == 0:
+            side.steps.append(step)
     _evaluate(replace(lifted_job, loss=watch.lifted(job.loss)), context, side)
     side.unkeyed = set().union(*gather_objects(watch.unkeyed))
     return side if world.rank == 0 else None
@@ -133,27 +135,27 @@ def _after(step: Step, state: RunState) -> None:
     """What the step has left behind."""
     model = state.model
     step.parameters, step.buffers = parameters_of(model), buffers_of(model)
-    step.optimizer = _of_any_rank(optimizer_state_of(state.optimizer, model))
-    step.clipped = _of_any_rank(step.clipped)
+    step.optimizer = of_any_rank(optimizer_state_of(state.optimizer, model))
+    step.clipped = of_any_rank(step.clipped)
     step.scheduler = scheduler_numbers(state.scheduler)
     step.apart = {
-        **_apart("gradient", step.gradients),
-        **_apart("parameter", step.parameters),
-        **_apart("buffer", step.buffers),
+        **ranks_apart("gradient", step.gradients),
+        **ranks_apart("parameter", step.parameters),
+        **ranks_apart("buffer", step.buffers),
     }
 
 
-def _of_any_rank(named: dict[str, Any]) -> dict[str, Any]:
+def of_any_rank(named: dict[str, Any]) -> dict[str, Any]:
     """What any rank has, by name, from the first that has it: a divided optimizer keeps its state on one rank."""
     names = gather_objects(list(named))
     earlier = {name for others in names[: join().world.rank] for name in others}
-    parts = gather_objects({name: value for name, value in named.items() if name not in earlier})
+    parts = to_rank_0({name: value for name, value in named.items() if name not in earlier})
     return {name: value for part in reversed(parts) for name, value in part.items()}
 
 
-def _apart(what: str, named: Named) -> dict[str, float]:
+def ranks_apart(what: str, named: Named) -> dict[str, float]:
     """How far ranks are from rank 0 in each tensor, relative to its size there; those that agree are left out."""
-    ranks = gather_objects({name: prints_of(value.double(), 1)["whole"] for name, value in named.items()})
+    ranks = to_rank_0({name: prints_of(value.double(), 1)["whole"] for name, value in named.items()})
     found = {}
     for name in {name for prints in ranks for name in prints}:
         first = ranks[0].get(name)
