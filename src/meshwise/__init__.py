@@ -13,6 +13,8 @@ _HOMES = {
     "meshwise.api.machines": ["find_machine"],
     "meshwise.api.report": ["report"],
     "meshwise.api.run": ["launch", "run"],
+    "meshwise.parallel.deferred": ["deferred"],
+    "meshwise.parallel.load": ["load_weights"],
     "meshwise.spec.errors": [
         "CheckpointError",
         "DataError",

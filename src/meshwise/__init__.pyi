@@ -4,6 +4,8 @@ from meshwise.api.machines import find_machine as find_machine
 from meshwise.api.report import report as report
 from meshwise.api.run import launch as launch
 from meshwise.api.run import run as run
+from meshwise.parallel.deferred import deferred as deferred
+from meshwise.parallel.load import load_weights as load_weights
 from meshwise.spec.errors import CheckpointError as CheckpointError
 from meshwise.spec.errors import DataError as DataError
 from meshwise.spec.errors import LossError as LossError

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwise.compat import fake
 from meshwise.compat.dispatch import operators_unseen, tensors_in
-from meshwise.parallel.record import Record
+from meshwise.parallel.record import Record, record_of
 from meshwise.parallel.replay import Place, Unlike, replay
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.transfer import collectives
@@ -59,7 +59,7 @@ def constructed(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
             model = make()
             for t in _tensors(model).values():
                 if fake.is_fake(t):
-                    _record_of(t).known(t)
+                    record_of(t).known(t)
             return model, ""
     except UsageError as error:
         torch.set_rng_state(state)
@@ -85,7 +85,7 @@ def hold(model: nn.Module) -> Held | None:
     fakes = {key: t for key, t in _tensors(model).items() if fake.is_fake(t)}
     if not fakes:
         return None
-    records = {_record_of(t) for t in fakes.values()}
+    records = {record_of(t) for t in fakes.values()}
     if len(records) > 1:
         raise UsageError("the models were built in several mw.deferred blocks. Build them in one.")
     record = records.pop()
@@ -155,9 +155,22 @@ def fill(held: Held, model: nn.Module, device: torch.device | str) -> None:
                 new[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
             _put(model, to, new[id(old)], held.own[to])
 
-    end = record.put_back()
-    replay(record.entries, wanted, finished)
-    end()
+    record.check_given()
+    for number in [number for number in wanted if number in record.given]:
+        for _, to in wanted.pop(number):
+            if isinstance(to, Tensor):
+                raise UsageError(f"{to.shape}: a tensor beside the parameters shares memory with one that was loaded.")
+            old = now[to]
+            if id(old) not in new:
+                value = record.given[number](old, device)
+                new[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+            _put(model, to, new[id(old)], held.own[to])
+    if wanted:
+        end = record.put_back()
+        replay(record.entries, wanted, finished)
+        end()
+    else:  # all was loaded: nothing is drawn, on any number of devices
+        torch.default_generator.set_state(record.start)
     for (name, attribute), value in held.attributes.items():
         setattr(model.get_submodule(name), attribute, map_tensors(lambda t: attributes.get(id(t), t), value))
 
@@ -183,14 +196,6 @@ def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
         found |= {(name, own): p for own, p in module.named_parameters(recurse=False, remove_duplicate=False)}
         found |= {(name, own): b for own, b in module.named_buffers(recurse=False, remove_duplicate=False)}
     return found
-
-
-def _record_of(tensor: Tensor) -> Record:
-    mode = fake.mode_of(tensor)
-    if not isinstance(mode, fake.FakeTensors):
-        raise UsageError("the model holds fake tensors of another mode. Build it inside mw.deferred.")
-    record: Record = mode.handler.__self__  # type: ignore[attr-defined]
-    return record
 
 
 def _put(model: nn.Module, key: tuple[str, str], tensor: Tensor, attributes: dict[str, Any]) -> None:

@@ -17,6 +17,10 @@ from torch import Tensor
 from meshwise.compat import fake
 from meshwise.compat.dispatch import StorageFacts, name_of, operators_unseen, tensors_in, written_by
 from meshwise.parallel.replay import Call, Entry, Place, Turn, Unlike, mapped, places_in, replay
+from meshwise.spec.errors import UsageError
+
+Given = Callable[[Tensor, torch.device | str], Tensor]
+"""(tensor that lies as the wanted one does, device) -> this rank's part of the wanted one."""
 
 
 class Record:
@@ -27,6 +31,9 @@ class Record:
         self.mode = fake.FakeTensors(self._handle)
         self.start = torch.default_generator.get_state()
         self.left = b""
+        self.given: dict[int, Given] = {}
+        """By storage: what gives this rank's part of a tensor that was loaded, so that it is not replayed."""
+        self.given_after = 0
         self._storages = StorageFacts()
         self._count = 0
         self._last: dict[torch.Generator, bytes] = {torch.default_generator: _key(torch.default_generator)}
@@ -145,6 +152,15 @@ class Record:
                 told.update(f"{entry.name}{sizes}{plain}".encode())
         return told.hexdigest()
 
+    def check_given(self) -> None:
+        """Raises UsageError when an operator touched what was loaded: the record does not know its values."""
+        for entry in self.entries[self.given_after :]:
+            if isinstance(entry, Call) and not self.given.keys().isdisjoint(entry.reads):
+                raise UsageError(
+                    f"the model was changed ({entry.name}) after mw.load_weights, and has no values yet. "
+                    "Change it first, then load."
+                )
+
     def put_back(self) -> Callable[[], None]:
         """Begin a replay: the generator is as it was at the start. What is given ends it: a program that drew nothing
         since goes on where a plain construction would have left it."""
@@ -156,6 +172,15 @@ class Record:
                 torch.set_rng_state(now)
 
         return end
+
+
+def record_of(tensor: Tensor) -> Record:
+    """The record that a fake tensor was made in. Raises UsageError where there is none."""
+    mode = fake.mode_of(tensor)
+    if not isinstance(mode, fake.FakeTensors):
+        raise UsageError("the model holds fake tensors of another mode. Build it inside mw.deferred.")
+    record: Record = mode.handler.__self__  # type: ignore[attr-defined]
+    return record
 
 
 def written_places(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:

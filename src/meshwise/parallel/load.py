@@ -1,0 +1,185 @@
+"""Weights of a safetensors checkpoint, straight into a model: each rank reads its part of each tensor, and no more.
+
+One file, or the index of several that Hugging Face writes. A deferred model is told where its values lie, and reads
+them when its plan has divided it; what the file has not is replayed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from meshwise.compat import fake
+from meshwise.parallel.record import record_of
+from meshwise.parallel.replay import Place
+from meshwise.spec.errors import UsageError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded: names, what was converted (`name: bfloat16 to float32`), and what only one side has."""
+
+    names: tuple[str, ...]
+    converted: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in a file."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+    def part(self, like: Tensor, device: torch.device | str) -> Tensor:
+        """This rank's part, as `like` lies, in its dtype."""
+        bounds = _bounds(like)
+        with safe_open(self.file, "pt") as opened:  # closed at once: pages of a mapped file count as memory in use
+            read = opened.get_slice(self.name)[bounds] if bounds else opened.get_tensor(self.name)
+            local = torch.empty(read.shape, dtype=like.dtype).copy_(read)
+            del read
+        local = local.to(device)
+        if not isinstance(like, DTensor):
+            return local
+        mesh = like.device_mesh
+        return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> Loaded:
+    """Read the parameters and buffers of `model` from a safetensors checkpoint, in place.
+
+    path: a file, an index (`model.safetensors.index.json`), or a folder with one of the two. The model may be plain,
+    distributed, or deferred. A tied tensor may stand under any of its names. strict: False keeps the start values of
+    what the checkpoint lacks, and leaves out what the model has not. Raises UsageError for names and shapes that do not
+    fit, before anything is read.
+    """
+    stored, own = _stored(Path(path)), _tied(model)
+    chosen: dict[int, tuple[str, Tensor, _Stored]] = {}
+    for names, tensor in own:
+        found = next((name for name in names if name in stored), None)
+        if found is not None:
+            chosen[id(tensor)] = found, tensor, stored[found]
+    missing = [names[0] for names, tensor in own if id(tensor) not in chosen]
+    foreign = sorted(stored.keys() - {name for names, _ in own for name in names})
+    _check(Path(path), chosen.values(), missing if strict else [], foreign if strict else [])
+    converted = []
+    for name, tensor, there in chosen.values():
+        if there.dtype != tensor.dtype:
+            words = [str(dtype).removeprefix("torch.") for dtype in (there.dtype, tensor.dtype)]
+            converted.append(f"{name}: {words[0]} to {words[1]}")
+        _give(tensor, there)
+    return Loaded(tuple(name for name, _, _ in chosen.values()), tuple(converted), tuple(missing), tuple(foreign))
+
+
+@torch.no_grad()
+def _give(tensor: Tensor, stored: _Stored) -> None:
+    if fake.is_fake(tensor):
+        record = record_of(tensor)
+        place: Place = record.known(tensor)
+        if not place.whole:
+            raise UsageError(f"{stored.name} is a view of another tensor, and cannot be loaded alone.")
+        record.given[place.storage] = functools.partial(_Stored.part, stored)
+        record.given_after = len(record.entries)
+        return
+    part = stored.part(tensor, "cpu" if tensor.device.type == "cpu" else tensor.device)
+    into = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    into.copy_(part.to_local() if isinstance(part, DTensor) else part)
+
+
+def _bounds(like: Tensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this rank holds."""
+    bounds = [(0, length) for length in like.shape]
+    if isinstance(like, DTensor):
+        for axis, placement in enumerate(like.placements):
+            if isinstance(placement, Shard):
+                begin, end = bounds[placement.dim]
+                size, own = like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis)
+                step = -(-(end - begin) // size)  # as torch.chunk divides
+                first = min(end, begin + own * step)
+                bounds[placement.dim] = first, min(end, first + step)
+    return tuple(slice(begin, end) for begin, end in bounds)
+
+
+def _tied(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Every parameter and persistent buffer, with all its names."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        own: dict[str, Any] = {**module._parameters, **module._buffers}
+        for name, tensor in own.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                found.setdefault(id(tensor), ([], tensor))[0].append(f"{dot}{name}")
+    return list(found.values())
+
+
+def _stored(path: Path) -> dict[str, _Stored]:
+    """What a checkpoint holds, by name. Raises UsageError when it cannot be read."""
+    if path.is_dir():
+        single = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob("*.safetensors"))
+        if not (path / INDEX).exists() and len(single) != 1:
+            raise UsageError(f"{path} has neither {INDEX} nor one .safetensors file. Give the file itself.")
+        path = path / INDEX if (path / INDEX).exists() else single[0]
+    if not path.exists():
+        raise UsageError(f"{path} does not exist. Give a .safetensors file, its index, or their folder.")
+    found: dict[str, _Stored] = {}
+    try:
+        files = [path]
+        if path.suffix == ".json":
+            files = [path.parent / name for name in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    facts = opened.get_slice(name)
+                    found[name] = _Stored(file, name, tuple(facts.get_shape()), DTYPES.get(facts.get_dtype()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is no safetensors checkpoint: {error}.") from None
+    except Exception as error:  # safetensors' own error is no subclass of these
+        raise UsageError(f"{path} is no safetensors checkpoint: {error}.") from None
+    return found
+
+
+def _check(path: Path, chosen: Iterable[tuple[str, Tensor, _Stored]], missing: list[str], foreign: list[str]) -> None:
+    parts = []
+    if missing:
+        parts.append(f"it lacks {_some(missing)}")
+    if foreign:
+        parts.append(f"it has {_some(foreign)}, which the model has not")
+    hint = " Write strict=False to keep the start values of what it lacks and leave out what the model has not."
+    other = [(name, there.shape, tuple(t.shape)) for name, t, there in chosen if there.shape != tuple(t.shape)]
+    if other:
+        name, there, here = other[0]
+        more = f" ({len(other) - 1} more differ)" if len(other) > 1 else ""
+        parts.append(f"{name} is {there} there and {here} in the model{more}")
+        hint = " Build the model with the sizes that the checkpoint was saved with."
+    if parts:
+        raise UsageError(f"{path} does not fit the model: {'; '.join(parts)}.{hint}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
