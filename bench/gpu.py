@@ -3,8 +3,9 @@
     PYTHONPATH=src python bench/gpu.py
 
 Correctness on CUDA (losses of the built-in jobs against a plain loop on the same GPU, float32 without TF32), time and
-memory of the jobs, the cost of our step over a plain one, bf16 and fp16; copies against plain CUDA events, and
-`meshwise bench` of all GPUs with its verdicts. Writes bench/results/gpu.json.
+memory of the jobs, the cost of our step over a plain one, bf16 and fp16; plans of one device (precision, recompute,
+offload, compile) checked against the plain loop, with the peaks that were allocated and reserved; copies against plain
+CUDA events, and `meshwise bench` of all GPUs with its verdicts. Writes bench/results/gpu.json.
 """
 
 from __future__ import annotations
@@ -20,25 +21,46 @@ import numpy as np
 import torch
 from machine import keep
 from rich.console import Console
+from torch.utils.data import Subset
 
 import meshwise as mw
 from meshwise.api.bench import bench
+from meshwise.api.check import check
 from meshwise.api.run import run_request
 from meshwise.jobs.registry import find_job
 from meshwise.machine.file.write import machine_to_toml
 from meshwise.machine.judge import sentence
+from meshwise.spec.errors import MeshwiseError
+from meshwise.spec.plan import Plan
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.spans import LANES
 from meshwise.training.job import Job
+from meshwise.training.loop import run_job
 from meshwise.training.order import epoch_order
 from meshwise.training.request import RunRequest
+from meshwise.training.settings import Settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from copies import on_gpus
 from overhead import measure
 
 STEPS = 50
+PLANS = (
+    Plan(),
+    Plan(accumulate=2),
+    Plan(recompute="full"),
+    Plan(recompute="selective"),
+    Plan(offload=("activations",)),
+    Plan(offload=("activations",), recompute="full"),
+    Plan(offload=("optimizer",)),
+    Plan(precision="bf16"),
+    Plan(precision="bf16", recompute="full", offload=("activations",)),
+    Plan(precision="fp16"),
+    Plan(precision="fp16", accumulate=2),
+    Plan(compile=True),
+)
+"""Those of one device: what a GPU does otherwise than a CPU (pinned copies, side streams, half precision)."""
 
 
 def plain_losses(job: Job) -> list[float]:
@@ -88,6 +110,36 @@ def run(job: str, precision: str) -> dict[str, Any]:
     }
 
 
+def under_plan(name: str, plan: Plan) -> dict[str, Any]:
+    """A plan on one GPU: proved against one device, and the peaks of a short run."""
+    try:
+        proof = check(name, plan=plan, devices="1xcuda", batch_size=8, steps=3)
+        (peaks,) = mw.launch(peaks_of, name, plan, devices="1xcuda")
+    except (MeshwiseError, mw.WorkerFailed) as error:  # one plan that cannot be must not end the others
+        return {"refused or failed": str(error)[-2000:]}
+    first = proof.comparison.first
+    return {
+        "equal": proof.equal,
+        "first difference": None if first is None else [first.kind, first.name, first.relative, proof.module],
+        "rounding": {r.kind: [r.one_device, r.plan] for r in proof.rounding},
+        **peaks,
+    }
+
+
+def peaks_of(name: str, plan: Plan) -> dict[str, Any]:
+    """In a worker: bytes allocated and reserved at most in the first ten steps, after the model was made."""
+    job = find_job(name)
+    job = replace(job, epochs=1, test=None, data=lambda: Subset(find_job(name).data(), range(10 * job.batch_size)))
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    run_job(job, Settings(plan), None)
+    return {
+        "allocated bytes": torch.cuda.max_memory_allocated(),
+        "reserved bytes": torch.cuda.max_memory_reserved(),
+        "seconds of ten steps": round(time.perf_counter() - start, 3),
+    }
+
+
 def watched(job: str) -> dict[str, Any]:
     """The timeline of a run on all GPUs: its account, what is hidden, what watching took, whether times make sense."""
     with tempfile.TemporaryDirectory() as out:
@@ -134,6 +186,9 @@ def main() -> None:
         for precision in ("fp32", "bf16", "fp16"):
             result[f"{name} {precision}"] = run(name, precision)
             print(name, precision, result[f"{name} {precision}"], flush=True)
+    for name in ("gpt", "mnist-cnn"):
+        result[f"plans of {name}"] = {repr(plan): under_plan(name, plan) for plan in PLANS}
+        print(name, result[f"plans of {name}"], flush=True)
     result["timeline mnist-cnn"] = watched("mnist-cnn")
     result["copies"] = on_gpus(size=1 << 30)
     result["bench"] = preflight()
