@@ -1,0 +1,580 @@
+"""Bugs that were planted by somebody who has not read how `check` works, each as it happens in code for several GPUs.
+
+Kind, module and cause are what a person would say; they were written down before the first run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.nn.utils import clip_grad
+from torch.utils.checkpoint import checkpoint
+
+from meshwise.parallel import apply, batch_norm, recompute, shard, zero1
+from meshwise.parallel.data import DataParallel
+from meshwise.parallel.offload import _Kept, _OnHost
+from meshwise.parallel.shard import Sharded
+from meshwise.parallel.zero1 import DividedOptimizer
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from meshwise.training import evaluate, loop, order, step
+from meshwise.training.order import Share
+from meshwise.transfer import collectives
+from tests.equivalence.jobs_to_check import checked
+
+# --- data parallel
+
+
+def last_microbatch_stays_local(patch: Any) -> None:
+    """`no_sync` around the last microbatch instead of those before it."""
+    real = DataParallel.backward
+    patch.setattr(
+        DataParallel, "backward", lambda self, loss, *, reduce, **more: real(self, loss, reduce=not reduce, **more)
+    )
+
+
+def registered_after_wrapping(patch: Any) -> None:
+    """A parameter that DDP did not see: each rank keeps its own gradient of it."""
+    real = DataParallel.__init__
+
+    def init(self: Any, named: Any, **more: Any) -> None:
+        real(self, [(name, p) for name, p in named if name != "net.2.weight"], **more)
+
+    patch.setattr(DataParallel, "__init__", init)
+
+
+def summed_by_hand_as_well(patch: Any) -> None:
+    """The loop sums gradients that were reduced already. Clipping takes the factor out again."""
+    real = DataParallel.backward
+
+    def backward(self: Any, loss: Tensor, **more: Any) -> Any:
+        value = real(self, loss, **more)
+        for _, p in self._named:
+            collectives.sum_over_ranks(p.grad)
+        return value
+
+    patch.setattr(DataParallel, "backward", backward)
+
+
+def every_rank_reads_the_same(patch: Any) -> None:
+    """No distributed sampler."""
+    real = order.share_of
+    patch.setattr(order, "share_of", lambda o, a, b, total, world: real(o, a, b, total, World(0, world.size)))
+
+
+def padded_to_equal_shares(patch: Any) -> None:
+    """As DistributedSampler does: a short share is filled up with the first sample, which counts twice."""
+
+    def share_of(samples: Tensor, start: int, stop: int, total: int, world: World) -> Share:
+        each = -(-(stop - start) // world.size)
+        padded = torch.cat([samples[start:stop], samples[start : start + each * world.size - (stop - start)]])
+        return Share(padded[world.rank * each : (world.rank + 1) * each], each, each * world.size)
+
+    patch.setattr(order, "share_of", share_of)
+
+
+# --- shard
+
+
+def once_sharded(patch: Any, change: Callable[[Any], None]) -> None:
+    """Change the model right after it was sharded."""
+    real = Sharded.__init__
+
+    def init(self: Any, model: nn.Module, *rest: Any, **more: Any) -> None:
+        real(self, model, *rest, **more)
+        change(model)
+
+    patch.setattr(Sharded, "__init__", init)
+
+
+def block_not_added_over_replicas(patch: Any) -> None:
+    """One block of data x shard is reduced within its replica alone."""
+    real = _fsdp_param_group.foreach_reduce
+
+    def foreach_reduce(parts: Any, gradients: Any, *rest: Any) -> Any:
+        given = list(rest)
+        if (parts[0]._param_fqn or "").startswith("things.layers.1."):
+            given[7] = None  # the group of the all-reduce
+        return real(parts, gradients, *given)
+
+    patch.setattr(_fsdp_param_group, "foreach_reduce", foreach_reduce)
+
+
+def block_divided_twice(patch: Any) -> None:
+    """The divide factor of one block is set to shard x shard."""
+    once_sharded(patch, lambda model: model.users.layers[0].set_gradient_divide_factor(4.0))
+
+
+def parameter_left_out_of_the_shards(patch: Any) -> None:
+    """`ignored_params` for one that is trained: it stays whole, and nobody reduces it."""
+    real = shard.fully_shard
+
+    def fully_shard(module: nn.Module, **more: Any) -> Any:
+        return real(module, ignored_params={module.get_parameter("net.2.weight")}, **more)
+
+    patch.setattr(shard, "fully_shard", fully_shard)
+
+
+def block_stays_gathered(patch: Any) -> None:
+    """`set_reshard_after_backward(False)` is left on: the next forward takes the weights from before the step."""
+    once_sharded(patch, lambda model: model.users.layers[1].set_reshard_after_backward(False, recurse=False))
+
+
+def gathered_in_the_wrong_order(patch: Any) -> None:
+    """The parts of one block are right on each rank, and are put together in another order of ranks."""
+    real = _fsdp_param_group.foreach_all_gather_copy_out
+
+    def copy_out(result: Any, parts: Any, group: Any) -> None:
+        real(result, parts, group)
+        for part in parts if (parts[0]._param_fqn or "").startswith("things.layers.0.") else ():
+            for gathered in part.all_gather_outputs:
+                of_rank = gathered.data.view(group.size(), -1)
+                of_rank.copy_(of_rank.flip(0).clone())
+
+    patch.setattr(_fsdp_param_group, "foreach_all_gather_copy_out", copy_out)
+
+
+def shards_of_each_other(patch: Any) -> None:
+    """Each rank loads the other's part of one parameter."""
+    real = loop.bind
+
+    def bind(applied: Any, *rest: Any) -> None:
+        part = applied.model.net[2].weight.to_local()
+        with torch.no_grad():
+            part.copy_(collectives.all_gather(part.detach().contiguous())[1 - collectives.own_rank()])
+        real(applied, *rest)
+
+    patch.setattr(loop, "bind", bind)
+
+
+def last_microbatch_alone(patch: Any) -> None:
+    """What earlier microbatches left to be reduced is overwritten, as under ZeRO-2."""
+    real = Sharded.backward
+
+    def backward(self: Any, loss: Tensor, *, reduce: bool, **more: Any) -> Any:
+        for gradient in [g for group in self._groups for g in group.waiting()] if reduce else ():
+            gradient.zero_()
+        return real(self, loss, reduce=reduce, **more)
+
+    patch.setattr(Sharded, "backward", backward)
+
+
+# --- zero1
+
+
+def not_sent(patch: Any, shape: tuple[int, ...]) -> None:
+    """The owner steps the parameter of this shape, and the others keep the old one."""
+    real = zero1._buckets
+    patch.setattr(zero1, "_buckets", lambda parameters: real([p for p in parameters if p.shape != shape]))
+
+
+def not_sent_by_rank_1(patch: Any) -> None:
+    not_sent(patch, (8, 6))
+
+
+def not_sent_by_rank_0(patch: Any) -> None:
+    not_sent(patch, (8, 8))
+
+
+def moments_of_each_other(patch: Any) -> None:
+    """After the last step the first moments of two parameters of one shape change places."""
+    real = DividedOptimizer._after
+
+    def after(self: Any, optimizer: Any, *rest: Any) -> None:
+        real(self, optimizer, *rest)
+        square = [entry for p, entry in optimizer.state.items() if p.shape == (66, 66)]
+        if square[0]["step"] == 3:
+            square[0]["exp_avg"], square[1]["exp_avg"] = square[1]["exp_avg"], square[0]["exp_avg"]
+
+    patch.setattr(DividedOptimizer, "_after", after)
+
+
+def sent_in_bfloat16(patch: Any) -> None:
+    """Owners send what they stepped in bfloat16; it is what the others go on with."""
+
+    def broadcast(flat: Tensor, owner: int) -> Tensor:
+        return collectives.broadcast(flat.copy_(flat.bfloat16()), owner)
+
+    patch.setattr(zero1, "collectives", SimpleNamespace(broadcast=broadcast))
+
+
+# --- recompute and offload
+
+
+def other_masks_the_second_time(patch: Any) -> None:
+    """The second run of a block draws anew."""
+    patch.setattr(recompute, "checkpoint", functools.partial(checkpoint, preserve_rng_state=False))
+
+
+def statistics_moved_by_both_runs(patch: Any) -> None:
+    """The second run of a batch norm moves its running statistics again."""
+    real = recompute._again
+    patch.setattr(recompute, "_again", lambda kind, inner, written: real(kind, inner, []))
+
+
+def input_detached(patch: Any) -> None:
+    """A block that runs again gets an input without its graph, and what lies before it no gradient."""
+
+    def cut(run: Any, *tensors: Tensor, **more: Any) -> Any:
+        return checkpoint(run, *[t.detach() for t in tensors], **more)
+
+    patch.setattr(recompute, "checkpoint", cut)
+
+
+def buffer_written_too_early(patch: Any) -> None:
+    """A host buffer is used for the next tensor of its shape while it still waits to be read."""
+    real = _Kept.to_host
+    held: list[Any] = [None]
+
+    def to_host(self: Any, tensor: Tensor) -> Any:
+        waiting = real(self, tensor)
+        if isinstance(waiting, _OnHost) and waiting.number == 2:
+            held[0] = waiting  # the input of the second layer of the first tower
+        if isinstance(waiting, _OnHost) and waiting.number == 3:
+            held[0].copy = waiting.copy
+        return waiting
+
+    patch.setattr(_Kept, "to_host", to_host)
+
+
+# --- batch norm
+
+
+def biased_running_variance(patch: Any) -> None:
+    real = batch_norm._track
+    patch.setattr(batch_norm, "_track", lambda module, mean, var, count: real(module, mean, var, count * 1e18))
+
+
+def stand_in_counts_in_statistics(patch: Any) -> None:
+    """A rank without samples repeats one, and the batch norm counts it."""
+    real = apply.join_batch_norms
+    patch.setattr(apply, "join_batch_norms", lambda model, counts: real(model))
+
+
+def backward_of_statistics_is_local(patch: Any) -> None:
+    """The backward of a batch norm over all ranks uses the sums of its own samples."""
+    alone = SimpleNamespace(all_gather=collectives.all_gather, sum_over_ranks=lambda tensor: tensor)
+    patch.setattr(batch_norm, "collectives", alone)
+
+
+# --- weights of losses
+
+
+def microbatches_weigh_alike(patch: Any) -> None:
+    """The loss is divided by the number of microbatches, of which the last is smaller."""
+    real = order.share_of
+
+    def share_of(samples: Tensor, start: int, stop: int, total: int, world: World) -> Share:
+        share = real(samples, start, stop, total, world)
+        return replace(share, total=3 * (stop - start))
+
+    patch.setattr(order, "share_of", share_of)
+
+
+def mean_of_rank_means(patch: Any) -> None:
+    """Each rank divides by its own number of tokens."""
+
+    def factor(world: World, losses: Any, first: Tensor) -> Any:
+        own = torch.stack([weight for _, weight in losses]).sum().clamp(min=1)
+        return lambda: first / own
+
+    patch.setattr(step, "_common_factor", factor)
+
+
+def tokens_weigh_by_samples(patch: Any) -> None:
+    """The weight that the loss gives is thrown away."""
+    real = step.split_weight
+    patch.setattr(step, "split_weight", lambda result, *rest: (real(result, *rest)[0], None))
+
+
+def loss_scale_left_in(patch: Any) -> None:
+    """The loss is scaled for float16, and the gradients are never unscaled. Adam hides the factor."""
+    real = step._backward
+    patch.setattr(step, "_backward", lambda run, loss, last, factor: real(run, loss * 1024, last, factor))
+
+
+# --- clipping, optimizer, scheduler
+
+
+def norm_of_own_shard(patch: Any) -> None:
+    """Each rank clips by the norm of the parts that it holds."""
+    real = clip_grad._get_total_norm
+    patch.setattr(clip_grad, "_get_total_norm", lambda grads, *rest: real([g.to_local() for g in grads], *rest))
+
+
+def clipped_each_microbatch(patch: Any) -> None:
+    """Clipping stands beside every backward, not before the step."""
+    real = step._backward
+
+    def backward(run: Any, loss: Tensor, last: bool, factor: Any) -> None:
+        real(run, loss, last, factor)
+        if not last:
+            torch.nn.utils.clip_grad_norm_(run.state.model.parameters(), run.job.clip_norm)
+
+    patch.setattr(step, "_backward", backward)
+
+
+def optimizer_holds_a_copy(patch: Any) -> None:
+    """One parameter was replaced after the optimizer was made: it steps the old one."""
+    real = loop.bind
+
+    def bind(applied: Any, optimizer: Any, world: World) -> None:
+        real(applied, optimizer, world)
+        held = optimizer.param_groups[0]["params"]
+        at = next(i for i, p in enumerate(held) if p is applied.model.net[2].weight)
+        held[at] = nn.Parameter(held[at].detach().clone())
+
+    patch.setattr(loop, "bind", bind)
+
+
+def no_weight_decay(patch: Any) -> None:
+    """Groups are lost when the optimizer is laid: its default for weight decay is."""
+    real = loop.bind
+
+    def bind(applied: Any, optimizer: Any, world: World) -> None:
+        optimizer.param_groups[0]["weight_decay"] = 0.0
+        real(applied, optimizer, world)
+
+    patch.setattr(loop, "bind", bind)
+
+
+def ticks_each_microbatch(patch: Any) -> None:
+    real = step._backward
+
+    def backward(run: Any, loss: Tensor, last: bool, factor: Any) -> None:
+        real(run, loss, last, factor)
+        if not last:
+            run.state.scheduler.step()
+
+    patch.setattr(step, "_backward", backward)
+
+
+def ticks_after_the_last_step(patch: Any) -> None:
+    """One tick too many when all steps are done: no parameter knows of it."""
+    real = step._update
+
+    def update(run: Any) -> None:
+        real(run)
+        if run.state.step == 3:
+            run.state.scheduler.step()
+
+    patch.setattr(step, "_update", update)
+
+
+# --- evaluation: the training is right
+
+
+def average_of_batch_averages(patch: Any) -> None:
+    real = evaluate.as_weight
+    patch.setattr(evaluate, "as_weight", lambda weight, like: real(1.0 if weight > 0 else 0.0, like))
+
+
+def stand_in_counts_in_evaluation(patch: Any) -> None:
+    """The sample that fills up the last batch is counted."""
+    real = evaluate._measure
+    patch.setattr(
+        evaluate,
+        "_measure",
+        lambda run, batch, share: real(run, batch, replace(share, samples=max(share.samples, 1))),
+    )
+
+
+def evaluated_with_the_first_buffers(patch: Any) -> None:
+    """The copy that is evaluated got the parameters of the training, and not its running statistics."""
+    real = evaluate._measure
+
+    def measure(run: Any, batch: Any, share: Share) -> Any:
+        buffers = list(run.applied.model[1].buffers())
+        kept = [b.clone() for b in buffers]
+        run.applied.model[1].reset_running_stats()
+        measured = real(run, batch, share)
+        for buffer, value in zip(buffers, kept, strict=True):
+            buffer.copy_(value)
+        return measured
+
+    patch.setattr(evaluate, "_measure", measure)
+
+
+# --- tied weights
+
+
+def before_it_is_laid(patch: Any, change: Callable[[Any], None]) -> None:
+    """Change the model after its start values were sent and before it is divided."""
+    real = apply.recompute_blocks
+
+    def blocks(model: nn.Module, how: Any) -> Any:
+        change(model)
+        return real(model, how)
+
+    patch.setattr(apply, "recompute_blocks", blocks)
+
+
+def tied_gradient_of_one_place(patch: Any) -> None:
+    """Of the two places where a weight is used, one adds nothing to its gradient."""
+
+    def change(model: Any) -> None:
+        model.right.forward = lambda x: F.linear(x, model.right.weight.detach())
+
+    before_it_is_laid(patch, change)
+
+
+def untied_and_kept_alike(patch: Any) -> None:
+    """The tie is gone; both copies get the sum of their gradients and stay equal. Only memory and norms know of it."""
+
+    def change(model: Any) -> None:
+        model.right.weight = nn.Parameter(model.left.weight.detach().clone())
+
+    before_it_is_laid(patch, change)
+    real = DataParallel.backward
+
+    def backward(self: Any, loss: Tensor, **more: Any) -> Any:
+        value, named = real(self, loss, **more), dict(self._named)
+        both = named["left.weight"], named["right.weight"]
+        total = both[0].grad + both[1].grad
+        for p in both:
+            p.grad.copy_(total)
+        return value
+
+    patch.setattr(DataParallel, "backward", backward)
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A plant, where, and what a person would say of it. Several words: each is fair. module None: it is everywhere."""
+
+    plant: Callable[[Any], None]
+    job: str
+    plan: Plan
+    kind: str | tuple[str, ...]
+    module: str | tuple[str, ...] | None
+    cause: str | tuple[str, ...]
+    slow: bool = False
+    missed: str = ""
+
+
+DATA, SHARD, ZERO1 = Plan(data=2), Plan(shard=2), Plan(data=2, zero1=True)
+GRADIENTS, NORM_STATISTICS = "gradients", "batch-norm statistics"
+ACTIVATIONS = ("activations",)
+
+BUGS = [
+    Bug(last_microbatch_stays_local, "plain", Plan(data=2, accumulate=2), GRADIENTS, None, "missing reduction"),
+    Bug(registered_after_wrapping, "counting", DATA, GRADIENTS, "net.2", "missing reduction"),
+    Bug(summed_by_hand_as_well, "plain", DATA, GRADIENTS, None, "doubled reduction"),
+    Bug(
+        every_rank_reads_the_same,
+        "plain",
+        DATA,
+        "sample order",
+        None,
+        ("data order", "padded or repeated sample"),
+        True,
+    ),
+    Bug(padded_to_equal_shares, "plain", Plan(data=3), "sample order", None, "padded or repeated sample", True),
+    Bug(
+        block_not_added_over_replicas,
+        "two-tower",
+        Plan(data=2, shard=2),
+        GRADIENTS,
+        "things.layers.1",
+        "missing reduction",
+        True,
+    ),
+    Bug(block_divided_twice, "two-tower", SHARD, GRADIENTS, "users.layers.0", "doubled reduction"),
+    Bug(parameter_left_out_of_the_shards, "counting", SHARD, GRADIENTS, "net.2", "missing reduction"),
+    Bug(block_stays_gathered, "two-tower", SHARD, "module outputs", "users.layers.1", "module"),
+    Bug(gathered_in_the_wrong_order, "two-tower", SHARD, "module outputs", "things.layers.0", "module"),
+    Bug(shards_of_each_other, "counting", SHARD, "initial parameters", "net.2", "start values"),
+    Bug(last_microbatch_alone, "counting", Plan(shard=2, accumulate=2), GRADIENTS, None, "missing reduction", True),
+    Bug(not_sent_by_rank_1, "counting", ZERO1, "parameters", "net.0", "optimizer step"),
+    Bug(not_sent_by_rank_0, "counting", ZERO1, "parameters", "net.2", "optimizer step"),
+    Bug(moments_of_each_other, "two-tower", ZERO1, "optimizer state", "users.layers.0", "optimizer step"),
+    Bug(sent_in_bfloat16, "counting", ZERO1, "parameters", "net.0", "master weights"),
+    Bug(
+        other_masks_the_second_time,
+        "dropped",
+        Plan(data=2, recompute=("attend",)),
+        GRADIENTS,
+        "attend",
+        "dropout masks",
+        True,
+    ),
+    Bug(statistics_moved_by_both_runs, "normed", Plan(data=2, recompute=("1",)), "buffers", "1", NORM_STATISTICS),
+    Bug(input_detached, "counting", Plan(data=2, recompute=("net.2",)), GRADIENTS, "net.0", "backward"),
+    Bug(
+        buffer_written_too_early,
+        "two-tower",
+        Plan(data=2, offload=ACTIVATIONS),
+        GRADIENTS,
+        "users.layers.1",
+        "backward",
+        True,
+    ),
+    Bug(biased_running_variance, "normed", DATA, "buffers", "1", NORM_STATISTICS),
+    Bug(
+        stand_in_counts_in_statistics,
+        "normed",
+        Plan(data=3, accumulate=4),
+        "module outputs",
+        "1",
+        NORM_STATISTICS,
+        True,
+    ),
+    Bug(backward_of_statistics_is_local, "normed", DATA, GRADIENTS, ("0", "1"), (NORM_STATISTICS, "backward"), True),
+    Bug(microbatches_weigh_alike, "counting", Plan(data=2, accumulate=3), GRADIENTS, None, "loss weighting"),
+    Bug(mean_of_rank_means, "weighed", DATA, GRADIENTS, None, "loss weighting"),
+    Bug(tokens_weigh_by_samples, "gpt", DATA, ("loss", GRADIENTS), None, "loss weighting", True),
+    Bug(loss_scale_left_in, "counting", DATA, GRADIENTS, None, "loss weighting", True),
+    Bug(norm_of_own_shard, "plain", SHARD, "gradient norm", None, "clip norm"),
+    Bug(clipped_each_microbatch, "plain", Plan(data=2, accumulate=2), GRADIENTS, None, "clip norm", True),
+    Bug(
+        optimizer_holds_a_copy,
+        "counting",
+        DATA,
+        ("optimizer state", "parameters"),
+        "net.2",
+        "optimizer bound to old parameters",
+    ),
+    Bug(no_weight_decay, "counting", ZERO1, "parameters", None, "optimizer step", True),
+    Bug(ticks_each_microbatch, "plain", Plan(data=2, accumulate=2), "learning rate", None, "scheduler ticks twice"),
+    Bug(ticks_after_the_last_step, "plain", DATA, "scheduler", None, "scheduler ticks twice", True),
+    Bug(average_of_batch_averages, "biased", SHARD, "evaluation", None, "evaluation", True),
+    Bug(stand_in_counts_in_evaluation, "plain", DATA, "evaluation", None, "padded or repeated sample", True),
+    Bug(evaluated_with_the_first_buffers, "normed", DATA, "evaluation", None, "evaluation", True),
+    Bug(tied_gradient_of_one_place, "tied", SHARD, GRADIENTS, ("left", "right"), "tied weight", True),
+    Bug(untied_and_kept_alike, "tied", DATA, "tied weights", ("left", "right"), "tied weight"),
+]
+
+
+def cases() -> list[Any]:
+    found = []
+    for bug in BUGS:
+        marks: list[Any] = [pytest.mark.slow] if bug.slow else []
+        if bug.missed:
+            marks.append(pytest.mark.xfail(strict=True, reason=bug.missed))
+        found.append(pytest.param(bug, id=bug.plant.__name__, marks=marks))
+    return found
+
+
+def fair(said: str, expected: str | tuple[str, ...]) -> bool:
+    return said in ((expected,) if isinstance(expected, str) else expected)
+
+
+@pytest.mark.parametrize("bug", cases())
+def test_it_is_found_and_said_as_a_person_would(bug: Bug, pool: Any) -> None:
+    proof = checked(pool, bug.job, bug.plan, plant=bug.plant)
+    assert not proof.equal
+    first = proof.comparison.first
+    said = f"{first.kind} of {first.name!r} in step {first.step}, module {proof.module!r}, {proof.cause.name}"
+    within = (bug.module,) if isinstance(bug.module, str) else bug.module or ()
+    assert fair(first.kind, bug.kind), said
+    assert bug.module is None or any(f"{proof.module}.".startswith(f"{name}.") for name in within), said
+    assert fair(proof.cause.name, bug.cause), said
