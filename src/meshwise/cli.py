@@ -79,6 +79,8 @@ def main() -> None:
 
 LAUNCH_FLAGS = ("--blocks",)
 LAUNCH_OPTIONS = ("--devices", "--plan", "--set", "--out", "--nnodes", "--node-rank", "--rdzv")
+CHECK_FLAGS = ("--json",)
+CHECK_OPTIONS = ("--devices", "--plan", "--set", "--steps", "--seed")
 
 
 def script_arguments_apart(words: list[str]) -> list[str]:
@@ -86,19 +88,18 @@ def script_arguments_apart(words: list[str]) -> list[str]:
 
     Options of the launcher are ours before the script's name and directly behind it.
     """
-    if words[:1] == ["check"]:  # it takes no script
-        return words
+    options, flags = (CHECK_OPTIONS, CHECK_FLAGS) if words[:1] == ["check"] else (LAUNCH_OPTIONS, LAUNCH_FLAGS)
     values = (
         i
         for i, word in enumerate(words)
-        if word.endswith(".py") and not word.startswith("-") and not (i and words[i - 1] in LAUNCH_OPTIONS)
+        if word.endswith(".py") and not word.startswith("-") and not (i and words[i - 1] in options)
     )
     at = next(values, None)
     if at is None:
         return words
     end = at + 1
-    while end < len(words) and words[end].split("=")[0] in (*LAUNCH_OPTIONS, *LAUNCH_FLAGS):
-        end += 1 if "=" in words[end] or words[end] in LAUNCH_FLAGS else 2
+    while end < len(words) and words[end].split("=")[0] in (*options, *flags):
+        end += 1 if "=" in words[end] or words[end] in flags else 2
     rest = words[end:]
     return [*words[:end], *(rest if rest[:1] == ["--"] else ["--", *rest])]
 

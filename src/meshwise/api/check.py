@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from meshwise.api.check_script import check_script
 from meshwise.api.run import plan_text
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.proof import Proof, prove
@@ -33,6 +34,7 @@ def check(
     seed: int | None = None,
     data: str | Path | None = None,
     rounding: bool = True,
+    arguments: Sequence[str] = (),
     tell: Callable[[str], None] = lambda text: None,
 ) -> Proof:
     """Prove that a plan computes what one device computes, or name the first module that does not, and why.
@@ -40,7 +42,9 @@ def check(
     Both sides train in float64, with the model's casts lifted, from the same start on the same samples; the last step
     has a ragged batch. A difference above 1e-9 of a tensor's size is a fault.
 
-    job: a Job, or a word as on the command line. plan: a Plan or a plan file; without one, replicas on all `devices`.
+    job: a Job, or a word as on the command line; a script.py that keeps its own loop is run with `arguments` (of the
+    other options it knows plan, devices, steps and seed). plan: a Plan or a plan file; without one, replicas on all
+    `devices`.
     devices: `4xcpu` by default has a CPU worker stand for each device of the plan. batch_size, seed, data: as in `run`.
     rounding: run both sides in the plan's own precision as well, and tell how far each is from float64.
     Raises UsageError for what cannot be checked, WorkerFailed when a worker fails.
@@ -49,13 +53,17 @@ def check(
         raise UsageError(f"--steps {steps}: must be at least 1.")
     if started_by_launcher():
         raise UsageError("meshwise check starts its own workers. Call it alone, without torchrun, srun or mpirun.")
+    if isinstance(job, str) and job.endswith(".py"):
+        given = None if plan is None else _plan(plan, devices)
+        return check_script(Path(job), arguments, plan=given, devices=devices, steps=steps, seed=seed, tell=tell)
     chosen = _plan(plan, devices)
     words = devices or f"{chosen.devices}xcpu"
     shares = find_devices(parse_devices(words))
     check_devices(chosen, len(shares))
-    given, word, where = _job(job), job if isinstance(job, str) else "", None if data is None else str(data)
+    of_code = job if isinstance(job, Job) else None
+    word, where = job if isinstance(job, str) else "", None if data is None else str(data)
     changes = {"batch_size": batch_size, "seed": seed}
-    found = _found(given, word, where, changes)
+    found = _found(of_code, word, where, changes)
     asks = [Ask(chosen, steps)]
     if rounding and chosen.precision != "fp64":
         asks.append(Ask(chosen, steps, chosen.precision))
@@ -63,10 +71,10 @@ def check(
     if shares[0].device == "cpu":
         references = [one_device(found, ask) for ask in asks]
     else:
-        (references,) = launch(_one_device, (given, word, where, changes, asks), shares[:1])
+        (references,) = launch(_one_device, (of_code, word, where, changes, asks), shares[:1])
     tell(f"{chosen}, {words}")
     draws = [[step.draws for step in side.steps] for side in references]
-    results = launch(_under_plan, (given, word, where, changes, asks, draws), shares)
+    results = launch(_under_plan, (of_code, word, where, changes, asks, draws), shares)
     sides: list[Side] = results[0]
     rounded = (references[1], sides[1]) if len(asks) > 1 else None
     return prove(found.name, asks[0], words, references[0], sides[0], rounded)
@@ -89,18 +97,6 @@ def _plan(plan: Plan | str | Path | None, devices: str | None) -> Plan:
     if plan is None:
         return Plan(data=len(find_devices(parse_devices(devices or DEFAULT_DEVICES))))
     return plan_from_toml(plan_text(plan))
-
-
-def _job(job: Job | str) -> Job | None:
-    """The job, if it was given itself. A script is refused: importing it would run it."""
-    if isinstance(job, Job):
-        return job
-    if job.endswith(".py"):
-        raise UsageError(
-            f"{job}: a script that keeps its own loop cannot be checked yet. Write its model, loss, optimizer and data "
-            f"as a meshwise.Job in a file, and name it, for instance {job}:job."
-        )
-    return None
 
 
 def _found(given: Job | None, word: str, data: str | None, changes: dict[str, int | None]) -> Job:

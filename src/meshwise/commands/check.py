@@ -12,13 +12,20 @@ from meshwise.api.check import check as check_plan
 from meshwise.api.check import plan_of_words
 from meshwise.equivalence.views.check_dict import check_dict
 from meshwise.equivalence.views.check_text import check_text
+from meshwise.spec.errors import UsageError
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def check(
-    job: Annotated[str, typer.Argument(help="mnist-mlp, mnist-cnn, mlp, gpt[:size] or file.py:name")],
+    context: typer.Context,
+    job: Annotated[
+        str,
+        typer.Argument(
+            help="mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or an own-loop script.py and its arguments"
+        ),
+    ],
     plan: Annotated[
         str | None, typer.Option(metavar="FILE", help="a plan file; default: replicas on all devices")
     ] = None,
@@ -40,7 +47,13 @@ def check(
     Exit code 0: equal. 1: different. 2: refused.
     """
     console = Console(stderr=True)
-    chosen = plan_of_words(plan, settings or [], devices)
+    script = job.endswith(".py")
+    if script:
+        _refuse_job_options(job, {"--batch-size": batch_size, "--data": data})
+    elif context.args:
+        raise UsageError(f"'{' '.join(context.args)}' is no option of a job. See meshwise check --help.")
+    said = plan is not None or settings
+    chosen = plan_of_words(plan, settings or [], devices) if said or not script else None
     proof = check_plan(
         job,
         plan=chosen,
@@ -50,6 +63,7 @@ def check(
         seed=seed,
         data=data,
         rounding=rounding,
+        arguments=context.args,
         tell=lambda text: console.print(f"{job}  {text}", style="dim", markup=False, highlight=False, soft_wrap=True),
     )
     if as_json:
@@ -57,3 +71,11 @@ def check(
     else:
         Console().print(check_text(proof), soft_wrap=True)
     raise typer.Exit(0 if proof.equal else 1)
+
+
+def _refuse_job_options(script: str, said: dict[str, object]) -> None:
+    for option, value in said.items():
+        if value is not None:
+            raise UsageError(
+                f"{option} {value}: {script} keeps its own loop. Write its own options behind its name, or make a Job."
+            )

@@ -38,9 +38,13 @@ CAUSES = {
     "backward": "the backward of a module gives another gradient for the same forward",
     "optimizer step": "the optimizer makes another step of the same gradients",
     "evaluation": "the metrics are other ones for the same parameters and samples",
+    "evaluation without mw.sum": "what a loop counts is of each rank's own share alone",
 }
 """Every cause that can be named, and what it means."""
 
+
+UNSUMMED = "without mw.sum"
+"""How a loop of a script is called whose figures are of one rank alone."""
 
 OWNED = {
     "tied weights",
@@ -233,6 +237,12 @@ def _buffer(first: Difference, seen: _Evidence) -> Cause:
 
 
 def _evaluated(first: Difference, seen: _Evidence) -> Cause:
+    if first.name.endswith(UNSUMMED):
+        what = first.name.removesuffix(f", {UNSUMMED}")
+        return Cause(
+            "evaluation without mw.sum",
+            f"{what} had no mw.backward and no mw.sum, so each rank has the figure of its own share.",
+        )
     if first.facts.get("repeated") or first.facts.get("missing"):
         return _samples(first, seen)
     ragged = len(seen.one.evaluated) % seen.ranks != 0

@@ -62,21 +62,30 @@ class Watch:
         """A job's loss, watched: it begins the next microbatch of the step."""
 
         def watched(model: nn.Module, batch: Any) -> Any:
-            number = len(self._draws)
-            reference = (
-                None if self._reference is None else [*self._reference, *([] for _ in range(number + 1))][number]
-            )
-            draws = KeyedDraws((self._seed, self._step, number), self._rows[number], reference)
-            self._draws.append(draws)
-            self._numbers, self._watching = {}, True
-            try:
-                with self._precise(), draws.first():
-                    return function(model, batch)
-            finally:
-                self._watching = False
-                self.unkeyed |= draws.unkeyed
+            with self.forward():
+                return function(model, batch)
 
         return watched
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """The forward of the next microbatch of the step."""
+        number = len(self._draws)
+        reference = None if self._reference is None else [*self._reference, *([] for _ in range(number + 1))][number]
+        draws = KeyedDraws((self._seed, self._step, number), self._rows[number], reference)
+        self._draws.append(draws)
+        self._numbers, self._watching = {}, True
+        try:
+            with self._precise(), draws.first():
+                yield
+        finally:
+            self._watching = False
+            self.unkeyed |= draws.unkeyed
+
+    def forget(self) -> None:
+        """The newest microbatch was none: no backward came."""
+        self._draws.pop()
+        self.outputs = [output for output in self.outputs if output.microbatch < len(self._draws)]
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:

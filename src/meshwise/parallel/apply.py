@@ -7,7 +7,7 @@
     shard        after it: a block is gathered around its forward, whatever that forward has become
     start values of a deferred model (deferred.py): once each rank has its part, and before data, which needs them
     data         last: it reduces the gradients of whatever the others have made; with shard, shard does it for both
-    zero1        at the optimizer, which needs parameters that do not change any more
+    zero1        and offload of the optimizer: they need parameters that do not change any more
 
 Tensor and pipeline parallelism will take their places before recompute: they decide what a block is.
 """
@@ -26,6 +26,7 @@ from meshwise.parallel.deferred import fill, hold
 from meshwise.parallel.loading import lay_what_a_model_loads, lay_what_an_optimizer_loads
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.offload import offload_activations
+from meshwise.parallel.offload_state import OffloadedState
 from meshwise.parallel.precision import check_computes, gathered_narrow, reduced_in, shard_dtypes, store_parameters
 from meshwise.parallel.rebind import names_of, rebind
 from meshwise.parallel.recompute import recompute_blocks
@@ -48,12 +49,15 @@ class Applied:
 
     reduction: averages gradients over the ranks; None on one device.
     notes: what differs from one device, for the user to read.
+    meets: whether ranks' gradients meet inside the backward (batch norms over all ranks), so that each rank's loss must
+        be weighed before it, in a unit that all ranks share.
     """
 
     model: nn.Module
     plan: Plan
     reduction: DataParallel | Sharded | None
     notes: tuple[str, ...] = ()
+    meets: bool = False
 
     def backward(
         self,
@@ -113,18 +117,19 @@ def apply(
             model,
             make_mesh(plan, world),
             reshard=plan.reshard,
+            to_host="parameters" in plan.offload,
             dtypes=shard_dtypes(plan.dtypes),
             narrow=gathered_narrow(model),
         )
         lay_what_a_model_loads(model)
     if held is not None:
-        fill(held, model, world.device)
+        fill(held, model, world.device, parts="cpu" if "parameters" in plan.offload else world.device)
     if plan.shard == 1 and world.size > 1:
         named = list(model.named_parameters())
         dtype = reduced_in(plan.dtypes)
         reduction = DataParallel(named, bucket_mb=plan.bucket_mb, metered=metered, dtype=dtype)
     notes = differences(model, plan, world, bool(joined))
-    applied = Applied(model, plan, reduction, (*notes, *_recomputed(plan, blocks)))
+    applied = Applied(model, plan, reduction, (*notes, *_recomputed(plan, blocks)), bool(joined))
     for optimizer in optimizers:
         rebind(optimizer, names, model, lay_as)
         bind(applied, optimizer, world)
@@ -137,6 +142,8 @@ def bind(applied: Applied, optimizer: Optimizer, world: World) -> None:
         lay_what_an_optimizer_loads(optimizer)
     if applied.plan.zero1:
         DividedOptimizer(optimizer, world.rank, world.size)
+    if "optimizer" in applied.plan.offload and "parameters" not in applied.plan.offload:  # those take it with them
+        OffloadedState(optimizer)
 
 
 def _recomputed(plan: Plan, blocks: Sequence[str]) -> tuple[str, ...]:
@@ -172,9 +179,11 @@ def check_fits(plan: Plan, world: World) -> None:
 
 
 def _check_offload(plan: Plan) -> None:
-    for name in plan.offload:
-        if name != "activations":
-            raise PlanError(f"offload={name!r} is not built yet. Leave it out, or use a larger shard.")
+    if "parameters" in plan.offload and plan.shard == 1:
+        raise PlanError(
+            "offload='parameters' keeps each rank's part of the parameters in the host's memory, and shard=1 makes no "
+            "parts. Use shard=2 or more, or offload='optimizer'."
+        )
 
 
 def _check_built(plan: Plan) -> None:

@@ -37,12 +37,16 @@ _KEPT = ("pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "persiste
 
 @dataclass(frozen=True)
 class Plain:
-    """What a distributed loader needs of the user's: `pairs(epoch, begin)` reads an epoch from sample `begin` on."""
+    """What a distributed loader needs of the user's.
+
+    pairs: `pairs(epoch, begin, most)` reads an epoch from sample `begin` on; with `most`, one batch of at most so many
+        samples (a stream's batches stay whole).
+    """
 
     length: int | None
     samples: int | None
     batch_size: int
-    pairs: Callable[[int, int], Pairs]
+    pairs: Callable[..., Pairs]
     note: str = ""
 
 
@@ -87,8 +91,9 @@ def _ordered(loader: DataLoader[Any], seed: int, world: World, *, shuffle: bool,
     whole = samples - samples % size if loader.drop_last else samples
     read = reader(_rows(loader.dataset), _settings(loader, seed))
 
-    def pairs(epoch: int, begin: int) -> Pairs:
+    def pairs(epoch: int, begin: int, most: int | None = None) -> Pairs:
         order = (epoch_order(seed, epoch, samples) if shuffle else torch.arange(samples))[:whole]
+        order = order if most is None else order[: begin + min(most, size)]
         shares = [shares[0] for shares in steps_of_epoch(order, size, world, begin=begin)]
         return zip(read((share.indices for share in shares), epoch), shares, strict=True)
 
@@ -100,11 +105,12 @@ def _foreign(loader: DataLoader[Any], seed: int, world: World) -> Plain:
     read = reader(_rows(loader.dataset), _settings(loader, seed))
     batch_sampler: Iterable[list[int]] = loader.batch_sampler  # type: ignore[assignment]
 
-    def pairs(epoch: int, begin: int) -> Pairs:
+    def pairs(epoch: int, begin: int, most: int | None = None) -> Pairs:
         with keyed_draws(seed, epoch):
             batches = [torch.as_tensor(list(batch), dtype=torch.int64) for batch in batch_sampler]
         ends = torch.tensor([len(batch) for batch in batches]).cumsum(0).tolist()
         left = [batch for batch, end in zip(batches, ends, strict=True) if end > begin]
+        left = left if most is None else [batch[:most] for batch in left[:1]]
         shares = [share_of(batch, 0, len(batch), len(batch), world) for batch in left]
         return zip(read((share.indices for share in shares), epoch), shares, strict=True)
 
@@ -123,7 +129,7 @@ def _stream(loader: DataLoader[Any], world: World, streams: str) -> Plain:
     )
     own = _whole_share if streams == "whole" else _own_share
 
-    def pairs(epoch: int, begin: int) -> Pairs:
+    def pairs(epoch: int, begin: int, most: int | None = None) -> Pairs:
         stream = iter(items)
         last: Any = None
         for _ in islice(stream, begin if streams == "whole" else part(0, begin, world.size, world.rank)[1]):

@@ -125,10 +125,16 @@ class DistributedLoader:
         name = f"epoch {self._epoch} of a loader"
         midway.add(name)
         _own.used_stand_ins = False
+        if _own.observer is not None:
+            _own.observer.begins()
         try:
             pairs = prefetch(self._plain.pairs(self._epoch, self._index), _device())
             while True:
                 _own.spans.asked()
+                if _own.observer is not None:
+                    _own.observer.asked()
+                    most = _own.observer.most(self.batch_size)
+                    pairs = pairs if most is None else self._shortened(most)
                 pair = next(pairs, None)
                 if pair is None:
                     break
@@ -140,12 +146,21 @@ class DistributedLoader:
                 seed_draws(mixed(self._seed, self._epoch), self._index, self._world)
                 self._index += share.total
                 _own.spans.given()
-                yield cast(batch)
+                batch = cast(batch)
+                if _own.observer is not None:
+                    _own.observer.given(share)
+                yield batch
             self._epoch, self._index, self._running = self._epoch + 1, 0, False
         finally:
+            if _own.observer is not None:
+                _own.observer.left()
             _own.share = None
             midway.discard(name)
             torch.set_rng_state(outer)
+
+    def _shortened(self, most: int) -> Iterator[Any]:
+        """One batch more, of at most so many samples."""
+        return prefetch(self._plain.pairs(self._epoch, self._index, most), _device()) if most else iter(())
 
 
 def _device() -> str:
@@ -162,9 +177,12 @@ def backward(loss: Tensor, weight: Tensor | float | None = None) -> Tensor:
     _own.backwards += 1
     _own.stepped.clear()
     _own.stepping.clear()
-    with _own.spans.backward(_own.share.total if _own.share is not None else 0):
+    watched = contextlib.nullcontext() if _own.observer is None else _own.observer.backward(_own.reduce)
+    with watched, _own.spans.backward(_own.share.total if _own.share is not None else 0):
         mean = _backward(loss, weight)
     _own.spans.loss(mean)
+    if _own.observer is not None:
+        _own.observer.lost(mean)
     return mean
 
 
@@ -191,7 +209,8 @@ def _backward(loss: Tensor, weight: Tensor | float | None) -> Tensor:
 def _weighted_backward(applied: Applied, loss: Tensor, weight: Tensor) -> Tensor:
     """The weights' sum is reduced while the backward runs, and divides the gradients before they are averaged."""
     wait = collectives.begin_sum(torch.stack([loss.detach().to(weight.dtype).reshape(()) * weight, weight]))
-    applied.backward(loss, reduce=_own.reduce, factor=lambda: weight * collectives.world_size() / wait()[1])
+    scaled, left = (loss * weight.to(loss.dtype), 1.0) if applied.meets else (loss, weight)
+    applied.backward(scaled, reduce=_own.reduce, factor=lambda: left * collectives.world_size() / wait()[1])
     total, weights = wait().unbind()
     return (total / weights).to(loss.dtype)
 
@@ -211,7 +230,13 @@ def sum(value: Number) -> Number:
 
     Call it inside the loop over the loader. A number comes back as a number, a tensor as a tensor.
     """
-    world = join().world
+    total = _sum(value, join().world)
+    if _own.observer is not None:
+        _own.observer.summed(total)
+    return total
+
+
+def _sum(value: Number, world: World) -> Number:
     if world.size == 1:
         return value
     if _own.share is None and _own.used_stand_ins:

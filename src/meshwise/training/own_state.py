@@ -6,7 +6,7 @@ import contextlib
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,17 +30,23 @@ class Observer(Protocol):
     def planned(self, plan: Plan, world: World) -> Plan:
         """The plan that is carried out in the place of `plan`."""
 
-    def most(self, batch_size: int) -> int | None:
-        """How many samples the next batch may have; 0 ends the loop, None leaves it as it is."""
-
-    def given(self, batch: Any, share: Share) -> Any:
-        """A loop gets a batch; returns what it gets."""
+    def begins(self) -> None:
+        """A loop over a distributed loader begins."""
 
     def asked(self) -> None:
-        """A loop asks for its next batch, or is left."""
+        """It asks for its next batch."""
 
-    def backward(self, loss: Tensor, reduce: bool) -> contextlib.AbstractContextManager[None]:
-        """Around `mw.backward`."""
+    def most(self, batch_size: int) -> int | None:
+        """How many samples that may have; 0 ends the loop, None leaves it as it is."""
+
+    def given(self, share: Share) -> None:
+        """It has its batch."""
+
+    def left(self) -> None:
+        """It is over, or was left."""
+
+    def backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
+        """Around `mw.backward`; reduce: whether it leaves reduced gradients."""
 
     def lost(self, loss: Tensor) -> None:
         """The global loss that it returns."""

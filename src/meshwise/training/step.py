@@ -60,7 +60,8 @@ def train_step(run: StepContext, parts: Sequence[Part]) -> Losses:
             else:
                 weight = as_weight(weight, mean)
                 losses.append((mean.detach(), weight))
-                first = weight.clamp(min=1) if first is None else first
+                if first is None:
+                    first = torch.ones_like(weight) if run.applied.meets else weight.clamp(min=1)
                 factor = _common_factor(run.world, losses, first) if last else None
                 _backward(run, mean * (weight / first).to(mean.dtype), last, factor)
     with run.recorder.span("optimizer"):

@@ -1,0 +1,124 @@
+"""Check a script that keeps its own loop: on one device and under the plan, in float64, compared."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from meshwise.equivalence.proof import Proof, prove
+from meshwise.equivalence.script import Seen, watch_script, with_unsummed
+from meshwise.equivalence.seen import Ask, Side
+from meshwise.equivalence.under_plan import Draws
+from meshwise.machine.find import find_devices
+from meshwise.parallel.apply import check_fits
+from meshwise.spec.device_words import parse_devices
+from meshwise.spec.errors import UsageError
+from meshwise.spec.plan import Plan, plan_to_toml
+from meshwise.spec.worker_share import WorkerShare
+from meshwise.spec.world import World
+from meshwise.training.own_plan import PLAN_FILE, check_for_own_loops
+from meshwise.workers.launch import launch
+
+DEFAULT_DEVICES = "2xcpu"
+
+
+def check_script(
+    script: Path,
+    arguments: Sequence[str] = (),
+    *,
+    plan: Plan | None = None,
+    devices: str | None = None,
+    steps: int = 3,
+    seed: int | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Proof:
+    """Prove that a script computes under a plan what it computes on one device, or name what does not, and why.
+
+    plan: None leaves it to the script, which has replicas on all `devices` if it names none. seed: of torch, random and
+    numpy, where the script sets none. What the script writes with `mw.save` goes into a folder of the check.
+    Raises UsageError for a script that cannot be checked, WorkerFailed with its traceback when it fails.
+    """
+    if not script.is_file():
+        raise UsageError(f"{script}: no such file. Name a Python file.")
+    words = devices or (f"{plan.devices}xcpu" if plan is not None else DEFAULT_DEVICES)
+    shares = find_devices(parse_devices(words))
+    if plan is not None:
+        check_fits(plan, World(size=len(shares)))
+        check_for_own_loops(plan)
+    task = (script.resolve(), list(arguments), steps, 2 * len(shares) + 1, seed or 0)
+    with tempfile.TemporaryDirectory(prefix="meshwise-check-") as folder:
+        tell(f"one device, {steps} steps")
+        (one,) = _ran(task, None, shares[:1], plan, Path(folder) / "one")
+        _check_seen(one, script)
+        tell(f"{plan or 'the plan of the script'}, {words}")
+        many, *_ = _ran(task, one.draws, shares, plan, Path(folder) / "many")
+    _check_seen(many, script)
+    _check_same_steps(one, many, script)
+    sides = with_unsummed(one, many)
+    assert sides[0] is not None and sides[1] is not None and many.plan is not None
+    return prove(script.name, Ask(many.plan, steps), words, sides[0], sides[1])
+
+
+def _ran(
+    task: tuple[Path, list[str], int, int, int],
+    draws: Draws | None,
+    shares: Sequence[WorkerShare],
+    plan: Plan | None,
+    folder: Path,
+) -> list[Seen]:
+    folder.mkdir()
+    file = None if plan is None else folder / "plan.toml"
+    if file is not None and plan is not None:
+        file.write_text(plan_to_toml(plan), encoding="utf-8")
+    results: list[Seen] = launch(_in_worker, (*task, draws, file, folder), shares)
+    return results
+
+
+def _in_worker(
+    script: Path,
+    arguments: list[str],
+    steps: int,
+    ragged: int,
+    seed: int,
+    draws: Draws | None,
+    plan: Path | None,
+    folder: Path,
+) -> Seen | None:
+    if plan is not None:
+        os.environ[PLAN_FILE] = str(plan)
+    torch.set_num_threads(1)  # the same sums in the same order on both sides
+    return watch_script(script, arguments, steps, ragged, draws, seed, folder)
+
+
+def _check_seen(seen: Seen, script: Path) -> None:
+    """Raises UsageError, with what to write, for a script that shows nothing to compare."""
+    if seen.plan is None:
+        raise UsageError(
+            f"{script}: mw.distribute was given no model, so there is nothing to check. Write "
+            "model, optimizer, loader = mw.distribute(model, optimizer, loader) before the loop."
+        )
+    if seen.side is None:
+        raise UsageError(
+            f"{script}: no loop ran over a distributed loader. Give the DataLoader to mw.distribute too, and loop over "
+            "what comes back."
+        )
+    if seen.backwards == 0:
+        raise UsageError(f"{script}: mw.backward was never called. Write mw.backward(loss) instead of loss.backward().")
+    if not seen.side.steps:
+        raise UsageError(
+            f"{script}: no optimizer of the model's parameters made a step after {seen.backwards} calls of "
+            "mw.backward. Make the optimizer of the parameters of the model that is distributed, and call its step()."
+        )
+
+
+def _check_same_steps(one: Seen, many: Seen, script: Path) -> None:
+    counts = [len(side.steps) for side in (one.side, many.side) if isinstance(side, Side)]
+    if counts[0] != counts[1]:
+        raise UsageError(
+            f"{script}: made {counts[0]} optimizer steps on one device and {counts[1]} under the plan, so they cannot "
+            "be compared. Let the number of steps not depend on the number of devices (mw.world_size())."
+        )

@@ -1,0 +1,329 @@
+"""A script that keeps its own loop, watched: what `distribute`, `backward`, `step` and `mw.sum` see, as one side.
+
+The script runs as it is, from the same seeds, with all its casts lifted. Every loop over a distributed loader is cut
+short, and its last batch made ragged: a training loop when the wanted steps are made, an evaluation after three
+batches. Later epochs have one batch, so that an evaluation behind them is seen; a script that trains on after `AFTER`
+such batches ends there, on all ranks together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwise.compat.reducer import default_store
+from meshwise.equivalence.cause import UNSUMMED
+from meshwise.equivalence.gathered import to_rank_0
+from meshwise.equivalence.lifted import lifted
+from meshwise.equivalence.one_device import begun_side
+from meshwise.equivalence.seen import Draw, Rows, Side, Step
+from meshwise.equivalence.under_plan import Draws, of_any_rank, ranks_apart
+from meshwise.equivalence.watch import (
+    Watch,
+    buffers_of,
+    gradients_of,
+    merged,
+    optimizer_state_of,
+    parameters_of,
+    rates_of,
+)
+from meshwise.jobs.script import run_script_file
+from meshwise.spec.errors import UsageError
+from meshwise.spec.plan import Plan, at_precision
+from meshwise.spec.world import World
+from meshwise.training.order import Share
+from meshwise.training.own_state import own
+from meshwise.transfer.agreement import wait_for_all
+from meshwise.transfer.collectives import gather_objects
+from meshwise.workers.join import join
+
+EVALUATED = 3  # batches of an evaluation
+AFTER = 30  # backwards behind the steps that are compared
+GRACE = 60.0  # seconds in which all ranks must come to the same place of the script
+
+
+class ScriptEnds(BaseException):
+    """The check has seen enough. No error: a script's `except Exception` lets it pass."""
+
+
+@dataclass
+class Seen:
+    """What a script did.
+
+    plan: that of `mw.distribute`; None when no model was given to it. side: None when no loader gave a batch.
+    draws: the random draws of every step. backwards: calls of `mw.backward`. unsummed: loops over a loader without a
+    backward and without `mw.sum`.
+    """
+
+    plan: Plan | None = None
+    side: Side | None = None
+    draws: list[list[list[Draw]]] = field(default_factory=list)
+    backwards: int = 0
+    loops: int = 0
+    unsummed: list[int] = field(default_factory=list)
+
+
+class _Watching:
+    """The observer of the own loop (see own_state.py)."""
+
+    def __init__(self, world: World, steps: int, ragged: int, draws: Draws | None, seed: int, folder: Path) -> None:
+        self.folder = folder
+        self.seen = Seen()
+        self._world, self._steps, self._ragged, self._seed = world, steps, ragged, seed
+        self._reference = draws
+        self._watch: Watch | None = None
+        self._model: nn.Module | None = None
+        self._step = Step()
+        self._rows: list[Rows] = []
+        self._now: tuple[Rows, list[list[int]]] | None = None
+        self._forward: contextlib.ExitStack | None = None
+        self._trained = False  # in this loop
+        self._batches = 0  # of this loop
+        self._since_step = 0  # batches
+        self._a_step = 0  # batches that made the last step
+        self._after = 0  # backwards since the last step that is compared
+        self._sums = 0
+        self._summed = True
+        self._meetings = 0
+
+    # The plan.
+
+    def planned(self, plan: Plan, world: World) -> Plan:
+        self.seen.plan = plan
+        return at_precision(plan if world.size > 1 else Plan(), "fp64")
+
+    # A loop.
+
+    def begins(self) -> None:
+        self._loop_is_over()
+        self._trained, self._batches, self._summed = False, 0, False
+        self.seen.loops += 1
+
+    def _loop_is_over(self) -> None:
+        """Before the next loop, or at the end: a sum may come after the loop."""
+        if self._batches and not self._trained and not self._summed:
+            self.seen.unsummed.append(self.seen.loops)
+        self._batches = 0
+
+    def asked(self) -> None:
+        self._close(forget=True)
+        self._now = None
+
+    def most(self, batch_size: int) -> int | None:
+        if self._trained:
+            if self._made >= self._steps:
+                return 0
+            last = self._made == self._steps - 1 and self._a_step > 0 and self._since_step == self._a_step - 1
+        else:
+            if self._batches >= EVALUATED:
+                return 0
+            last = self._batches == EVALUATED - 1
+        return min(self._ragged, max(batch_size - 1, 1)) if last else None
+
+    @property
+    def _made(self) -> int:
+        return len(self.seen.draws)
+
+    def given(self, share: Share) -> None:
+        self._meet("the next batch of a loader")
+        if self._watch is None:
+            self._start()
+        ranks = gather_objects((share.indices[: share.samples].tolist(), len(share.indices)))
+        parts, rank = [part for part, _ in ranks], self._world.rank
+        rows = Rows(sum(map(len, parts[:rank])), ranks[rank][1], sum(map(len, parts)), len(parts[rank]))
+        self._now = rows, parts
+        self._batches += 1
+        self._since_step += 1
+        self._open()
+
+    def left(self) -> None:
+        self._close(forget=True)
+        self._now = None
+
+    def _start(self) -> None:
+        if not own.models:
+            raise UsageError("mw.distribute was given no model before the first batch. Give it the model that trains.")
+        self._model = own.models[0] if len(own.models) == 1 else own.models
+        self._watch = Watch(self._model, self._seed, lift=True)
+        side = self.seen.side = begun_side(self._model)
+        side.apart = {
+            **ranks_apart("parameter", side.initial),
+            **ranks_apart("buffer", side.initial_buffers),
+        }
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        assert self._watch is not None
+        self._step, self._rows, self._since_step = Step(), [], 0
+        reference = None
+        if self._reference is not None:
+            reference = self._reference[self._made] if self._made < len(self._reference) else []
+        self._watch.begin(self._made, self._rows, reference)
+
+    def _open(self) -> None:
+        """From here on the script runs a forward of the batch that it has."""
+        self._close(forget=True)
+        if self._now is not None and self._watch is not None:
+            self._rows.append(self._now[0])
+            self._forward = contextlib.ExitStack()
+            self._forward.enter_context(self._watch.forward())
+
+    def _close(self, *, forget: bool) -> None:
+        if self._forward is None or self._watch is None:
+            return
+        self._forward.close()
+        self._forward = None
+        if forget:  # it had no backward
+            self._watch.forget()
+            self._rows.pop()
+
+    # A step.
+
+    @contextlib.contextmanager
+    def backward(self, reduce: bool) -> Iterator[None]:
+        self._meet("mw.backward")
+        self.seen.backwards += 1
+        self._trained = True
+        self._after += self._made >= self._steps
+        if self._after > AFTER:
+            raise ScriptEnds
+        if self._forward is None or self._now is None or self._watch is None or self._model is None:
+            yield
+            return
+        self._close(forget=False)
+        with self._watch.backward():
+            yield
+        self._step.samples.append(self._now[1])
+        if reduce:
+            self._step.gradients = gradients_of(self._model)
+            self._step.ready = list(dict.fromkeys(self._watch.ready))
+        self._open()
+
+    def lost(self, loss: Tensor) -> None:
+        self._step.loss += float(loss)
+
+    def steps(self, optimizer: Optimizer) -> None:
+        if self._is_watched(optimizer) and self._model is not None:
+            if self.seen.backwards == 0:
+                raise UsageError(
+                    "optimizer.step() was called, and mw.backward never was. Write mw.backward(loss) instead of "
+                    "loss.backward()."
+                )
+            self._meet("optimizer.step")
+            self._close(forget=True)
+            self._step.rates, self._step.clipped = rates_of(optimizer), gradients_of(self._model)
+            _widen_state(optimizer)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        if not self._is_watched(optimizer) or self._watch is None or self._model is None:
+            return
+        step, model = self._step, self._model
+        step.draws, step.outputs = self._watch.draws, merged(to_rank_0(self._watch.outputs))
+        step.parameters, step.buffers = parameters_of(model), buffers_of(model)
+        step.optimizer = of_any_rank(optimizer_state_of(optimizer, model))
+        step.apart = {
+            **ranks_apart("gradient", step.gradients),
+            **ranks_apart("parameter", step.parameters),
+            **ranks_apart("buffer", step.buffers),
+        }
+        if self.seen.side is not None and self._made < self._steps:
+            self.seen.side.steps.append(step)
+        self.seen.draws.append(step.draws)
+        self._a_step = self._since_step
+        self._begin_step()
+        self._open()
+
+    def _is_watched(self, optimizer: Optimizer) -> bool:
+        if self._model is None:
+            return False
+        ours = {id(p) for p in self._model.parameters()}
+        return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+
+    # An evaluation.
+
+    def summed(self, value: Tensor | float) -> None:
+        self._summed = True
+        if self.seen.side is None:
+            return
+        self._sums += 1
+        numbers = value.detach().double().reshape(-1).tolist() if isinstance(value, Tensor) else [float(value)]
+        for place, number in enumerate(numbers[:16]):
+            where = f"[{place}]" if len(numbers) > 1 else ""
+            self.seen.side.evaluation[f"mw.sum {self._sums}{where}, after step {self._made}"] = number
+
+    # The end.
+
+    def end(self) -> Seen:
+        """The script has ended. Collective."""
+        self._close(forget=True)
+        self._loop_is_over()
+        self._meet("the end of the script")
+        if self.seen.side is not None and self._watch is not None:
+            self.seen.side.unkeyed = set().union(*gather_objects(self._watch.unkeyed))
+        return self.seen
+
+    def _meet(self, where: str) -> None:
+        """All ranks must come to the same place before they talk of it."""
+        if self._world.size == 1:
+            return
+        self._meetings += 1
+        key = f"meshwise/check/{self._meetings}/{where}"
+        default_store().add(key, 1)
+        if not wait_for_all(key, self._world.size, GRACE):
+            raise UsageError(
+                f"rank {self._world.rank} came to {where} (after step {self._made}), and other ranks of the script did "
+                "not. Every rank must run the same loop: look for what depends on mw.rank()."
+            )
+
+
+def _widen_state(optimizer: Optimizer) -> None:
+    """An optimizer that has stepped in float32 before its model was lifted."""
+    for p, entry in optimizer.state.items():
+        for key, value in entry.items() if isinstance(entry, dict) else ():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.ndim and value.dtype != p.dtype:
+                entry[key] = value.to(p.dtype)
+
+
+def watch_script(
+    script: Path, arguments: Sequence[str], steps: int, ragged: int, draws: Draws | None, seed: int, folder: Path
+) -> Seen | None:
+    """Run `script` in this process for so many optimizer steps, watched. Collective; rank 0 gets what all saw.
+
+    ragged: samples of the last batch of each loop. draws: the random draws of one device, on the side that follows it.
+    """
+    world = join().world
+    watching = _Watching(world, steps, ragged, draws, seed, folder)
+    own.observer = watching
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    with lifted():
+        try:
+            run_script_file(script, arguments)
+        except ScriptEnds:
+            pass
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+    seen = watching.end()
+    own.observer = None
+    return seen if world.rank == 0 else None
+
+
+def with_unsummed(one: Seen, plan: Seen) -> tuple[Side | None, Side | None]:
+    """Both sides, with what a loop without `mw.sum` would give: of one rank alone under the plan."""
+    sides = []
+    for seen, number in ((one, 1.0), (plan, math.nan)):
+        found = {f"loop {loop} over a loader, {UNSUMMED}": number for loop in plan.unsummed}
+        side = seen.side
+        sides.append(None if side is None else replace(side, evaluation={**side.evaluation, **found}))
+    return sides[0], sides[1]
