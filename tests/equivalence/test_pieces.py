@@ -13,13 +13,20 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwise.equivalence.cause import CAUSES
 from meshwise.equivalence.compare import compare
-from meshwise.equivalence.keyed import KeyedDraws, keyed_normal, keyed_uniform
 from meshwise.equivalence.lifted import lifted
 from meshwise.equivalence.one_device import one_device
-from meshwise.equivalence.seen import Ask, Cut, Output, Rows, cuts_of, microbatches
+from meshwise.equivalence.seen import Ask, Cut, Output, cuts_of, microbatches
 from meshwise.equivalence.sizes import LIMIT
 from meshwise.equivalence.watch import merged, prints_of
 from meshwise.spec.plan import Plan
+from meshwise.training.keyed import (
+    KeyedDraws,
+    Rows,
+    by_reference,
+    keyed_normal,
+    keyed_uniform,
+    on_one_device,
+)
 from tests.equivalence.jobs_to_check import job_of, layers, plain
 
 
@@ -103,11 +110,12 @@ class Draws(nn.Module):
 @pytest.mark.parametrize("cut", [(0, 2, 6), (0, 1, 5, 6), (0, 3, 6)])
 def test_ranks_draw_the_rows_of_one_device(cut: tuple[int, ...]) -> None:
     model, x = Draws().double(), torch.randn(6, 5, 8, dtype=torch.float64)
-    one = KeyedDraws((0, 1, 2), Rows(0, 6, 6, 6))
+    one = KeyedDraws((0, 1, 2), Rows(0, 6, 6, 6), on_one_device)
     with one.first():
         wanted = model(x)
     for first, stop in pairwise(cut):
-        own = KeyedDraws((0, 1, 2), Rows(first, stop - first, 6, stop - first), one.log)
+        rows = Rows(first, stop - first, 6, stop - first)
+        own = KeyedDraws((0, 1, 2), rows, by_reference(one.log, rows))
         with own.first():
             torch.testing.assert_close(model(x[first:stop]), wanted[first:stop], rtol=1e-12, atol=1e-12)
         assert not own.unkeyed
@@ -115,7 +123,7 @@ def test_ranks_draw_the_rows_of_one_device(cut: tuple[int, ...]) -> None:
 
 def test_other_keys_draw_other_numbers() -> None:
     def draw(*key: int) -> Tensor:
-        with KeyedDraws(key, Rows(0, 4, 4, 4)).first():  # type: ignore[arg-type]
+        with KeyedDraws(key, Rows(0, 4, 4, 4), on_one_device).first():  # type: ignore[arg-type]
             return torch.stack([torch.rand(4), torch.rand(4)])
 
     first = draw(0, 0, 0)
@@ -124,11 +132,12 @@ def test_other_keys_draw_other_numbers() -> None:
 
 
 def test_a_draw_that_cannot_be_keyed_is_told() -> None:
-    draws = KeyedDraws((0, 0, 0), Rows(0, 4, 4, 4))
+    draws = KeyedDraws((0, 0, 0), Rows(0, 4, 4, 4), on_one_device)
     with draws.first():
         torch.multinomial(torch.ones(3), 1)
     assert draws.unkeyed == {"multinomial"}
-    other = KeyedDraws((0, 0, 0), Rows(0, 2, 4, 2), [])
+    half = Rows(0, 2, 4, 2)
+    other = KeyedDraws((0, 0, 0), half, by_reference([], half))
     with other.first():
         torch.rand(2, 3)
     assert other.unkeyed == {"rand of shape (2, 3)"}

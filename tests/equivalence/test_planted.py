@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from meshwise.equivalence import keyed, under_plan
+from meshwise.equivalence import under_plan
 from meshwise.parallel import apply as applying
 from meshwise.parallel import zero1
 from meshwise.spec.plan import Plan
-from meshwise.training import evaluate, loop, order, step
+from meshwise.training import evaluate, keyed, loop, order, step
 from meshwise.transfer import collectives
 from tests.equivalence.jobs_to_check import checked
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.equivalence.seen import Ask, Cut, Rows, Side, Step, cuts_of, microbatches, order_of, plain, test_samples
+from meshwise.equivalence.seen import Ask, Cut, Side, Step, cuts_of, microbatches, order_of, plain, test_samples
 from meshwise.equivalence.watch import (
     Watch,
     buffers_of,
@@ -25,6 +25,7 @@ from meshwise.equivalence.watch import (
 )
 from meshwise.parallel.precision import cast_batch, computing, store_parameters
 from meshwise.training.job import Job
+from meshwise.training.keyed import Rows
 from meshwise.training.order import Share
 from meshwise.training.source import LoaderSettings, Reader, count_samples, reader
 from meshwise.training.weighing import as_weight, split_weight

@@ -25,7 +25,7 @@ from meshwise.equivalence.cause import UNSUMMED
 from meshwise.equivalence.gathered import to_rank_0
 from meshwise.equivalence.lifted import lifted
 from meshwise.equivalence.one_device import begun_side
-from meshwise.equivalence.seen import Draw, Rows, Side, Step
+from meshwise.equivalence.seen import Side, Step
 from meshwise.equivalence.under_plan import Draws, of_any_rank, ranks_apart
 from meshwise.equivalence.watch import (
     Watch,
@@ -40,6 +40,7 @@ from meshwise.jobs.script import run_script_file
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, at_precision
 from meshwise.spec.world import World
+from meshwise.training.keyed import Draw, Rows
 from meshwise.training.order import Share
 from meshwise.training.own_state import own
 from meshwise.transfer.agreement import wait_for_all

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.plan import Plan, at_precision
+from meshwise.training.keyed import Draw
 from meshwise.training.order import Share, epoch_order, part
 
 Named = dict[str, Tensor]
@@ -43,24 +44,6 @@ class Cut:
     epoch: int
     start: int
     stop: int
-
-
-@dataclass(frozen=True)
-class Draw:
-    """One random draw inside a model: the operator, and the shape that it filled."""
-
-    operator: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A rank's rows of a microbatch: `count` from `first` on, of `total` over all ranks. A stand-in has samples 0."""
-
-    first: int
-    count: int
-    total: int
-    samples: int
 
 
 @dataclass(frozen=True)

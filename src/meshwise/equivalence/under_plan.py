@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwise.equivalence.gathered import to_rank_0
 from meshwise.equivalence.one_device import begun_side, opened
-from meshwise.equivalence.seen import Ask, Cut, Draw, Named, Rows, Side, Step, cuts_of, order_of, test_samples
+from meshwise.equivalence.seen import Ask, Cut, Named, Side, Step, cuts_of, order_of, test_samples
 from meshwise.equivalence.watch import (
     Watch,
     buffers_of,
@@ -34,6 +34,7 @@ from meshwise.spec.world import World
 from meshwise.timeline.record import current
 from meshwise.training.evaluate import evaluate
 from meshwise.training.job import Job
+from meshwise.training.keyed import Draw, Rows
 from meshwise.training.loop import begun
 from meshwise.training.order import Share, sequential_shares, steps_of_epoch
 from meshwise.training.step import StepContext, train_step

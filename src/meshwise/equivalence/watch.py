@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwise.compat.dispatch import operators_unseen, tensors_in
-from meshwise.equivalence.keyed import KeyedDraws, keyed_normal
 from meshwise.equivalence.lifted import lifted
-from meshwise.equivalence.seen import Draw, Named, Output, Rows, plain
+from meshwise.equivalence.seen import Named, Output, plain
+from meshwise.training.keyed import Draw, KeyedDraws, Rows, by_reference, keyed_normal, on_one_device
 from meshwise.transfer.layout import whole
 
 DIRECTIONS = 8
@@ -72,7 +72,9 @@ class Watch:
         """The forward of the next microbatch of the step."""
         number = len(self._draws)
         reference = None if self._reference is None else [*self._reference, *([] for _ in range(number + 1))][number]
-        draws = KeyedDraws((self._seed, self._step, number), self._rows[number], reference)
+        rows = self._rows[number]
+        place = on_one_device if reference is None else by_reference(reference, rows)
+        draws = KeyedDraws((self._seed, self._step, number), rows, place)
         self._draws.append(draws)
         self._numbers, self._watching = {}, True
         try:

@@ -27,13 +27,13 @@ from meshwise.parallel.apply import Applied
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.training.draws import mixed, seed_draws
 from meshwise.training.own_laid import cast, lay_models, lay_optimizer
 from meshwise.training.own_loader import Plain, read_plan
 from meshwise.training.own_plan import settle
 from meshwise.training.own_state import own as _own
 from meshwise.training.own_state import say
 from meshwise.training.recording import record_script
-from meshwise.training.step import mixed, seed_draws
 from meshwise.training.weighing import as_weight
 from meshwise.transfer import collectives
 from meshwise.transfer.prefetch import prefetch

@@ -1,11 +1,12 @@
 """Keyed draws: a random draw inside a model is a function of (seed, step, microbatch, call, global element index).
 
-One device draws a dropout mask for the whole microbatch; under a plan each rank takes its rows of that same mask, so
-models with dropout can be compared. It works on operators, wherever they are written: `nn.Dropout`, attention, LSTMs.
+One device draws a dropout mask for the whole microbatch; under a plan each rank takes its rows of that same mask. It
+works on operators, wherever they are written: `nn.Dropout`, attention, LSTMs.
 
     which call it is    by a number drawn from torch's generator, which starts alike on every rank; recomputation puts
                         that generator back, so that a repeated call gets the same mask
-    which rows          by the shape that one device drew for that call: the dim that differs is the batch
+    which rows          a check knows the shape that one device drew for that call: the dim that differs is the batch; a
+                        run takes the first dim, or the second, that has as many rows as the rank has samples
 
 Not covered, and told: operators without a place in `DRAWS` (multinomial, exponential), draws on DTensors.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,21 +24,40 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwise.compat.dispatch import name_of, operators_through
-from meshwise.equivalence.seen import Draw, Rows
-from meshwise.training.step import mixed
+from meshwise.training.draws import mixed
 
 Uniform = Callable[[Sequence[int], torch.device], Tensor]
 """Numbers in [0, 1), float64, of a shape on a device."""
 
 
+@dataclass(frozen=True)
+class Draw:
+    """One random draw inside a model: the operator, and the shape that it filled."""
+
+    operator: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A rank's rows of a microbatch: `count` from `first` on, of `total` over all ranks. A stand-in has samples 0."""
+
+    first: int
+    count: int
+    total: int
+    samples: int
+
+
+Place = Callable[[int, str, tuple[int, ...]], tuple[tuple[int, ...], int | None] | None]
+"""(call, operator, shape) -> the shape of the draw on one device, and the dim of it of which this rank has a part, None
+where it has all. None: not known, and the rank draws on its own."""
+
+
 class KeyedDraws:
-    """The random draws of one microbatch.
+    """The random draws of one microbatch, of which this rank has `rows`."""
 
-    reference: the draws that one device made for it; None on the side that is the reference.
-    """
-
-    def __init__(self, key: tuple[int, int, int], rows: Rows, reference: Sequence[Draw] | None = None) -> None:
-        self._key, self._rows, self._reference = key, rows, reference
+    def __init__(self, key: tuple[int, int, int], rows: Rows, place: Place) -> None:
+        self._key, self._rows, self._place = key, rows, place
         self._calls: dict[int, int] = {}
         self.log: list[Draw] = []
         self.unkeyed: set[str] = set()
@@ -68,7 +89,10 @@ class KeyedDraws:
         call = self._calls.setdefault(drawn, len(self._calls))
         if call == len(self.log):
             self.log.append(Draw(name, shape))
-        whole, dim = self._place(call, name, shape)
+        placed = self._place(call, name, shape)
+        if placed is None:
+            self.unkeyed.add(f"{name} of shape {shape}")
+        whole, dim = placed or (shape, None)
         values = keyed_uniform(mixed(*self._key, call), whole, device)
         if dim is None:
             return values
@@ -76,19 +100,43 @@ class KeyedDraws:
         first = min(rows.first * size // rows.count, whole[dim] - size)  # a stand-in stands behind the last row
         return values.narrow(dim, first, size)
 
-    def _place(self, call: int, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
-        """The shape of the draw on one device, and the dim of it of which this rank has a part."""
-        if self._reference is None:
-            return shape, None
-        if call < len(self._reference) and self._reference[call].operator == name:
-            whole = self._reference[call].shape
-            if whole == shape:
-                return whole, None
-            other = [d for d in range(len(shape)) if len(whole) == len(shape) and whole[d] != shape[d]]
-            if len(other) == 1 and whole[other[0]] * self._rows.count == shape[other[0]] * self._rows.total:
-                return whole, other[0]
-        self.unkeyed.add(f"{name} of shape {shape}")
-        return shape, None
+
+def on_one_device(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], None]:
+    """A `Place`: this rank has all rows."""
+    return shape, None
+
+
+def by_reference(reference: Sequence[Draw], rows: Rows) -> Place:
+    """A `Place` that knows what one device drew."""
+
+    def place(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
+        if call >= len(reference) or reference[call].operator != operator:
+            return None
+        whole = reference[call].shape
+        if whole == shape:
+            return whole, None
+        other = [d for d in range(len(shape)) if len(whole) == len(shape) and whole[d] != shape[d]]
+        if len(other) == 1 and whole[other[0]] * rows.count == shape[other[0]] * rows.total:
+            return whole, other[0]
+        return None
+
+    return place
+
+
+def by_rows(rows: Rows) -> Place:
+    """A `Place` that takes the batch for the first of two dims that has the rank's rows, else for a first that is some
+    times them (heads or positions beside the samples). A rank that has all rows draws as one device does."""
+
+    def place(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
+        dims = [d for d in range(min(2, len(shape))) if shape[d] == rows.count]
+        dims += [0] if shape and shape[0] % rows.count == 0 else []
+        if not dims:
+            return None
+        whole = list(shape)
+        whole[dims[0]] = shape[dims[0]] // rows.count * rows.total
+        return tuple(whole), dims[0]
+
+    return place
 
 
 def keyed_uniform(key: int, shape: Sequence[int], device: torch.device) -> Tensor:
