@@ -20,18 +20,19 @@ from tests.parallel.zoo import Transformer, batches, build
 
 
 def kept_bytes(model: nn.Module, batch: Tensor) -> int:
-    """Bytes that a forward keeps for its backward, parameters and what is small left out: counted by torch's hooks."""
-    total = 0
+    """Bytes of the storages that a forward keeps for its backward, parameters and what is small left out: counted by
+    torch's hooks."""
+    kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        nonlocal total
         source = tensor if tensor._base is None else tensor._base
-        total += tensor.nbytes if not isinstance(source, nn.Parameter) and tensor.nbytes >= 1024 else 0
+        if not isinstance(source, nn.Parameter) and tensor.nbytes >= 1024:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         model(batch)
-    return total
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 def moved_bytes(plan: Plan) -> tuple[int, int]:
@@ -173,6 +174,38 @@ def test_an_input_that_is_given_by_name_goes_too() -> None:
     assert moved.tensors == 2
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
+def test_views_share_one_copy_and_come_back_as_they_lay() -> None:
+    model = nn.Linear(64, 96)
+    strides = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *views: Tensor) -> Tensor:
+            ctx.save_for_backward(*views)
+            strides.append([view.stride() for view in views])
+            return views[0] * views[1] + views[2]
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+            one, two, _ = ctx.saved_tensors
+            strides.append([view.stride() for view in ctx.saved_tensors])
+            return gradient * two, gradient * one, gradient
+
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Noted.apply(*self.linear(x).unflatten(-1, (3, 32)).unbind(1))
+
+    split = Split()
+    moved = offload_activations(split)
+    split(torch.randn(32, 64)).sum().backward()
+    assert strides[0] == strides[1] and strides[0][0] == (96, 1)
+    assert moved.tensors == 2 and moved.bytes == 32 * 64 * 4 + 32 * 96 * 4  # the input, and what the views lie in
 
 
 def test_models_in_a_list_are_each_laid_into_it() -> None:

@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwise.compat.dispatch import StorageFacts
+from meshwise.compat.reducer import version
+
 SMALLEST = 1024  # bytes: below, a copy costs more than it frees
 WINDOW = 256 << 20  # bytes that are fetched ahead of their use
 
@@ -38,14 +41,32 @@ class Moved:
 
 @dataclass(eq=False)
 class _OnHost:
-    """A tensor that waits in the host's memory: the `number`th of its forward."""
+    """A storage that waits in the host's memory: the `number`th that its forward has sent."""
 
     number: int
     copy: Tensor
     device: torch.device
-    asked: bool = False
+    version: int
+    views: int = 0
+    asked: int = 0
     ready: Tensor | None = None
     arrived: torch.cuda.Event | None = None
+
+    @property
+    def ahead(self) -> bool:
+        """Whether it is on the device and nobody has asked for it yet."""
+        return self.ready is not None and not self.asked
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor as it lay on what went to the host: the compiler's code relies on strides."""
+
+    of: _OnHost
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
 
 
 @dataclass
@@ -56,41 +77,45 @@ class _Kept:
     window: int
     sent: list[weakref.ref[_OnHost]] = field(default_factory=list)
     fetched: list[weakref.ref[_OnHost]] = field(default_factory=list)
+    known: StorageFacts = field(default_factory=StorageFacts)
 
-    def to_host(self, tensor: Tensor) -> Tensor | _OnHost:
-        """Called by autograd with what it would keep."""
+    def to_host(self, tensor: Tensor) -> Tensor | _View:
+        """Called by autograd with what it would keep. Views of one storage send it once."""
         if not _goes(tensor):
             return tensor
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
-        stream = _copying(tensor.device)
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(tensor.device))
-            tensor.record_stream(stream)  # its memory is not given out again before the copy is made
-        with _on(stream):
-            copy.copy_(tensor.detach(), non_blocking=stream is not None)
-        self.moved.tensors, self.moved.bytes = self.moved.tensors + 1, self.moved.bytes + tensor.nbytes
-        waiting = _OnHost(len(self.sent), copy, tensor.device)
-        self.sent.append(weakref.ref(waiting))
-        return waiting
+        known: weakref.ref[_OnHost] | None = self.known.get(tensor)
+        waiting = known() if known is not None else None
+        if waiting is None or waiting.version != version(tensor):
+            waiting = _send(tensor, len(self.sent))
+            self.sent.append(weakref.ref(waiting))
+            self.known.set(tensor, self.sent[-1])
+            self.moved.tensors, self.moved.bytes = self.moved.tensors + 1, self.moved.bytes + waiting.copy.nbytes
+        waiting.views += 1
+        return _View(waiting, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    def to_device(self, kept: Tensor | _OnHost) -> Tensor:
+    def to_device(self, kept: Tensor | _View) -> Tensor:
         """Called by autograd with what `to_host` gave, when the backward needs it."""
         if isinstance(kept, Tensor):
             return kept
-        if kept.ready is None:
-            _fetch(kept)
-        tensor, kept.ready, kept.asked = kept.ready, None, True
-        assert tensor is not None
-        if kept.arrived is not None:
-            stream = torch.cuda.current_stream(kept.device)
-            stream.wait_event(kept.arrived)
-            tensor.record_stream(stream)
-        self._fetch_ahead(kept.number)
-        return tensor
+        waiting = kept.of
+        if waiting.ready is None:
+            _fetch(waiting)
+        flat = waiting.ready
+        assert flat is not None
+        if waiting.arrived is not None:
+            stream = torch.cuda.current_stream(waiting.device)
+            stream.wait_event(waiting.arrived)
+            flat.record_stream(stream)
+        waiting.asked += 1
+        if waiting.asked >= waiting.views:
+            waiting.ready = None
+        self._fetch_ahead(waiting.number)
+        empty = torch.empty(0, dtype=kept.dtype, device=waiting.device)
+        return empty.set_(flat.untyped_storage(), kept.offset, kept.size, kept.stride)
 
     def _fetch_ahead(self, number: int) -> None:
         """Begin to fetch what was sent before the `number`th, as far as the window goes."""
-        self.fetched = [ref for ref in self.fetched if (kept := ref()) is not None and kept.ready is not None]
+        self.fetched = [ref for ref in self.fetched if (kept := ref()) is not None and kept.ahead]
         held = sum(kept.copy.nbytes for ref in self.fetched if (kept := ref()) is not None)
         for index in reversed(range(number)):
             kept = self.sent[index]()
@@ -137,16 +162,30 @@ def _offloaded(
 def _goes(tensor: Tensor) -> bool:
     """Whether a tensor goes to the host: no parameter nor a view of one, no small one, none of a kind of its own."""
     source = tensor if tensor._base is None else tensor._base
-    plain = type(tensor) is Tensor and tensor.layout == torch.strided
+    plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
     return plain and not isinstance(source, nn.Parameter) and tensor.nbytes >= SMALLEST
 
 
-def _fetch(kept: _OnHost) -> None:
-    """Begin to copy a tensor back to its device. On one stream with the copies out, so it is after its own."""
-    stream = _copying(kept.device)
+def _send(tensor: Tensor, number: int) -> _OnHost:
+    """Copy the storage of a tensor to the host, on its own stream where there is one."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    copy = torch.empty_like(flat, device="cpu", pin_memory=tensor.is_cuda)
+    stream = _copying(tensor.device)
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        flat.record_stream(stream)  # its memory is not given out again before the copy is made
     with _on(stream):
-        kept.ready = kept.copy.to(kept.device, non_blocking=True, copy=True)
-    kept.arrived = None if stream is None else stream.record_event()
+        copy.copy_(flat, non_blocking=stream is not None)
+    return _OnHost(number, copy, tensor.device, version(tensor))
+
+
+def _fetch(waiting: _OnHost) -> None:
+    """Begin to copy a storage back to its device. On one stream with the copies out, so it is after its own."""
+    stream = _copying(waiting.device)
+    with _on(stream):
+        waiting.ready = waiting.copy.to(waiting.device, non_blocking=True, copy=True)
+    waiting.arrived = None if stream is None else stream.record_event()
 
 
 @functools.cache
