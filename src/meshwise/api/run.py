@@ -81,6 +81,7 @@ def run(
     log_every: int | None = None,
     save_every: int | None = None,
     plan: Plan | None = None,
+    exact_random: bool = False,
     resume: str | Path | None = None,
     out: str | Path = RUNS,
 ) -> RunSummary:
@@ -93,7 +94,7 @@ def run(
     word = job if isinstance(job, str) or job is None else job.name
     where = None if data is None else str(data)
     asked = RunRequest(word, devices, epochs, batch_size, accumulate, precision, seed, where, log_every, save_every)
-    asked = asked if plan is None else replace(asked, plan=plan_to_toml(plan))
+    asked = replace(asked, plan=None if plan is None else plan_to_toml(plan), exact_random=exact_random or None)
     summary, _ = run_request(asked, Console(), given=job if isinstance(job, Job) else None, resume=resume, out=out)
     return summary
 

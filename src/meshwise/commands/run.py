@@ -45,6 +45,9 @@ def run(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="a field of the plan: recompute=full")
     ] = None,
+    exact_random: Annotated[
+        bool, typer.Option("--exact-random", help="dropout as on one device, on any number of them; slower")
+    ] = False,
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="go on with a stopped run: its folder")] = None,
     out: Annotated[str, typer.Option(help="where run folders are made")] = "runs",
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON, and nothing else")] = False,
@@ -68,6 +71,7 @@ def run(
     asked = RunRequest(job, devices, epochs, batch_size, accumulate, precision, seed, data, log_every, save_every)
     # The run's record keeps the text, so that a resumed run needs no file.
     asked = replace(asked, plan=plan_text(plan) if plan else None, settings=" ".join(settings) if settings else None)
+    asked = replace(asked, exact_random=exact_random or None)
     if script and job is not None:
         _refuse_job_options(asked, resume)
         where = Path(out)
@@ -85,7 +89,7 @@ def _refuse_job_options(asked: RunRequest, resume: str | None) -> None:
         {"resume": resume} if resume else {}
     )
     for name in said.keys() - {"job", "devices", "plan", "settings"}:
-        option = f"--{name.replace('_', '-')} {said[name]}"
+        option = f"--{name.replace('_', '-')}" + (f" {said[name]}" if said[name] is not True else "")
         raise UsageError(
             f"{option}: {asked.job} keeps its own loop. Write its own options behind its name, or make a Job."
         )

@@ -25,6 +25,7 @@ from meshwise.spec.world import World
 from meshwise.timeline.record import Recorder
 from meshwise.training.block_spans import record_blocks
 from meshwise.training.evaluate import evaluate
+from meshwise.training.exact import StepDraws
 from meshwise.training.job import Job
 from meshwise.training.journal import Journal, Tell
 from meshwise.training.order import Share, epoch_order, sequential_shares, steps_of_epoch
@@ -98,7 +99,7 @@ def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None
         "metrics": run.metrics,
         "losses": journal.losses,
         "memory": peak_bytes(session.world.device),
-        "notes": run.context.applied.notes,
+        "notes": (*_notes(run.context.applied, settings), *_unkeyed(run.context.draws)),
     }
 
 
@@ -112,12 +113,18 @@ def _prepare(
     if settings.resume and folder is not None:
         unpack(state, load_checkpoint(folder / names.CHECKPOINTS))
         journal.rewind(state.step)
-    run = _Run(session, settings, folder, StepContext(job, applied, state, world, recorder), journal, train, test)
+    context = StepContext(job, applied, state, world, recorder, StepDraws(exact=settings.exact_random))
+    run = _Run(session, settings, folder, context, journal, train, test)
     run.saved_step = state.step if settings.resume else -1
-    for note in applied.notes if world.rank == 0 else ():
+    for note in _notes(applied, settings) if world.rank == 0 else ():
         journal.tell("say", text=note)
     journal.tell("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
     return run
+
+
+def _notes(applied: Applied, settings: Settings) -> tuple[str, ...]:
+    """What the plan says of itself, but for what exact draws make untrue."""
+    return tuple(note for note in applied.notes if not (settings.exact_random and note.startswith("dropout:")))
 
 
 def begun(job: Job, plan: Plan, world: World) -> tuple[Applied, RunState]:
@@ -132,6 +139,14 @@ def begun(job: Job, plan: Plan, world: World) -> tuple[Applied, RunState]:
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     state = RunState(applied.model, optimizer, scheduler, loss_scaler(world.device, plan.dtypes), job.seed)
     return applied, state
+
+
+def _unkeyed(draws: StepDraws) -> tuple[str, ...]:
+    if not draws.unkeyed:
+        return ()
+    return (
+        f"--exact-random: {', '.join(sorted(draws.unkeyed))} cannot be keyed, so each rank draws on its own there.",
+    )
 
 
 def _data(job: Job, data: Any, what: str) -> Data:

@@ -24,11 +24,14 @@ class Share:
     indices: which samples of the data set; never empty: a rank without samples gets one as a stand-in.
     samples: how many of them count; 0 for a stand-in.
     total: samples of the whole global batch that the microbatch belongs to.
+    first, micro: how many of the microbatch's samples lie before these, and how many it has over all ranks.
     """
 
     indices: Tensor
     samples: int
     total: int
+    first: int = 0
+    micro: int = 0
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> Tensor:
@@ -61,8 +64,8 @@ def share_of(order: Tensor, start: int, stop: int, total: int, world: World) -> 
     """This rank's share of the microbatch [start, stop) of `order`."""
     first, last = part(start, stop, world.size, world.rank)
     if first == last:
-        return Share(order[start : start + 1], 0, total)
-    return Share(order[first:last], last - first, total)
+        return Share(order[start : start + 1], 0, total, first - start, stop - start)
+    return Share(order[first:last], last - first, total, first - start, stop - start)
 
 
 def sequential_shares(samples: int, batch_size: int, world: World) -> Sequence[Share]:

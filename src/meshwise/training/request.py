@@ -30,6 +30,7 @@ class RunRequest:
     save_every: int | None = None
     plan: str | None = None
     settings: str | None = None
+    exact_random: bool | None = None
 
 
 def to_record(request: RunRequest) -> dict[str, Any]:
@@ -70,4 +71,5 @@ def settings_of(request: RunRequest, plan: Plan, *, resume: bool) -> Settings:
         log_every=request.log_every if request.log_every is not None else 100,
         save_every=request.save_every,
         resume=resume,
+        exact_random=bool(request.exact_random),
     )

@@ -15,6 +15,7 @@ class Settings:
 
     epochs, batch_size, seed: override the job's own. log_every: steps between log lines. save_every: optimizer steps
     between saved states; None saves at the end and when the run is stopped. resume: go on from the newest saved state.
+    exact_random: every rank draws its rows of what one device would draw (dropout).
     """
 
     plan: Plan
@@ -24,6 +25,7 @@ class Settings:
     log_every: int = 100
     save_every: int | None = None
     resume: bool = False
+    exact_random: bool = False
 
     def __post_init__(self) -> None:
         for name in ("log_every", "save_every"):

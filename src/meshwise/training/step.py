@@ -9,7 +9,7 @@ The step never reads a value.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from meshwise.recovery.state import RunState
 from meshwise.spec.world import World
 from meshwise.timeline.record import Recorder
 from meshwise.training.draws import seed_draws
+from meshwise.training.exact import StepDraws
 from meshwise.training.job import Job
 from meshwise.training.order import Share
 from meshwise.training.weighing import as_weight, split_weight
@@ -40,6 +41,7 @@ class StepContext:
     state: RunState
     world: World
     recorder: Recorder
+    draws: StepDraws = field(default_factory=StepDraws)
 
 
 def train_step(run: StepContext, parts: Sequence[Part]) -> Losses:
@@ -49,11 +51,12 @@ def train_step(run: StepContext, parts: Sequence[Part]) -> Losses:
     first: Tensor | None = None
     for number, (batch, share) in enumerate(parts):
         run.state.counts = share.samples > 0
-        with run.recorder.span("forward"), computing(run.world.device, run.applied.plan.dtypes):
+        run.draws.begin((run.state.seed, run.state.step, number), share)
+        with run.recorder.span("forward"), computing(run.world.device, run.applied.plan.dtypes), run.draws.forward():
             result = run.job.loss(run.applied.model, cast_batch(batch, run.applied.plan.dtypes))
             mean, weight = split_weight(result, share.samples, f"the loss of job '{run.job.name}'")
         last = number == len(parts) - 1
-        with run.recorder.span("backward"):
+        with run.recorder.span("backward"), run.draws.backward():
             if weight is None:
                 losses.append((mean.detach(), float(share.samples)))
                 scale = share.samples * run.world.size / share.total
