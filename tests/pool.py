@@ -20,6 +20,7 @@ from meshwise.workers.join import join
 from meshwise.workers.launch import Halt, launch
 
 KEY = b"meshwise tests"
+START = 120.0  # seconds in which the workers of a pool must have started
 
 
 def serve(address: Any) -> None:
@@ -66,18 +67,27 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
+        self.error: Exception | None = None
         self._halt = Halt()
         listener = Listener(authkey=KEY, backlog=64)
         shares = [WorkerShare("cpu", None, (), 1)] * self.size
         arguments = (serve, (listener.address,), shares)
         self._thread = threading.Thread(target=self._launch, args=(arguments,), daemon=True)
         self._thread.start()
+        met = threading.Thread(target=self._meet, args=(listener,), daemon=True)
+        met.start()
+        met.join(START)
+        if met.is_alive():
+            self._halt.at_once.set()
+            raise TimeoutError(f"{self.size} workers did not start within {START:.0f} s: {self.error}")
+        listener.close()
+
+    def _meet(self, listener: Listener) -> None:
         lines = {}
         for _ in range(self.size):
             line = listener.accept()
             lines[line.recv()] = line
         self._lines = [lines[rank] for rank in range(self.size)]
-        listener.close()
 
     def _launch(self, arguments: Any) -> None:
         try:
