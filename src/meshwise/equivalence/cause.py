@@ -31,6 +31,7 @@ CAUSES = {
     "optimizer bound to old parameters": "the optimizer steps on other parameters than the model's",
     "scheduler ticks twice": "the scheduler takes more ticks than there are steps",
     "scheduler": "the scheduler does not take one tick a step",
+    "learning rate times devices": "the learning rate depends on the number of devices, and the batch is global",
     "start values": "the model starts from other values",
     "buffer": "a buffer is updated on one side only, or by each rank by itself",
     "module": "a module gives another output for the same input",
@@ -186,7 +187,10 @@ def _clipped(first: Difference, seen: _Evidence) -> Cause:
 
 def _rate(first: Difference, seen: _Evidence) -> Cause:
     mine = seen.one.steps
-    other = float(first.facts.get("the plan", math.nan))
+    rate, other = (float(first.facts.get(side, math.nan)) for side in ("one device", "the plan"))
+    for factor, words in ((seen.ranks, str(seen.ranks)), (math.sqrt(seen.ranks), f"the root of {seen.ranks}")):
+        if first.step == 1 and _near(other, rate * factor):
+            return Cause("learning rate times devices", f"it is {_pair(first)}: {words} times as large.")
     later = [n for n, step in enumerate(mine, 1) if n > first.step and any(_near(other, rate) for rate in step.rates)]
     if later:
         return Cause(

@@ -96,6 +96,13 @@ class _Watching:
         self._summed = True
         self._meetings = 0
 
+    def __enter__(self) -> None:
+        """The script begins."""
+
+    def __exit__(self, *error: object) -> None:
+        """It has ended, or failed, maybe in the middle of a forward."""
+        self._close(forget=True)
+
     # The plan.
 
     def planned(self, plan: Plan, world: World) -> Plan:
@@ -138,6 +145,8 @@ class _Watching:
         self._meet("the next batch of a loader")
         if self._watch is None:
             self._start()
+        elif self._since_step == 0:
+            self._changed_between_steps()
         ranks = gather_objects((share.indices[: share.samples].tolist(), len(share.indices)))
         parts, rank = [part for part, _ in ranks], self._world.rank
         rows = Rows(sum(map(len, parts[:rank])), ranks[rank][1], sum(map(len, parts)), len(parts[rank]))
@@ -161,6 +170,17 @@ class _Watching:
             **ranks_apart("buffer", side.initial_buffers),
         }
         self._begin_step()
+
+    def _changed_between_steps(self) -> None:
+        """What the script changes behind a step belongs to it: ranks that part here would show in the next forward."""
+        if self._world.size == 1 or self._model is None or self.seen.side is None or not self.seen.side.steps:
+            return
+        apart = {
+            **ranks_apart("parameter", parameters_of(self._model)),
+            **ranks_apart("buffer", buffers_of(self._model)),
+        }
+        step = self.seen.side.steps[-1]
+        step.apart = {**step.apart, **{name: max(far, step.apart.get(name, 0.0)) for name, far in apart.items()}}
 
     def _begin_step(self) -> None:
         assert self._watch is not None
@@ -265,7 +285,6 @@ class _Watching:
 
     def end(self) -> Seen:
         """The script has ended. Collective."""
-        self._close(forget=True)
         self._loop_is_over()
         self._meet("the end of the script")
         if self.seen.side is not None and self._watch is not None:
@@ -307,16 +326,17 @@ def watch_script(
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    with lifted():
-        try:
+    try:
+        with lifted(), watching:
             run_script_file(script, arguments)
-        except ScriptEnds:
-            pass
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise
+    except ScriptEnds:
+        pass
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    finally:
+        own.observer = None
     seen = watching.end()
-    own.observer = None
     return seen if world.rank == 0 else None
 
 

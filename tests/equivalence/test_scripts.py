@@ -1,0 +1,224 @@
+"""`meshwise check script.py`: a script that is right is equal under every plan; one that is wrong is told why."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwise import cli
+from meshwise.api.check_script import _check_same_steps, _check_seen
+from meshwise.equivalence.proof import Proof, prove
+from meshwise.equivalence.script import Seen, watch_script, with_unsummed
+from meshwise.equivalence.seen import Ask
+from meshwise.spec.errors import UsageError
+from meshwise.spec.plan import Plan, plan_to_toml
+from meshwise.training import own_loop
+from meshwise.training.own_plan import PLAN_FILE
+from tests.equivalence.scripts import SCRIPT, wrong
+from tests.pool import CaseFailed
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A script runs in this process: its arguments, its folder on the path and what it distributed are forgotten."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    own_loop._own.__init__()  # type: ignore[misc]
+    yield
+    own_loop._own.__init__()  # type: ignore[misc]
+
+
+def watched(script: str, arguments: list[str], ragged: int, draws: Any, folder: str, plan: str | None) -> Any:
+    import os
+
+    if plan is not None:
+        (Path(folder) / "plan.toml").write_text(plan)
+        os.environ[PLAN_FILE] = str(Path(folder) / "plan.toml")
+    try:
+        return watch_script(Path(script), arguments, STEPS, ragged, draws, 0, Path(folder))
+    finally:
+        os.environ.pop(PLAN_FILE, None)
+
+
+def sides(text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2) -> tuple[Seen, Seen]:
+    """What is seen of the script on one device, here, and on the workers of a pool."""
+    script = Path("train.py").resolve()
+    script.write_text(text)
+    said = None if plan is None else plan_to_toml(plan)
+    for name in ("one", "many"):
+        Path(name).mkdir(exist_ok=True)
+    case = (str(script), list(arguments), 2 * size + 1)
+    one = watched(*case, None, str(Path("one").resolve()), said)
+    own_loop._own.__init__()  # type: ignore[misc]
+    many, *_ = pool(size).run(watched, *case, one.draws, str(Path("many").resolve()), said)
+    return one, many
+
+
+def proof(text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2) -> Proof:
+    one, many = sides(text, pool, plan, *arguments, size=size)
+    first, second = with_unsummed(one, many)
+    assert first is not None and second is not None and many.plan is not None
+    return prove("train.py", Ask(many.plan, STEPS), f"{size}xcpu", first, second)
+
+
+PLANS = {
+    "replicas": None,
+    "shard": Plan(shard=2),
+    "zero1 and recompute": Plan(data=2, zero1=True, recompute="full"),
+    "bf16": Plan(shard=2, precision="bf16", recompute="selective"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_script_that_is_right_is_equal_under_every_plan(name: str, pool: Any) -> None:
+    found = proof(SCRIPT, pool, PLANS[name])
+    assert found.equal, found.comparison.first
+    kinds = {compared.kind: compared for compared in found.comparison.kinds}
+    assert found.batches == (8, 8, 5)
+    assert {"module outputs", "gradients", "clipped gradients", "optimizer state", "buffers"} < set(kinds)
+    assert kinds["evaluation"].count == 6, "three batches of two epochs"
+    assert not any(text.startswith("draws") for text in found.comparison.left_out)
+    assert not Path("state.pt").exists(), "a check writes over nobody's files"
+
+
+def test_unequal_shares_and_more_ranks(pool: Any) -> None:
+    assert proof(SCRIPT, pool, Plan(data=3), size=3).equal
+
+
+def test_accumulated_batches_make_one_step(pool: Any) -> None:
+    text = SCRIPT.replace("for x, y in loader:", "for number, (x, y) in enumerate(loader):")
+    text = text.replace("        mw.backward(loss", "        if number % 2 == 0:\n            with mw.accumulate():\n"
+                        "                mw.backward(loss, weight=torch.tensor([0.4, 0.6])[y].sum())\n"
+                        "            continue\n        mw.backward(loss")  # fmt: skip
+    found = proof(text, pool, Plan(shard=2))
+    assert found.equal, found.comparison.first
+    assert found.batches == (16, 16, 13)
+
+
+FOUND = {
+    "evaluation of one share": ("evaluation", "evaluation without mw.sum"),
+    "mean over the rank's own samples": ("loss", "loss weighting"),
+    "divided by the rank's own count": ("loss", "loss weighting"),
+    "learning rate times ranks": ("learning rate", "learning rate times devices"),
+    "a seed for each rank": ("module outputs", "dropout masks"),
+    "a scheduler for each rank": ("learning rate", "scheduler ticks twice"),
+    "weights changed on one rank": ("parameters", "optimizer step"),
+}
+"""Mistakes of a user that run without an error: the first difference, and its cause."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_a_user_gets_wrong_is_found(name: str, pool: Any) -> None:
+    found = proof(wrong(name), pool)
+    first = found.comparison.first
+    assert first is not None and found.cause is not None
+    assert (first.kind, found.cause.name) == FOUND[name], (first, found.cause)
+
+
+REFUSED = {
+    "an optimizer of another model": "holds no parameter of a model that was",
+    "steps of one rank": "other ranks of the script did not",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_stepped_is_told_by_the_script_itself(
+    name: str, pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises((CaseFailed, UsageError), match=REFUSED[name]):
+        proof(wrong(name), pool)
+
+
+def test_a_plain_backward_is_refused() -> None:
+    Path("train.py").write_text(wrong("plain backward"))
+    with pytest.raises(UsageError, match="never was"):
+        watched("train.py", [], 5, None, ".", None)
+
+
+def test_an_optimizer_that_is_not_given_is_no_mistake_of_replicas(pool: Any) -> None:
+    assert proof(wrong("an optimizer not given"), pool).equal
+    with pytest.raises(CaseFailed, match="holds the parameters that the model had before"):
+        proof(wrong("an optimizer not given"), pool, Plan(shard=2))
+
+
+def test_scripts_that_show_nothing_are_refused_with_what_to_write() -> None:
+    cases = {
+        "print('hello')": "mw.distribute was given no model",
+        "import torch, meshwise as mw\nmw.distribute(torch.nn.Linear(1, 1))": "no loop ran over a distributed loader",
+        "import torch, meshwise as mw\n"
+        "m, l = mw.distribute(torch.nn.Linear(1, 1), torch.utils.data.DataLoader(torch.ones(4, 1)))\n"
+        "for x in l: m(x)": "mw.backward was never called",
+        "import torch, meshwise as mw\n"
+        "m, l = mw.distribute(torch.nn.Linear(1, 1), torch.utils.data.DataLoader(torch.ones(4, 1)))\n"
+        "for x in l: mw.backward(m(x).mean())": "no optimizer of the model's parameters made a step after 4 calls",
+    }
+    for text, says in cases.items():
+        own_loop._own.__init__()  # type: ignore[misc]
+        Path("train.py").write_text(text)
+        seen = watched("train.py", [], 5, None, ".", None)
+        with pytest.raises(UsageError, match=says):
+            _check_seen(seen, Path("train.py"))
+
+
+def test_other_numbers_of_steps_are_refused(pool: Any) -> None:
+    text = SCRIPT.replace("optimizer.step()", "optimizer.step() if len(scheduler.__dict__) and ready() else None")
+    text = text.replace("# after", "calls = []\n\n\ndef ready():\n    calls.append(1)\n"
+                        "    return mw.world_size() == 1 or len(calls) < 2")  # fmt: skip
+    one, many = sides(text, pool)
+    with pytest.raises(UsageError, match="made 3 optimizer steps on one device and 1 under the plan"):
+        _check_same_steps(one, many, Path("train.py"))
+
+
+def test_a_script_that_saves_and_loads_within_a_run_reads_what_it_saved(pool: Any) -> None:
+    text = SCRIPT + "    loaded = mw.load('state.pt')\n    model.load_state_dict(loaded['model'])\n"
+    text += (
+        "    optimizer.load_state_dict(loaded['optimizer'])\n    assert loaded['model']['head.bias'].shape == (2,)\n"
+    )
+    found = proof(text, pool, Plan(shard=2))
+    assert found.equal and not Path("state.pt").exists()
+
+
+def test_a_script_ends_where_it_would_train_on_for_long(pool: Any) -> None:
+    one, many = sides(SCRIPT, pool, None, "--epochs", "100000")
+    assert one.side is not None and len(one.side.steps) == STEPS
+    assert one.backwards == many.backwards < 50
+
+
+def test_floats_of_any_kind_are_lifted() -> None:
+    Path("train.py").write_text(SCRIPT + "\nassert loss.dtype == torch.float64, loss.dtype\n")
+    seen = watched("train.py", [], 5, None, ".", None)
+    assert seen.side is not None and all(t.dtype == torch.float64 for t in seen.side.initial.values())
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.slow
+def test_the_command_says_it_with_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(text: str, *words: str) -> tuple[int, str]:
+        Path("train.py").write_text(text)
+        monkeypatch.setattr(sys, "argv", ["meshwise", "check", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capfd.readouterr()
+        return int(end.value.code or 0), out + err
+
+    code, said = run(SCRIPT, "--set", "shard=2", "train.py", "--epochs", "1")
+    assert code == 0 and "equal: Plan(shard=2)" in said
+    code, said = run(wrong("learning rate times ranks"), "train.py", "--json", "--steps", "2")
+    assert code == 1 and '"equal": false' in said
+    code, said = run("1 / 0", "train.py")
+    assert code == 1 and "ZeroDivisionError" in said
+    code, said = run(wrong("plain backward"), "train.py")
+    assert code == 2 and "mw.backward(loss) instead" in said
+    code, said = run(SCRIPT, "train.py", "--set", "accumulate=2")
+    assert code == 2 and "mw.accumulate()" in said
