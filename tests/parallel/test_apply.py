@@ -31,8 +31,7 @@ def here() -> World:
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        (Plan(compile=True), "compile=True is not built yet. Leave compile out."),
-        (Plan(offload=("optimizer",)), "offload='optimizer' is not built yet. Leave it out, or use a larger shard"),
+        (Plan(offload=("parameters",)), "shard=1 makes no parts. Use shard=2 or more, or offload='optimizer'"),
         (Plan(shard=4), "shard=4 needs 4 devices; this run has 1. Use shard=1"),
     ],
 )

@@ -30,6 +30,8 @@ def made(**values: Any) -> Plan:
         values["zero1"] = False
     if values["shard"] == 1:
         values["reshard"] = True
+    if values["recompute"] == "selective":
+        values["compile"] = False
     if values["precision"] == "fp64":
         values["grad_dtype"] = None
     return Plan(**values)
@@ -133,6 +135,7 @@ def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str
         ({"param_dtype": "bf16", "compute_dtype": "fp32"}, "what is stored narrower gains nothing"),
         ({"param_dtype": "bf16", "precision": "fp16"}, "compute_dtype='fp16' with param_dtype='bf16'"),
         ({"precision": "fp64", "grad_dtype": "fp32"}, "float64 is for all of them or for none"),
+        ({"compile": True, "recompute": "selective"}, "compiled code has no operators to select from"),
         ({"recompute": "ful"}, "Did you mean 'full'?"),
         ({"recompute": ()}, "recompute names no block"),
         ({"recompute": ("a", "a")}, "names something twice"),

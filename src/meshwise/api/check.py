@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
+
 from meshwise.api.check_script import check_script
 from meshwise.api.run import plan_text
+from meshwise.compat.compiling import inside, uncompile
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.proof import Proof, prove
 from meshwise.equivalence.seen import Ask, Side
@@ -54,9 +58,9 @@ def check(
     if started_by_launcher():
         raise UsageError("meshwise check starts its own workers. Call it alone, without torchrun, srun or mpirun.")
     if isinstance(job, str) and job.endswith(".py"):
-        given = None if plan is None else _plan(plan, devices)
+        given = None if plan is None else as_written(_plan(plan, devices), tell)
         return check_script(Path(job), arguments, plan=given, devices=devices, steps=steps, seed=seed, tell=tell)
-    chosen = _plan(plan, devices)
+    chosen = as_written(_plan(plan, devices), tell)
     words = devices or f"{chosen.devices}xcpu"
     shares = find_devices(parse_devices(words))
     check_devices(chosen, len(shares))
@@ -102,7 +106,20 @@ def _plan(plan: Plan | str | Path | None, devices: str | None) -> Plan:
 def _found(given: Job | None, word: str, data: str | None, changes: dict[str, int | None]) -> Job:
     job = given or find_job(word, data=Path(data) if data else None, seed=changes["seed"])
     said = {name: value for name, value in changes.items() if value is not None}
-    return replace(job, **said)  # type: ignore[arg-type]
+    return replace(job, model=functools.partial(_uncompiled, job.model), **said)  # type: ignore[arg-type]
+
+
+def _uncompiled(make: Callable[[], nn.Module]) -> nn.Module:
+    model = make()
+    uncompile(model)
+    return inside(model)
+
+
+def as_written(plan: Plan, tell: Callable[[str], None]) -> Plan:
+    """The plan without its compiler, which fuses what is to be looked at between modules; and that is told."""
+    if plan.compile:
+        tell("compile is left out: the modules are compared as they are written")
+    return replace(plan, compile=False)
 
 
 def _one_device(

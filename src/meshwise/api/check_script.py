@@ -47,7 +47,7 @@ def check_script(
     words = devices or (f"{plan.devices}xcpu" if plan is not None else DEFAULT_DEVICES)
     shares = find_devices(parse_devices(words))
     if plan is not None:
-        check_fits(plan, World(size=len(shares)))
+        check_fits(plan, World(size=len(shares), device=shares[0].device))
         check_for_own_loops(plan)
     task = (script.resolve(), list(arguments), steps, 2 * len(shares) + 1, seed or 0)
     with tempfile.TemporaryDirectory(prefix="meshwise-check-") as folder:

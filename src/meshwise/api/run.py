@@ -134,7 +134,7 @@ def run_request(
     shares = find_devices(parse_devices(request.devices or "all"))
     nodes = machines.meet(len(shares))
     plan = plan_of(request, nodes.size if nodes else len(shares))
-    check_fits(plan, World(size=nodes.size if nodes else len(shares)))  # before there is a folder
+    check_fits(plan, World(size=nodes.size if nodes else len(shares), device=shares[0].device))  # before a folder
     settings = settings_of(request, plan, resume=folder is not None)
     job = given or _find(request)  # here too, so that a wrong word is answered before any worker starts
     folder = _opened(folder, Path(out), job.name, shares, began, nodes, plan, request=to_record(request))
@@ -254,7 +254,7 @@ def run_script(
         return 0
     shares = find_devices(parse_devices(request.devices or "all"))
     nodes = machines.meet(len(shares))
-    plan = _plan_of_script(request, nodes.size if nodes else len(shares))
+    plan = _plan_of_script(request, World(size=nodes.size if nodes else len(shares), device=shares[0].device))
     folder = _opened(None, out, str(script), shares, began or time.time(), nodes, arguments=list(arguments))
     words = "" if plan is None else f"{plan}  "
     console.print(f"{script.name}  {words}{describe(shares)}", soft_wrap=True, markup=False, highlight=False)
@@ -276,12 +276,12 @@ def _run_script_in_worker(script: Path, arguments: Sequence[str], plan: Path | N
     run_script_file(script, arguments)
 
 
-def _plan_of_script(request: RunRequest, devices: int) -> Plan | None:
+def _plan_of_script(request: RunRequest, world: World) -> Plan | None:
     """The plan that was asked for; None leaves it to the script. Raises PlanError before there is a folder."""
     if request.plan is None and request.settings is None:
         return None
-    plan = plan_of(request, devices)
-    check_fits(plan, World(size=devices))
+    plan = plan_of(request, world.size)
+    check_fits(plan, world)
     check_for_own_loops(plan)
     return plan
 

@@ -2,6 +2,7 @@
 
     precision    first: later techniques must see the parameters in the dtype that they are stored in
     batch norm   over all ranks: a layer's own forward, which recompute and shard then take as it is
+    compile      a block's own forward, as its author wrote it: what the others lay around it is not compiled
     recompute    inside a block: what is sharded gathers a block's parameters once for its second run and its backward
     offload      around the whole model's forward, and inside what shard does before and after that
     shard        after it: a block is gathered around its forward, whatever that forward has become
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwise.compat.compiling import inside, uncompile
 from meshwise.parallel.batch_norm import join_batch_norms
+from meshwise.parallel.compiled import check_can_compile, compile_blocks
 from meshwise.parallel.data import DataParallel
 from meshwise.parallel.deferred import fill, hold
 from meshwise.parallel.loading import lay_what_a_model_loads, lay_what_an_optimizer_loads
@@ -39,7 +42,7 @@ from meshwise.transfer import collectives
 from meshwise.transfer.layout import lay_as
 
 DTYPES = {"precision", "param_dtype", "compute_dtype", "grad_dtype"}
-BUILT = {"data", "shard", "accumulate", "zero1", "recompute", "offload", "reshard", "bucket_mb"} | DTYPES
+BUILT = {"data", "shard", "accumulate", "zero1", "recompute", "offload", "reshard", "bucket_mb", "compile"} | DTYPES
 """The fields of a plan that `apply` carries out; a plan that says something with another one is refused."""
 
 
@@ -101,6 +104,9 @@ def apply(
     _check_built(plan)
     _check_offload(plan)
     check_computes(model, world.device, plan.dtypes)
+    was_compiled = uncompile(model)
+    if plan.compile or was_compiled:
+        check_can_compile(world.device)
     names = names_of(model)
     held = hold(model)
     store_parameters(model, plan.dtypes)
@@ -108,7 +114,8 @@ def apply(
         model.to(world.device)
         collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
     joined = join_batch_norms(model, counts) if counts is not None and world.size > 1 else []
-    blocks = recompute_blocks(model, plan.recompute)
+    compiled = compile_blocks(inside(model)) if plan.compile or was_compiled else []
+    blocks = recompute_blocks(inside(model), plan.recompute)
     if "activations" in plan.offload:
         offload_activations(model)
     reduction: DataParallel | Sharded | None = None
@@ -129,7 +136,8 @@ def apply(
         dtype = reduced_in(plan.dtypes)
         reduction = DataParallel(named, bucket_mb=plan.bucket_mb, metered=metered, dtype=dtype)
     notes = differences(model, plan, world, bool(joined))
-    applied = Applied(model, plan, reduction, (*notes, *_recomputed(plan, blocks)), bool(joined))
+    notes += (*_compiled(compiled, was_compiled), *_recomputed(plan, blocks))
+    applied = Applied(model, plan, reduction, notes, bool(joined))
     for optimizer in optimizers:
         rebind(optimizer, names, model, lay_as)
         bind(applied, optimizer, world)
@@ -146,12 +154,22 @@ def bind(applied: Applied, optimizer: Optimizer, world: World) -> None:
         OffloadedState(optimizer)
 
 
+def _compiled(blocks: Sequence[str], whole: bool) -> tuple[str, ...]:
+    if not blocks:
+        return ()
+    before = "torch.compile was laid over the model, and is taken off: " if whole else ""
+    return (f"compile: {before}each of {len(blocks)} blocks is compiled by itself: {_some(blocks)}.",)
+
+
+def _some(blocks: Sequence[str]) -> str:
+    return ", ".join(name or "the whole model" for name in blocks[:3]) + (" and so on" if len(blocks) > 3 else "")
+
+
 def _recomputed(plan: Plan, blocks: Sequence[str]) -> tuple[str, ...]:
     if not blocks:
         return ()
-    some = ", ".join(name or "the whole model" for name in blocks[:3]) + (" and so on" if len(blocks) > 3 else "")
     kept = "all but matrix products and attention" if plan.recompute == "selective" else "all of it"
-    return (f"recompute: {kept} runs again in the backward, in {len(blocks)} blocks: {some}.",)
+    return (f"recompute: {kept} runs again in the backward, in {len(blocks)} blocks: {_some(blocks)}.",)
 
 
 def differences(model: nn.Module, plan: Plan, world: World, joined: bool = False) -> tuple[str, ...]:
@@ -176,6 +194,10 @@ def check_fits(plan: Plan, world: World) -> None:
     check_devices(plan, world.size)
     _check_built(plan)
     _check_offload(plan)
+    if plan.compile:
+        check_can_compile(world.device)
+    if world.kind == "cpu":  # the process that starts workers leaves GPUs alone
+        check_computes(None, world.device, plan.dtypes)
 
 
 def _check_offload(plan: Plan) -> None:

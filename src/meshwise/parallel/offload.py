@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from meshwise.compat.dispatch import StorageFacts
 from meshwise.compat.reducer import version
+from meshwise.parallel.blocks import called_in
 
 SMALLEST = 1024  # bytes: below, a copy costs more than it frees
 WINDOW = 256 << 20  # bytes that are fetched ahead of their use
@@ -91,7 +92,7 @@ class _Kept:
             self.known.set(tensor, self.sent[-1])
             self.moved.tensors, self.moved.bytes = self.moved.tensors + 1, self.moved.bytes + waiting.copy.nbytes
         waiting.views += 1
-        return _View(waiting, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return _View(waiting, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def to_device(self, kept: Tensor | _View) -> Tensor:
         """Called by autograd with what `to_host` gave, when the backward needs it."""
@@ -136,17 +137,11 @@ def offload_activations(model: nn.Module, window: int | None = None) -> Moved:
     to them.
     """
     moved = Moved()
-    for root in _called(model):
+    for root in called_in(model):
         changed: Any = root
         kept = functools.partial(_Kept, moved, WINDOW if window is None else window)
         changed.forward = functools.partial(_offloaded, root.forward, kept, moved)
     return moved
-
-
-def _called(model: nn.Module) -> list[nn.Module]:
-    if isinstance(model, nn.ModuleList | nn.ModuleDict):
-        return [root for child in model.children() for root in _called(child)]
-    return [model]
 
 
 def _offloaded(

@@ -22,7 +22,8 @@ from meshwise.transfer.tree import map_tensors
 
 TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LACKS = ("not implemented for", "could not create a primitive", "does not support")  # how torch says that it lacks one
-CAST = (nn.Linear, nn.modules.conv._ConvNd, nn.LSTM, nn.MultiheadAttention)  # autocast casts their weights
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CAST = (nn.Linear, *CONVOLUTIONS, nn.LSTM, nn.MultiheadAttention)  # whose weights autocast casts
 
 
 def store_parameters(model: nn.Module, precision: str | Dtypes) -> None:

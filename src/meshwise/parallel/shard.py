@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwise.compat import sharding
 from meshwise.compat.reducer import default_store
-from meshwise.parallel.blocks import repeated_blocks
+from meshwise.parallel.blocks import called_in, repeated_blocks
 from meshwise.spec.errors import PlanError
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import wait_for_all
@@ -55,7 +55,8 @@ class Sharded:
         dtypes: MixedPrecisionPolicy | None = None,
         narrow: Collection[int] = (),
     ) -> None:
-        policy = CPUOffloadPolicy() if to_host else OffloadPolicy()
+        pin = torch.accelerator.is_available()  # memory can be pinned for an accelerator only
+        policy = CPUOffloadPolicy(pin_memory=pin) if to_host else OffloadPolicy()
         dtypes = dtypes or MixedPrecisionPolicy()
         self._mixed = dtypes.param_dtype is not None
         wide = {name for name, p in model.named_parameters() if id(p) not in narrow}
@@ -223,10 +224,8 @@ class Sharded:
 
 
 def roots_of(model: nn.Module) -> list[nn.Module]:
-    """`model`, or what it holds where it is a list or dictionary of models, which is never called itself."""
-    if isinstance(model, nn.ModuleList | nn.ModuleDict):
-        return [root for child in model.children() for root in roots_of(child)]
-    return [model] if any(True for _ in model.parameters()) else []
+    """What is called of `model` and has parameters."""
+    return [root for root in called_in(model) if any(True for _ in root.parameters())]
 
 
 def units_of(root: nn.Module) -> list[nn.Module]:

@@ -91,6 +91,11 @@ class Plan:
                 "zero1=True divides the optimizer's state over replicas, and data=1 is one. "
                 "Use data=2 or more, or leave zero1 out."
             )
+        if self.compile and self.recompute == "selective":
+            raise PlanError(
+                "compile=True with recompute='selective': compiled code has no operators to select from. "
+                "Use recompute='full', or the names of blocks, or leave compile out."
+            )
         if not self.reshard and self.shard == 1:
             raise PlanError("reshard=False says when sharded parameters are let go, and shard=1 shards none. Leave it.")
 

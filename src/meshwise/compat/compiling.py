@@ -1,0 +1,39 @@
+"""Modules that torch.compile has wrapped or changed, found without importing the compiler (whose import takes 4 s).
+
+`OptimizedModule` and `_compiled_call_impl` are not public. Read in torch 2.11, 2.13 and 2.15: `_dynamo/eval_frame.py`,
+`nn/modules/module.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+
+def inside(module: nn.Module) -> nn.Module:
+    """The module that torch.compile has wrapped; one that it has not is itself."""
+    inner: Any = module
+    while (frame := _frame()) is not None and isinstance(inner, frame.OptimizedModule):
+        inner = inner._orig_mod
+    return inner  # type: ignore[no-any-return]
+
+
+def uncompile(model: nn.Module) -> bool:
+    """Take off what torch.compile has laid around or into `model`, at any depth; returns whether there was such.
+
+    A wrapper stays the object that it is, and calls what it wraps.
+    """
+    frame, found = _frame(), False
+    for module in model.modules() if frame is not None else ():
+        changed: Any = module
+        if inside(module) is not module:
+            changed.forward, found = changed._orig_mod.__call__, True
+        elif changed._compiled_call_impl is not None:
+            changed._compiled_call_impl, found = None, True
+    return found
+
+
+def _frame() -> Any:
+    return sys.modules.get("torch._dynamo.eval_frame")

@@ -1,0 +1,54 @@
+"""Compile: each repeated layer's own forward is compiled, and nothing around it.
+
+A graph over the whole model would hold the places where blocks are gathered, run again or moved. Laid into the forward
+itself, the compiler sees what the author wrote; the model's class, hooks and state_dict keys stay. Layers of one class
+share a graph, so the compiler works once for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise.parallel.blocks import blocks_of, repeated_blocks
+from meshwise.spec.errors import PlanError
+
+BACKEND = "inductor"
+
+
+def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
+    """Let the forwards of the blocks of `model` be compiled when they first run; returns the blocks' names.
+
+    Blocks are the repeated layers; of a model without any, its parts one after another.
+    """
+    blocks = repeated_blocks(model) or blocks_of(model) or [("", model)]
+    for _, block in blocks:
+        for part in block.modules():
+            if isinstance(part.forward, functools.partial):  # another technique's: it communicates
+                changed: Any = part
+                changed.forward = torch.compiler.disable(part.forward)
+        compiled: Any = block
+        compiled.forward = torch.compile(block.forward, backend=backend or BACKEND)
+    return [name for name, _ in blocks]
+
+
+def check_can_compile(device: str) -> None:
+    """Raises PlanError where the compiler lacks what it needs to make code for `device`."""
+    kind = device.split(":")[0]
+    if BACKEND != "inductor":
+        return
+    if kind == "cuda" and importlib.util.find_spec("triton") is None:
+        raise PlanError("compile=True needs triton on a GPU, and it is not here. Leave compile out, or install it.")
+    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if kind == "cpu" and shutil.which(name) is None:
+        raise PlanError(
+            f"compile=True needs a C++ compiler on CPU, and '{name}' is not found. Leave compile out, install one, or "
+            "name it with the variable CXX."
+        )

@@ -1,0 +1,145 @@
+"""Compile: blocks are compiled one by one, once for all of a class, under every plan, with one device's numbers.
+
+The graphs are captured and run as they are (`aot_eager`): no compiler of the machine is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwise.parallel import compiled
+from meshwise.parallel.apply import apply
+from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from meshwise.transfer import collectives
+from tests.parallel.zoo import ZOO, batches, build
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
+
+
+@pytest.fixture(autouse=True)
+def captured_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    yield
+    torch._dynamo.reset()
+
+
+def here() -> World:
+    return World(rank=collectives.own_rank(), size=collectives.world_size())
+
+
+def trained(plan: Plan, name: str = "transformer", backend: str = "aot_eager") -> tuple[list[Tensor], int, int]:
+    """The parameters after two steps, how many graphs were captured, and how many times a layer's Python ran."""
+    import torch._dynamo.utils
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled.BACKEND = backend
+    world = here()
+    model = build(name)
+    applied = apply(model, plan, world)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch, target in batches(name, 2):
+        mine = (t.chunk(world.size)[world.rank] for t in (batch, target))
+        loss = ZOO[name].score(model(next(mine)), next(mine))
+        applied.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
+    counters = torch._dynamo.utils.counters
+    return found, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+PLANS = [
+    Plan(shard=2, compile=True),
+    Plan(data=2, compile=True, recompute="full"),
+    Plan(shard=2, compile=True, recompute="full", offload=("activations",)),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_blocks_of_a_class_share_one_graph_and_compute_what_one_device_does(plan: Plan, pool: Any) -> None:
+    want, graphs, _ = trained(Plan())
+    assert graphs == 0
+    for got, graphs, breaks in pool(2).run(trained, plan):
+        assert graphs == 1 and breaks == 0
+        for a, b in zip(got, want, strict=True):
+            assert (a - b).abs().max() < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_the_machine_s_compiler_makes_code_that_computes_it_too(plan: Plan, pool: Any) -> None:
+    want, _, _ = trained(Plan())
+    for got, graphs, _ in pool(2).run(trained, plan, "transformer", "inductor", timeout=500):
+        assert graphs == 1
+        for a, b in zip(got, want, strict=True):
+            assert (a - b).abs().max() < 1e-9
+
+
+def distributed_compiled(how: str) -> tuple[bool, list[str], tuple[str, ...], float]:
+    """A model that its author has compiled whole is laid out all the same, and stays the object that it is."""
+    compiled.BACKEND = "aot_eager"
+    model, plain = build("transformer"), build("transformer")
+    keys = list(model.state_dict())
+    given: Any = model
+    if how == "wrapped":
+        given = torch.compile(model, backend="aot_eager")
+        keys = list(given.state_dict())
+    else:
+        model.compile(backend="aot_eager")
+    applied = apply(given, Plan(shard=2), here())
+    batch, target = batches("transformer", 1)[0]
+    applied.backward(ZOO["transformer"].score(given(batch), target))
+    ZOO["transformer"].score(plain(batch), target).backward()
+    gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in given.parameters()]
+    apart = max(float((a - p.grad).abs().max()) for a, p in zip(gradients, plain.parameters(), strict=True))  # type: ignore[operator]
+    sharded = all(isinstance(p, DTensor) for p in given.parameters())
+    return applied.model is given and sharded, [k for k in given.state_dict() if k not in keys], applied.notes, apart
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_a_model_compiled_whole_is_compiled_block_by_block_and_it_says_so(how: str, pool: Any) -> None:
+    for same, other_keys, notes, apart in pool(2).run(distributed_compiled, how):
+        assert same and not other_keys and apart < 1e-9
+        assert [note for note in notes if note.startswith("compile")] == [
+            "compile: torch.compile was laid over the model, and is taken off: each of 3 blocks is compiled by itself: "
+            "layers.0, layers.1, layers.2."
+        ]
+
+
+def test_what_another_technique_laid_into_a_part_is_left_out_of_the_graph(pool: Any) -> None:
+    pool(2).run(with_batch_norm)
+
+
+def with_batch_norm() -> None:
+    compiled.BACKEND = "aot_eager"
+    sides = []
+    for plan in (Plan(data=2, compile=True), Plan(data=2)):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(2)]
+        model = nn.Sequential(*layers).double()
+        applied = apply(model, plan, here(), counts=lambda: True)
+        torch.manual_seed(here().rank)
+        applied.backward(model(torch.randn(3, 4, dtype=torch.float64)).square().sum())
+        sides.append([p.grad for p in model.parameters()])
+    for a, b in zip(*sides, strict=True):
+        assert a is not None and b is not None
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+def test_a_missing_compiler_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(PlanError, match="needs a C\\+\\+ compiler on CPU, and 'no-such-compiler' is not found"):
+        apply(nn.Linear(2, 2), Plan(compile=True), World())
