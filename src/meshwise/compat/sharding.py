@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 Before = Callable[["Group"], None]
 Around = Callable[[str, int, dist.ProcessGroup], contextlib.AbstractContextManager[None]]
@@ -145,3 +146,15 @@ def _waiting(part: Any) -> Tensor | None:
     gradient: Tensor | None = getattr(part, "unsharded_accumulated_grad", None)
     whole = getattr(part, "_unsharded_param", None)
     return gradient if gradient is not None or whole is None else whole.grad
+
+
+def with_local(tensor: Tensor, local: Tensor) -> Tensor:
+    """`tensor` with `local` as this rank's part, on whatever device that lies; `local` itself where it is no DTensor.
+
+    `DTensor.from_local` would move it to the device of the mesh.
+    """
+    if not isinstance(tensor, DTensor):
+        return local
+    kind: Any = DTensor
+    laid: Tensor = kind(local, tensor._spec, requires_grad=False)
+    return laid

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwise.compat import fake
 from meshwise.compat.dispatch import operators_unseen, tensors_in
+from meshwise.compat.sharding import with_local
 from meshwise.parallel.record import Record, record_of
 from meshwise.parallel.replay import Place, Unlike, replay
 from meshwise.spec.errors import PlanError, UsageError
@@ -115,11 +116,12 @@ def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
         fill(held, model, device)
 
 
-def fill(held: Held, model: nn.Module, device: torch.device | str) -> None:
+def fill(held: Held, model: nn.Module, device: torch.device | str, *, parts: torch.device | str = "") -> None:
     """Replay the record of a deferred `model`, and put this rank's part of each tensor in its place on `device`.
 
     Where a parameter was divided meanwhile, each rank keeps its part, as soon as the parameter is known. Collective:
-    all ranks start from rank 0's random numbers, and must have built the same.
+    all ranks start from rank 0's random numbers, and must have built the same. parts: where the parts of what was
+    divided lie, if not on `device`.
     """
     record = held.record
     if collectives.world_size() > 1:
@@ -140,6 +142,10 @@ def fill(held: Held, model: nn.Module, device: torch.device | str) -> None:
                 place = record.known(t)
                 wanted.setdefault(place.storage, []).append((place, t))
     now = _tensors(model)
+
+    def place_of(tensor: Tensor) -> torch.device | str:
+        return parts or device if isinstance(tensor, DTensor) else device
+
     new: dict[int, Tensor] = {}
 
     def finished(number: int, storage: torch.UntypedStorage) -> None:
@@ -151,7 +157,7 @@ def fill(held: Held, model: nn.Module, device: torch.device | str) -> None:
                 continue
             old = now[to]
             if id(old) not in new:
-                value = _part(whole.to(old.dtype), old, device)
+                value = _part(whole.to(old.dtype), old, place_of(old))
                 new[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
             _put(model, to, new[id(old)], held.own[to])
 
@@ -162,7 +168,7 @@ def fill(held: Held, model: nn.Module, device: torch.device | str) -> None:
                 raise UsageError(f"{to.shape}: a tensor beside the parameters shares memory with one that was loaded.")
             old = now[to]
             if id(old) not in new:
-                value = record.given[number](old, device)
+                value = record.given[number](old, place_of(old))
                 new[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
             _put(model, to, new[id(old)], held.own[to])
     if wanted:
@@ -185,8 +191,7 @@ def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
             parts = part.chunk(mesh.size(axis), placement.dim)
             own = mesh.get_local_rank(axis)
             part = parts[own] if own < len(parts) else part.narrow(placement.dim, 0, 0)
-    part = part.clone(memory_format=torch.contiguous_format).to(device)
-    return DTensor.from_local(part, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    return with_local(like, part.clone(memory_format=torch.contiguous_format).to(device))
 
 
 def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwise.compat import fake
+from meshwise.compat.sharding import with_local
 from meshwise.parallel.record import record_of
 from meshwise.parallel.replay import Place
 from meshwise.spec.errors import UsageError
@@ -64,11 +65,7 @@ class _Stored:
             read = opened.get_slice(self.name)[bounds] if bounds else opened.get_tensor(self.name)
             local = torch.empty(read.shape, dtype=like.dtype).copy_(read)
             del read
-        local = local.to(device)
-        if not isinstance(like, DTensor):
-            return local
-        mesh = like.device_mesh
-        return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+        return with_local(like, local.to(device))
 
 
 def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> Loaded:

@@ -1,0 +1,158 @@
+"""Offload of the optimizer's state: it waits in the host's memory, and comes to the device a bucket at a time.
+
+`step` is taken in parts: the parameters of one bucket have their gradients and their state, the others have neither and
+are left alone, as every torch optimizer does with a parameter without a gradient. So any optimizer that treats each
+parameter by itself works unchanged, and the device never holds more state than a bucket's. What a group of parameters
+counts by itself ticks once a step.
+
+The host's copies are pinned where the device is a GPU. On a CPU device host and device are one memory; the copies are
+made all the same, so that what is tested there is what runs on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from meshwise.compat.sharding import with_local
+from meshwise.spec.errors import PlanError
+
+BUCKET = 64 << 20  # bytes of parameters whose state is on the device at once; a larger parameter has a bucket alone
+
+
+@dataclass
+class Moved:
+    """Bytes of state that went to the host and came back so far, and the most that were on the device at once."""
+
+    out: int = 0
+    back: int = 0
+    most: int = 0
+
+
+class OffloadedState:
+    """Keeps the state of `optimizer` in the host's memory between its steps, in place."""
+
+    def __init__(self, optimizer: Optimizer, bucket: int = BUCKET) -> None:
+        self.moved = Moved()
+        self._optimizer, self._bucket = optimizer, bucket
+        self._aside: dict[Tensor, Tensor] = {}
+        self._last: list[Tensor] = []
+        self._depth = 0
+        self._send(list(optimizer.state))
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+        optimizer.register_load_state_dict_post_hook(lambda optimizer: self._send(list(optimizer.state)))
+
+    def _before(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        """Step all buckets but the last, and leave the last ready for the step that called."""
+        self._depth += 1
+        if self._depth > 1:  # inside a step: an optimizer that calls its parent's
+            return
+        if any(given is not None for given in (*arguments[1:], keywords.get("closure"))):
+            self._depth = 0
+            raise PlanError(
+                "offload='optimizer': optimizer.step(closure) needs all of the state at once. Call backward, then "
+                "optimizer.step()."
+            )
+        ready = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._aside = {p: p.grad for p in ready}
+        for p in ready:
+            p.grad = None
+        buckets = _buckets(ready, self._bucket)
+        for bucket in buckets[:-1]:
+            settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            self._begin(bucket)
+            step: Any = type(optimizer).step
+            step.__wrapped__(optimizer)  # hooks are asked once a step
+            self._end(bucket)
+            for group, before in zip(optimizer.param_groups, settings, strict=True):
+                for key in [key for key in group if key != "params" and key not in before]:
+                    del group[key]
+                group.update(before)
+        self._last = buckets[-1] if buckets else []
+        self._begin(self._last)
+
+    def _after(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        self._end(self._last)
+        for p, gradient in self._aside.items():
+            p.grad = gradient
+        self._aside, self._last = {}, []
+
+    def _begin(self, bucket: Sequence[Tensor]) -> None:
+        """The bucket's parameters get their gradients, and their state comes to their device."""
+        for p in bucket:
+            p.grad = self._aside[p]
+            entry = self._optimizer.state.get(p, {})
+            for key, value in entry.items() if isinstance(entry, dict) else ():
+                if _travels(value):
+                    entry[key] = _fetched(value, p)
+                    self.moved.back += _local(value).nbytes
+        self.moved.most = max(self.moved.most, sum(_bytes(self._optimizer.state.get(p)) for p in bucket))
+
+    def _end(self, bucket: Sequence[Tensor]) -> None:
+        self.moved.most = max(self.moved.most, sum(_bytes(self._optimizer.state.get(p)) for p in bucket))
+        self._send(bucket)
+        for p in bucket:
+            p.grad = None
+
+    def _send(self, parameters: Sequence[Tensor]) -> None:
+        """The state of these parameters goes to the host."""
+        device = None
+        for p in parameters:
+            entry = self._optimizer.state.get(p, {})
+            for key, value in entry.items() if isinstance(entry, dict) else ():
+                if _travels(value):
+                    device = _local(p).device
+                    entry[key] = _sent(value)
+                    self.moved.out += _local(value).nbytes
+        if device is not None and device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()  # what is read on the host has arrived
+
+
+def _travels(value: Any) -> bool:
+    """Whether a value of the state is worth a journey: counters stay where the optimizer put them."""
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _bytes(entry: Any) -> int:
+    values = entry.values() if isinstance(entry, dict) else ()
+    return sum(_local(value).nbytes for value in values if _travels(value))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sent(value: Tensor) -> Tensor:
+    local = _local(value).detach()
+    on_gpu = local.device.type != "cpu"
+    host = torch.empty_like(local, device="cpu", pin_memory=on_gpu)
+    return with_local(value, host.copy_(local, non_blocking=on_gpu))
+
+
+def _fetched(value: Tensor, parameter: Tensor) -> Tensor:
+    local = _local(value)
+    there = torch.empty_like(local, device=_local(parameter).device)
+    return with_local(value, there.copy_(local, non_blocking=True))
+
+
+def _buckets(parameters: Sequence[Tensor], most: int) -> list[list[Tensor]]:
+    """Neighbours, up to `most` bytes together."""
+    buckets: list[list[Tensor]] = []
+    size = 0
+    for p in parameters:
+        if not buckets or size + _local(p).nbytes > most:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(p)
+        size += _local(p).nbytes
+    return buckets
