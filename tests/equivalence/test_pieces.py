@@ -18,6 +18,7 @@ from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.seen import Ask, Cut, Output, cuts_of, microbatches
 from meshwise.equivalence.sizes import LIMIT
 from meshwise.equivalence.watch import merged, prints_of
+from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.training.keyed import (
     KeyedDraws,
@@ -218,3 +219,12 @@ def test_what_is_not_a_number_is_a_fault() -> None:
 
 def test_every_cause_says_what_it_means() -> None:
     assert all(text and not text.endswith(".") for text in CAUSES.values())
+
+
+def test_a_model_that_memory_does_not_hold_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwise.equivalence.one_device.free_bytes", lambda device: 45_000)
+    with pytest.raises(
+        UsageError, match=r"about 58.1 KiB for a model of 1.2 KiB in it, and 43.9 KiB are free. Use --steps 2"
+    ):
+        one_device(plain(), Ask(Plan(), 3))
+    one_device(plain(), Ask(Plan(), 2))

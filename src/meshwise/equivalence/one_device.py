@@ -23,13 +23,18 @@ from meshwise.equivalence.watch import (
     scheduler_numbers,
     tied_in,
 )
+from meshwise.machine.memory import free_bytes
 from meshwise.parallel.precision import cast_batch, computing, store_parameters
+from meshwise.spec.errors import UsageError
+from meshwise.spec.units import bytes_text
 from meshwise.training.job import Job
 from meshwise.training.keyed import Rows
 from meshwise.training.order import Share
 from meshwise.training.source import LoaderSettings, Reader, count_samples, reader
 from meshwise.training.weighing import as_weight, split_weight
 from meshwise.transfer.prefetch import prefetch
+
+STATE = 2  # tensors of a parameter's size that an optimizer keeps; Adam's
 
 
 def one_device(job: Job, ask: Ask, device: str = "cpu") -> Side:
@@ -43,6 +48,7 @@ def _run(job: Job, ask: Ask, device: str) -> Side:
     model = job.model()
     store_parameters(model, ask.dtypes)
     model.to(device)
+    check_room(model, ask, job)
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     watch = Watch(model, job.seed, lift=ask.lifted)
@@ -71,6 +77,24 @@ def _run(job: Job, ask: Ask, device: str) -> Side:
     _evaluate(job, model, watch, side, ask, device)
     side.unkeyed = watch.unkeyed
     return side
+
+
+def check_room(model: nn.Module, ask: Ask, job: Job) -> None:
+    """Raises UsageError where the host's memory does not hold what a check keeps of a model of this size.
+
+    Of each step both sides keep gradients, parameters and state in float64, and what is sent lies there twice.
+    """
+    size = 8 * sum(p.numel() for p in model.parameters())
+    a_step = 2 + STATE + (job.clip_norm is not None)
+    needed, free = 3 * size * (1 + ask.steps * a_step), free_bytes(torch.device("cpu"))
+    if needed > free:
+        fits = int((free / (3 * size) - 1) / a_step)
+        instead = f"Use --steps {fits}, or" if fits >= 1 else "Use"
+        raise UsageError(
+            f"check keeps what {ask.steps} steps leave on both sides in float64: about {bytes_text(needed)} for a "
+            f"model of {bytes_text(size)} in it, and {bytes_text(free)} are free. {instead} a model of the same layers with "
+            "fewer or narrower ones."
+        )
 
 
 def begun_side(model: nn.Module) -> Side:
