@@ -19,9 +19,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.utils import clip_grad
 from torch.utils.checkpoint import checkpoint
 
-from meshwise.parallel import apply, batch_norm, recompute, shard, zero1
+from meshwise.parallel import apply, batch_norm, offload, recompute, shard, zero1
 from meshwise.parallel.data import DataParallel
-from meshwise.parallel.offload import _Kept, _OnHost
 from meshwise.parallel.shard import Sharded
 from meshwise.parallel.zero1 import DividedOptimizer
 from meshwise.spec.plan import Plan
@@ -82,6 +81,24 @@ def padded_to_equal_shares(patch: Any) -> None:
     patch.setattr(order, "share_of", share_of)
 
 
+def one_sample_for_another(patch: Any) -> None:
+    """The first sample of a batch is read again in the place of its last."""
+    real = order.share_of
+
+    def share_of(samples: Tensor, start: int, stop: int, total: int, world: World) -> Share:
+        repeated = samples.clone()
+        repeated[stop - 1] = samples[start]
+        return real(repeated, start, stop, total, world)
+
+    patch.setattr(order, "share_of", share_of)
+
+
+def order_moved_by_one(patch: Any) -> None:
+    """Batches are counted from the second sample."""
+    real = order.share_of
+    patch.setattr(order, "share_of", lambda samples, *rest: real(samples.roll(-1), *rest))
+
+
 # --- shard
 
 
@@ -98,11 +115,12 @@ def once_sharded(patch: Any, change: Callable[[Any], None]) -> None:
 
 def block_not_added_over_replicas(patch: Any) -> None:
     """One block of data x shard is reduced within its replica alone."""
-    real = _fsdp_param_group.foreach_reduce
+    real, block = _fsdp_param_group.foreach_reduce, []
+    once_sharded(patch, lambda model: block.append(model.things.layers[1]))
 
     def foreach_reduce(parts: Any, gradients: Any, *rest: Any) -> Any:
         given = list(rest)
-        if (parts[0]._param_fqn or "").startswith("things.layers.1."):
+        if parts[0]._module_info.module is block[0]:
             given[7] = None  # the group of the all-reduce
         return real(parts, gradients, *given)
 
@@ -131,11 +149,12 @@ def block_stays_gathered(patch: Any) -> None:
 
 def gathered_in_the_wrong_order(patch: Any) -> None:
     """The parts of one block are right on each rank, and are put together in another order of ranks."""
-    real = _fsdp_param_group.foreach_all_gather_copy_out
+    real, block = _fsdp_param_group.foreach_all_gather_copy_out, []
+    once_sharded(patch, lambda model: block.append(model.things.layers[0]))
 
     def copy_out(result: Any, parts: Any, group: Any) -> None:
         real(result, parts, group)
-        for part in parts if (parts[0]._param_fqn or "").startswith("things.layers.0.") else ():
+        for part in parts if parts[0]._module_info.module is block[0] else ():
             for gathered in part.all_gather_outputs:
                 of_rank = gathered.data.view(group.size(), -1)
                 of_rank.copy_(of_rank.flip(0).clone())
@@ -216,7 +235,8 @@ def other_masks_the_second_time(patch: Any) -> None:
 
 
 def statistics_moved_by_both_runs(patch: Any) -> None:
-    """The second run of a batch norm moves its running statistics again."""
+    """The second run of a batch norm moves its running statistics again, which it does when it runs to its end."""
+    patch.setattr(recompute, "checkpoint", functools.partial(checkpoint, early_stop=False))
     real = recompute._again
     patch.setattr(recompute, "_again", lambda kind, inner, written: real(kind, inner, []))
 
@@ -232,18 +252,18 @@ def input_detached(patch: Any) -> None:
 
 def buffer_written_too_early(patch: Any) -> None:
     """A host buffer is used for the next tensor of its shape while it still waits to be read."""
-    real = _Kept.to_host
+    real = offload._send
     held: list[Any] = [None]
 
-    def to_host(self: Any, tensor: Tensor) -> Any:
-        waiting = real(self, tensor)
-        if isinstance(waiting, _OnHost) and waiting.number == 2:
+    def send(tensor: Tensor, number: int) -> Any:
+        waiting = real(tensor, number)
+        if number == 2:
             held[0] = waiting  # the input of the second layer of the first tower
-        if isinstance(waiting, _OnHost) and waiting.number == 3:
+        if number == 3:
             held[0].copy = waiting.copy
         return waiting
 
-    patch.setattr(_Kept, "to_host", to_host)
+    patch.setattr(offload, "_send", send)
 
 
 # --- batch norm
@@ -264,6 +284,16 @@ def backward_of_statistics_is_local(patch: Any) -> None:
     """The backward of a batch norm over all ranks uses the sums of its own samples."""
     alone = SimpleNamespace(all_gather=collectives.all_gather, sum_over_ranks=lambda tensor: tensor)
     patch.setattr(batch_norm, "collectives", alone)
+
+
+def buffer_of_rank_1(patch: Any) -> None:
+    """A buffer is not sent to the other ranks: one of them has counted on its own. Nothing is computed from it."""
+
+    def count(model: Any, inputs: Any) -> None:
+        if model.training and collectives.own_rank() == 1:
+            model.seen.add_(1)
+
+    before_it_is_laid(patch, lambda model: model.register_forward_pre_hook(count))
 
 
 # --- weights of losses
@@ -370,6 +400,18 @@ def ticks_after_the_last_step(patch: Any) -> None:
     patch.setattr(step, "_update", update)
 
 
+def moments_of_rank_1(patch: Any) -> None:
+    """After the last step a replica's optimizer has other state than the first one's, whose state is saved."""
+    real = step._update
+
+    def update(run: Any) -> None:
+        real(run)
+        if run.state.step == 3 and collectives.own_rank() == 1:
+            run.state.optimizer.state[run.state.model.net[0].weight]["exp_avg"].mul_(2)
+
+    patch.setattr(step, "_update", update)
+
+
 # --- evaluation: the training is right
 
 
@@ -423,6 +465,15 @@ def tied_gradient_of_one_place(patch: Any) -> None:
 
     def change(model: Any) -> None:
         model.right.forward = lambda x: F.linear(x, model.right.weight.detach())
+
+    before_it_is_laid(patch, change)
+
+
+def tied_by_mistake(patch: Any) -> None:
+    """Two parameters that are equal at the start are taken for one."""
+
+    def change(model: Any) -> None:
+        model.attend.norm2.weight = model.attend.norm1.weight
 
     before_it_is_laid(patch, change)
 
@@ -522,7 +573,7 @@ BUGS = [
     Bug(
         stand_in_counts_in_statistics,
         "normed",
-        Plan(data=3, accumulate=4),
+        Plan(data=3, accumulate=3),
         "module outputs",
         "1",
         NORM_STATISTICS,
@@ -550,6 +601,11 @@ BUGS = [
     Bug(stand_in_counts_in_evaluation, "plain", DATA, "evaluation", None, "padded or repeated sample", True),
     Bug(evaluated_with_the_first_buffers, "normed", DATA, "evaluation", None, "evaluation", True),
     Bug(tied_gradient_of_one_place, "tied", SHARD, GRADIENTS, ("left", "right"), "tied weight", True),
+    Bug(one_sample_for_another, "plain", DATA, "sample order", None, "padded or repeated sample"),
+    Bug(order_moved_by_one, "plain", DATA, "sample order", None, "data order"),
+    Bug(buffer_of_rank_1, "counting", DATA, "buffers", None, "buffer"),
+    Bug(moments_of_rank_1, "counting", DATA, "optimizer state", "net.0", "optimizer step"),
+    Bug(tied_by_mistake, "dropped", DATA, "tied weights", ("attend.norm1", "attend.norm2"), "tied weight"),
     Bug(untied_and_kept_alike, "tied", DATA, "tied weights", ("left", "right"), "tied weight"),
 ]
 
