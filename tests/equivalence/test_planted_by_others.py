@@ -162,6 +162,33 @@ def gathered_in_the_wrong_order(patch: Any) -> None:
     patch.setattr(_fsdp_param_group, "foreach_all_gather_copy_out", copy_out)
 
 
+def gathered_once(patch: Any) -> None:
+    """The parts of one block are gathered in the first step, and never again."""
+    real, block, first = _fsdp_param_group.foreach_all_gather_copy_out, [], {}
+    once_sharded(patch, lambda model: block.append(model.users.layers[1]))
+
+    def copy_out(result: Any, parts: Any, group: Any) -> None:
+        real(result, parts, group)
+        for part in parts if parts[0]._module_info.module is block[0] else ():
+            gathered = part.all_gather_outputs[0].data
+            gathered.copy_(first.setdefault(id(part), gathered.clone()))
+
+    patch.setattr(_fsdp_param_group, "foreach_all_gather_copy_out", copy_out)
+
+
+def moments_of_the_other_shard(patch: Any) -> None:
+    """After the last step rank 1 holds the moments of other rows than those of its weights."""
+    real = step._update
+
+    def update(run: Any) -> None:
+        real(run)
+        if run.state.step == 3 and collectives.own_rank() == 1:
+            moments = run.state.optimizer.state[run.state.model.net[0].weight]["exp_avg"].to_local()
+            moments.copy_(moments.roll(1, 0))
+
+    patch.setattr(step, "_update", update)
+
+
 def shards_of_each_other(patch: Any) -> None:
     """Each rank loads the other's part of one parameter."""
     real = loop.bind
@@ -377,6 +404,42 @@ def no_weight_decay(patch: Any) -> None:
     patch.setattr(loop, "bind", bind)
 
 
+def learning_rate_times_ranks(patch: Any) -> None:
+    """The rule of linear scaling, although the batch is the same."""
+    real = loop.bind
+
+    def bind(applied: Any, optimizer: Any, world: World) -> None:
+        optimizer.param_groups[0]["lr"] *= world.size
+        real(applied, optimizer, world)
+
+    patch.setattr(loop, "bind", bind)
+
+
+def weights_kept_in_bfloat16(patch: Any) -> None:
+    """The optimizer has no weights but those that are computed with."""
+    real = step._update
+
+    def update(run: Any) -> None:
+        real(run)
+        with torch.no_grad():
+            for p in run.state.model.parameters():
+                p.copy_(p.bfloat16())
+
+    patch.setattr(step, "_update", update)
+
+
+def ticks_for_each_rank(patch: Any) -> None:
+    """A wrapped scheduler ticks as often as there are ranks."""
+    real = step._update
+
+    def update(run: Any) -> None:
+        real(run)
+        for _ in range(run.world.size - 1):
+            run.state.scheduler.step()
+
+    patch.setattr(step, "_update", update)
+
+
 def ticks_each_microbatch(patch: Any) -> None:
     real = step._backward
 
@@ -428,6 +491,23 @@ def stand_in_counts_in_evaluation(patch: Any) -> None:
         "_measure",
         lambda run, batch, share: real(run, batch, replace(share, samples=max(share.samples, 1))),
     )
+
+
+def ranks_evaluate_apart(patch: Any) -> None:
+    """Only rank 0 gets the metrics of all; the other goes by its own, and may stop or keep another model."""
+    real = evaluate._over_ranks
+
+    def over_ranks(sums: Any) -> dict[str, float]:
+        result = real(sums)
+        own = {name: float(total / weight) for name, (total, weight) in sums.items()}
+        return own if collectives.own_rank() == 1 else result
+
+    patch.setattr(evaluate, "_over_ranks", over_ranks)
+
+
+def dropout_in_the_evaluation(patch: Any) -> None:
+    """`model.eval()` does not reach what drops."""
+    patch.setattr(nn.Module, "eval", lambda self: self)
 
 
 def evaluated_with_the_first_buffers(patch: Any) -> None:
@@ -606,6 +686,21 @@ BUGS = [
     Bug(buffer_of_rank_1, "counting", DATA, "buffers", None, "buffer"),
     Bug(moments_of_rank_1, "counting", DATA, "optimizer state", "net.0", "optimizer step"),
     Bug(tied_by_mistake, "dropped", DATA, "tied weights", ("attend.norm1", "attend.norm2"), "tied weight"),
+    Bug(gathered_once, "two-tower", SHARD, "module outputs", "users.layers.1", "module"),
+    Bug(moments_of_the_other_shard, "counting", SHARD, "optimizer state", "net.0", "optimizer step"),
+    Bug(
+        learning_rate_times_ranks,
+        "counting",
+        DATA,
+        ("learning rate", "parameters"),
+        None,
+        ("scheduler", "optimizer step"),
+        True,
+    ),
+    Bug(weights_kept_in_bfloat16, "counting", DATA, "parameters", None, "master weights"),
+    Bug(ticks_for_each_rank, "two-tower", DATA, ("learning rate", "scheduler"), None, "scheduler ticks twice", True),
+    Bug(ranks_evaluate_apart, "plain", DATA, "evaluation", None, "evaluation", True),
+    Bug(dropout_in_the_evaluation, "dropped", DATA, "evaluation", None, ("evaluation", "dropout masks"), True),
     Bug(untied_and_kept_alike, "tied", DATA, "tied weights", ("left", "right"), "tied weight"),
 ]
 
