@@ -32,13 +32,35 @@ def built_in(name: str, seed: int = 0) -> Job:
     job = find_job(name, seed=seed)
     small = replace(job, batch_size=SIZES[name])
     if name == "gpt":
-        return small
+        train, held_out = Short(job.data()), Short(job.test() if job.test else None)
+        return replace(small, data=lambda: train, test=lambda: held_out)
+    if name == "mlp":
+        small = replace(small, model=narrow)
     data, test = job.data(), job.test() if job.test else None
 
     def part(whole: Any, count: int) -> Any:
         return tuple(t[:count] for t in whole) if isinstance(whole, tuple) else Subset(whole, range(count))
 
     return replace(small, data=lambda: part(data, 40), test=lambda: part(test, 40))
+
+
+class Short:
+    """The shortest documents of a set, which are still of unequal lengths."""
+
+    def __init__(self, documents: Any) -> None:
+        self._documents = documents
+        self._order = documents.lengths.argsort(stable=True)[:40]
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def batch(self, indices: Tensor) -> Any:
+        return self._documents.batch(self._order[indices])
+
+
+def narrow() -> nn.Module:
+    """The built-in mlp with fewer features between its layers."""
+    return nn.Sequential(nn.Linear(1000, 66), nn.ReLU(), nn.Linear(66, 66), nn.ReLU(), nn.Linear(66, 10))
 
 
 def rows(count: int, seed: int = 7) -> tuple[Tensor, Tensor]:
@@ -211,9 +233,12 @@ _references: dict[Any, Side] = {}
 
 
 def reference(name: str, seed: int, ask: Ask) -> Side:
-    """One device, once for all plans that cut a step alike."""
-    key = name, seed, ask
+    """One device, once for all plans that cut a step alike on as many devices."""
+    plain = Plan(data=ask.plan.devices, accumulate=ask.plan.accumulate)
+    key = name, seed, replace(ask, plan=plain if ask.lifted else replace(ask.plan, data=ask.plan.devices, shard=1))
     if key not in _references:
+        for other in [other for other in _references if other[:2] != key[:2]]:
+            del _references[other]
         _references[key] = one_device(job_named(name, seed), ask)
     return _references[key]
 
@@ -228,13 +253,22 @@ def followed(name: str, seed: int, ask: Ask, draws: Any, plant: Callable[[Any], 
 
 
 def checked(
-    pool: Any, name: str, plan: Plan, *, seed: int = 0, steps: int = 3, plant: Callable[[Any], Any] | None = None
+    pool: Any,
+    name: str,
+    plan: Plan,
+    *,
+    seed: int = 0,
+    steps: int = 3,
+    plant: Callable[[Any], Any] | None = None,
+    rounding: bool = False,
 ) -> Proof:
-    """Check a job in a pool of workers."""
-    ask = Ask(plan, steps)
-    one = reference(name, seed, ask)
-    draws = [step.draws for step in one.steps]
+    """Check a job in a pool of workers. rounding: in the plan's own precision as well."""
     if plant is not None:
         cloudpickle.register_pickle_by_value(sys.modules[plant.__module__])  # workers cannot import the test's module
-    other = pool(plan.devices).run(followed, name, seed, ask, draws, plant)[0]
-    return prove(name, ask, f"{plan.devices}xcpu", one, other)
+    asks = [Ask(plan, steps), *([Ask(plan, steps, plan.precision)] if rounding else [])]
+    sides = []
+    for ask in asks:
+        one = reference(name, seed, ask)
+        draws = [step.draws for step in one.steps]
+        sides.append((one, pool(plan.devices).run(followed, name, seed, ask, draws, plant)[0]))
+    return prove(name, asks[0], f"{plan.devices}xcpu", *sides[0], sides[1] if rounding else None)

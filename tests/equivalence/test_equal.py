@@ -24,6 +24,8 @@ JOBS = (
     "normed",
 )
 
+OWN = ("plain", "dropped", "recomputed", "tied", "counting", "weighed", "biased", "normed")
+
 
 def cases() -> list[Any]:
     """Every job on 2 and 3 workers, whole and cut in two; `make test` runs a third, `make suite` all, on more seeds."""
@@ -32,7 +34,7 @@ def cases() -> list[Any]:
         for d, devices in enumerate((2, 3)):
             for a, accumulate in enumerate((1, 2)):
                 for seed in (0, 1):
-                    quick = seed == 0 and (d + a + j) % 2 == 0
+                    quick = seed == 0 and (d + a + j) % 2 == 0 and name in OWN  # built-in jobs: test_models.py
                     found.append(pytest.param(name, devices, accumulate, seed, marks=[] if quick else pytest.mark.slow))
     return found
 
@@ -53,17 +55,17 @@ PLANS = {
     "recompute": Plan(data=2, accumulate=2, recompute="full"),
     "all": Plan(shard=2, accumulate=2, recompute="selective"),
 }
-OWN = ("plain", "dropped", "recomputed", "tied", "counting", "weighed", "biased", "normed", "gpt")
 REFUSED = {("dropped", "all")}  # an LSTM in float64 writes in place: recompute="selective" is refused
 
 
 def plan_cases() -> list[Any]:
     """Each technique on each small job; `make test` runs a third of them."""
     found = []
-    for j, name in enumerate(OWN):
+    for j, name in enumerate((*OWN, "gpt")):
         for p, plan in enumerate(PLANS):
             if (name, plan) not in REFUSED:
-                found.append(pytest.param(name, plan, marks=[] if (j + p) % 3 == 0 else pytest.mark.slow))
+                quick = (j + p) % 3 == 0 and name != "gpt"
+                found.append(pytest.param(name, plan, marks=[] if quick else pytest.mark.slow))
     return found
 
 

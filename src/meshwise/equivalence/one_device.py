@@ -92,8 +92,8 @@ def check_room(model: nn.Module, ask: Ask, job: Job) -> None:
         instead = f"Use --steps {fits}, or" if fits >= 1 else "Use"
         raise UsageError(
             f"check keeps what {ask.steps} steps leave on both sides in float64: about {bytes_text(needed)} for a "
-            f"model of {bytes_text(size)} in it, and {bytes_text(free)} are free. {instead} a model of the same layers with "
-            "fewer or narrower ones."
+            f"model of {bytes_text(size)} in it, and {bytes_text(free)} are free. {instead} a model of the same "
+            "layers with fewer or narrower ones."
         )
 
 

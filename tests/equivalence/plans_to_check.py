@@ -1,0 +1,92 @@
+"""The plans that every model is checked under: each technique alone, and combinations of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshwise.spec.plan import Plan
+from tests.equivalence.jobs_to_check import SIZES
+from tests.equivalence.models_to_check import MODELS
+
+ACTIVATIONS = ("activations",)
+
+TECHNIQUES = {
+    "data": Plan(data=2),
+    "shard": Plan(shard=2),
+    "shard, kept after the forward": Plan(shard=2, reshard=False),
+    "zero1": Plan(data=2, zero1=True),
+    "accumulate": Plan(accumulate=2),
+    "recompute full": Plan(recompute="full"),
+    "recompute selective": Plan(recompute="selective"),
+    "recompute of one block": Plan(recompute=("a block",)),
+    "offload activations": Plan(offload=ACTIVATIONS),
+    "bf16": Plan(precision="bf16"),
+}
+"""Each alone. `a block` stands for the first block of the model."""
+
+COMBINATIONS = {
+    "data × shard": Plan(data=2, shard=2),
+    "shard × recompute × accumulate": Plan(shard=2, recompute="full", accumulate=2),
+    "shard 4 × recompute selective × accumulate": Plan(shard=4, recompute="selective", accumulate=2),
+    "shard, kept × recompute selective": Plan(shard=2, reshard=False, recompute="selective"),
+    "zero1 × recompute × accumulate": Plan(data=2, zero1=True, recompute="full", accumulate=2),
+    "zero1 4": Plan(data=4, zero1=True),
+    "data × shard × accumulate × recompute": Plan(data=2, shard=2, accumulate=2, recompute="full"),
+    "bf16 × data × offload": Plan(data=2, precision="bf16", offload=ACTIVATIONS),
+    "shard × offload": Plan(shard=2, offload=ACTIVATIONS),
+    "zero1 × recompute × offload": Plan(data=2, zero1=True, recompute="full", offload=ACTIVATIONS),
+    "8 devices: data 2 × shard 4": Plan(data=2, shard=4),
+    "8 devices: data 8": Plan(data=8),
+}
+"""Several at once. Six of the models clip the gradient of the whole step, under every plan."""
+
+NAMES = (*SIZES, *MODELS)
+BLOCKS = {
+    "mnist-mlp": "1",
+    "mnist-cnn": "conv1",
+    "mlp": "0",
+    "gpt": "blocks.0",
+    "resnet": "layer1.0",
+    "lstm-tagger": "lstm",
+    "two-tower": "users.layers.0",
+    "llama": "model.layers.0",
+    "gpt2": "transformer.h.0",
+    "bert": "bert.encoder.layer.0",
+    "vit": "vit.layers.0",
+}
+"""A block of each model, to recompute alone."""
+
+
+REFUSED = {("lstm-tagger", "selective"): "LSTM writes in place into a result that was to be kept"}
+"""Model and way of recomputing that are refused, and what is said."""
+
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a plan, which has a name among the plans."""
+
+    model: str
+    label: str
+    plan: Plan
+    quick: bool
+
+    @property
+    def refused(self) -> str:
+        """What of the plan is refused for this model; empty where nothing is."""
+        return next((what for model, what in REFUSED if model == self.model and what == self.plan.recompute), "")
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.label}"
+
+
+def cases() -> list[Case]:
+    """Every model under every plan; `quick` are a fixed third of them, each plan and each model some times."""
+    found = []
+    for m, name in enumerate(NAMES):
+        for p, (label, plan) in enumerate({**TECHNIQUES, **COMBINATIONS}.items()):
+            if isinstance(plan.recompute, tuple):
+                plan = replace(plan, recompute=(BLOCKS[name],))
+            found.append(Case(name, label, plan, (m + p) % 3 == 0))
+    return found
