@@ -11,6 +11,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -51,6 +52,14 @@ def test_mnist_prints_the_tutorials_lines(tmp_path: Path) -> None:
 def test_a_job_runs_on_two_devices(name: str, tmp_path: Path) -> None:
     shown = run("-m", "meshwise", "run", str(EXAMPLES / name), "--devices", "2xcpu", "--epochs", "1", folder=tmp_path)
     assert re.search(r"epoch 1/1  test accuracy \d+\.\d\d %", shown)
+
+
+def test_an_own_loop_prints_and_saves_the_same_when_it_is_sharded(tmp_path: Path) -> None:
+    one = alone("11_plans.py", folder=tmp_path)
+    saved = torch.load(tmp_path / "plans.pt", weights_only=True)
+    two = on_two("11_plans.py", "--set", "shard=2", folder=tmp_path)
+    assert len(numbers(one)) == 10 and numbers(two) == pytest.approx(numbers(one), abs=2e-4)
+    torch.testing.assert_close(torch.load(tmp_path / "plans.pt", weights_only=True), saved, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["04_token_mean.py", "05_evaluate.py"])

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from meshwise.equivalence.proof import Proof, prove
-from meshwise.equivalence.script import Seen, watch_script, with_unsummed
-from meshwise.equivalence.seen import Ask, Side
+from meshwise.equivalence.script import watch_script
+from meshwise.equivalence.script_seen import Seen, check_same_steps, check_seen, with_unsummed
+from meshwise.equivalence.seen import Ask
 from meshwise.equivalence.under_plan import Draws
+from meshwise.jobs.script import run_script_file
 from meshwise.machine.find import find_devices
 from meshwise.parallel.apply import check_fits
 from meshwise.spec.device_words import parse_devices
@@ -53,11 +56,11 @@ def check_script(
     with tempfile.TemporaryDirectory(prefix="meshwise-check-") as folder:
         tell(f"one device, {steps} steps")
         (one,) = _ran(task, None, shares[:1], plan, Path(folder) / "one")
-        _check_seen(one, script)
+        check_seen(one, script)
         tell(f"{plan or 'the plan of the script'}, {words}")
         many, *_ = _ran(task, one.draws, shares, plan, Path(folder) / "many")
-    _check_seen(many, script)
-    _check_same_steps(one, many, script)
+    check_seen(many, script)
+    check_same_steps(one, many, script)
     sides = with_unsummed(one, many)
     assert sides[0] is not None and sides[1] is not None and many.plan is not None
     return prove(script.name, Ask(many.plan, steps), words, sides[0], sides[1])
@@ -91,34 +94,4 @@ def _in_worker(
     if plan is not None:
         os.environ[PLAN_FILE] = str(plan)
     torch.set_num_threads(1)  # the same sums in the same order on both sides
-    return watch_script(script, arguments, steps, ragged, draws, seed, folder)
-
-
-def _check_seen(seen: Seen, script: Path) -> None:
-    """Raises UsageError, with what to write, for a script that shows nothing to compare."""
-    if seen.plan is None:
-        raise UsageError(
-            f"{script}: mw.distribute was given no model, so there is nothing to check. Write "
-            "model, optimizer, loader = mw.distribute(model, optimizer, loader) before the loop."
-        )
-    if seen.side is None:
-        raise UsageError(
-            f"{script}: no loop ran over a distributed loader. Give the DataLoader to mw.distribute too, and loop over "
-            "what comes back."
-        )
-    if seen.backwards == 0:
-        raise UsageError(f"{script}: mw.backward was never called. Write mw.backward(loss) instead of loss.backward().")
-    if not seen.side.steps:
-        raise UsageError(
-            f"{script}: no optimizer of the model's parameters made a step after {seen.backwards} calls of "
-            "mw.backward. Make the optimizer of the parameters of the model that is distributed, and call its step()."
-        )
-
-
-def _check_same_steps(one: Seen, many: Seen, script: Path) -> None:
-    counts = [len(side.steps) for side in (one.side, many.side) if isinstance(side, Side)]
-    if counts[0] != counts[1]:
-        raise UsageError(
-            f"{script}: made {counts[0]} optimizer steps on one device and {counts[1]} under the plan, so they cannot "
-            "be compared. Let the number of steps not depend on the number of devices (mw.world_size())."
-        )
+    return watch_script(partial(run_script_file, script, arguments), steps, ragged, draws, seed, folder)

@@ -9,10 +9,8 @@ such batches ends there, on all ranks together.
 from __future__ import annotations
 
 import contextlib
-import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwise.compat.reducer import default_store
-from meshwise.equivalence.cause import UNSUMMED
 from meshwise.equivalence.gathered import to_rank_0
 from meshwise.equivalence.lifted import lifted
 from meshwise.equivalence.one_device import begun_side
-from meshwise.equivalence.seen import Side, Step
+from meshwise.equivalence.script_seen import Seen
+from meshwise.equivalence.seen import Step
 from meshwise.equivalence.under_plan import Draws, of_any_rank, ranks_apart
 from meshwise.equivalence.watch import (
     Watch,
@@ -36,11 +34,10 @@ from meshwise.equivalence.watch import (
     parameters_of,
     rates_of,
 )
-from meshwise.jobs.script import run_script_file
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, at_precision
 from meshwise.spec.world import World
-from meshwise.training.keyed import Draw, Rows
+from meshwise.training.keyed import Rows
 from meshwise.training.order import Share
 from meshwise.training.own_state import own
 from meshwise.transfer.agreement import wait_for_all
@@ -54,23 +51,6 @@ GRACE = 60.0  # seconds in which all ranks must come to the same place of the sc
 
 class ScriptEnds(BaseException):
     """The check has seen enough. No error: a script's `except Exception` lets it pass."""
-
-
-@dataclass
-class Seen:
-    """What a script did.
-
-    plan: that of `mw.distribute`; None when no model was given to it. side: None when no loader gave a batch.
-    draws: the random draws of every step. backwards: calls of `mw.backward`. unsummed: loops over a loader without a
-    backward and without `mw.sum`.
-    """
-
-    plan: Plan | None = None
-    side: Side | None = None
-    draws: list[list[list[Draw]]] = field(default_factory=list)
-    backwards: int = 0
-    loops: int = 0
-    unsummed: list[int] = field(default_factory=list)
 
 
 class _Watching:
@@ -145,7 +125,7 @@ class _Watching:
         self._meet("the next batch of a loader")
         if self._watch is None:
             self._start()
-        elif self._since_step == 0:
+        elif self._since_step == 0 and self._made <= self._steps:
             self._changed_between_steps()
         ranks = gather_objects((share.indices[: share.samples].tolist(), len(share.indices)))
         parts, rank = [part for part, _ in ranks], self._world.rank
@@ -247,8 +227,18 @@ class _Watching:
     def stepped(self, optimizer: Optimizer) -> None:
         if not self._is_watched(optimizer) or self._watch is None or self._model is None:
             return
-        step, model = self._step, self._model
-        step.draws, step.outputs = self._watch.draws, merged(to_rank_0(self._watch.outputs))
+        self.seen.draws.append(self._watch.draws)
+        if self._made <= self._steps and self.seen.side is not None:
+            self._look_back(optimizer, self._watch, self._model)
+            self.seen.side.steps.append(self._step)
+        self._a_step = self._since_step
+        self._begin_step()
+        self._open()
+
+    def _look_back(self, optimizer: Optimizer, watch: Watch, model: nn.Module) -> None:
+        """What the step has left behind."""
+        step = self._step
+        step.draws, step.outputs = watch.draws, merged(to_rank_0(watch.outputs))
         step.parameters, step.buffers = parameters_of(model), buffers_of(model)
         step.optimizer = of_any_rank(optimizer_state_of(optimizer, model))
         step.apart = {
@@ -256,12 +246,6 @@ class _Watching:
             **ranks_apart("parameter", step.parameters),
             **ranks_apart("buffer", step.buffers),
         }
-        if self.seen.side is not None and self._made < self._steps:
-            self.seen.side.steps.append(step)
-        self.seen.draws.append(step.draws)
-        self._a_step = self._since_step
-        self._begin_step()
-        self._open()
 
     def _is_watched(self, optimizer: Optimizer) -> bool:
         if self._model is None:
@@ -314,11 +298,12 @@ def _widen_state(optimizer: Optimizer) -> None:
 
 
 def watch_script(
-    script: Path, arguments: Sequence[str], steps: int, ragged: int, draws: Draws | None, seed: int, folder: Path
+    script: Callable[[], None], steps: int, ragged: int, draws: Draws | None, seed: int, folder: Path
 ) -> Seen | None:
     """Run `script` in this process for so many optimizer steps, watched. Collective; rank 0 gets what all saw.
 
-    ragged: samples of the last batch of each loop. draws: the random draws of one device, on the side that follows it.
+    script: runs it, as `python script.py` would. ragged: samples of the last batch of each loop. draws: the random
+    draws of one device, on the side that follows it.
     """
     world = join().world
     watching = _Watching(world, steps, ragged, draws, seed, folder)
@@ -328,7 +313,7 @@ def watch_script(
     np.random.seed(seed % 2**32)
     try:
         with lifted(), watching:
-            run_script_file(script, arguments)
+            script()
     except ScriptEnds:
         pass
     except SystemExit as end:
@@ -338,13 +323,3 @@ def watch_script(
         own.observer = None
     seen = watching.end()
     return seen if world.rank == 0 else None
-
-
-def with_unsummed(one: Seen, plan: Seen) -> tuple[Side | None, Side | None]:
-    """Both sides, with what a loop without `mw.sum` would give: of one rank alone under the plan."""
-    sides = []
-    for seen, number in ((one, 1.0), (plan, math.nan)):
-        found = {f"loop {loop} over a loader, {UNSUMMED}": number for loop in plan.unsummed}
-        side = seen.side
-        sides.append(None if side is None else replace(side, evaluation={**side.evaluation, **found}))
-    return sides[0], sides[1]
