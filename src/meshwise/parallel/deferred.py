@@ -22,12 +22,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwise.compat import fake
 from meshwise.compat.dispatch import operators_unseen, tensors_in
+from meshwise.compat.heap import give_back
 from meshwise.compat.sharding import with_local
 from meshwise.parallel.record import Record, record_of
 from meshwise.parallel.replay import Place, Unlike, replay
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.transfer import collectives
 from meshwise.transfer.tree import map_tensors
+
+LARGE = 8 << 20  # bytes: holes of this size in the heap would add up to a good part of a large model
 
 
 @contextlib.contextmanager
@@ -149,6 +152,8 @@ def fill(held: Held, model: nn.Module, device: torch.device | str, *, parts: tor
     new: dict[int, Tensor] = {}
 
     def finished(number: int, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() >= LARGE:
+            give_back()
         made: dict[Place, Tensor] = {}
         for place, to in wanted[number]:
             whole = made.setdefault(place, place.of(storage))

@@ -171,6 +171,7 @@ def replay(entries: Sequence[Entry], keep: Iterable[int], finished: Finished) ->
                     storage = storages.pop(number, None)
                     if number in keep and last[number] == step.index and storage is not None:
                         finished(number, storage)
+                    del storage  # before the next one is made
     finally:
         torch.set_default_dtype(before)
 
