@@ -34,6 +34,7 @@ from meshwise.parallel.precision import check_computes, gathered_narrow, reduced
 from meshwise.parallel.rebind import names_of, rebind
 from meshwise.parallel.recompute import recompute_blocks
 from meshwise.parallel.shard import Sharded
+from meshwise.parallel.suitable import check_can_be_divided, lay_contiguously
 from meshwise.parallel.zero1 import DividedOptimizer
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan, changed, check_devices
@@ -100,13 +101,8 @@ def apply(
     counts: whether what this rank runs now counts, or stands in for no sample. Where it is given, batch norms take the
         statistics of all ranks: forwards in training are then collective.
     """
-    check_devices(plan, world.size)
-    _check_built(plan)
-    _check_offload(plan)
-    check_computes(model, world.device, plan.dtypes)
     was_compiled = uncompile(model)
-    if plan.compile or was_compiled:
-        check_can_compile(world.device)
+    _check(model, plan, world, plan.compile or was_compiled)
     names = names_of(model)
     held = hold(model)
     store_parameters(model, plan.dtypes)
@@ -119,6 +115,7 @@ def apply(
     if "activations" in plan.offload:
         offload_activations(model)
     reduction: DataParallel | Sharded | None = None
+    moved = lay_contiguously(model) if plan.shard > 1 else []
     if plan.shard > 1:
         reduction = Sharded(
             model,
@@ -136,6 +133,8 @@ def apply(
         dtype = reduced_in(plan.dtypes)
         reduction = DataParallel(named, bucket_mb=plan.bucket_mb, metered=metered, dtype=dtype)
     notes = differences(model, plan, world, bool(joined))
+    if moved:
+        notes += (f"shard: {_some(moved)} lie contiguously now, as parts must; transposed or channels_last is undone.",)
     notes += (*_compiled(compiled, was_compiled), *_recomputed(plan, blocks))
     applied = Applied(model, plan, reduction, notes, bool(joined))
     for optimizer in optimizers:
@@ -198,6 +197,17 @@ def check_fits(plan: Plan, world: World) -> None:
         check_can_compile(world.device)
     if world.kind == "cpu":  # the process that starts workers leaves GPUs alone
         check_computes(None, world.device, plan.dtypes)
+
+
+def _check(model: nn.Module, plan: Plan, world: World, compiles: bool) -> None:
+    check_devices(plan, world.size)
+    _check_built(plan)
+    _check_offload(plan)
+    check_computes(model, world.device, plan.dtypes)
+    if world.size > 1:
+        check_can_be_divided(model)
+    if compiles:
+        check_can_compile(world.device)
 
 
 def _check_offload(plan: Plan) -> None:

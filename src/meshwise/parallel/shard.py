@@ -258,6 +258,11 @@ def check_can_be_sharded(model: nn.Module, module: nn.Module) -> None:
                 f"shard: parameter {names[id(p)]} is a single number, which cannot be divided over ranks. "
                 "Give it the shape (1,), or use shard=1."
             )
+        if p.numel() == 0:
+            raise PlanError(
+                f"shard: parameter {names[id(p)]} of shape {tuple(p.shape)} has no elements, so there is nothing to "
+                "divide. Leave it out of the model, or use shard=1."
+            )
     dtypes = {p.dtype: names[id(p)] for p in own if p.requires_grad}
     if len(dtypes) > 1:
         some = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
