@@ -213,3 +213,25 @@ def test_models_in_a_list_are_each_laid_into_it() -> None:
     moved = offload_activations(models)
     (models[1](models[0](torch.ones(8, 64)))).sum().backward()
     assert moved.tensors == 2 and moved.bytes == 2 * 8 * 64 * 4
+
+
+class Gates(nn.Module):
+    """As an LSTM does: parts of one result that are no views of it, each changed in place before it is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(16, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.both(x).unsafe_chunk(2, 1)
+        return one.sigmoid_() * other.tanh_()
+
+
+def test_parts_of_a_storage_that_change_one_after_another_are_kept_as_they_were() -> None:
+    torch.manual_seed(0)
+    x, plain, moved = torch.randn(64, 16), Gates(), Gates()
+    moved.load_state_dict(plain.state_dict())
+    offload_activations(moved)
+    for model in (plain, moved):
+        model(x).sum().backward()
+    assert torch.equal(plain.both.weight.grad, moved.both.weight.grad)

@@ -48,15 +48,31 @@ class _OnHost:
     copy: Tensor
     device: torch.device
     version: int
+    place: tuple[Any, ...]
+    base: weakref.ref[Tensor]
     views: int = 0
     asked: int = 0
     ready: Tensor | None = None
     arrived: torch.cuda.Event | None = None
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether what was sent is what `tensor` holds now. Parts of one storage that are no views of one tensor (an
+        LSTM's gates, by `unsafe_chunk`) count their versions apart: one of them says nothing of another."""
+        same = self.place == _place(tensor) or self.base() is _base(tensor)
+        return same and self.version == version(tensor)
+
     @property
     def ahead(self) -> bool:
         """Whether it is on the device and nobody has asked for it yet."""
         return self.ready is not None and not self.asked
+
+
+def _base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return int(tensor.storage_offset()), tensor.size(), tensor.stride()
 
 
 @dataclass(frozen=True)
@@ -86,7 +102,7 @@ class _Kept:
             return tensor
         known: weakref.ref[_OnHost] | None = self.known.get(tensor)
         waiting = known() if known is not None else None
-        if waiting is None or waiting.version != version(tensor):
+        if waiting is None or not waiting.holds(tensor):
             waiting = _send(tensor, len(self.sent))
             self.sent.append(weakref.ref(waiting))
             self.known.set(tensor, self.sent[-1])
@@ -172,7 +188,7 @@ def _send(tensor: Tensor, number: int) -> _OnHost:
         flat.record_stream(stream)  # its memory is not given out again before the copy is made
     with _on(stream):
         copy.copy_(flat, non_blocking=stream is not None)
-    return _OnHost(number, copy, tensor.device, version(tensor))
+    return _OnHost(number, copy, tensor.device, version(tensor), _place(tensor), weakref.ref(_base(tensor)))
 
 
 def _fetch(waiting: _OnHost) -> None:
