@@ -17,7 +17,9 @@ inside = (points.norm(dim=1) < 1.2).long()
 train = DataLoader(TensorDataset(points[:200], inside[:200]), batch_size=32, shuffle=True)
 test = DataLoader(TensorDataset(points[200:], inside[200:]), batch_size=32)
 
-model = nn.Sequential(nn.Linear(2, 96), nn.BatchNorm1d(96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 2))
+model = nn.Sequential(
+    nn.Linear(2, 96, bias=False), nn.BatchNorm1d(96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 2)
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5 * len(train))
 
