@@ -33,6 +33,7 @@ from meshwise.parallel.offload_state import OffloadedState
 from meshwise.parallel.precision import check_computes, gathered_narrow, reduced_in, shard_dtypes, store_parameters
 from meshwise.parallel.rebind import names_of, rebind
 from meshwise.parallel.recompute import recompute_blocks
+from meshwise.parallel.reduction import Reduction
 from meshwise.parallel.shard import Sharded
 from meshwise.parallel.suitable import check_can_be_divided, lay_contiguously
 from meshwise.parallel.zero1 import DividedOptimizer
@@ -59,7 +60,7 @@ class Applied:
 
     model: nn.Module
     plan: Plan
-    reduction: DataParallel | Sharded | None
+    reduction: Reduction | None
     notes: tuple[str, ...] = ()
     meets: bool = False
 
@@ -72,11 +73,7 @@ class Applied:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Add the gradient of `loss` to `.grad`, as the mean over ranks when `reduce` is set.
-
-        factor: gives a scalar that multiplies what this backward adds; with `whole`, all that `.grad` then holds.
-        value: a detached scalar whose mean over ranks is returned.
-        """
+        """The contract of `Reduction.backward`, on one device too."""
         if self.reduction is not None:
             return self.reduction.backward(loss, reduce=reduce, factor=factor, whole=whole, value=value)
         loss.backward()
@@ -114,7 +111,7 @@ def apply(
     blocks = recompute_blocks(inside(model), plan.recompute)
     if "activations" in plan.offload:
         offload_activations(model)
-    reduction: DataParallel | Sharded | None = None
+    reduction: Reduction | None = None
     moved = lay_contiguously(model) if plan.shard > 1 else []
     if plan.shard > 1:
         reduction = Sharded(

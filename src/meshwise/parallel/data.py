@@ -81,13 +81,10 @@ class DataParallel:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Add the gradient of `loss` to `.grad`: with `reduce` the mean over ranks, else of this rank alone.
+        """`Reduction.backward`.
 
-        factor: gives a scalar, asked for when the first gradients are ready, that multiplies what this backward adds;
-            with `whole` it multiplies what `.grad` held before as well.
-        value: a detached scalar whose mean over ranks is returned. In a metered DataParallel it travels with the
-            gradients, as the gradient of a parameter of its own: a collective for it alone would cost more than a step
-            of a small model can hide.
+        value: in a metered DataParallel it travels with the gradients, as the gradient of a parameter of its own: a
+            collective for it alone would cost more than a step of a small model can hide.
         """
         self._backwards += 1
         self._notice_frozen()

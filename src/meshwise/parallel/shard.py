@@ -99,12 +99,9 @@ class Sharded:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Add the gradient of `loss` to `.grad`: this rank's part of the mean over ranks. Without `reduce` it waits.
+        """`Reduction.backward`: `.grad` has this rank's part of the mean.
 
-        factor: gives a scalar that multiplies what this backward adds; with `whole`, all that `.grad` and the waiting
-            gradients then hold. It is asked for when the first block is reduced, or before a backward that must not
-            multiply what waits.
-        value: a detached scalar whose mean over ranks is returned.
+        factor: asked for when the first block is reduced, or before a backward that must not multiply what waits.
         """
         self._start()
         fresh = {name for name, p in self._parameters() if p.grad is None}
