@@ -163,7 +163,7 @@ def write(measured: dict[str, Any], runs: list[dict[str, Any]]) -> None:
             "refused": sum("refused" in result for result in found.values()),
             "largest": max(sizes, default=0.0),
             "clean_runs_made": len(runs),
-            "false_alarms": sum(not run["equal"] for run in runs),
+            "false_alarms": sum(not run["equal"] for run in [*found.values(), *runs] if "refused" not in run),
             "seconds": round(sum(result.get("seconds", 0) for result in [*found.values(), *runs])),
             "models": about_models(),
             "measured": found,

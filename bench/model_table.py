@@ -52,8 +52,8 @@ def _head(results: dict[str, Any]) -> list[str]:
         f"optimizer state, buffers and metrics were compared over {results['steps']} steps in float64.",
         f"{results['equal']} are equal within {results['claims']['largest'].removeprefix('<= ')}, {results['refused']}",
         f"are refused before a step; the largest difference is {results['largest']:.0e}.",
-        f"In {len(results['clean_runs'])} more runs, each with another model, plan and seed, there",
-        f"{'was' if alarms == 1 else 'were'} {alarms or 'no'} false alarm{'s' * (alarms != 1)}.",
+        f"With {len(results['clean_runs'])} more runs, each with another model, plan and seed,",
+        f"there {'was' if alarms == 1 else 'were'} {alarms or 'no'} false alarm{'s' * (alarms != 1)}.",
         f"torch {machine['torch']}, transformers {results['transformers']}, CPU workers, {machine['date']}.",
     ]
     about = [
