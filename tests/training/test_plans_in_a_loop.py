@@ -136,6 +136,23 @@ def test_a_plan_trains_evaluates_and_saves_what_one_device_does(
     assert len(saved["optimizer"]["state"]) == sum(p.requires_grad for p in Net().parameters())
 
 
+def counted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """A mean over the samples that begin with a positive number: each rank counts others."""
+    counts = batch[0][:, 0] > 0
+    each = (model(batch[0]) - batch[1]).square().mean(1)
+    return (each * counts).sum() / counts.sum().clamp(min=1), counts.sum()
+
+
+def weighed(plan: Plan) -> Any:
+    return run_job(replace(job(1), loss=counted, test=None), settings(plan), None)["losses"]
+
+
+@pytest.mark.parametrize("name", [quick(name, ("both",)) for name in ("data", "shard3", "zero1", "both")])
+def test_weights_that_the_loss_knows_are_right_with_batch_norm_over_all_ranks(name: str, pool: Any) -> None:
+    """Ranks' gradients meet inside the backward, so that weighing them after it would be too late."""
+    assert on(pool, PLANS[name], weighed) == pytest.approx(weighed(Plan()), abs=1e-9)
+
+
 PAIRS = [
     ("one", "shard"),
     ("zero1", "both"),
