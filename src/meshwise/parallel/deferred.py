@@ -127,14 +127,7 @@ def fill(held: Held, model: nn.Module, device: torch.device | str, *, parts: tor
     divided lie, if not on `device`.
     """
     record = held.record
-    if collectives.world_size() > 1:
-        start, digest = collectives.broadcast_object((record.start, record.digest()))
-        if not all(collectives.gather_objects(digest == record.digest())):
-            raise PlanError(
-                "the model's constructor did not do the same on every rank. Seed what it draws outside of torch "
-                "(random, numpy) with the same number on every rank."
-            )
-        record.start = start
+    _agree(record)
     attributes: dict[int, Tensor] = {}
     wanted: dict[int, list[tuple[Place, Tensor | tuple[str, str]]]] = {}
     for key, place in held.tensors.items():
@@ -184,6 +177,18 @@ def fill(held: Held, model: nn.Module, device: torch.device | str, *, parts: tor
         torch.default_generator.set_state(record.start)
     for (name, attribute), value in held.attributes.items():
         setattr(model.get_submodule(name), attribute, map_tensors(lambda t: attributes.get(id(t), t), value))
+
+
+def _agree(record: Record) -> None:
+    """All ranks start from rank 0's random numbers; raises PlanError when they have not built the same."""
+    if collectives.world_size() > 1:
+        start, digest = collectives.broadcast_object((record.start, record.digest()))
+        if not all(collectives.gather_objects(digest == record.digest())):
+            raise PlanError(
+                "the model's constructor did not do the same on every rank. Seed what it draws outside of torch "
+                "(random, numpy) with the same number on every rank."
+            )
+        record.start = start
 
 
 def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
