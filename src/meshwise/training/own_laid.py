@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwise.parallel.apply import apply, bind
+from meshwise.parallel.deferred import materialise
 from meshwise.parallel.precision import cast_batch, computing
 from meshwise.parallel.rebind import rebind
 from meshwise.spec.errors import UsageError
@@ -38,6 +39,8 @@ def lay_models(models: list[nn.Module], plan: Plan, world: World) -> None:
     _watch_steps()
     if plan != Plan():
         _apply(new, plan, world)
+    for model in new:
+        materialise(model)  # one that is deferred still: on one device
     for model in new:  # afterwards: what looks on must not keep the old parameters
         record_blocks(model)
     for optimizer in own.optimizers:
