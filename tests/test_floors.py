@@ -45,6 +45,7 @@ WITHOUT_TORCH = {"spec", "records"}
 WITH_PRIVATE_TORCH = {"compat"}
 # Files of parallel/ that techniques may import: a floor that they share, itself no technique.
 SHARED_BY_TECHNIQUES: set[str] = {"blocks", "record", "replay"}
+JOIN_TECHNIQUES = {"apply", "fits"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "manager", "managers", "base", "misc"}
 
 MOST_FILE_LINES = 350
@@ -149,13 +150,14 @@ def no_private_torch(source: Source) -> Iterator[str]:
 
 def techniques_stand_alone(source: Source) -> Iterator[str]:
     technique = source.path.removeprefix("parallel/").removesuffix(".py")
-    if source.room != "parallel" or technique in {"apply", "__init__"}:
+    if source.room != "parallel" or technique in JOIN_TECHNIQUES | {"__init__"}:
         return
     for node, name in imports(source.tree):
         parts = name.split(".")
         other = parts[2] if parts[:2] == [PACKAGE, "parallel"] and len(parts) > 2 else technique
         if other != technique and other not in SHARED_BY_TECHNIQUES:
-            yield f"{source.at(node)}: technique {technique} imports {other}. Only parallel/apply.py joins techniques"
+            joins = " and ".join(sorted(JOIN_TECHNIQUES))
+            yield f"{source.at(node)}: technique {technique} imports {other}. Only {joins} join techniques"
 
 
 def kind_names(source: Source) -> Iterator[str]:

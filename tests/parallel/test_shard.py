@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -157,8 +158,9 @@ def test_parameters_that_some_ranks_do_not_reach_count_as_zero_and_those_of_none
 
 
 def late_alone() -> None:
-    shard.GRACE = 0.5
-    choices(Plan(shard=2), [[[0], [0]], [[0, 1], [0]]])
+    with MonkeyPatch.context() as patch:
+        patch.setattr(shard, "GRACE", 0.5)
+        choices(Plan(shard=2), [[[0], [0]], [[0, 1], [0]]])
 
 
 def test_a_parameter_that_one_rank_alone_reaches_late_is_told(pool: Any) -> None:
@@ -180,20 +182,22 @@ class Either(nn.Module):
 
 
 def run_orders(*orders: list[list[int]]) -> None:
-    shard.GRACE = 0.5
     torch.manual_seed(0)
     either, world = Either(), here()
     applied = apply(either, Plan(shard=2), world)
-    for uses in orders:
-        applied.backward(either(torch.ones(2, 72, requires_grad=True), uses[world.rank]))
+    with MonkeyPatch.context() as patch:
+        patch.setattr(shard, "GRACE", 0.5)
+        for uses in orders:
+            applied.backward(either(torch.ones(2, 72, requires_grad=True), uses[world.rank]))
 
 
 def test_a_rank_that_runs_its_blocks_in_another_order_is_told_before_a_step(pool: Any) -> None:
     pool(2).run(run_orders, [[0, 1], [0, 1]], [[1, 0], [1, 0]], [[0, 1], [0, 1]])
-    with pytest.raises(
-        CaseFailed, match=r"comes to the block of layers\.\d\.weight, in an order of blocks that is new"
-    ):
+    here = r"comes to the block of layers\.\d\.weight after 0 blocks, and "
+    with pytest.raises(CaseFailed, match=here + "other ranks do not"):
         pool(2).run(run_orders, [[0, 1], [0, 1]], [[0, 1], [1, 0]])
+    with pytest.raises(CaseFailed, match=here + "that of another rank"):  # in the first backward: at once
+        pool(2).run(run_orders, [[0, 1], [1, 0]])
 
 
 def contributions(plan: Plan) -> list[list[float]]:

@@ -30,6 +30,7 @@ def made(**values: Any) -> Plan:
         values["zero1"] = False
     if values["shard"] == 1:
         values["reshard"] = True
+        values["offload"] = tuple(name for name in values["offload"] if name != "parameters")
     if values["recompute"] == "selective":
         values["compile"] = False
     if values["precision"] == "fp64":
@@ -101,7 +102,10 @@ def test_what_a_plan_file_leaves_out_has_its_default() -> None:
     ("text", "says"),
     [
         ("acumulate = 2", "no field 'acumulate'. Did you mean 'accumulate'?"),
-        ("colour = 2", "Known are accumulate, bucket_mb, compile, compute_dtype, data, grad_dtype, offload, param_dtype, "),
+        (
+            "colour = 2",
+            "Known are accumulate, bucket_mb, compile, compute_dtype, data, grad_dtype, offload, param_dtype, ",
+        ),
         ("data = ", "not TOML"),
         ("data = 2.0", "data=2.0: must be a whole number of at least 1"),
         ("precision = ['fp32']", "precision=['fp32'] is not known"),
@@ -130,6 +134,7 @@ def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str
         ({"zero1": True}, "data=1 is one. Use data=2 or more"),
         ({"zero1": True, "data": 2, "shard": 2}, "zero1=True with shard=2: shard divides the optimizer's state"),
         ({"reshard": False}, "shard=1 shards none"),
+        ({"offload": ("parameters",)}, "shard=1 makes no parts. Use shard=2 or more, or offload='optimizer'"),
         ({"grad_dtype": "b16"}, "grad_dtype='b16' is not known. Did you mean"),
         ({"param_dtype": "fp16"}, "Store in fp32 and compute in fp16"),
         ({"param_dtype": "bf16", "compute_dtype": "fp32"}, "what is stored narrower gains nothing"),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from meshwise.jobs.mnist import mnist_mlp
-from meshwise.parallel.apply import differences
+from meshwise.parallel.notes import differences
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.job import Job

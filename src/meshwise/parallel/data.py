@@ -27,11 +27,11 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from meshwise.compat import reducer
 from meshwise.spec.errors import PlanError
 from meshwise.transfer import collectives
-from meshwise.transfer.agreement import wait_for_all
+from meshwise.transfer.agreement import agree
 
 Gradients = list[Tensor | None]
 _made = itertools.count()  # every rank makes its reductions in the same order
-LATE_GRACE = 3.0  # seconds in which all ranks must have met a parameter that is new to the reduction
+LATE_GRACE = 30.0  # seconds in which all ranks must have met a parameter that is new to the reduction
 
 
 @dataclass(frozen=True)
@@ -260,13 +260,14 @@ class DataParallel:
     def _agree(self, what: str, names: Iterable[str]) -> None:
         """All ranks must come here with the same names before any of them enters a collective for them."""
         text = ", ".join(names)
-        key = f"{self._key}/{what}/{self._backwards}/{text}"
-        reducer.default_store().add(key, 1)
-        if not wait_for_all(key, collectives.world_size(), LATE_GRACE):
+        key = f"{self._key}/{what}/{self._backwards}"
+        other = agree(key, text, collectives.world_size(), LATE_GRACE)
+        if other is not None:
+            others = f"that of another rank reaches {other}" if other else "which other ranks do not reach now"
             raise PlanError(
-                f"backward {self._backwards}: the loss of this rank reaches {text}, which it did not reach before and "
-                "which other ranks do not reach now. Use these parameters on every rank in the same step, or freeze "
-                "them with requires_grad_(False)."
+                f"backward {self._backwards}: the loss of this rank reaches {text}, which it did not reach before, and "
+                f"{others}. Use these parameters on every rank in the same step, or freeze them with "
+                "requires_grad_(False)."
             )
 
 

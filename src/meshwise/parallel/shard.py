@@ -27,12 +27,13 @@ from meshwise.compat.reducer import default_store
 from meshwise.parallel.blocks import called_in, repeated_blocks
 from meshwise.spec.errors import PlanError
 from meshwise.transfer import collectives
-from meshwise.transfer.agreement import wait_for_all
+from meshwise.transfer.agreement import agree
 from meshwise.transfer.traced import recorded
 
 SMALL = 4096  # elements: below, a collective of its own costs more than keeping the layer's parameters gathered
 _made = itertools.count()  # every rank shards its models in the same order
-GRACE = 10.0  # seconds in which all ranks must come to a reduction that they have not made in this order before
+FIRST = 1800.0  # seconds in which all ranks must come to the first reduction: as long as gloo waits in a collective
+GRACE = 60.0  # seconds for a later one in an order that is new: a rank with a known order does not say so
 
 
 class Sharded:
@@ -82,7 +83,8 @@ class Sharded:
         self._key = f"meshwise/shard/{next(_made)}"
         self._agreed: set[int] = set()
         self._idle: set[str] | None = None
-        self._so_far = 0
+        self._so_far = self._passed = self._asked = 0
+        self._met = False  # whether a first reduction is over, in which every rank says where it is
         self._backwards = 0
         self._reached: set[str] = set()
         self._filled: dict[str, list[str]] = {}
@@ -139,7 +141,7 @@ class Sharded:
 
     def _start(self) -> None:
         self._backwards += 1
-        self._so_far, self._reached, self._filled = 0, set(), {}
+        self._so_far, self._passed, self._asked, self._reached, self._filled = 0, 0, 0, set(), {}
 
     def _before(self, index: int, group: sharding.Group) -> None:
         """Before a group reduces: agree on the order, weigh the gradients, and fill in what this rank did not reach."""
@@ -167,17 +169,20 @@ class Sharded:
     def _agree_on_order(self, index: int) -> None:
         self._so_far = hash((self._so_far, index))
         if self._so_far not in self._agreed:
-            where = ", ".join(self._names[index][:1])
-            self._agree(f"comes to the block of {where}, in an order of blocks that is new")
+            where = f"comes to the block of {self._names[index][0]}" if index >= 0 else "is through"
+            self._agree(f"{where} after {self._passed} blocks")
             self._agreed.add(self._so_far)
+        self._passed += 1
 
     def _agree(self, what: str) -> None:
         """All ranks must come here with the same fact before any of them enters a collective for it."""
-        key = f"{self._key}/{self._backwards}/{self._so_far}/{what}"
-        default_store().add(key, 1)
-        if not wait_for_all(key, collectives.world_size(), GRACE):
+        self._asked += 1
+        key = f"{self._key}/{self._backwards}/{self._asked}"
+        other = agree(key, what, collectives.world_size(), GRACE if self._met else FIRST)
+        if other is not None:
+            others = f"that of another rank {other}" if other else "other ranks do not"
             raise PlanError(
-                f"backward {self._backwards}: the loss of this rank {what}, and other ranks do not. Sharded parameters "
+                f"backward {self._backwards}: the loss of this rank {what}, and {others}. Sharded parameters "
                 "are gathered by all ranks together: run the same blocks on every rank in the same step, or use "
                 "data parallel alone (shard=1)."
             )
@@ -195,6 +200,8 @@ class Sharded:
 
     def _finish(self, fresh: set[str]) -> None:
         """What no rank reached keeps its `grad`; the first time, all ranks learn what that is."""
+        self._agree_on_order(-1)
+        self._met = True
         unreached = {name: keys for name, keys in self._filled.items() if name not in self._reached}
         if self._idle is None:
             said = collectives.gather_objects(sorted(unreached))

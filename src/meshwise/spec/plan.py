@@ -96,6 +96,11 @@ class Plan:
                 "compile=True with recompute='selective': compiled code has no operators to select from. "
                 "Use recompute='full', or the names of blocks, or leave compile out."
             )
+        if "parameters" in self.offload and self.shard == 1:
+            raise PlanError(
+                "offload='parameters' keeps each rank's part of the parameters in the host's memory, and shard=1 makes "
+                "no parts. Use shard=2 or more, or offload='optimizer'."
+            )
         if not self.reshard and self.shard == 1:
             raise PlanError("reshard=False says when sharded parameters are let go, and shard=1 shards none. Leave it.")
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from meshwise.machine.memory import memory_facts, peak_bytes
-from meshwise.parallel.apply import Applied, apply, bind, check_fits
+from meshwise.parallel.apply import Applied, apply, bind
 from meshwise.parallel.deferred import constructed
+from meshwise.parallel.fits import check_fits
 from meshwise.parallel.precision import loss_scaler
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint, save_checkpoint

@@ -6,14 +6,30 @@ import time
 
 from meshwise.compat.reducer import default_store
 
-POLL = 0.0005  # seconds
+POLL, SLOWEST = 0.0005, 0.02  # seconds between two looks: at first, and after a while
+PARTED = 1 << 40  # added to the counter of a fact by a rank that came with another
+
+
+def agree(key: str, fact: str, ranks: int, seconds: float) -> str | None:
+    """All ranks come to `key`, once, with one fact: None when they have. Else at once the fact that another rank came
+    with, or "" after `seconds` in which some rank did not come at all."""
+    store = default_store()
+    first = store.compare_set(f"{key}/fact", "", fact).decode()
+    if first != fact:
+        store.add(f"{key}/count", PARTED)
+        return first
+    store.add(f"{key}/count", 1)
+    if not wait_for_all(f"{key}/count", ranks, seconds):
+        return ""
+    return "something else" if store.add(f"{key}/count", 0) >= PARTED else None
 
 
 def wait_for_all(key: str, ranks: int, seconds: float) -> bool:
     """Whether the counter `key` reaches `ranks` within `seconds`. Each rank adds 1 to it beforehand."""
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, POLL
     while default_store().add(key, 0) < ranks:
         if time.monotonic() > deadline:
             return False
-        time.sleep(POLL)
+        time.sleep(pause)
+        pause = min(pause * 1.05, SLOWEST)
     return True
