@@ -20,6 +20,7 @@ from meshwise.recovery.checkpoint import load_checkpoint
 from meshwise.spec.plan import Plan
 from meshwise.training.loop import run_job
 from meshwise.training.settings import Settings
+from tests.pool import CaseFailed
 
 
 class Net(nn.Module):
@@ -187,3 +188,15 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(name: str, pool: 
     assert on(pool, PLANS[name], half, str(tmp_path / "half"))
     rest = on(pool, PLANS[name], resumed, str(tmp_path / "half"))[0]
     assert rest == on(pool, PLANS[name], trained, str(tmp_path / "whole"))[0][8:]
+
+
+def around_the_model(plan: Plan) -> None:
+    def loss(model: Any, batch: Any) -> Tensor:
+        return model.first(batch[0]).sum()
+
+    run_job(replace(job(1), loss=loss), settings(plan), None)
+
+
+def test_a_layer_called_past_the_sharded_model_is_explained(pool: Any) -> None:
+    with pytest.raises(CaseFailed, match=r"A sharded model's parameters are gathered while the model itself is called"):
+        pool(2).run(around_the_model, Plan(shard=2))

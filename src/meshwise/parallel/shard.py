@@ -227,6 +227,16 @@ class Sharded:
                 gradient.mul_(mean.to(gradient.dtype))
 
 
+def note_what_was_not_gathered(error: BaseException) -> None:
+    """Say in words what torch says of a layer that runs on the parts of its parameters."""
+    if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+        error.add_note(
+            "A sharded model's parameters are gathered while the model itself is called, model(x). What was called here "
+            "is another method, or a layer of it alone. Let forward call it (with an argument that says so), or use "
+            "shard=1, such as --set zero1=true."
+        )
+
+
 def roots_of(model: nn.Module) -> list[nn.Module]:
     """What is called of `model` and has parameters."""
     return [root for root in called_in(model) if any(True for _ in root.parameters())]

@@ -15,6 +15,7 @@ from meshwise.parallel.apply import Applied, apply, bind
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.fits import check_fits
 from meshwise.parallel.precision import loss_scaler
+from meshwise.parallel.shard import note_what_was_not_gathered
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint, save_checkpoint
 from meshwise.recovery.state import RunState, pack, unpack
@@ -274,6 +275,7 @@ def _explain(error: BaseException, session: Session, run: _Run | None, recorder:
     if isinstance(error, MeshwiseError):
         return
     step = f"step {run.context.state.step + 1}" if run is not None else "before the first step"
+    note_what_was_not_gathered(error)
     error.add_note(f"rank {session.world.rank}, {step}, phase {recorder.phase}")
     if is_out_of_memory(error):
         facts = ", ".join(f"{name} {bytes_text(value)}" for name, value in memory_facts(session.world.device).items())
