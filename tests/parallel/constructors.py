@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.equivalence.models_to_check import bert, gpt2, llama, vit
 from tests.parallel.zoo import ZOO
 
 
@@ -90,6 +91,9 @@ CONSTRUCTORS: dict[str, Callable[[], nn.Module]] = {
     "looking": Looking,
     "halved": Halved,
 }
+
+OF_TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "gpt2": gpt2, "bert": bert, "vit": vit}
+MAKERS = CONSTRUCTORS | OF_TRANSFORMERS
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
-from tests.parallel.constructors import CONSTRUCTORS, tensors_of
+from tests.parallel.constructors import CONSTRUCTORS, MAKERS, OF_TRANSFORMERS, tensors_of
 from tests.parallel.zoo import ZOO, batches
 from tests.pool import CaseFailed
 
@@ -62,21 +62,28 @@ def laid(name: str, plan: Plan) -> tuple[list[str], bool, int, int]:
     rank = collectives.own_rank()
     torch.manual_seed(0 if rank == 0 or name == "looking" else 100 + rank)
     with deferred():
-        model = CONSTRUCTORS[name]()
+        model = MAKERS[name]()
     applied = apply(model, plan, World(rank=rank, size=collectives.world_size()))
     after = torch.get_rng_state()
-    want, expected = plainly(CONSTRUCTORS[name])
+    want, expected = plainly(MAKERS[name])
     held = sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in applied.model.parameters())
     return differences(model, want), torch.equal(after, expected), held, sum(p.nbytes for p in want.parameters())
 
 
-def all_laid(plan: Plan) -> dict[str, tuple[list[str], bool, int, int]]:
-    return {name: laid(name, plan) for name in CONSTRUCTORS}
+def all_laid(plan: Plan, names: list[str]) -> dict[str, tuple[list[str], bool, int, int]]:
+    return {name: laid(name, plan) for name in names}
 
 
-@pytest.mark.parametrize("plan", [Plan(shard=2), Plan(shard=3), Plan(data=2), Plan(data=2, shard=2)], ids=repr)
-def test_each_rank_has_its_part_of_rank_0s_values(plan: Plan, pool: Any) -> None:
-    ranks = pool(plan.devices).run(all_laid, plan)
+PLANS = [Plan(shard=2), Plan(shard=3), Plan(data=2), Plan(data=2, shard=2)]
+OURS = [pytest.param(plan, list(CONSTRUCTORS), id=repr(plan)) for plan in PLANS]
+THEIRS = [
+    pytest.param(plan, list(OF_TRANSFORMERS), id=f"transformers-{plan}", marks=pytest.mark.slow) for plan in PLANS[:2]
+]
+
+
+@pytest.mark.parametrize(("plan", "names"), OURS + THEIRS)
+def test_each_rank_has_its_part_of_rank_0s_values(plan: Plan, names: list[str], pool: Any) -> None:
+    ranks = pool(plan.devices).run(all_laid, plan, names)
     for found in ranks:
         for name, (bad, same_after, held, whole) in found.items():
             assert bad == [] and same_after, name
