@@ -1,10 +1,12 @@
 """Every model under every plan, and fifty clean runs more: how far each is from one device, in float64.
 
-    python bench/equivalence.py [--only WORD] [--seeds 52]
+    python bench/equivalence.py [--only WORD] [--missing] [--older] [--minutes M] [--seeds 52]
 
 Claims: no difference above 1e-9 after five steps, no false alarm over runs that differ in model, plan and seed. What is
-refused is told with what was said. With `--only` the cases whose name holds the word replace those of the last result.
-The same cases and the same code as in tests/equivalence, where what each technique is for is asserted too.
+refused is told with what was said. With `--only` the cases whose name holds the word replace those of the last result;
+`--missing` runs those that have none, `--older` those of other code than this, the quickest first. Each result says of
+which commit of the code and the suite it is, with a `+` where they were changed after it. The same cases and the same
+code as in tests/equivalence, where what each technique is for is asserted too.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import subprocess
 import sys
 import time
 from base64 import urlsafe_b64encode
+from collections import Counter
 from functools import cache
 from hashlib import sha256
 from importlib import metadata
@@ -25,11 +29,14 @@ import transformers
 from machine import RESULTS, keep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from meshwise.api.check import as_written
 from meshwise.equivalence.sizes import LIMIT
 from meshwise.spec.plan import Plan
 from tests.equivalence.jobs_to_check import checked, job_named
 from tests.equivalence.plans_to_check import NAMES, STEPS, Case, cases
 from tests.pool import CaseFailed, Pool
+
+ROOT = Path(__file__).parents[1]
 
 
 class Pools:
@@ -52,6 +59,11 @@ def outcome(pools: Pools, model: str, plan: Plan, seed: int = 0) -> dict[str, An
     """One check: whether it is equal, the largest relative difference of each kind, and how long it took."""
     began = time.perf_counter()
     about: dict[str, Any] = {"model": model, "plan": repr(plan), "devices": plan.devices, "seed": seed}
+    about["commit"] = commit()
+    said: list[str] = []
+    as_written(plan, said.append)
+    if said:
+        return {**about, "not_checked": said[0]}
     try:
         proof = checked(pools, model, plan, seed=seed, steps=STEPS, rounding=plan.precision == "bf16")
     except CaseFailed as failed:
@@ -71,17 +83,27 @@ def outcome(pools: Pools, model: str, plan: Plan, seed: int = 0) -> dict[str, An
     }
 
 
-def clean_runs(pools: Pools, count: int) -> list[dict[str, Any]]:
-    """Checks of which each has another model, plan and seed than every other."""
-    labels = list(dict.fromkeys(case.label for case in cases()))
+@cache
+def commit() -> str:
+    """The last commit of the code and the suite that this process runs, with a `+` where they were changed after it."""
+    places = ("--", "src", "tests/equivalence")
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("log", "-1", "--format=%h", *places) + "+" * bool(git("status", "--short", *places))
+
+
+def clean_runs(count: int) -> list[tuple[Case, int]]:
+    """Cases with seeds, of which each has another model, plan and seed than every other."""
+    labels = list(dict.fromkeys(case.label for case in cases() if not case.plan.compile))
     found: dict[str, Case] = {str(case): case for case in cases() if not case.refused}
-    runs: list[dict[str, Any]] = []
+    runs: list[tuple[Case, int]] = []
     for number in range(10 * count):
         name = f"{NAMES[number % len(NAMES)]}-{labels[(number + number // len(labels)) % len(labels)]}"
         case = found.pop(name, None)
         if case is not None and len(runs) < count:
-            runs.append(outcome(pools, case.model, case.plan, seed=number + 1))
-            tell(case, runs[-1])
+            runs.append((case, number + 1))
     return runs
 
 
@@ -121,7 +143,8 @@ def changed_lines(kind: type) -> int:
 
 def tell(case: Case, result: dict[str, Any]) -> None:
     """One line a check."""
-    said = "refused" if "refused" in result else f"equal {result['equal']}  {max(result['largest'].values()):.1e}"
+    other = next((word for word in ("refused", "not_checked") if word in result), None)
+    said = other or f"equal {result['equal']}  {max(result['largest'].values()):.1e}"
     print(f"{case}  seed {result['seed']}: {said}", flush=True)
 
 
@@ -129,22 +152,44 @@ def main() -> None:
     """Run the cases that are asked for, and write the result."""
     words = argparse.ArgumentParser()
     words.add_argument("--only", default="")
+    words.add_argument("--missing", action="store_true")
+    words.add_argument("--older", action="store_true")
+    words.add_argument("--minutes", type=float, default=float("inf"), help="after which no new case is begun")
     words.add_argument("--seeds", type=int, default=52)
     asked = words.parse_args()
-    path, pools = RESULTS / "equivalence.json", Pools()
-    earlier = json.loads(path.read_text()) if asked.only and path.exists() else {"measured": {}, "clean_runs": []}
+    path, pools, until = RESULTS / "equivalence.json", Pools(), time.monotonic() + 60 * asked.minutes
+    commit()  # now: this process keeps the code that it began with
+    some = asked.only or asked.missing or asked.older
+    earlier = json.loads(path.read_text()) if some and path.exists() else {"measured": {}, "clean_runs": []}
     measured = {str(case): earlier["measured"].get(str(case)) for case in cases()}
     runs = earlier["clean_runs"]
+    made = {(run["model"], run["plan"]) for run in runs}
+    seeds = [run["seed"] for run in runs]
+    due = [case for case in cases() if is_due(asked, str(case), measured[str(case)])]
+    if asked.older:
+        due.sort(key=lambda case: (measured[str(case)] or {}).get("seconds", 0))
     try:
-        for case in cases():
-            if asked.only in str(case):
+        for case in due:
+            if time.monotonic() < until:
                 measured[str(case)] = {"label": case.label, **outcome(pools, case.model, case.plan)}
                 tell(case, measured[str(case)])
                 write(measured, runs)
-        runs = runs or clean_runs(pools, asked.seeds)
+        for case, seed in clean_runs(2 * asked.seeds):
+            fresh = (case.model, repr(case.plan)) not in made and seed not in seeds
+            if fresh and len(runs) < asked.seeds and time.monotonic() < until:
+                runs.append(outcome(pools, case.model, case.plan, seed=seed))
+                tell(case, runs[-1])
+                write(measured, runs)
     finally:
         pools.close()
         write(measured, runs)
+
+
+def is_due(asked: argparse.Namespace, name: str, earlier: dict[str, Any] | None) -> bool:
+    """Whether a case is to be run, by the words of the command line."""
+    if asked.only not in name or (asked.missing and earlier is not None):
+        return False
+    return not asked.older or earlier is None or earlier.get("commit") != commit()
 
 
 def write(measured: dict[str, Any], runs: list[dict[str, Any]]) -> None:
@@ -161,9 +206,11 @@ def write(measured: dict[str, Any], runs: list[dict[str, Any]]) -> None:
             "cases": len(found),
             "equal": len(equal),
             "refused": sum("refused" in result for result in found.values()),
+            "not_checked": sum("not_checked" in result for result in found.values()),
+            "commits": dict(Counter(result["commit"] for result in [*found.values(), *runs])),
             "largest": max(sizes, default=0.0),
             "clean_runs_made": len(runs),
-            "false_alarms": sum(not run["equal"] for run in [*found.values(), *runs] if "refused" not in run),
+            "false_alarms": sum(not run["equal"] for run in [*found.values(), *runs] if "equal" in run),
             "seconds": round(sum(result.get("seconds", 0) for result in [*found.values(), *runs])),
             "models": about_models(),
             "measured": found,

@@ -40,6 +40,15 @@ COMBINATIONS = {
 }
 """Several at once. Six of the models clip the gradient of the whole step, under every plan."""
 
+LATER = {
+    "offload parameters": Plan(shard=2, offload=("parameters",)),
+    "offload optimizer": Plan(offload=("optimizer",)),
+    "gradients in bf16": Plan(data=2, grad_dtype="bf16"),
+    "compile": Plan(compile=True),
+}
+"""Each alone, as in `TECHNIQUES`. In float64 gradients are reduced in float64 too, whatever `grad_dtype` says: there
+the check shows that nothing else changes, and what is sent shows the dtype. A check leaves the compiler out."""
+
 NAMES = (*SIZES, *MODELS)
 BLOCKS = {
     "mnist-mlp": "1",
@@ -59,6 +68,9 @@ BLOCKS = {
 
 REFUSED = {("lstm-tagger", "selective"): "LSTM writes in place into a result that was to be kept"}
 """Model and way of recomputing that are refused, and what is said."""
+
+LATER_QUICK = {"offload parameters": "llama", "offload optimizer": "two-tower"}
+"""The model for which `make test` runs a technique of `LATER`."""
 
 STEPS = 5
 
@@ -89,4 +101,5 @@ def cases() -> list[Case]:
             if isinstance(plan.recompute, tuple):
                 plan = replace(plan, recompute=(BLOCKS[name],))
             found.append(Case(name, label, plan, (m + p) % 3 == 0))
+        found += [Case(name, label, plan, LATER_QUICK.get(label) == name) for label, plan in LATER.items()]
     return found
