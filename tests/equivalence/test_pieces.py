@@ -15,9 +15,10 @@ from meshwise.equivalence.cause import CAUSES
 from meshwise.equivalence.compare import compare
 from meshwise.equivalence.lifted import lifted
 from meshwise.equivalence.one_device import one_device
+from meshwise.equivalence.prints import prints_of
 from meshwise.equivalence.seen import Ask, Cut, Output, cuts_of, microbatches
 from meshwise.equivalence.sizes import LIMIT
-from meshwise.equivalence.watch import merged, prints_of
+from meshwise.equivalence.watch import merged
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.training.keyed import (

@@ -211,7 +211,7 @@ class Planted:
 
 BUGS = {
     "gradients are summed": Planted(summed, "plain", "gradients", "4", "doubled reduction"),
-    "gradients are divided twice": Planted(divided_twice, "plain", "gradients", "4", "missing reduction"),
+    "gradients are divided twice": Planted(divided_twice, "plain", "gradients", "4", "doubled reduction"),
     "a parameter is not reduced": Planted(one_left_out, "plain", "gradients", "2", "missing reduction"),
     "ranks weigh the same": Planted(weighted_by_ranks, "plain", "loss", "", "loss weighting", 3),
     "each rank weighs by itself": Planted(weights_of_one_rank, "weighed", "gradients", "4", "loss weighting"),

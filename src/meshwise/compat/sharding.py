@@ -51,6 +51,11 @@ class Group:
         """The group's parameters as this rank holds them, also while they are gathered."""
         return [part.sharded_param for part in self._group.fsdp_params]
 
+    def made_from(self) -> dict[int, nn.Parameter]:
+        """The id of each parameter as it is gathered -> what this rank holds of it."""
+        parts = [part for part in self._group.fsdp_params if hasattr(part, "_unsharded_param")]
+        return {id(part._unsharded_param): part.sharded_param for part in parts}
+
     def around_collectives(self, around: Around) -> None:
         """Enter `around(kind, bytes, group)` around each all-gather and reduce-scatter of the group. Bytes are those of
         the whole tensor."""

@@ -26,6 +26,7 @@ from meshwise.equivalence.sizes import FLOOR, LIMIT, finite, ratio
 NOISE = 1e-8  # of the largest gradient
 
 KINDS = (
+    "modules",
     "tied weights",
     "initial parameters",
     "initial buffers",
@@ -101,7 +102,7 @@ def compare(one: Side, plan: Side) -> Comparison:
     for number, (mine, other) in enumerate(zip(one.steps, plan.steps, strict=True), 1):
         found += _samples(number, mine, other)
         found += _outputs(number, mine, other, apart_layouts)
-        found.append(_number("loss", number, "loss", mine.loss, other.loss))
+        found.append(_with_ranks(_number("loss", number, "loss", mine.loss, other.loss), other.apart, "loss"))
         found += _gradients(number, mine, other)
         _note_noise(noise, mine.gradients, other.gradients)
         found += _after(number, mine, other, noise)
@@ -119,14 +120,18 @@ def compare(one: Side, plan: Side) -> Comparison:
 
 def _before(one: Side, plan: Side) -> Iterator[Difference]:
     mine, others = set(one.tied), set(plan.tied)
-    for group in sorted(mine | others):
+    for name in sorted(name.removeprefix("module ") for name in plan.apart if name.startswith("module ")):
+        yield Difference("modules", 0, name, math.inf, 0.0, {"ranks apart": math.inf})
+    on_some = {tuple(key.removeprefix("tied weights ").split(" = ")) for key in plan.apart if key.startswith("tied ")}
+    for group in sorted(mine | others | on_some):
         same = group in mine and group in others
         facts = {} if same else {"tied": "one device" if group in mine else "the plan"}
-        yield Difference("tied weights", 0, " = ".join(group), 0.0 if same else math.inf, 0.0, facts)
+        difference = Difference("tied weights", 0, " = ".join(group), 0.0 if same else math.inf, 0.0, facts)
+        yield _with_ranks(difference, plan.apart, "tied weights")
     for difference in _named("initial parameters", 0, one.initial, plan.initial):
-        yield _with_ranks(difference, plan.apart.get(f"parameter {difference.name}", 0.0))
+        yield _with_ranks(difference, plan.apart, "parameter")
     for difference in _named("initial buffers", 0, one.initial_buffers, plan.initial_buffers):
-        yield _with_ranks(difference, plan.apart.get(f"buffer {difference.name}", 0.0))
+        yield _with_ranks(difference, plan.apart, "buffer")
 
 
 def _samples(step: int, mine: Step, other: Step) -> Iterator[Difference]:
@@ -156,7 +161,9 @@ def _outputs(step: int, mine: Step, other: Step, apart: Counter[str]) -> Iterato
             continue
         sizes = outputs_apart(output, match)
         if sizes is None:
-            apart[f"{where} ({output.kind}): its output is not that of single samples"] += 1
+            single = bool(output.shapes) and math.prod(output.shapes[0]) == 1
+            what = "one number of the whole batch, such as a loss in it" if single else "not that of single samples"
+            apart[f"{where} ({output.kind}): {what}"] += 1
         else:
             facts = {"class": output.kind, "microbatch": output.microbatch + 1, "call": output.number + 1}
             yield Difference("module outputs", step, output.module, *sizes, facts)
@@ -167,15 +174,16 @@ def _gradients(step: int, mine: Step, other: Step) -> Iterator[Difference]:
     order = [*mine.ready, *(name for name in mine.gradients if name not in mine.ready)]
     wanted = {name: mine.gradients[name] for name in order if name in mine.gradients}
     for difference in _named("gradients", step, wanted, other.gradients, facts=_gradient_facts):
-        ranks = other.apart.get(f"gradient {difference.name}", 0.0)
-        yield _with_ranks(difference, ranks)
+        yield _with_ranks(difference, other.apart, "gradient")
     yield _number("gradient norm", step, "all gradients", _norm(wanted), _norm(other.gradients))
     if mine.clipped or other.clipped:
-        yield from _named("clipped gradients", step, mine.clipped, other.clipped, facts=_gradient_facts)
+        for difference in _named("clipped gradients", step, mine.clipped, other.clipped, facts=_gradient_facts):
+            yield _with_ranks(difference, other.apart, "clipped gradient")
 
 
-def _with_ranks(difference: Difference, apart: float) -> Difference:
-    """Ranks that are apart in what should be one value are a fault, even where rank 0 is right."""
+def _with_ranks(difference: Difference, found: Mapping[str, float], what: str) -> Difference:
+    """Ranks that are apart in what should be one value, `what NAME`, are a fault, even where rank 0 is right."""
+    apart = found.get(f"{what} {difference.name}", 0.0)
     if apart <= LIMIT:
         return difference
     larger = max(difference.relative, apart)
@@ -185,19 +193,20 @@ def _with_ranks(difference: Difference, apart: float) -> Difference:
 def _after(step: int, mine: Step, other: Step, noise: Named) -> Iterator[Difference]:
     for number in range(max(len(mine.rates), len(other.rates))):
         rates = [side.rates[number] if number < len(side.rates) else math.nan for side in (mine, other)]
-        yield _number("learning rate", step, f"group {number}", *rates)
+        yield _with_ranks(_number("learning rate", step, f"group {number}", *rates), other.apart, "learning rate")
     keys = {key for state in (*mine.optimizer.values(), *other.optimizer.values()) for key in state}
     for key in sorted(keys):
         states = [{n: s[key] for n, s in side.optimizer.items() if key in s} for side in (mine, other)]
         for difference in _named("optimizer state", step, *states, noise=noise):
-            yield replace(difference, name=f"{difference.name} {key}")
+            named = replace(difference, name=f"{difference.name} {key}")
+            yield _with_ranks(named, other.apart, "optimizer state")
     for difference in _named("parameters", step, mine.parameters, other.parameters, noise=noise):
-        yield _with_ranks(difference, other.apart.get(f"parameter {difference.name}", 0.0))
+        yield _with_ranks(difference, other.apart, "parameter")
     for difference in _named("buffers", step, mine.buffers, other.buffers):
-        yield _with_ranks(difference, other.apart.get(f"buffer {difference.name}", 0.0))
+        yield _with_ranks(difference, other.apart, "buffer")
     for name in sorted(mine.scheduler.keys() | other.scheduler.keys()):
         numbers = [side.scheduler.get(name, math.nan) for side in (mine, other)]
-        yield _number("scheduler", step, name, *numbers)
+        yield _with_ranks(_number("scheduler", step, name, *numbers), other.apart, "scheduler")
 
 
 def _evaluation(one: Side, plan: Side) -> Iterator[Difference]:
@@ -206,7 +215,7 @@ def _evaluation(one: Side, plan: Side) -> Iterator[Difference]:
         yield _indices("evaluation", steps, "samples", sorted(one.evaluated), sorted(plan.evaluated))
     for name in sorted(one.evaluation.keys() | plan.evaluation.keys()):
         numbers = [side.evaluation.get(name, math.nan) for side in (one, plan)]
-        yield _number("evaluation", steps, name, *numbers)
+        yield _with_ranks(_number("evaluation", steps, name, *numbers), plan.apart, "evaluation")
 
 
 def _number(kind: str, step: int, name: str, mine: float, other: float) -> Difference:

@@ -11,7 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.equivalence.seen import Ask, Cut, Side, Step, cuts_of, microbatches, order_of, plain, test_samples
+from meshwise.equivalence.prints import print_of
+from meshwise.equivalence.seen import (
+    Ask,
+    Cut,
+    Named,
+    Side,
+    Step,
+    cuts_of,
+    microbatches,
+    order_of,
+    plain,
+    test_samples,
+)
 from meshwise.equivalence.watch import (
     Watch,
     buffers_of,
@@ -25,6 +37,7 @@ from meshwise.equivalence.watch import (
 )
 from meshwise.machine.memory import free_bytes
 from meshwise.parallel.precision import cast_batch, computing, store_parameters
+from meshwise.parallel.recompute import recomputed
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text
 from meshwise.training.job import Job
@@ -57,16 +70,17 @@ def _run(job: Job, ask: Ask, device: str) -> Side:
     loss = watch.loss(job.loss)
     model.train()
     for number, cut in enumerate(cuts_of(samples, job.batch_size, ask)):
-        step = Step(rates=rates_of(optimizer))
+        step = Step()
         shares = microbatches(cut, order_of(job.seed, cut, samples), ask.plan.accumulate)
         step.samples = [[share.indices.tolist()] for share in shares]
         watch.begin(number, [Rows(0, share.samples, share.samples, share.samples) for share in shares])
-        step.loss = _backward(loss, model, watch, _batches(read, shares, cut, device), ask, job.name)
+        _backward(loss, model, watch, _batches(read, shares, cut, device), ask, job.name, step)
         step.outputs, step.draws = watch.outputs, watch.draws
         step.ready, step.gradients = list(dict.fromkeys(watch.ready)), gradients_of(model)
         if job.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
             step.clipped = gradients_of(model)
+        step.rates = rates_of(optimizer)
         optimizer.step()
         optimizer.zero_grad()
         if scheduler is not None:
@@ -75,7 +89,7 @@ def _run(job: Job, ask: Ask, device: str) -> Side:
         step.buffers, step.scheduler = buffers_of(model), scheduler_numbers(scheduler)
         side.steps.append(step)
     _evaluate(job, model, watch, side, ask, device)
-    side.unkeyed = watch.unkeyed
+    side.unkeyed, side.drawing, side.evaluation_draws = watch.unkeyed, watch.drawing, watch.evaluation_draws
     return side
 
 
@@ -100,7 +114,8 @@ def check_room(model: nn.Module, ask: Ask, job: Job) -> None:
 def begun_side(model: nn.Module) -> Side:
     """A side before its first step."""
     kinds = {clean(name): type(module).__name__ for name, module in model.named_modules()}
-    return Side(kinds, tied_in(model), parameters_of(model), buffers_of(model))
+    again = tuple(clean(name) for name in recomputed(model))
+    return Side(kinds, tied_in(model), parameters_of(model), buffers_of(model), recomputed=again)
 
 
 def opened(job: Job, data: Any, what: str) -> tuple[int, Reader]:
@@ -115,21 +130,31 @@ def _batches(read: Reader, shares: list[Share], cut: Cut, device: str) -> list[t
 
 
 def _backward(
-    loss: Any, model: nn.Module, watch: Watch, batches: list[tuple[Any, Share]], ask: Ask, name: str
-) -> float:
-    """Leave in `.grad` the mean over all that the microbatches' weights count; returns that mean of the losses."""
+    loss: Any, model: nn.Module, watch: Watch, batches: list[tuple[Any, Share]], ask: Ask, name: str, step: Step
+) -> None:
+    """Leave in `.grad` the mean over all that the microbatches' weights count, and in `step` that of the losses."""
     total = weights = torch.zeros((), dtype=torch.float64)
+    step.weighed = False
+    sums: list[Named] = []  # prints of the gradients after each microbatch
     for batch, share in batches:
         with computing(str(next(model.parameters()).device), ask.dtypes):
             mean, weight = split_weight(loss(model, cast_batch(batch, ask.dtypes)), share.samples, f"job '{name}'")
+        step.weighed = step.weighed or weight is not None
         counted = as_weight(share.samples if weight is None else weight, mean)
         with watch.backward():
             (mean * counted.to(mean.dtype)).backward()
         total, weights = total + plain(mean) * counted.cpu(), weights + counted.cpu()
+        if len(batches) > 1:
+            sums.append(
+                {clean(n): print_of(p.grad.double()) for n, p in model.named_parameters() if p.grad is not None}
+            )
     for p in model.parameters():
         if p.grad is not None:
             p.grad /= float(weights)
-    return float(total / weights)
+    step.loss = float(total / weights)
+    for number, after in enumerate(sums):
+        before = sums[number - 1] if number else {}
+        step.parts.append({n: (t - before[n] if n in before else t) / float(weights) for n, t in after.items()})
 
 
 def _evaluate(job: Job, model: nn.Module, watch: Watch, side: Side, ask: Ask, device: str) -> None:
@@ -138,18 +163,35 @@ def _evaluate(job: Job, model: nn.Module, watch: Watch, side: Side, ask: Ask, de
     count, read = opened(job, job.test(), "test set")
     order = torch.arange(test_samples(count, job.batch_size))
     model.eval()
-    measure = watch.lifted(job.metrics or (lambda model, batch: {"loss": job.loss(model, batch)}))
-    sums: dict[str, tuple[Tensor, Tensor]] = {}
+    metrics = job.metrics or (lambda model, batch: {"loss": job.loss(model, batch)})
     parts = [Share(part, len(part), len(order)) for part in order.split(job.batch_size)]
+    measure = watch.measured(metrics, [Rows(0, len(part.indices), len(part.indices), part.samples) for part in parts])
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
     zero = torch.zeros((), dtype=torch.float64)
-    with torch.no_grad():
-        for batch, share in _batches(read, parts, Cut(0, 0, len(order)), device):
-            side.evaluated += share.indices.tolist()
-            with computing(device, ask.dtypes):
-                named = measure(model, cast_batch(batch, ask.dtypes))
-            for name, result in named.items():
-                mean, weight = split_weight(result, share.samples, f"metric '{name}' of job '{job.name}'")
-                counted = as_weight(share.samples if weight is None else weight, mean).cpu()
-                total, weights = sums.get(name, (zero, zero))
-                sums[name] = (total + plain(mean) * counted, weights + counted)
+    epoch = Cut(0, 0, len(order))
+    for batch, share in _batches(read, parts, epoch, device):
+        side.evaluated += share.indices.tolist()
+        for name, (mean, weight) in _measured(measure, model, batch, share, ask, job.name).items():
+            total, weights = sums.get(name, (zero, zero))
+            sums[name] = (total + mean * weight, weights + weight)
     side.evaluation = {name: float(total / weights) for name, (total, weights) in sums.items()}
+    side.sums = {name: (float(total), float(weights)) for name, (total, weights) in sums.items()}
+    ends = sorted({int(part.indices[at]) for part in parts for at in (0, -1)})
+    alone = [Share(torch.tensor([index]), 1, len(order)) for index in ends]
+    measure = watch.lifted(metrics)
+    for index, (batch, share) in zip(ends, _batches(read, alone, epoch, device), strict=True):
+        for name, (mean, weight) in _measured(measure, model, batch, share, ask, job.name).items():
+            side.alone.setdefault(name, {})[index] = (float(mean), float(weight))
+
+
+def _measured(
+    measure: Any, model: nn.Module, batch: Any, share: Share, ask: Ask, job: str
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Metrics of a batch, each a mean and what it is over."""
+    found = {}
+    with torch.no_grad(), computing(str(next(model.parameters()).device), ask.dtypes):
+        named = measure(model, cast_batch(batch, ask.dtypes))
+    for name, result in named.items():
+        mean, weight = split_weight(result, share.samples, f"metric '{name}' of job '{job}'")
+        found[name] = (plain(mean), as_weight(share.samples if weight is None else weight, mean).cpu())
+    return found

@@ -12,7 +12,12 @@ from meshwise.equivalence.sizes import FLOOR, LIMIT, ratio
 
 
 def outputs_apart(one: Output, plan: Output) -> tuple[float, float] | None:
-    """Relative and absolute size of the difference of two calls; None where they cannot be compared."""
+    """Relative and absolute size of the difference of two calls; None where they cannot be compared.
+
+    Ranks may have had other samples, or more of them, than one device: nothing is taken for granted.
+    """
+    if len(one.shapes) != 1 or not plan.shapes:
+        return None
     (shape,), (rows,) = one.shapes, one.rows
     for layout, dim in (("0", 0), ("1", 1)):
         if layout in one.prints and all(
@@ -57,12 +62,14 @@ def _is_shorter(whole: Sequence[int], total: int, shape: Sequence[int], rows: in
 
 
 def _positions_apart(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Each rank's samples against theirs on one device, as far as the rank's go."""
+    """Each rank's samples against theirs on one device, as far as the rank's go. Empty where they are not as many."""
+    if sum(map(len, ranks)) != len(mine):
+        return []
     parts = mine.split([len(part) for part in ranks])
     return [
         _rows_apart(part[:, : own.shape[1]].flatten(0, 1), own.flatten(0, 1))
         for part, own in zip(parts, ranks, strict=True)
-        if len(own)
+        if own.numel()
     ]
 
 

@@ -56,7 +56,7 @@ def prove(job: str, ask: Ask, devices: str, one: Side, plan: Side, rounded: tupl
         tuple(sum(len(part) for micro in step.samples for part in micro) for step in one.steps),
         comparison,
         module_of(first, comparison) if first is not None else "",
-        cause_of(comparison, one, plan, ask.plan.devices),
+        cause_of(comparison, one, plan, ask.plan),
         () if rounded is None else _rounding(one, *rounded),
         notes_of(plan.notes),
     )

@@ -22,9 +22,17 @@ from meshwise.compat.reducer import default_store
 from meshwise.equivalence.gathered import to_rank_0
 from meshwise.equivalence.lifted import lifted
 from meshwise.equivalence.one_device import begun_side
+from meshwise.equivalence.over_ranks import (
+    by_tensor,
+    coarse_on_any,
+    models_apart,
+    numbers_apart,
+    of_any_rank,
+    tensors_apart,
+)
 from meshwise.equivalence.script_seen import Seen
 from meshwise.equivalence.seen import Step
-from meshwise.equivalence.under_plan import Draws, of_any_rank, ranks_apart
+from meshwise.equivalence.under_plan import Draws
 from meshwise.equivalence.watch import (
     Watch,
     buffers_of,
@@ -145,10 +153,7 @@ class _Watching:
         self._model = own.models[0] if len(own.models) == 1 else own.models
         self._watch = Watch(self._model, self._seed, lift=True)
         side = self.seen.side = begun_side(self._model)
-        side.apart = {
-            **ranks_apart("parameter", side.initial),
-            **ranks_apart("buffer", side.initial_buffers),
-        }
+        side.apart = models_apart(side)
         self._begin_step()
 
     def _changed_between_steps(self) -> None:
@@ -156,8 +161,8 @@ class _Watching:
         if self._world.size == 1 or self._model is None or self.seen.side is None or not self.seen.side.steps:
             return
         apart = {
-            **ranks_apart("parameter", parameters_of(self._model)),
-            **ranks_apart("buffer", buffers_of(self._model)),
+            **tensors_apart("parameter", parameters_of(self._model)),
+            **tensors_apart("buffer", buffers_of(self._model)),
         }
         step = self.seen.side.steps[-1]
         step.apart = {**step.apart, **{name: max(far, step.apart.get(name, 0.0)) for name, far in apart.items()}}
@@ -240,12 +245,19 @@ class _Watching:
         step = self._step
         step.draws, step.outputs = watch.draws, merged(to_rank_0(watch.outputs))
         step.parameters, step.buffers = parameters_of(model), buffers_of(model)
-        step.optimizer = of_any_rank(optimizer_state_of(optimizer, model))
+        step.touched = [(r, *found) for r, each in enumerate(gather_objects(watch.touched)) for found in each]
+        step.coarse = coarse_on_any(step.parameters)
+        own, divided = optimizer_state_of(optimizer, model), self.seen.plan is not None and self.seen.plan.zero1
         step.apart = {
-            **ranks_apart("gradient", step.gradients),
-            **ranks_apart("parameter", step.parameters),
-            **ranks_apart("buffer", step.buffers),
+            **numbers_apart("loss", {"loss": step.loss}),
+            **tensors_apart("gradient", step.gradients),
+            **tensors_apart("clipped gradient", step.clipped, divided=divided),
+            **numbers_apart("learning rate", {f"group {n}": rate for n, rate in enumerate(step.rates)}),
+            **tensors_apart("optimizer state", by_tensor(own), divided=divided),
+            **tensors_apart("parameter", step.parameters),
+            **tensors_apart("buffer", step.buffers),
         }
+        step.optimizer = of_any_rank(own)
 
     def _is_watched(self, optimizer: Optimizer) -> bool:
         if self._model is None:
@@ -271,8 +283,12 @@ class _Watching:
         """The script has ended. Collective."""
         self._loop_is_over()
         self._meet("the end of the script")
-        if self.seen.side is not None and self._watch is not None:
-            self.seen.side.unkeyed = set().union(*gather_objects(self._watch.unkeyed))
+        side, watch = self.seen.side, self._watch
+        if side is not None and watch is not None:
+            side.unkeyed = set().union(*gather_objects(watch.unkeyed))
+            side.drawing = set().union(*gather_objects(watch.drawing))
+            side.evaluation_draws = max(gather_objects(watch.evaluation_draws))
+            side.apart |= numbers_apart("evaluation", side.evaluation)
         return self.seen
 
     def _meet(self, where: str) -> None:

@@ -74,7 +74,11 @@ class Step:
     samples: microbatch -> rank -> the indices that counted. draws: microbatch -> random draws. ready: parameters in the
     order in which their gradients were ready. clipped: gradients as the optimizer saw them, where they are clipped.
     rates: learning rate of each group in this step; scheduler: its numbers after it.
-    apart: `gradient NAME`, `parameter NAME`, `buffer NAME` -> how far ranks are apart in it, relative to its size.
+    apart: `gradient NAME`, `parameter NAME`, `learning rate NAME` and so on -> how far ranks are apart in it, relative
+    to its size. parts: microbatch -> prints of its part of each gradient, where a step has several, on one device.
+    weighed: whether the loss gives a weight of its own. touched: (rank, microbatch, norm before, norm after, all by one
+    factor) for gradients that changed between two backwards. coarse: parameters that some rank holds in values of a
+    lower precision, and which.
     """
 
     samples: list[list[list[int]]] = field(default_factory=list)
@@ -90,6 +94,10 @@ class Step:
     buffers: Named = field(default_factory=dict)
     scheduler: dict[str, float] = field(default_factory=dict)
     apart: dict[str, float] = field(default_factory=dict)
+    parts: list[Named] = field(default_factory=list)
+    weighed: bool = True
+    touched: list[tuple[int, int, float, float, bool]] = field(default_factory=list)
+    coarse: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -98,7 +106,10 @@ class Side:
 
     modules: name -> class. tied: groups of names that are one parameter. evaluated: indices of the test set that
     counted. apart: how far ranks are apart at the start, as in `Step`. unkeyed: random operators that
-    could not be keyed, so that ranks draw on their own.
+    could not be keyed, so that ranks draw on their own. drawing: modules that draw, without those that they hold.
+    recomputed: modules that run again in the backward. evaluation_draws: random draws while it evaluates. sums: sum and
+    weight of each metric. alone: metric -> sample -> its mean and weight alone, of samples at the ends of batches.
+    stand_ins: first sample of an evaluated batch -> how many ranks had no sample of it.
     """
 
     modules: dict[str, str]
@@ -111,6 +122,12 @@ class Side:
     unkeyed: set[str] = field(default_factory=set)
     notes: tuple[str, ...] = ()
     apart: dict[str, float] = field(default_factory=dict)
+    drawing: set[str] = field(default_factory=set)
+    recomputed: tuple[str, ...] = ()
+    evaluation_draws: int = 0
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    alone: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
+    stand_ins: dict[int, int] = field(default_factory=dict)
 
 
 def cuts_of(samples: int, batch_size: int, ask: Ask) -> list[Cut]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 LIMIT = 1e-9
@@ -20,3 +21,13 @@ def ratio(apart: Tensor, scale: Tensor) -> float:
 def finite(value: float) -> float:
     """What is not a number is as far apart as can be."""
     return math.inf if math.isnan(value) else value
+
+
+def rounded_to(tensor: Tensor) -> str:
+    """The lower precision that holds every value of a float64 `tensor` exactly; empty where there is none."""
+    if not tensor.is_floating_point() or not bool((tensor != 0).any()):
+        return ""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if torch.equal(tensor.to(dtype).double(), tensor):
+            return str(dtype).removeprefix("torch.")
+    return ""

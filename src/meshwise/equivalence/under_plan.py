@@ -1,7 +1,6 @@
 """The plan's side: the real `apply`, the real training step and the real evaluation, watched. Runs on every rank.
 
-What is whole on each rank (a gathered gradient, a buffer) is compared over the ranks too, by its print: rank 0 alone
-would not show what another rank got wrong.
+What should be alike on every rank (a gathered gradient, a buffer, a learning rate) is compared over the ranks too.
 """
 
 from __future__ import annotations
@@ -15,7 +14,15 @@ from torch import Tensor
 
 from meshwise.equivalence.gathered import to_rank_0
 from meshwise.equivalence.one_device import begun_side, opened
-from meshwise.equivalence.seen import Ask, Cut, Named, Side, Step, cuts_of, order_of, test_samples
+from meshwise.equivalence.over_ranks import (
+    by_tensor,
+    coarse_on_any,
+    models_apart,
+    numbers_apart,
+    of_any_rank,
+    tensors_apart,
+)
+from meshwise.equivalence.seen import Ask, Cut, Side, Step, cuts_of, order_of, test_samples
 from meshwise.equivalence.watch import (
     Watch,
     buffers_of,
@@ -23,7 +30,6 @@ from meshwise.equivalence.watch import (
     merged,
     optimizer_state_of,
     parameters_of,
-    prints_of,
     rates_of,
     scheduler_numbers,
 )
@@ -75,36 +81,38 @@ def under_plan(job: Job, ask: Ask, draws: Draws) -> Side | None:
     watch = Watch(applied.model, job.seed, lift=ask.lifted)
     side = begun_side(applied.model)
     side.notes = applied.notes
-    side.apart = {**ranks_apart("parameter", side.initial), **ranks_apart("buffer", side.initial_buffers)}
+    side.apart = models_apart(side)
     step = Step()
 
     def gradients_are_there() -> None:
         step.gradients, step.ready = gradients_of(applied.model), list(dict.fromkeys(watch.ready))
 
     def optimizer_steps(*_: Any) -> None:
-        step.clipped = gradients_of(applied.model)
+        step.rates = rates_of(state.optimizer)
+        if job.clip_norm is not None:
+            step.clipped = gradients_of(applied.model)
 
-    if job.clip_norm is not None:
-        state.optimizer.register_step_pre_hook(optimizer_steps)
-    metrics = None if job.metrics is None else watch.lifted(job.metrics)
-    lifted_job = replace(job, loss=watch.loss(job.loss), metrics=metrics)
+    state.optimizer.register_step_pre_hook(optimizer_steps)
     watched: Any = _Watched(applied, watch, gradients_are_there)
-    context = StepContext(lifted_job, watched, state, world, current())
+    context = StepContext(replace(job, loss=watch.loss(job.loss)), watched, state, world, current())
     samples, read = opened(job, job.data(), "training set")
     applied.model.train()
     for number, cut in enumerate(cuts_of(samples, job.batch_size, ask)):
-        step = Step(rates=rates_of(state.optimizer))
+        step = Step()
         shares = _shares(job, cut, samples, world, ask)
         step.samples, rows = _agreed(shares, world)
         watch.begin(number, rows, draws[number] if number < len(draws) else [])
         parts = list(prefetch(zip(read((s.indices for s in shares), cut.epoch), shares, strict=True), world.device))
         step.loss = _mean(train_step(context, parts))
         step.draws, step.outputs = watch.draws, merged(to_rank_0(watch.outputs))
-        _after(step, state)
+        step.touched = [(r, *found) for r, each in enumerate(gather_objects(watch.touched)) for found in each]
+        _after(step, state, divided=plan.zero1)
         if world.rank == 0:
             side.steps.append(step)
-    _evaluate(replace(lifted_job, loss=watch.lifted(job.loss)), context, side)
+    _evaluate(job, context, watch, side)
     side.unkeyed = set().union(*gather_objects(watch.unkeyed))
+    side.drawing = set().union(*gather_objects(watch.drawing))
+    side.evaluation_draws = max(gather_objects(watch.evaluation_draws))
     return side if world.rank == 0 else None
 
 
@@ -116,7 +124,7 @@ def _shares(job: Job, cut: Cut, samples: int, world: World, ask: Ask) -> list[Sh
 def _agreed(shares: Sequence[Share], world: World) -> tuple[list[list[list[int]]], list[Rows]]:
     """Which samples count on which rank, a list a microbatch; and this rank's rows of each microbatch."""
     ranks = gather_objects([(share.indices[: share.samples].tolist(), len(share.indices)) for share in shares])
-    samples = [[ranks[r][k][0] for r in range(world.size)] for k in range(len(shares))]
+    samples = [[own[k][0] if k < len(own) else [] for own in ranks] for k in range(len(shares))]
     rows = [
         Rows(sum(map(len, parts[: world.rank])), ranks[world.rank][k][1], sum(map(len, parts)), len(parts[world.rank]))
         for k, parts in enumerate(samples)
@@ -132,50 +140,35 @@ def _mean(losses: Sequence[tuple[Tensor, Tensor | float]]) -> float:
     return float(sum(total for total, _ in ranks) / sum(weight for _, weight in ranks))
 
 
-def _after(step: Step, state: RunState) -> None:
-    """What the step has left behind."""
+def _after(step: Step, state: RunState, *, divided: bool) -> None:
+    """What the step has left behind. divided: each rank has the optimizer's state of some parameters alone."""
     model = state.model
     step.parameters, step.buffers = parameters_of(model), buffers_of(model)
-    step.optimizer = of_any_rank(optimizer_state_of(state.optimizer, model))
-    step.clipped = of_any_rank(step.clipped)
     step.scheduler = scheduler_numbers(state.scheduler)
+    own = optimizer_state_of(state.optimizer, model)
     step.apart = {
-        **ranks_apart("gradient", step.gradients),
-        **ranks_apart("parameter", step.parameters),
-        **ranks_apart("buffer", step.buffers),
+        **tensors_apart("gradient", step.gradients),
+        **tensors_apart("clipped gradient", step.clipped, divided=divided),
+        **numbers_apart("learning rate", {f"group {n}": rate for n, rate in enumerate(step.rates)}),
+        **tensors_apart("optimizer state", by_tensor(own), divided=divided),
+        **tensors_apart("parameter", step.parameters),
+        **tensors_apart("buffer", step.buffers),
+        **numbers_apart("scheduler", step.scheduler),
     }
+    step.coarse = coarse_on_any(step.parameters)
+    step.optimizer, step.clipped = of_any_rank(own), of_any_rank(step.clipped)
 
 
-def of_any_rank(named: dict[str, Any]) -> dict[str, Any]:
-    """What any rank has, by name, from the first that has it: a divided optimizer keeps its state on one rank."""
-    names = gather_objects(list(named))
-    earlier = {name for others in names[: join().world.rank] for name in others}
-    parts = to_rank_0({name: value for name, value in named.items() if name not in earlier})
-    return {name: value for part in reversed(parts) for name, value in part.items()}
-
-
-def ranks_apart(what: str, named: Named) -> dict[str, float]:
-    """How far ranks are from rank 0 in each tensor, relative to its size there; those that agree are left out."""
-    ranks = to_rank_0({name: prints_of(value.double(), 1)["whole"] for name, value in named.items()})
-    found = {}
-    for name in {name for prints in ranks for name in prints}:
-        first = ranks[0].get(name)
-        others = [prints.get(name) for prints in ranks]
-        if first is None or any(other is None for other in others):
-            found[f"{what} {name}"] = float("inf")
-            continue
-        most = max(float((other - first).norm()) for other in others if other is not None)
-        if most > 0:
-            found[f"{what} {name}"] = most / max(float(first.norm()), torch.finfo(torch.float64).tiny)
-    return found
-
-
-def _evaluate(job: Job, context: StepContext, side: Side) -> None:
+def _evaluate(job: Job, context: StepContext, watch: Watch, side: Side) -> None:
     if job.test is None:
         return
     samples, read = opened(job, job.test(), "test set")
     shares = sequential_shares(test_samples(samples, job.batch_size), job.batch_size, context.world)
+    counted, rows = _agreed(shares, context.world)
     batches = prefetch(zip(read((s.indices for s in shares), 0), shares, strict=True), context.world.device)
-    side.evaluation = evaluate(replace(context, job=job), batches)
-    counted = gather_objects([share.indices[: share.samples].tolist() for share in shares])
-    side.evaluated = [index for parts in zip(*counted, strict=True) for part in parts for index in part]
+    metrics = None if job.metrics is None else watch.measured(job.metrics, rows)
+    measured = replace(job, loss=watch.measured(job.loss, rows), metrics=metrics)
+    side.evaluation = evaluate(replace(context, job=measured), batches)
+    side.apart |= numbers_apart("evaluation", side.evaluation)
+    side.stand_ins = {max(parts, key=len)[0]: parts.count([]) for parts in counted if any(parts)}
+    side.evaluated = [index for parts in counted for part in parts for index in part]

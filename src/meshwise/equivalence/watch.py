@@ -1,8 +1,7 @@
 """Watch a model while it trains: what each module gave, which draws it made, when gradients were ready, what is left.
 
-A module's output is kept as prints: each sample's row, projected on a few fixed random directions. The length of a
-print is about the length of its row, and that of a difference of prints about that of the difference of the rows, at a
-thousandth of the memory; ranks send prints, and the prints of the ranks together are those of one device.
+A module's output is kept as prints of each sample's row (see prints.py): ranks send prints, and the prints of the
+ranks together are those of one device.
 """
 
 from __future__ import annotations
@@ -10,21 +9,20 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwise.compat.dispatch import operators_unseen, tensors_in
+from meshwise.compat.sharding import groups_of, sharded_modules
 from meshwise.equivalence.lifted import lifted
+from meshwise.equivalence.prints import prints_of
 from meshwise.equivalence.seen import Named, Output, plain
-from meshwise.training.keyed import Draw, KeyedDraws, Rows, by_reference, keyed_normal, on_one_device
+from meshwise.training.keyed import Draw, KeyedDraws, Rows, by_reference, by_rows, on_one_device
 from meshwise.transfer.layout import whole
 
-DIRECTIONS = 8
-LONGEST = 4096  # values that are projected together; a longer row has a print for each such piece
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
@@ -39,10 +37,17 @@ class Watch:
         self._draws: list[KeyedDraws] = []
         self._numbers: dict[str, int] = {}
         self._watching = False
+        self._model = model
+        self._inside: list[list[int]] = []  # of each call that has not ended: draws before it, draws of calls inside it
+        self._left: dict[str, float] | None = None
         self.outputs: list[Output] = []
         self.ready: list[str] = []
+        self.touched: list[tuple[int, float, float, bool]] = []
         self.unkeyed: set[str] = set()
+        self.drawing: set[str] = set()
+        self.evaluation_draws = 0
         for name, module in model.named_modules():
+            module.register_forward_pre_hook(self._entered)
             module.register_forward_hook(self._hook(clean(name), type(module).__name__))
         for name, p in model.named_parameters():
             if p.requires_grad:
@@ -52,6 +57,7 @@ class Watch:
         """A step begins: its rows and, on the side that follows, the draws of one device, an entry a microbatch."""
         self._step, self._rows, self._reference = step, rows, reference
         self._draws, self.outputs, self.ready = [], [], []
+        self._left, self.touched = None, []
 
     @property
     def draws(self) -> list[list[Draw]]:
@@ -76,7 +82,7 @@ class Watch:
         place = on_one_device if reference is None else by_reference(reference, rows)
         draws = KeyedDraws((self._seed, self._step, number), rows, place)
         self._draws.append(draws)
-        self._numbers, self._watching = {}, True
+        self._numbers, self._watching, self._inside = {}, True, []
         try:
             with self._precise(), draws.first():
                 yield
@@ -86,15 +92,28 @@ class Watch:
 
     def forget(self) -> None:
         """The newest microbatch was none: no backward came."""
-        self._draws.pop()
+        self.evaluation_draws += len(self._draws.pop().log)
         self.outputs = [output for output in self.outputs if output.microbatch < len(self._draws)]
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """The backward of the newest microbatch: what it recomputes is lifted and keyed alike."""
         self.ready.clear()
+        self._look_for_touched()
         with lifted() if self._lift else contextlib.nullcontext(), self._draws[-1].again():
             yield
+        self._left = _norms(self._model)
+
+    def _look_for_touched(self) -> None:
+        """Were gradients changed since the last backward of this step?"""
+        if self._left is None:
+            return
+        now = _norms(self._model)
+        ratios = [now.get(name, 0.0) / norm for name, norm in self._left.items() if norm > 0]
+        if ratios and max(abs(ratio - 1) for ratio in ratios) > 1e-12:
+            alike = max(ratios) - min(ratios) <= 1e-9 * max(ratios)
+            sizes = [math.hypot(*norms.values()) for norms in (self._left, now)]
+            self.touched.append((len(self._draws) - 2, sizes[0], sizes[1], alike))
 
     def lifted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the job, its casts lifted, unwatched."""
@@ -105,16 +124,36 @@ class Watch:
 
         return precise
 
+    def measured(self, function: Callable[..., Any], rows: Sequence[Rows]) -> Callable[..., Any]:
+        """What a job evaluates with, its casts lifted and its draws keyed; called once for each of `rows`."""
+        batches = iter(enumerate(rows))
+
+        def keyed(*args: Any) -> Any:
+            number, own = next(batches)
+            draws = KeyedDraws((self._seed, -1, number), own, by_rows(own))
+            with self._precise(), draws.first():
+                result = function(*args)
+            self.unkeyed |= draws.unkeyed
+            self.evaluation_draws += len(draws.log)
+            return result
+
+        return keyed
+
     def _precise(self) -> contextlib.AbstractContextManager[None]:
         return lifted() if self._lift else contextlib.nullcontext()
 
     def _ready_hook(self, name: str) -> Callable[[Tensor], None]:
         return lambda _: self.ready.append(name)
 
+    def _entered(self, module: nn.Module, inputs: Any) -> None:
+        if self._watching:
+            self._inside.append([self._drawn(), 0])
+
     def _hook(self, name: str, kind: str) -> Callable[[nn.Module, Any, Any], None]:
         def seen(module: nn.Module, inputs: Any, output: Any) -> None:
             if not self._watching:
                 return
+            self._drew(name)
             micro = len(self._draws) - 1
             rows = self._rows[micro]
             for tensor in tensors_in(output):
@@ -137,6 +176,21 @@ class Watch:
                     )
 
         return seen
+
+    def _drawn(self) -> int:
+        """Draws of this microbatch so far; of those that cannot be keyed, kinds."""
+        return len(self._draws[-1].log) + len(self._draws[-1].unkeyed)
+
+    def _drew(self, name: str) -> None:
+        """A module's call ends: did it draw more than the modules inside it?"""
+        if not self._inside:
+            return
+        before, below = self._inside.pop()
+        drawn = self._drawn() - before
+        if drawn > below:
+            self.drawing.add(name)
+        if self._inside:
+            self._inside[-1][1] += drawn
 
 
 def merged(ranks: Sequence[Sequence[Output]]) -> list[Output]:
@@ -162,33 +216,6 @@ def merged(ranks: Sequence[Sequence[Output]]) -> list[Output]:
     ]
 
 
-def prints_of(value: Tensor, rows: int) -> dict[str, Tensor]:
-    """Prints of a tensor in every layout that it may have: `0` and `1` for the dim of the batch, `each` for samples and
-    positions in them (samples, positions, ...), `whole`."""
-    found = {"whole": _print(value.reshape(1, -1))}
-    if value.dim() > 0 and value.shape[0] % rows == 0:
-        found["0"] = _print(value.reshape(rows, -1))
-    if value.dim() > 1 and value.shape[1] % rows == 0:
-        found["1"] = _print(value.transpose(0, 1).reshape(rows, -1))
-    if value.dim() > 1 and value.shape[0] == rows:
-        found["each"] = _print(value.reshape(rows * value.shape[1], -1)).unflatten(0, (rows, value.shape[1]))
-    return found
-
-
-def _print(rows: Tensor) -> Tensor:
-    if rows.numel() == 0:
-        return torch.zeros(len(rows), DIRECTIONS, dtype=torch.float64)
-    if rows.shape[1] > LONGEST:
-        rows = nn.functional.pad(rows, (0, -rows.shape[1] % LONGEST)).unflatten(1, (-1, LONGEST))
-    return (rows.to(torch.float64) @ _directions(rows.shape[-1], rows.device.type)).flatten(1).cpu()
-
-
-@lru_cache(maxsize=256)
-def _directions(size: int, device: str) -> Tensor:
-    made = keyed_normal(size, (size, DIRECTIONS), torch.device("cpu")) / math.sqrt(DIRECTIONS)
-    return made.to(device)
-
-
 def clean(name: str) -> str:
     """A module's or parameter's name, as the user wrote the model."""
     for wrapper in WRAPPERS:
@@ -196,9 +223,19 @@ def clean(name: str) -> str:
     return name
 
 
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that are trained, each once: where a block has stayed gathered, the part that it was made from."""
+    parts = {}
+    for _, module in sharded_modules(model):
+        for group in groups_of(module):
+            parts.update(group.made_from())
+    for name, p in model.named_parameters():
+        yield clean(name), parts.get(id(p), p)
+
+
 def parameters_of(model: nn.Module) -> Named:
     """Copies of the parameters, each once. Collective where they are sharded."""
-    return {clean(name): plain(whole(p)) for name, p in model.named_parameters()}
+    return {name: plain(whole(p)) for name, p in named_parameters(model)}
 
 
 def buffers_of(model: nn.Module) -> Named:
@@ -208,7 +245,17 @@ def buffers_of(model: nn.Module) -> Named:
 
 def gradients_of(model: nn.Module) -> Named:
     """Copies of the gradients that there are. Collective where they are sharded."""
-    return {clean(name): plain(whole(p.grad)) for name, p in model.named_parameters() if p.grad is not None}
+    return {name: plain(whole(p.grad)) for name, p in named_parameters(model) if p.grad is not None}
+
+
+def _norms(model: nn.Module) -> dict[str, float]:
+    """The length of each gradient that this rank has, or of its part of it."""
+    found = {}
+    for name, p in named_parameters(model):
+        if p.grad is not None:
+            own = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            found[name] = float(own.norm())
+    return found
 
 
 def tied_in(model: nn.Module) -> list[tuple[str, ...]]:
@@ -221,7 +268,7 @@ def tied_in(model: nn.Module) -> list[tuple[str, ...]]:
 
 def optimizer_state_of(optimizer: Optimizer, model: nn.Module) -> dict[str, Named]:
     """Copies of the optimizer's tensors by parameter; what is not the model's is named `stranger N`."""
-    names = {id(p): clean(name) for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in named_parameters(model)}
     found: dict[str, Named] = {}
     for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state.get(p, {})
