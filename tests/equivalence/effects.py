@@ -33,7 +33,7 @@ class Effect:
     forward, backward: operators by name, the backward with the optimizer's. moved: bytes by collective.
     dtypes: those of the matrix products in the forward.
     kept: bytes that autograd keeps from the forward of a microbatch as they are, on the device.
-    copied: bytes of tensors written by copies while the forward ran.
+    copied: bytes of tensors written by copies while the forward ran; stepped: by copies after it.
     """
 
     parameters: int = 0
@@ -45,6 +45,7 @@ class Effect:
     dtypes: Counter[str] = field(default_factory=Counter)
     kept: int = 0
     copied: int = 0
+    stepped: int = 0
 
     @property
     def operators(self) -> int:
@@ -111,8 +112,10 @@ def _counter(effect: Effect, inside: list[bool]) -> Any:
             effect.moved[name] += sum(t.nbytes for t in tensors_in(args[1] if name in (GATHER, SCATTER) else args[0]))
         elif inside[0] and name in PRODUCTS:
             effect.dtypes[str(args[0].dtype).removeprefix("torch.")] += 1
-        elif inside[0] and name == "copy_":
+        elif name == "copy_" and inside[0]:
             effect.copied += args[0].nbytes
+        elif name == "copy_":
+            effect.stepped += args[0].nbytes
         return operator(*args, **kwargs)
 
     return counted
@@ -199,3 +202,18 @@ def bf16(ranks: list[Effect], without: Effect) -> None:
     for rank in ranks:
         assert not without.dtypes["bfloat16"]
         assert rank.dtypes["bfloat16"] > rank.dtypes["float32"]
+
+
+def state_away(ranks: list[Effect], without: Effect) -> None:
+    """Around the step, all of the optimizer's state is written to the host; on a CPU device that is a copy as well."""
+    for rank in ranks:
+        assert rank.state == without.state and rank.parameters == without.parameters
+        assert 4 * without.state <= rank.stepped - without.stepped <= 1.05 * 8 * without.state
+
+
+def halved(ranks: list[Effect], without: Effect) -> None:
+    """Every gradient is sent once, in two bytes instead of four."""
+    gradients = 2 * without.parameters
+    for rank in ranks:
+        assert rank.parameters == without.parameters
+        assert gradients <= rank.moved[REDUCE] <= 1.05 * gradients + 4096
