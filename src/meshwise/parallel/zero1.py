@@ -65,11 +65,16 @@ class DividedOptimizer:
         self._aside = []
         for owner, held in enumerate(self._owned):
             for bucket in _buckets([p for p in held if p.requires_grad]):
-                flat = torch.cat([p.detach().reshape(-1) for p in bucket])
-                collectives.broadcast(flat, owner)
-                if owner != self._rank:
-                    for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                        p.detach().copy_(part.view_as(p))
+                _sent(bucket, owner, own=owner == self._rank)
+
+
+def _sent(bucket: Sequence[nn.Parameter], owner: int, *, own: bool) -> None:
+    """Send a bucket from its owner to all. A function, so that its buffer is let go before the next is made."""
+    flat = torch.cat([p.detach().reshape(-1) for p in bucket])
+    collectives.broadcast(flat, owner)
+    if not own:
+        for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            p.detach().copy_(part.view_as(p))
 
 
 def owners(parameters: Sequence[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
