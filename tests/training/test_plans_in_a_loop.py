@@ -197,6 +197,7 @@ def around_the_model(plan: Plan) -> None:
     run_job(replace(job(1), loss=loss), settings(plan), None)
 
 
+@pytest.mark.slow
 def test_a_layer_called_past_the_sharded_model_is_explained(pool: Any) -> None:
     with pytest.raises(CaseFailed, match=r"A sharded model's parameters are gathered while the model itself is called"):
         pool(2).run(around_the_model, Plan(shard=2))
