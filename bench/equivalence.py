@@ -167,7 +167,7 @@ def main() -> None:
     seeds = [run["seed"] for run in runs]
     due = [case for case in cases() if is_due(asked, str(case), measured[str(case)])]
     if asked.older:
-        due.sort(key=lambda case: (measured[str(case)] or {}).get("seconds", 0))
+        due.sort(key=lambda case: age(measured[str(case)] or {}))
     try:
         for case in due:
             if time.monotonic() < until:
@@ -190,6 +190,11 @@ def is_due(asked: argparse.Namespace, name: str, earlier: dict[str, Any] | None)
     if asked.only not in name or (asked.missing and earlier is not None):
         return False
     return not asked.older or earlier is None or earlier.get("commit") != commit()
+
+
+def age(earlier: dict[str, Any]) -> tuple[bool, float]:
+    """The order in which cases are run again: first those of which no commit is known, and of these the quickest."""
+    return not earlier.get("commit", "").startswith("before"), earlier.get("seconds", 0.0)
 
 
 def write(measured: dict[str, Any], runs: list[dict[str, Any]]) -> None:
