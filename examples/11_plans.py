@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import meshwise as mw
 
 torch.manual_seed(0)
-points = torch.randn(240, 2)
+points = torch.randn(1200, 2)
 inside = (points.norm(dim=1) < 1.2).long()
-train = DataLoader(TensorDataset(points[:200], inside[:200]), batch_size=32, shuffle=True)
-test = DataLoader(TensorDataset(points[200:], inside[200:]), batch_size=32)
+train = DataLoader(TensorDataset(points[:1000], inside[:1000]), batch_size=32, shuffle=True)
+test = DataLoader(TensorDataset(points[1000:], inside[1000:]), batch_size=32)
 
 model = nn.Sequential(
     nn.Linear(2, 96, bias=False), nn.BatchNorm1d(96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 2)
