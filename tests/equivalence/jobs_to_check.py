@@ -210,6 +210,21 @@ def biased(seed: int = 0) -> Job:
     return job_of(Biased, seed, optimizer=lambda parameters: optim.Adam(parameters, lr=0.01, eps=1e-16))
 
 
+class Sampling(nn.Module):
+    """Draws in the evaluation too, as Monte Carlo dropout does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(F.dropout(x, 0.2, training=True))
+
+
+def sampling(seed: int = 0) -> Job:
+    return job_of(Sampling, seed)
+
+
 OWN: dict[str, Callable[..., Job]] = {
     "plain": plain,
     "dropped": dropped,
@@ -219,6 +234,7 @@ OWN: dict[str, Callable[..., Job]] = {
     "normed": normed,
     "weighed": weighed,
     "biased": biased,
+    "sampling": sampling,
 }
 
 

@@ -84,3 +84,8 @@ def test_noise_is_left_out_and_told(pool: Any) -> None:
     proof = checked(pool, "biased", Plan(data=2))
     assert proof.equal
     assert any("most of them in mix.in_proj_bias: their gradients" in text for text in proof.comparison.left_out)
+
+
+def test_draws_in_the_evaluation_are_those_of_one_device(pool: Any) -> None:
+    proof = checked(pool, "sampling", Plan(data=2))
+    assert proof.equal, (proof.comparison.first, proof.cause)

@@ -720,6 +720,10 @@ def fair(said: str, expected: str | tuple[str, ...]) -> bool:
 
 @pytest.mark.parametrize("bug", cases())
 def test_it_is_found_and_said_as_a_person_would(bug: Bug, pool: Any) -> None:
+    said_as_a_person_would(bug, pool)
+
+
+def said_as_a_person_would(bug: Bug, pool: Any) -> None:
     proof = checked(pool, bug.job, bug.plan, plant=bug.plant)
     assert not proof.equal
     first = proof.comparison.first

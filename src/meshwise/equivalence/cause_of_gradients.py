@@ -171,22 +171,31 @@ def _coarse(first: Difference, seen: Evidence) -> Cause | None:
     )
 
 
+def _drawn_anew(first: Difference, seen: Evidence) -> Cause | None:
+    """A block that runs again draws the numbers of its first run, or its gradients are those of another function."""
+    if not seen.step(first.step)[1].redrawn or seen.step(first.step)[0].redrawn:
+        return None
+    block = _block_of(first, seen)
+    where = f"{block}, which runs again," if block else "a block that runs again"
+    return Cause("dropout masks", f"outputs and loss are equal; in the backward {where} draws other random numbers.")
+
+
 def _run_again(first: Difference, seen: Evidence) -> Cause | None:
     """All that lies behind a recomputed block is right: what its second run made is wrong."""
     if first.kind != "gradients" or _from_the_loss_on(first, seen):
         return None
-    owner = owner_of(first.name)
-    block = next((b for b in seen.plan.recomputed if inside(owner, b)), None)
-    if block is None:
-        block = next((b for b in _next_behind(first, seen) if b in seen.plan.recomputed), None)
+    block = _block_of(first, seen)
     if block is None:
         return None
-    text = (
-        f"outputs and loss are equal, and the gradients behind {block or 'the model'}, which runs again in the backward"
-    )
-    if any(inside(name, block) for name in seen.drawing):
-        return Cause("dropout masks", f"{text} and draws random numbers: not the same ones again.")
+    text = f"what lies behind {block or 'the model'}, which runs again in the backward, has right ones"
     return Cause("backward", f"{_many(first, seen)}; {text}: its second run is the likely place.")
+
+
+def _block_of(first: Difference, seen: Evidence) -> str | None:
+    """The recomputed block that a gradient belongs to, or that is called next."""
+    owner, again = owner_of(first.name), seen.plan.recomputed
+    here = next((block for block in again if inside(owner, block)), None)
+    return here if here is not None else next((b for b in _next_behind(first, seen) if b in again), None)
 
 
 def _normalised(first: Difference, seen: Evidence) -> Cause | None:
@@ -224,6 +233,7 @@ _RULES: tuple[Rule, ...] = (
     _lacking,
     _own_of_ranks,
     _between_backwards,
+    _drawn_anew,
     _one_factor,
     _mix,
     _tied,

@@ -99,14 +99,14 @@ def compare(one: Side, plan: Side) -> Comparison:
     found = list(_before(one, plan))
     noise: dict[str, Tensor] = {}
     apart_layouts: Counter[str] = Counter()
-    for number, (mine, other) in enumerate(zip(one.steps, plan.steps, strict=True), 1):
+    for number, (mine, other) in enumerate(zip(one.steps, plan.steps, strict=bool(plan.steps)), 1):
         found += _samples(number, mine, other)
         found += _outputs(number, mine, other, apart_layouts)
         found.append(_with_ranks(_number("loss", number, "loss", mine.loss, other.loss), other.apart, "loss"))
         found += _gradients(number, mine, other)
         _note_noise(noise, mine.gradients, other.gradients)
         found += _after(number, mine, other, noise)
-    found += _evaluation(one, plan)
+    found += _evaluation(one, plan) if plan.steps else ()
     kinds = []
     for kind in KINDS:
         of_kind = [d for d in found if d.kind == kind]

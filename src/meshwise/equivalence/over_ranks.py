@@ -62,10 +62,12 @@ def numbers_apart(what: str, named: Mapping[str, float]) -> dict[str, float]:
 
 def models_apart(side: Side) -> dict[str, float]:
     """How far ranks are apart in what a side begins with: tied weights, classes of modules, parameters, buffers.
-    Collective; for rank 0."""
+    Collective; what one of them lacks is known to every rank, the rest to rank 0."""
     found: dict[str, float] = {}
-    ranks = gather_objects((side.tied, side.modules))
-    for tied, modules in ranks:
+    ranks = gather_objects((side.tied, side.modules, list(side.initial)))
+    for tied, modules, names in ranks:
+        for name in set(names) ^ set(ranks[0][2]):
+            found[f"parameter {name}"] = LACKS
         for group in set(tied) ^ set(ranks[0][0]):
             found[f"tied weights {' = '.join(group)}"] = LACKS
         for name in modules.keys() | ranks[0][1].keys():
@@ -73,6 +75,11 @@ def models_apart(side: Side) -> dict[str, float]:
                 found[f"module {name}"] = LACKS
     found |= tensors_apart("parameter", side.initial)
     return found | tensors_apart("buffer", side.initial_buffers)
+
+
+def cannot_train(apart: Mapping[str, float]) -> bool:
+    """Whether ranks have other parameters than each other, so that they would wait for one another, or fail."""
+    return any(far == LACKS and not name.startswith(("module ", "buffer ")) for name, far in apart.items())
 
 
 def by_tensor(state: Mapping[str, Named]) -> Named:

@@ -246,6 +246,7 @@ class _Watching:
         step.draws, step.outputs = watch.draws, merged(to_rank_0(watch.outputs))
         step.parameters, step.buffers = parameters_of(model), buffers_of(model)
         step.touched = [(r, *found) for r, each in enumerate(gather_objects(watch.touched)) for found in each]
+        step.redrawn = any(gather_objects(watch.redrawn))
         step.coarse = coarse_on_any(step.parameters)
         own, divided = optimizer_state_of(optimizer, model), self.seen.plan is not None and self.seen.plan.zero1
         step.apart = {

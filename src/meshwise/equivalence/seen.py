@@ -77,7 +77,8 @@ class Step:
     apart: `gradient NAME`, `parameter NAME`, `learning rate NAME` and so on -> how far ranks are apart in it, relative
     to its size. parts: microbatch -> prints of its part of each gradient, where a step has several, on one device.
     weighed: whether the loss gives a weight of its own. touched: (rank, microbatch, norm before, norm after, all by one
-    factor) for gradients that changed between two backwards. coarse: parameters that some rank holds in values of a
+    factor) for gradients that changed between two backwards. redrawn: whether a backward drew numbers that its forward
+    did not. coarse: parameters that some rank holds in values of a
     lower precision, and which.
     """
 
@@ -97,6 +98,7 @@ class Step:
     parts: list[Named] = field(default_factory=list)
     weighed: bool = True
     touched: list[tuple[int, int, float, float, bool]] = field(default_factory=list)
+    redrawn: bool = False
     coarse: dict[str, str] = field(default_factory=dict)
 
 

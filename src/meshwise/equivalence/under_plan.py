@@ -16,6 +16,7 @@ from meshwise.equivalence.gathered import to_rank_0
 from meshwise.equivalence.one_device import begun_side, opened
 from meshwise.equivalence.over_ranks import (
     by_tensor,
+    cannot_train,
     coarse_on_any,
     models_apart,
     numbers_apart,
@@ -82,6 +83,8 @@ def under_plan(job: Job, ask: Ask, draws: Draws) -> Side | None:
     side = begun_side(applied.model)
     side.notes = applied.notes
     side.apart = models_apart(side)
+    if any(gather_objects(cannot_train(side.apart))):
+        return side if world.rank == 0 else None
     step = Step()
 
     def gradients_are_there() -> None:
@@ -106,6 +109,7 @@ def under_plan(job: Job, ask: Ask, draws: Draws) -> Side | None:
         step.loss = _mean(train_step(context, parts))
         step.draws, step.outputs = watch.draws, merged(to_rank_0(watch.outputs))
         step.touched = [(r, *found) for r, each in enumerate(gather_objects(watch.touched)) for found in each]
+        step.redrawn = any(gather_objects(watch.redrawn))
         _after(step, state, divided=plan.zero1)
         if world.rank == 0:
             side.steps.append(step)

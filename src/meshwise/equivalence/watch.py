@@ -43,6 +43,7 @@ class Watch:
         self.outputs: list[Output] = []
         self.ready: list[str] = []
         self.touched: list[tuple[int, float, float, bool]] = []
+        self.redrawn = False
         self.unkeyed: set[str] = set()
         self.drawing: set[str] = set()
         self.evaluation_draws = 0
@@ -57,7 +58,7 @@ class Watch:
         """A step begins: its rows and, on the side that follows, the draws of one device, an entry a microbatch."""
         self._step, self._rows, self._reference = step, rows, reference
         self._draws, self.outputs, self.ready = [], [], []
-        self._left, self.touched = None, []
+        self._left, self.touched, self.redrawn = None, [], False
 
     @property
     def draws(self) -> list[list[Draw]]:
@@ -100,8 +101,11 @@ class Watch:
         """The backward of the newest microbatch: what it recomputes is lifted and keyed alike."""
         self.ready.clear()
         self._look_for_touched()
+        drawn = len(self._draws[-1].log)
         with lifted() if self._lift else contextlib.nullcontext(), self._draws[-1].again():
             yield
+        # What runs again and draws the same numbers as at first is the same call, and not noted again.
+        self.redrawn = self.redrawn or len(self._draws[-1].log) > drawn
         self._left = _norms(self._model)
 
     def _look_for_touched(self) -> None:
