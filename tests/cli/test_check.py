@@ -109,7 +109,7 @@ def test_every_figure_is_in_the_json(check: Check, tmp_path: Path) -> None:
     ("words", "says"),
     [
         (("nope.py",), "no such file"),
-        (("train.py", "--batch-size", 3), "keeps its own loop"),
+        (("--batch-size", 3, "train.py"), "keeps its own loop"),
         (("nope",), "no job is called 'nope'"),
         (("train.py:job", "--steps", 0), "at least 1"),
         (("train.py:job", "--plan", "nope.toml"), "no plan can be read"),
