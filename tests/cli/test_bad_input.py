@@ -50,6 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine.py").write_text(JOB_FILE)
     (tmp_path / "broken.py").write_text("import torch\n\nvalue = torch.nothing\n")
     (tmp_path / "unfinished.py").write_text("def f(:\n")
+    (tmp_path / "mark.toml").write_text("shards = 2\n", encoding="utf-8-sig")
     return tmp_path
 
 
@@ -74,6 +75,8 @@ SENTENCES = {
     "mine.py:job --data folder": "is a finished Job",
     "mine.py:job --nnodes 2 --node-rank 2 --rdzv here:1": "machines are counted from 0 to 1",
     "mine.py:job --nnodes 2 --rdzv here": "give where machine 0 is reached",
+    "mine.py:job --plan mine.py": "mine.py: the plan file is not TOML",
+    "mine.py:job --plan mark.toml": "mark.toml: a plan has no field 'shards'. Did you mean 'shard'?",
     "mnist-mlp --data nowhere": "DataError",
     "--resume nowhere": "nowhere: no run folder",
     "": "say what to run",

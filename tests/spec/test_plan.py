@@ -159,6 +159,20 @@ def test_a_plan_needs_one_device_for_each_part_of_each_replica() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "devices", "plan"),
+    [
+        ("", 2, Plan(data=2)),
+        ('recompute = "full"', 2, Plan(data=2, recompute="full")),
+        ("zero1 = true", 4, Plan(data=4, zero1=True)),
+        ("shard = 2", 4, Plan(shard=2)),
+        ("data = 1", 4, Plan()),
+    ],
+)
+def test_of_a_file_that_names_no_axis_replicas_fill_the_devices(text: str, devices: int, plan: Plan) -> None:
+    assert plan_from_toml(text, devices) == plan
+
+
+@pytest.mark.parametrize(
     ("plan", "devices", "says"),
     [
         (Plan(data=3), 2, "data=3 needs 3 devices; this run has 2. Use data=2, or start 3 workers with --devices."),

@@ -10,7 +10,6 @@ from pathlib import Path
 from torch import nn
 
 from meshwise.api.check_script import check_script
-from meshwise.api.run import plan_text
 from meshwise.compat.compiling import inside, uncompile
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.proof import Proof, prove
@@ -20,8 +19,9 @@ from meshwise.jobs.registry import find_job
 from meshwise.machine.find import find_devices
 from meshwise.spec.device_words import parse_devices
 from meshwise.spec.errors import UsageError
-from meshwise.spec.plan import AXES, Plan, check_devices, plan_from_settings, plan_from_toml, plan_on
+from meshwise.spec.plan import AXES, Plan, check_devices, plan_from_settings, plan_on
 from meshwise.training.job import Job
+from meshwise.training.own_plan import plan_in
 from meshwise.workers.join import join, started_by_launcher
 from meshwise.workers.launch import launch
 
@@ -100,7 +100,7 @@ def _plan(plan: Plan | str | Path | None, devices: str | None) -> Plan:
         return plan
     if plan is None:
         return Plan(data=len(find_devices(parse_devices(devices or DEFAULT_DEVICES))))
-    return plan_from_toml(plan_text(plan))
+    return plan_in(plan, len(find_devices(parse_devices(devices or DEFAULT_DEVICES))))
 
 
 def _found(given: Job | None, word: str, data: str | None, changes: dict[str, int | None]) -> Job:

@@ -22,7 +22,7 @@ from meshwise.parallel.fits import check_fits
 from meshwise.records import folder as names
 from meshwise.records.atomic import write_text
 from meshwise.spec.device_words import parse_devices
-from meshwise.spec.errors import PlanError, UsageError
+from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, plan_to_toml
 from meshwise.spec.worker_share import WorkerShare
 from meshwise.spec.world import World
@@ -97,15 +97,6 @@ def run(
     asked = replace(asked, plan=None if plan is None else plan_to_toml(plan), exact_random=exact_random or None)
     summary, _ = run_request(asked, Console(), given=job if isinstance(job, Job) else None, resume=resume, out=out)
     return summary
-
-
-def plan_text(file: str | Path) -> str:
-    """The text of a plan file. Raises PlanError when it cannot be read."""
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise PlanError(f"{file}: no plan can be read ({why}). Name a plan file, such as a run's plan.toml.") from None
 
 
 def run_request(

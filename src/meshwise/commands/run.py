@@ -12,10 +12,11 @@ import psutil
 import typer
 from rich.console import Console
 
-from meshwise.api.run import Machines, plan_text, run_request, run_script
+from meshwise.api.run import Machines, run_request, run_script
 from meshwise.spec.errors import UsageError
 from meshwise.timeline.views.summary_text import summary_dict
 from meshwise.training.block_spans import BLOCKS
+from meshwise.training.own_plan import plan_text
 from meshwise.training.request import RunRequest
 
 app = typer.Typer()
@@ -70,8 +71,8 @@ def run(
         os.environ[BLOCKS] = "1"  # workers inherit it, whatever they run
     asked = RunRequest(job, devices, epochs, batch_size, accumulate, precision, seed, data, log_every, save_every)
     # The run's record keeps the text, so that a resumed run needs no file.
-    asked = replace(asked, plan=plan_text(plan) if plan else None, settings=" ".join(settings) if settings else None)
-    asked = replace(asked, exact_random=exact_random or None)
+    asked = replace(asked, plan=None if plan is None else plan_text(plan), exact_random=exact_random or None)
+    asked = replace(asked, settings=" ".join(settings) if settings else None)
     if script and job is not None:
         _refuse_job_options(asked, resume)
         where = Path(out)

@@ -136,7 +136,7 @@ def check_devices(plan: Plan, devices: int) -> None:
     needs = f"{plan.devices} device{'s' * (plan.devices > 1)}"
     raise PlanError(
         f"{_axes_text(plan)} needs {needs}; this run has {devices}. "
-        f"Use {use}, or start {plan.devices} workers with --devices."
+        f"Use {use}, or start {plan.devices} worker{'s' * (plan.devices > 1)} with --devices."
     )
 
 
@@ -189,15 +189,26 @@ def plan_to_toml(plan: Plan) -> str:
     return "".join(lines)
 
 
-def plan_from_toml(text: str) -> Plan:
-    """Read a plan file. Raises PlanError when the text is no TOML or names an unknown field."""
+def plan_from_toml(text: str, devices: int = 1) -> Plan:
+    """Read a plan file; of one that names no axis, replicas fill `devices`.
+
+    Raises PlanError when the text is no TOML or names an unknown field.
+    """
+    values = plan_values(text)
+    if not any(axis in values for axis in AXES):
+        values["data"] = devices
+    return Plan(**values)
+
+
+def plan_values(text: str) -> dict[str, Any]:
+    """The fields that a plan file names. Raises PlanError when the text is no TOML or names an unknown one."""
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise PlanError(f"the plan file is not TOML: {error}.") from None
     for name in values:
         _check_name(name)
-    return Plan(**values)
+    return values
 
 
 def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Plan:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwise.spec.errors import PlanError, UsageError
-from meshwise.spec.plan import Plan, check_devices, plan_from_toml
+from meshwise.spec.plan import Plan, check_devices, plan_from_toml, plan_values
 from meshwise.spec.world import World
 from meshwise.training.own_state import own, say
 
@@ -17,7 +17,7 @@ PLAN_FILE = "MESHWISE_PLAN"
 
 def settle(given: Plan | str | Path | None, world: World) -> Plan:
     """The plan of this script; the first call decides it. Raises PlanError for one that an own loop cannot have."""
-    asked = plan_in(given) if isinstance(given, str | Path) else given
+    asked = plan_in(given, world.size) if isinstance(given, str | Path) else given
     if own.plan is not None:
         if asked is not None and fitting(asked, world) != own.plan:
             raise UsageError(
@@ -26,7 +26,7 @@ def settle(given: Plan | str | Path | None, world: World) -> Plan:
             )
         return own.plan
     named = os.environ.get(PLAN_FILE)
-    of_run = plan_in(named) if named else None
+    of_run = plan_in(named, world.size) if named else None
     if asked is not None and of_run is not None and asked != of_run:
         raise UsageError(
             f"the script gives mw.distribute {asked}, and the run has {of_run}. Leave plan= out of the script, or the "
@@ -39,13 +39,22 @@ def settle(given: Plan | str | Path | None, world: World) -> Plan:
     return plan
 
 
-def plan_in(file: str | Path) -> Plan:
-    """The plan of a plan file. Raises PlanError when it cannot be read."""
+def plan_text(file: str | Path) -> str:
+    """The text of a plan file. Raises PlanError, with the file's name, when it cannot be read or has other fields."""
     try:
-        return plan_from_toml(Path(file).read_text(encoding="utf-8"))
+        text = Path(file).read_text(encoding="utf-8-sig")  # some editors put a mark before the text
+        plan_values(text)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise PlanError(f"{file}: no plan can be read ({why}). Name a plan file, such as a run's plan.toml.") from None
+    except PlanError as error:
+        raise PlanError(f"{file}: {error}") from None
+    return text
+
+
+def plan_in(file: str | Path, devices: int) -> Plan:
+    """The plan of a plan file on this many devices. Raises PlanError when it cannot be read."""
+    return plan_from_toml(plan_text(file), devices)
 
 
 def fitting(plan: Plan, world: World) -> Plan:

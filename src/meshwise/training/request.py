@@ -55,7 +55,11 @@ def completed(given: RunRequest, recorded: Mapping[str, Any]) -> RunRequest:
 def plan_of(request: RunRequest, devices: int) -> Plan:
     """The plan that the request means on this many devices: its file, else replicas; settings and options over it."""
     settings = (request.settings or "").split()
-    plan = plan_from_settings(settings, plan_from_toml(request.plan)) if request.plan else plan_on(devices, settings)
+    plan = (
+        plan_from_settings(settings, plan_from_toml(request.plan, devices))
+        if request.plan
+        else plan_on(devices, settings)
+    )
     if request.accumulate is not None:
         plan = replace(plan, accumulate=request.accumulate)
     return plan if request.precision is None else replace(plan, precision=request.precision)
