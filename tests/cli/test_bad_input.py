@@ -77,6 +77,7 @@ SENTENCES = {
     "mine.py:job --nnodes 2 --rdzv here": "give where machine 0 is reached",
     "mine.py:job --plan mine.py": "mine.py: the plan file is not TOML",
     "mine.py:job --plan mark.toml": "mark.toml: a plan has no field 'shards'. Did you mean 'shard'?",
+    "mine.py:job --precision bf16 --set precision=fp32": "precision is set by --precision bf16 and by --set precision=",
     "mnist-mlp --data nowhere": "DataError",
     "--resume nowhere": "nowhere: no run folder",
     "": "say what to run",

@@ -27,7 +27,25 @@ def test_a_request_survives_its_record() -> None:
 @pytest.mark.parametrize("name", [field.name for field in fields(RunRequest) if field.name != "job"])
 def test_what_is_said_anew_goes_before_the_record(name: str) -> None:
     other: Any = "other" if isinstance(getattr(FULL, name), str) else 0  # 0 is said, not left open
-    assert completed(RunRequest(**{name: other}), recorded(FULL)) == replace(FULL, **{name: other})
+    gone: Any = {"accumulate": None, "precision": None, "settings": None} if name == "plan" else {}
+    assert completed(RunRequest(**{name: other}), recorded(FULL)) == replace(FULL, **gone, **{name: other})
+
+
+@pytest.mark.parametrize(
+    ("earlier", "given", "plan"),
+    [
+        (RunRequest(precision="bf16"), RunRequest(settings="precision=fp32"), Plan(data=2)),
+        (RunRequest(accumulate=4), RunRequest(settings="accumulate=2"), Plan(data=2, accumulate=2)),
+        (RunRequest(accumulate=4), RunRequest(settings="shard=2"), Plan(shard=2, accumulate=4)),
+        (RunRequest(settings="shard=2"), RunRequest(plan="data = 2"), Plan(data=2)),
+        (RunRequest(settings="precision=bf16"), RunRequest(precision="fp32"), Plan(data=2)),
+        (RunRequest(plan='grad_dtype = "bf16"\nprecision = "bf16"'), RunRequest(precision="fp32"), Plan(data=2)),
+    ],
+)
+def test_what_is_said_anew_of_the_plan_goes_before_it_in_other_words(
+    earlier: RunRequest, given: RunRequest, plan: Plan
+) -> None:
+    assert plan_of(completed(given, recorded(earlier)), 2) == plan
 
 
 def test_the_same_job_may_be_named_again_but_no_other() -> None:

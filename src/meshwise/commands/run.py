@@ -17,7 +17,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.timeline.views.summary_text import summary_dict
 from meshwise.training.block_spans import BLOCKS
 from meshwise.training.own_plan import plan_text
-from meshwise.training.request import RunRequest
+from meshwise.training.request import RunRequest, check_said_once
 
 app = typer.Typer()
 
@@ -73,6 +73,7 @@ def run(
     # The run's record keeps the text, so that a resumed run needs no file.
     asked = replace(asked, plan=None if plan is None else plan_text(plan), exact_random=exact_random or None)
     asked = replace(asked, settings=" ".join(settings) if settings else None)
+    check_said_once(asked)
     if script and job is not None:
         _refuse_job_options(asked, resume)
         where = Path(out)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from meshwise.spec.errors import UsageError
-from meshwise.spec.plan import Plan, plan_from_settings, plan_from_toml, plan_on
+from meshwise.spec.plan import Plan, at_precision, plan_from_settings, plan_from_toml, plan_on
 from meshwise.training.settings import Settings
 
 
@@ -48,8 +48,31 @@ def completed(given: RunRequest, recorded: Mapping[str, Any]) -> RunRequest:
         )
     if given.job is not None and given.job != earlier.get("job"):
         raise UsageError(f"the run to resume is of job '{earlier.get('job')}', not '{given.job}'. Leave the job out.")
+    left = _left_open(given, earlier)
     values = {f.name: getattr(given, f.name) for f in fields(RunRequest)}
-    return RunRequest(**{name: earlier.get(name) if value is None else value for name, value in values.items()})
+    return RunRequest(**{name: left.get(name) if value is None else value for name, value in values.items()})
+
+
+def _left_open(given: RunRequest, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked earlier, without what `given` says anew of the plan in other words."""
+    left = dict(earlier)
+    if given.plan is not None:  # another plan: what was laid over the earlier one went with it
+        left |= dict.fromkeys(("accumulate", "precision", "settings"))
+    names = _names(given.settings)
+    left |= dict.fromkeys(name for name in ("accumulate", "precision") if name in names)
+    return left
+
+
+def _names(settings: str | None) -> set[str]:
+    return {setting.partition("=")[0] for setting in (settings or "").split()}
+
+
+def check_said_once(request: RunRequest) -> None:
+    """Raises UsageError for a field of the plan that has an option of its own and a setting too."""
+    for name in ("accumulate", "precision"):
+        value = getattr(request, name)
+        if value is not None and name in _names(request.settings):
+            raise UsageError(f"{name} is set by --{name} {value} and by --set {name}=. Set it once.")
 
 
 def plan_of(request: RunRequest, devices: int) -> Plan:
@@ -62,7 +85,7 @@ def plan_of(request: RunRequest, devices: int) -> Plan:
     )
     if request.accumulate is not None:
         plan = replace(plan, accumulate=request.accumulate)
-    return plan if request.precision is None else replace(plan, precision=request.precision)
+    return plan if request.precision is None else at_precision(plan, request.precision)
 
 
 def settings_of(request: RunRequest, plan: Plan, *, resume: bool) -> Settings:
