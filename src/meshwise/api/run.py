@@ -35,7 +35,7 @@ from meshwise.training.loop import run_job
 from meshwise.training.own_plan import PLAN_FILE, check_for_own_loops
 from meshwise.training.recording import versions
 from meshwise.training.request import RunRequest, completed, plan_of, settings_of, to_record
-from meshwise.training.settings import Settings
+from meshwise.training.settings import Settings, overridden
 from meshwise.training.supervise import Viewer, summarise, supervise
 from meshwise.transfer.collectives import broadcast_object, gather_objects
 from meshwise.workers.join import join, started_by_launcher
@@ -127,7 +127,7 @@ def run_request(
     plan = plan_of(request, nodes.size if nodes else len(shares))
     check_fits(plan, World(size=nodes.size if nodes else len(shares), device=shares[0].device))  # before a folder
     settings = settings_of(request, plan, resume=folder is not None)
-    job = given or _find(request)  # here too, so that a wrong word is answered before any worker starts
+    job = overridden(given or _find(request), settings)  # here too: what is wrong is told before any worker starts
     folder = _opened(folder, Path(out), job.name, shares, began, nodes, plan, request=to_record(request))
     console.print(f"{job.name}  {plan}  {describe(shares)}", soft_wrap=True, markup=False, highlight=False)
     arguments = (given, request, settings, folder)

@@ -68,7 +68,7 @@ def machine_of(nodes: Nodes | None) -> int:
 
 def meet(nnodes: int, node_rank: int, rdzv: str | None, local_size: int) -> Nodes | None:
     """Meet the launchers of the other machines; None when there is one machine. Blocks until all are there."""
-    if nnodes == 1 and rdzv is None:
+    if nnodes == 1 and node_rank == 0 and rdzv is None:
         return None
     if nnodes < 1 or not 0 <= node_rank < nnodes:
         raise UsageError(
