@@ -111,6 +111,7 @@ def test_what_a_plan_file_leaves_out_has_its_default() -> None:
         ("precision = ['fp32']", "precision=['fp32'] is not known"),
         ("offload = 'optimizer'", "offload='optimizer': must be a tuple of names"),
         ("recompute = [1]", "recompute=[1]: must be a tuple of names"),
+        ("recompute = 'encoder'", "or with a comma behind it, --set recompute=encoder,"),
     ],
 )
 def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str) -> None:
@@ -208,6 +209,7 @@ def test_the_nearest_plan_fits(plan: Plan, devices: int) -> None:
         (["shard=4", "recompute=full"], Plan(shard=4, recompute="full")),
         (["data = 2", "zero1=true"], Plan(data=2, zero1=True)),
         (["recompute=blocks.0,blocks.3"], Plan(recompute=("blocks.0", "blocks.3"))),
+        (["recompute=encoder,"], Plan(recompute=("encoder",))),
         (["offload=parameters,optimizer", "shard=2"], Plan(shard=2, offload=("optimizer", "parameters"))),
         (["offload=none"], Plan()),
         (["precision=bf16", "grad_dtype=bf16"], Plan(precision="bf16", grad_dtype="bf16")),

@@ -251,7 +251,7 @@ def _value_of(name: str, text: str) -> Any:
     if isinstance(default, tuple):
         return () if text in ("", "none") else tuple(part.strip() for part in text.split(","))
     if name == "recompute" and text not in RECOMPUTES and ("," in text or "." in text):
-        return tuple(part.strip() for part in text.split(","))
+        return tuple(part.strip() for part in text.split(",") if part.strip())
     return text
 
 
@@ -267,7 +267,7 @@ def _recompute(value: Any) -> str | tuple[str, ...]:
             return value
         raise PlanError(
             f"recompute={value!r} is not known.{nearest(value, RECOMPUTES)} Use one of {', '.join(RECOMPUTES)}, or the "
-            f"names of blocks: recompute=({value!r},)."
+            f"names of blocks: recompute=({value!r},), or with a comma behind it, --set recompute={value or 'NAME'},"
         )
     names = _words("recompute", value)
     if not names:
@@ -287,7 +287,9 @@ def _offload(value: Any) -> tuple[str, ...]:
 
 def _words(field: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, tuple | list) or not all(isinstance(word, str) for word in value):
-        raise PlanError(f"{field}={value!r}: must be a tuple of names. Write {field}=('...',).")
+        raise PlanError(
+            f"{field}={value!r}: must be a tuple of names. Write {field}=('...',); in a file, {field} = ['...']."
+        )
     if len(set(value)) < len(value):
         raise PlanError(f"{field}={tuple(value)!r} names something twice.")
     return tuple(value)
