@@ -122,3 +122,14 @@ def test_what_cannot_be_is_two(words: tuple[object, ...], says: str, check: Chec
     (tmp_path / "three.toml").write_text("data = 3\n")
     code, out, err = check(*words)
     assert code == 2 and says in err and not out, err
+
+
+def test_a_program_that_raises_is_shown_once_and_without_our_frames(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "raises.py").write_text(
+        "from dataclasses import replace\nfrom train import job\n\ndef loss(model, batch):\n"
+        "    raise ValueError('not today')\n\njob = replace(job, loss=loss)\n"
+    )
+    code, out, err = check("raises.py:job")
+    assert code == 1 and not out
+    assert "one device, in fp64, failed: ValueError: not today" in err and err.count("Traceback") == 1
+    assert "raises.py" in err and "equivalence" not in err

@@ -18,10 +18,11 @@ from meshwise.equivalence.under_plan import Draws, under_plan
 from meshwise.jobs.registry import find_job
 from meshwise.machine.find import find_devices
 from meshwise.spec.device_words import parse_devices
-from meshwise.spec.errors import UsageError
+from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.plan import AXES, Plan, check_devices, plan_from_settings, plan_on
 from meshwise.training.job import Job
 from meshwise.training.own_plan import plan_in
+from meshwise.workers.failure import user_traceback
 from meshwise.workers.join import join, started_by_launcher
 from meshwise.workers.launch import launch
 
@@ -73,7 +74,7 @@ def check(
         asks.append(Ask(chosen, steps, chosen.precision))
     tell(f"one device, {steps} steps")
     if shares[0].device == "cpu":
-        references = [one_device(found, ask) for ask in asks]
+        references = [_alone(found, ask) for ask in asks]
     else:
         (references,) = launch(_one_device, (of_code, word, where, changes, asks), shares[:1])
     tell(f"{chosen}, {words}")
@@ -120,6 +121,18 @@ def as_written(plan: Plan, tell: Callable[[str], None]) -> Plan:
     if plan.compile:
         tell("compile is left out: the modules are compared as they are written")
     return replace(plan, compile=False)
+
+
+def _alone(job: Job, ask: Ask) -> Side:
+    """`one_device` in this process. Raises WorkerFailed, as a worker would, where the user's program raises."""
+    try:
+        return one_device(job, ask)
+    except MeshwiseError:
+        raise
+    except Exception as error:
+        words = [f"one device, in {ask.precision}, failed: {type(error).__name__}: {error}"]
+        words += [*getattr(error, "__notes__", []), *user_traceback(error).rstrip().splitlines()]
+        raise WorkerFailed("\n".join(words), rank=0) from error
 
 
 def _one_device(
