@@ -5,6 +5,7 @@ In float64, where equal is within 1e-9, with all that carries state from step to
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import meshwise as mw
+from meshwise.parallel.shard import note_what_was_not_gathered
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint
 from meshwise.spec.plan import Plan
@@ -201,3 +203,29 @@ def around_the_model(plan: Plan) -> None:
 def test_a_layer_called_past_the_sharded_model_is_explained(pool: Any) -> None:
     with pytest.raises(CaseFailed, match=r"A sharded model's parameters are gathered while the model itself is called"):
         pool(2).run(around_the_model, Plan(shard=2))
+
+
+def test_an_optimizer_that_cannot_step_on_parts_is_explained(pool: Any) -> None:
+    def case() -> None:
+        run_job(replace(job(1), optimizer=lambda params: torch.optim.Rprop(params)), settings(Plan(shard=2)), None)
+
+    with pytest.raises(CaseFailed, match=r"This optimizer cannot step where each rank holds a part of a parameter"):
+        pool(2).run(case)
+
+
+def test_a_copy_of_a_sharded_model_is_explained(pool: Any) -> None:
+    def case(after: bool) -> None:
+        model = nn.Linear(8, 8)
+        copied = copy.deepcopy(model)
+        try:
+            model = mw.distribute(model, plan=Plan(shard=2))
+            copied = copy.deepcopy(model) if after else copied
+            with torch.no_grad():
+                copied.weight.lerp_(model.weight, 0.1)
+        except (RuntimeError, AssertionError) as error:
+            note_what_was_not_gathered(error)
+            raise
+
+    for after in (False, True):
+        with pytest.raises(CaseFailed, match=r"A copy of the model \(an EMA\) is made before mw.distribute"):
+            pool(2).run(case, after)

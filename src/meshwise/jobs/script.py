@@ -16,6 +16,6 @@ def run_script_file(script: Path, arguments: Sequence[str]) -> None:
     sys.path.insert(0, str(script.resolve().parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         note_what_was_not_gathered(error)
         raise

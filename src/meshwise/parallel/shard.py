@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
@@ -227,13 +229,32 @@ class Sharded:
                 gradient.mul_(mean.to(gradient.dtype))
 
 
+COPIED = (
+    "A copy of the model (an EMA) is made before mw.distribute and given to it with the model, so that both are "
+    "divided alike: mw.distribute(model, ema, optimizer, loader)."
+)
+
+
 def note_what_was_not_gathered(error: BaseException) -> None:
-    """Say in words what torch says of a layer that runs on the parts of its parameters."""
-    if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+    """Say in words what torch says of what runs on the parts of parameters, or copies a model of such."""
+    text = str(error)
+    if "FSDP does not support deepcopy" in text:
+        error.add_note(f"A sharded model cannot be copied. {COPIED}")
+    if not isinstance(error, RuntimeError) or "DTensor" not in text:
+        return
+    through = "".join(frame.filename for frame in traceback.extract_tb(error.__traceback__)).replace("\\", "/")
+    if "torch/optim/" in through:
         error.add_note(
-            "A sharded model's parameters are gathered while the model itself is called, model(x). What was called here "
-            "is another method, or a layer of it alone. Let forward call it (with an argument that says so), or use "
-            "shard=1, such as --set zero1=true."
+            "This optimizer cannot step where each rank holds a part of a parameter. Use another, or shard=1, such as "
+            "--set zero1=true."
+        )
+    elif re.search(r"aten\.\w+_\.\w+ got mixed", text):  # written in place
+        error.add_note(f"Each rank holds a part of a sharded parameter, and one met a whole tensor. {COPIED}")
+    elif "mixed torch.Tensor and DTensor" in text:
+        error.add_note(
+            "A sharded model's parameters are gathered while the model itself is called, model(x). What was called "
+            "here is another method, or a layer of it alone. Let forward call it (with an argument that says so), or "
+            "use shard=1, such as --set zero1=true."
         )
 
 
