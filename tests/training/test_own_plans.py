@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
+from meshwise.api.run import _run_script_in_worker
 from meshwise.spec.plan import plan_to_toml
 from meshwise.training import own_loop
 from meshwise.training.own_plan import PLAN_FILE
@@ -614,4 +616,19 @@ def test_one_device_alone_runs_a_plan_of_several_without_its_axes(capsys: pytest
     assert str(own_loop._own.plan) == "Plan(data=1, precision='fp64', recompute='full')"
     assert next(model.parameters()).dtype == torch.float64
     assert "the axes and what divides over them are left out" in capsys.readouterr().err
+    own_loop._own.__init__()  # type: ignore[misc]
+
+
+def test_a_script_that_distributes_no_model_is_told_that_its_plan_changed_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_loop._own.__init__()  # type: ignore[misc]
+    script, plan = tmp_path / "plain.py", tmp_path / "plan.toml"
+    script.write_text("print('hello')\n")
+    plan.write_text("shard = 2\n")
+    for name, value in (("argv", []), ("path", [*sys.path])):
+        monkeypatch.setattr(sys, name, value)
+    monkeypatch.setenv(PLAN_FILE, "")
+    _run_script_in_worker(script, [], plan)
+    assert "plain.py gave mw.distribute no model, so the plan changed nothing" in capsys.readouterr().err
     own_loop._own.__init__()  # type: ignore[misc]

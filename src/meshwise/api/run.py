@@ -33,6 +33,7 @@ from meshwise.timeline.views.summary_text import RunSummary, summary_dict, summa
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
 from meshwise.training.own_plan import PLAN_FILE, check_for_own_loops
+from meshwise.training.own_state import own, say
 from meshwise.training.recording import versions
 from meshwise.training.request import RunRequest, completed, plan_of, settings_of, to_record
 from meshwise.training.settings import Settings, overridden
@@ -265,6 +266,8 @@ def _run_script_in_worker(script: Path, arguments: Sequence[str], plan: Path | N
     if plan is not None:
         os.environ[PLAN_FILE] = str(plan)
     run_script_file(script, arguments)
+    if plan is not None and own.plan is None:
+        say(f"{script.name} gave mw.distribute no model, so the plan changed nothing: every worker ran it by itself.")
 
 
 def _plan_of_script(request: RunRequest, world: World) -> Plan | None:
