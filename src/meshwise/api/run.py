@@ -123,7 +123,7 @@ def run_request(
         raise UsageError("say what to run: meshwise run mnist-mlp, or meshwise run file.py:name.")
     if started_by_launcher():
         return _run_joined(request, console, given, folder, Path(out)), 0
-    shares = find_devices(parse_devices(request.devices or "all"))
+    shares = _shares(request, machines)
     nodes = machines.meet(len(shares))
     plan = plan_of(request, nodes.size if nodes else len(shares))
     check_fits(plan, World(size=nodes.size if nodes else len(shares), device=shares[0].device))  # before a folder
@@ -134,6 +134,16 @@ def run_request(
     arguments = (given, request, settings, folder)
     results, code = supervise(_run_in_worker, arguments, shares, folder=folder, console=console, nodes=nodes)
     return _closed(results, plan, shares, folder, console, machine=machine_of(nodes)), code
+
+
+def _shares(request: RunRequest, machines: Machines) -> list[WorkerShare]:
+    """The devices that were named; else the accelerators, or those that a plan file needs; else its CPU workers."""
+    every = find_devices(parse_devices(request.devices or "all"))
+    if request.devices is not None or machines.nnodes > 1 or (request.plan is None and request.settings is None):
+        return every
+    needs, kind = plan_of(request, len(every)).devices, every[0].device
+    fewer = request.plan is not None and needs < len(every)
+    return find_devices(parse_devices(f"{needs}x{kind}")) if kind == "cpu" or fewer else every
 
 
 def _run_joined(request: RunRequest, console: Console, given: Job | None, folder: Path | None, out: Path) -> RunSummary:
@@ -244,7 +254,7 @@ def run_script(
         _refuse_plan_of_a_joined_script(request)
         run_script_file(script, arguments)
         return 0
-    shares = find_devices(parse_devices(request.devices or "all"))
+    shares = _shares(request, machines)
     nodes = machines.meet(len(shares))
     plan = _plan_of_script(request, World(size=nodes.size if nodes else len(shares), device=shares[0].device))
     folder = _opened(None, out, str(script), shares, began or time.time(), nodes, arguments=list(arguments))
