@@ -632,3 +632,19 @@ def test_a_script_that_distributes_no_model_is_told_that_its_plan_changed_nothin
     _run_script_in_worker(script, [], plan)
     assert "plain.py gave mw.distribute no model, so the plan changed nothing" in capsys.readouterr().err
     own_loop._own.__init__()  # type: ignore[misc]
+
+
+def test_an_optimizer_of_a_deferred_model_trains_it_on_one_device_too() -> None:
+    own_loop._own.__init__()  # type: ignore[misc]
+    with mw.deferred():
+        model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    foreign = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = mw.distribute(model, optimizer)
+    before = wholes(model.named_parameters())
+    mw.backward(model(torch.ones(2, 6, dtype=torch.float64)).sum())
+    optimizer.step()
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters() if name != "first.weight")
+    with pytest.raises(mw.UsageError, match=r"made before mw\.distribute and not given to it"):
+        foreign.step()
+    own_loop._own.__init__()  # type: ignore[misc]

@@ -39,8 +39,10 @@ def lay_models(models: list[nn.Module], plan: Plan, world: World) -> None:
     _watch_steps()
     if plan != Plan():
         _apply(new, plan, world)
+    before = _named()
     for model in new:
         materialise(model)  # one that is deferred still: on one device
+    _note_replaced(before)
     for model in new:  # afterwards: what looks on must not keep the old parameters
         record_blocks(model)
     for optimizer in own.optimizers:
@@ -48,7 +50,7 @@ def lay_models(models: list[nn.Module], plan: Plan, world: World) -> None:
 
 
 def _apply(new: list[nn.Module], plan: Plan, world: World) -> None:
-    before = {id(p): (p, name) for name, p in own.models.named_parameters()}
+    before = _named()
     again = own.applied is not None
     if again and (plan.shard > 1 or plan.offload):
         raise UsageError(
@@ -63,10 +65,17 @@ def _apply(new: list[nn.Module], plan: Plan, world: World) -> None:
     for model in new:
         _compute_in(model, plan, world.device)
     own.applied = applied
+    _note_replaced(before)
+
+
+def _named() -> list[tuple[str, nn.Parameter]]:
+    return list(own.models.named_parameters())
+
+
+def _note_replaced(before: list[tuple[str, nn.Parameter]]) -> None:
+    """Keep which parameters are no longer the models', for optimizers that hold them."""
     now = {id(p) for p in own.models.parameters()}
-    for key, (p, name) in before.items():
-        if key not in now:
-            own.replaced[p] = name
+    own.replaced.update({p: name for name, p in before if id(p) not in now})
 
 
 def _counts() -> bool:
@@ -101,7 +110,7 @@ def lay_optimizer(optimizer: Optimizer, world: World) -> None:
         own.optimizers.append(optimizer)
     applied = own.applied
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    if applied is None or id(optimizer) in own.bound:
+    if id(optimizer) in own.bound:
         return
     names = {id(p): name for name, p in own.models.named_parameters()}
     if not any(p in own.replaced or id(p) in names for p in held):
@@ -109,8 +118,9 @@ def lay_optimizer(optimizer: Optimizer, world: World) -> None:
     if any(p in own.replaced for p in held):
         names |= {id(p): own.replaced[p] for p in held if p in own.replaced}
         rebind(optimizer, names, own.models, lay_as)
-    bind(applied, optimizer, world)
-    own.bound.add(id(optimizer))
+    if applied is not None:
+        bind(applied, optimizer, world)
+        own.bound.add(id(optimizer))
 
 
 @functools.cache
@@ -125,7 +135,7 @@ def _before_step(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
     reduction = own.applied.reduction if own.applied is not None else None
     if id(optimizer) in own.stepping:
         return
-    if reduction is not None and _is_ours(optimizer):
+    if (reduction is not None or own.replaced) and _is_ours(optimizer) and reduction is not None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         unmade = own.backwards == 0 or id(optimizer) in own.stepped
         if unmade and any(p.grad is not None for p in held):
