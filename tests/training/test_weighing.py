@@ -70,3 +70,12 @@ def test_a_weight_is_exact_in_float64(weight: Any) -> None:
     found = as_weight(weight, torch.tensor(1.0))
     assert found.dtype == torch.float64 and found.shape == ()
     assert int(found.item()) == 2**53 - 1
+
+
+def test_a_mean_over_nothing_counts_nothing_although_it_is_no_number() -> None:
+    logits = torch.randn(3, 4, requires_grad=True)
+    mean, weight = split_weight((nn.functional.cross_entropy(logits, torch.full((3,), -100)), 0), 3, "a loss")
+    (mean * weight).backward()
+    assert mean == 0 and logits.grad is not None and not logits.grad.any()
+    mean, _ = split_weight((torch.tensor(float("nan")), torch.tensor(2)), 3, "a loss")
+    assert mean.isnan()  # a loss over something that is no number stays one

@@ -34,7 +34,7 @@ from meshwise.training.own_plan import settle
 from meshwise.training.own_state import own as _own
 from meshwise.training.own_state import say
 from meshwise.training.recording import record_script
-from meshwise.training.weighing import as_weight
+from meshwise.training.weighing import as_weight, of_something
 from meshwise.transfer import collectives
 from meshwise.transfer.prefetch import prefetch
 from meshwise.workers.join import join, open_session
@@ -208,7 +208,8 @@ def _backward(loss: Tensor, weight: Tensor | float | None) -> Tensor:
 
 def _weighted_backward(applied: Applied, loss: Tensor, weight: Tensor) -> Tensor:
     """The weights' sum is reduced while the backward runs, and divides the gradients before they are averaged."""
-    wait = collectives.begin_sum(torch.stack([loss.detach().to(weight.dtype).reshape(()) * weight, weight]))
+    loss = of_something(loss.reshape(()), weight)
+    wait = collectives.begin_sum(torch.stack([loss.detach().to(weight.dtype) * weight, weight]))
     scaled, left = (loss * weight.to(loss.dtype), 1.0) if applied.meets else (loss, weight)
     applied.backward(scaled, reduce=_own.reduce, factor=lambda: left * collectives.world_size() / wait()[1])
     total, weights = wait().unbind()

@@ -28,9 +28,15 @@ def split_weight(result: Any, samples: int, where: str) -> tuple[Tensor, Tensor 
             f"{where} gave a {type(weight).__name__} as its weight, not one number. "
             "Return a mean alone, or (mean, weight), where weight counts what the mean is over."
         )
-    if weight is not None and samples == 0:
-        weight = weight * 0
-    return mean.reshape(()), weight
+    if weight is None:
+        return mean.reshape(()), None
+    weight = weight if samples else weight * 0
+    return of_something(mean.reshape(()), as_weight(weight, mean)), weight
+
+
+def of_something(mean: Tensor, weight: Tensor) -> Tensor:
+    """`mean`, and 0 where it is over nothing: such a mean is no number, which no weight of 0 takes out of a sum."""
+    return torch.where(weight != 0, mean, torch.zeros_like(mean))
 
 
 def as_weight(weight: Tensor | float, like: Tensor) -> Tensor:
