@@ -648,3 +648,30 @@ def test_an_optimizer_of_a_deferred_model_trains_it_on_one_device_too() -> None:
     with pytest.raises(mw.UsageError, match=r"made before mw\.distribute and not given to it"):
         foreign.step()
     own_loop._own.__init__()  # type: ignore[misc]
+
+
+def frozen_in_turns(plan: mw.Plan | None) -> Any:
+    """The judge is frozen while the maker trains: reducers are made anew while the maker's graph waits."""
+    torch.manual_seed(0)
+    maker, judge = nn.Sequential(nn.Linear(3, 90), nn.Tanh(), nn.Linear(90, 6)).double(), net()
+    opt_m, opt_j = torch.optim.Adam(maker.parameters(), 0.01), torch.optim.Adam(judge.parameters(), 0.01)
+    loader = DataLoader(data(12), batch_size=5)
+    maker, judge, opt_m, opt_j, loader = mw.distribute(maker, judge, opt_m, opt_j, loader, plan=plan)
+    for x, y in loader:
+        fake = maker(x[:, :3])
+        opt_j.zero_grad()
+        mw.backward(nn.functional.cross_entropy(judge(x), y) + judge(fake.detach()).pow(2).mean())
+        opt_j.step()
+        opt_m.zero_grad()
+        judge.requires_grad_(False)
+        mw.backward(judge(fake).mean())
+        judge.requires_grad_(True)
+        opt_m.step()
+    return wholes([*maker.named_parameters(), *judge.named_parameters()])
+
+
+def test_a_model_that_is_frozen_in_turns_is_that_of_one_device(pool: Any) -> None:
+    for plan in (mw.Plan(data=2), PLANS["zero1"]):
+        want, results = both(frozen_in_turns, pool, plan)
+        for got in results:
+            same(got, want)

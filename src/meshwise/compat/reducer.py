@@ -27,7 +27,8 @@ def make_reducer(parameters: Sequence[nn.Parameter], bucket_mb: int, hook: Hook)
     """
     holder = nn.Module()
     holder.held = nn.ParameterList(parameters)
-    ddp = DistributedDataParallel(holder, bucket_cap_mb=bucket_mb)
+    # No sync: the ranks hold the same already, and a parameter that is written may be waiting for a backward.
+    ddp = DistributedDataParallel(holder, bucket_cap_mb=bucket_mb, init_sync=False)
     for name in ("_rebuild_buckets", "prepare_for_forward", "prepare_for_backward"):
         if not hasattr(ddp.reducer, name):
             raise RuntimeError(f"torch {torch.__version__} has no Reducer.{name}; meshwise needs torch 2.11 to 2.15.")
