@@ -91,6 +91,7 @@ def _update(run: StepContext) -> None:
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
+    state.model.zero_grad(set_to_none=True)  # of what it does not hold too: the clip norm and the mean are of one step
     if state.scheduler is not None:
         state.scheduler.step()
     state.step += 1
