@@ -193,6 +193,19 @@ def weighed(seed: int = 0) -> Job:
     return job_of(layers, seed, loss=loss)
 
 
+class Sorted(nn.Module):
+    """Runs a module on as many rows as there are samples, which are not the samples, and makes nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look, self.net = nn.Tanh(), layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.look(x.sort(0)[0])
+        result: Tensor = self.net(x)
+        return result
+
+
 class Biased(nn.Module):
     """A key bias: its gradient is zero, and rounding is all that there is of it."""
 
@@ -232,6 +245,7 @@ OWN: dict[str, Callable[..., Job]] = {
     "tied": tied,
     "counting": counting,
     "normed": normed,
+    "sorted": lambda seed=0: job_of(Sorted, seed),
     "weighed": weighed,
     "biased": biased,
     "sampling": sampling,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,9 +101,11 @@ def compare(one: Side, plan: Side) -> Comparison:
     apart_layouts: Counter[str] = Counter()
     for number, (mine, other) in enumerate(zip(one.steps, plan.steps, strict=bool(plan.steps)), 1):
         found += _samples(number, mine, other)
-        found += _outputs(number, mine, other, apart_layouts)
-        found.append(_with_ranks(_number("loss", number, "loss", mine.loss, other.loss), other.apart, "loss"))
-        found += _gradients(number, mine, other)
+        made = [_with_ranks(_number("loss", number, "loss", mine.loss, other.loss), other.apart, "loss")]
+        made += _gradients(number, mine, other)
+        outputs = list(_outputs(number, mine, other, apart_layouts))
+        found += outputs if any(d.fault for d in made) else _of_samples(outputs, apart_layouts)
+        found += made
         _note_noise(noise, mine.gradients, other.gradients)
         found += _after(number, mine, other, noise)
     found += _evaluation(one, plan) if plan.steps else ()
@@ -167,6 +169,17 @@ def _outputs(step: int, mine: Step, other: Step, apart: Counter[str]) -> Iterato
         else:
             facts = {"class": output.kind, "microbatch": output.microbatch + 1, "call": output.number + 1}
             yield Difference("module outputs", step, output.module, *sizes, facts)
+
+
+def _of_samples(outputs: Iterable[Difference], apart: Counter[str]) -> Iterator[Difference]:
+    """The outputs of a step whose loss and gradients are equal: what differs among them was taken for rows of samples,
+    and is none (the tokens of an expert, as many as there are samples by chance)."""
+    for difference in outputs:
+        if difference.fault:
+            where = f"{difference.name or 'the model'} ({difference.facts['class']})"
+            apart[f"{where}: its rows are not those of the samples, since nothing made of them differs"] += 1
+        else:
+            yield difference
 
 
 def _gradients(step: int, mine: Step, other: Step) -> Iterator[Difference]:

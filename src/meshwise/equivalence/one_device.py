@@ -82,7 +82,7 @@ def _run(job: Job, ask: Ask, device: str) -> Side:
             step.clipped = gradients_of(model)
         step.rates = rates_of(optimizer)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()  # also of what the optimizer does not hold
         if scheduler is not None:
             scheduler.step()
         step.optimizer, step.parameters = optimizer_state_of(optimizer, model), parameters_of(model)

@@ -135,7 +135,8 @@ def _before_step(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
     reduction = own.applied.reduction if own.applied is not None else None
     if id(optimizer) in own.stepping:
         return
-    if (reduction is not None or own.replaced) and _is_ours(optimizer) and reduction is not None:
+    ours = _is_ours(optimizer) if reduction is not None or own.replaced else False
+    if reduction is not None and ours:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         unmade = own.backwards == 0 or id(optimizer) in own.stepped
         if unmade and any(p.grad is not None for p in held):
