@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import keep
+from keep import keep
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

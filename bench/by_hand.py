@@ -155,7 +155,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Count, measure, print, keep."""
-    from machine import keep  # beside this script
+    from keep import keep  # beside this script
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200, help="that are timed; 0 counts alone")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy
 import torch
-from machine import keep, ratio_interval
+from keep import keep, ratio_interval
 from torch import Tensor
 
 from meshwise.transfer.comm_log import comm_log

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from machine import keep
+from keep import keep
 
 PAIRS = 11
 COMMANDS = {

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from machine import RESULTS, keep
+from keep import RESULTS, keep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from meshwise.api.check import as_written

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import keep
+from keep import keep
 
 FAULTS = ("raises", "is_killed", "exits", "exits_at_once", "leaves_others", "out_of_memory", "not_a_number")
 JOBS = Path(__file__).parents[1] / "tests" / "faults" / "jobs_that_fail.py"

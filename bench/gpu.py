@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import keep
+from keep import keep
 from rich.console import Console
 from torch.utils.data import Subset
 

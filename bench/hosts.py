@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import keep
+from keep import keep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from meshwise.machine.measure.processes import paths_between

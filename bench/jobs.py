@@ -13,7 +13,7 @@ import tempfile
 import time
 from typing import Any
 
-from machine import keep
+from keep import keep
 from rich.console import Console
 
 from meshwise.api.run import run_request

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from machine import keep
+from keep import keep
 
 import meshwise as mw
 from meshwise.records.folder import begin_session

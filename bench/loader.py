@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import torch
-from machine import keep
+from keep import keep
 from torch.utils.data import DataLoader, Dataset
 
 from meshwise.jobs.mnist import MNIST, read_digits

@@ -31,7 +31,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from machine import keep
+from keep import keep
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import keep, ratio_interval
+from keep import keep, ratio_interval
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from machine import keep
+from keep import keep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from meshwise.timeline.report import Report

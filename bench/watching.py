@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy
 import torch
-from machine import keep
+from keep import keep
 from torch import Tensor, nn
 
 from meshwise.records.folder import begin_session, end_session, span_log
