@@ -79,7 +79,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [pytest.param(p, marks=[pytest.mark.slow] * (n % 2)) for n, p in enumerate(PLANS)])
 def test_a_script_that_is_right_is_equal_under_every_plan(name: str, pool: Any) -> None:
     found = proof(SCRIPT, pool, PLANS[name])
     assert found.equal, found.comparison.first
@@ -118,7 +118,7 @@ FOUND = {
 """Mistakes of a user that run without an error: the first difference, and its cause."""
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", [pytest.param(f, marks=[pytest.mark.slow] * (n % 2)) for n, f in enumerate(FOUND)])
 def test_what_a_user_gets_wrong_is_found(name: str, pool: Any) -> None:
     found = proof(wrong(name), pool)
     first = found.comparison.first

@@ -62,7 +62,7 @@ def test_an_own_loop_prints_and_saves_the_same_when_it_is_sharded(tmp_path: Path
     torch.testing.assert_close(torch.load(tmp_path / "plans.pt", weights_only=True), saved, rtol=1e-3, atol=3e-4)
 
 
-@pytest.mark.parametrize("name", ["04_token_mean.py", "05_evaluate.py"])
+@pytest.mark.parametrize("name", ["04_token_mean.py", pytest.param("05_evaluate.py", marks=pytest.mark.slow)])
 def test_an_own_loop_prints_the_same_numbers_on_two_devices(name: str, tmp_path: Path) -> None:
     one, two = alone(name, folder=tmp_path), on_two(name, folder=tmp_path)
     assert numbers(one) and numbers(two) == pytest.approx(numbers(one), abs=2e-4)
