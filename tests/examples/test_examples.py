@@ -37,6 +37,7 @@ def numbers(lines: list[str]) -> list[float]:
     return [float(n) for n in re.findall(r"\d+\.\d+", " ".join(lines))]
 
 
+@pytest.mark.slow
 def test_mnist_prints_the_tutorials_lines(tmp_path: Path) -> None:
     one = alone("01_mnist.py", "--epochs", "1", folder=tmp_path)
     two = on_two("01_mnist.py", "--epochs", "1", folder=tmp_path)
