@@ -19,29 +19,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwise.compat.reducer import default_store
-from meshwise.equivalence.gathered import to_rank_0
+from meshwise.equivalence.left_behind import agreed, conclude, look_back
 from meshwise.equivalence.lifted import lifted
 from meshwise.equivalence.one_device import begun_side
-from meshwise.equivalence.over_ranks import (
-    by_tensor,
-    coarse_on_any,
-    models_apart,
-    numbers_apart,
-    of_any_rank,
-    tensors_apart,
-)
+from meshwise.equivalence.over_ranks import models_apart, numbers_apart, tensors_apart
 from meshwise.equivalence.script_seen import Seen
 from meshwise.equivalence.seen import Step
 from meshwise.equivalence.under_plan import Draws
-from meshwise.equivalence.watch import (
-    Watch,
-    buffers_of,
-    gradients_of,
-    merged,
-    optimizer_state_of,
-    parameters_of,
-    rates_of,
-)
+from meshwise.equivalence.watch import Watch, buffers_of, gradients_of, parameters_of, rates_of
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, at_precision
 from meshwise.spec.world import World
@@ -49,7 +34,6 @@ from meshwise.training.keyed import Rows
 from meshwise.training.order import Share
 from meshwise.training.own_state import own
 from meshwise.transfer.agreement import wait_for_all
-from meshwise.transfer.collectives import gather_objects
 from meshwise.workers.join import join
 
 EVALUATED = 3  # batches of an evaluation
@@ -135,9 +119,7 @@ class _Watching:
             self._start()
         elif self._since_step == 0 and self._made <= self._steps:
             self._changed_between_steps()
-        ranks = gather_objects((share.indices[: share.samples].tolist(), len(share.indices)))
-        parts, rank = [part for part, _ in ranks], self._world.rank
-        rows = Rows(sum(map(len, parts[:rank])), ranks[rank][1], sum(map(len, parts)), len(parts[rank]))
+        (parts,), (rows,) = agreed([share], self._world)
         self._now = rows, parts
         self._batches += 1
         self._since_step += 1
@@ -234,31 +216,13 @@ class _Watching:
             return
         self.seen.draws.append(self._watch.draws)
         if self._made <= self._steps and self.seen.side is not None:
-            self._look_back(optimizer, self._watch, self._model)
+            divided = self.seen.plan is not None and self.seen.plan.zero1
+            look_back(self._step, self._watch, self._model, optimizer, divided=divided)
+            self._step.apart |= numbers_apart("loss", {"loss": self._step.loss})
             self.seen.side.steps.append(self._step)
         self._a_step = self._since_step
         self._begin_step()
         self._open()
-
-    def _look_back(self, optimizer: Optimizer, watch: Watch, model: nn.Module) -> None:
-        """What the step has left behind."""
-        step = self._step
-        step.draws, step.outputs = watch.draws, merged(to_rank_0(watch.outputs))
-        step.parameters, step.buffers = parameters_of(model), buffers_of(model)
-        step.touched = [(r, *found) for r, each in enumerate(gather_objects(watch.touched)) for found in each]
-        step.redrawn = any(gather_objects(watch.redrawn))
-        step.coarse = coarse_on_any(step.parameters)
-        own, divided = optimizer_state_of(optimizer, model), self.seen.plan is not None and self.seen.plan.zero1
-        step.apart = {
-            **numbers_apart("loss", {"loss": step.loss}),
-            **tensors_apart("gradient", step.gradients),
-            **tensors_apart("clipped gradient", step.clipped, divided=divided),
-            **numbers_apart("learning rate", {f"group {n}": rate for n, rate in enumerate(step.rates)}),
-            **tensors_apart("optimizer state", by_tensor(own), divided=divided),
-            **tensors_apart("parameter", step.parameters),
-            **tensors_apart("buffer", step.buffers),
-        }
-        step.optimizer = of_any_rank(own)
 
     def _is_watched(self, optimizer: Optimizer) -> bool:
         if self._model is None:
@@ -286,9 +250,7 @@ class _Watching:
         self._meet("the end of the script")
         side, watch = self.seen.side, self._watch
         if side is not None and watch is not None:
-            side.unkeyed = set().union(*gather_objects(watch.unkeyed))
-            side.drawing = set().union(*gather_objects(watch.drawing))
-            side.evaluation_draws = max(gather_objects(watch.evaluation_draws))
+            conclude(side, watch)
             side.apart |= numbers_apart("evaluation", side.evaluation)
         return self.seen
 

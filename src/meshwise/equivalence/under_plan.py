@@ -12,36 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.equivalence.gathered import to_rank_0
+from meshwise.equivalence.left_behind import agreed, conclude, look_back
 from meshwise.equivalence.one_device import begun_side, opened
-from meshwise.equivalence.over_ranks import (
-    by_tensor,
-    cannot_train,
-    coarse_on_any,
-    models_apart,
-    numbers_apart,
-    of_any_rank,
-    tensors_apart,
-)
+from meshwise.equivalence.over_ranks import cannot_train, models_apart, numbers_apart
 from meshwise.equivalence.seen import Ask, Cut, Side, Step, cuts_of, order_of, test_samples
-from meshwise.equivalence.watch import (
-    Watch,
-    buffers_of,
-    gradients_of,
-    merged,
-    optimizer_state_of,
-    parameters_of,
-    rates_of,
-    scheduler_numbers,
-)
+from meshwise.equivalence.watch import Watch, gradients_of, rates_of
 from meshwise.parallel.apply import Applied
-from meshwise.recovery.state import RunState
 from meshwise.spec.plan import at_precision
 from meshwise.spec.world import World
 from meshwise.timeline.record import current
 from meshwise.training.evaluate import evaluate
 from meshwise.training.job import Job
-from meshwise.training.keyed import Draw, Rows
+from meshwise.training.keyed import Draw
 from meshwise.training.loop import begun
 from meshwise.training.order import Share, sequential_shares, steps_of_epoch
 from meshwise.training.step import StepContext, train_step
@@ -103,37 +85,21 @@ def under_plan(job: Job, ask: Ask, draws: Draws) -> Side | None:
     for number, cut in enumerate(cuts_of(samples, job.batch_size, ask)):
         step = Step()
         shares = _shares(job, cut, samples, world, ask)
-        step.samples, rows = _agreed(shares, world)
+        step.samples, rows = agreed(shares, world)
         watch.begin(number, rows, draws[number] if number < len(draws) else [])
         parts = list(prefetch(zip(read((s.indices for s in shares), cut.epoch), shares, strict=True), world.device))
         step.loss = _mean(train_step(context, parts))
-        step.draws, step.outputs = watch.draws, merged(to_rank_0(watch.outputs))
-        step.touched = [(r, *found) for r, each in enumerate(gather_objects(watch.touched)) for found in each]
-        step.redrawn = any(gather_objects(watch.redrawn))
-        _after(step, state, divided=plan.zero1)
+        look_back(step, watch, applied.model, state.optimizer, state.scheduler, divided=plan.zero1)
         if world.rank == 0:
             side.steps.append(step)
     _evaluate(job, context, watch, side)
-    side.unkeyed = set().union(*gather_objects(watch.unkeyed))
-    side.drawing = set().union(*gather_objects(watch.drawing))
-    side.evaluation_draws = max(gather_objects(watch.evaluation_draws))
+    conclude(side, watch)
     return side if world.rank == 0 else None
 
 
 def _shares(job: Job, cut: Cut, samples: int, world: World, ask: Ask) -> list[Share]:
     order = order_of(job.seed, cut, samples)[: cut.stop]
     return next(iter(steps_of_epoch(order, cut.stop - cut.start, world, ask.plan.accumulate, cut.start)))
-
-
-def _agreed(shares: Sequence[Share], world: World) -> tuple[list[list[list[int]]], list[Rows]]:
-    """Which samples count on which rank, a list a microbatch; and this rank's rows of each microbatch."""
-    ranks = gather_objects([(share.indices[: share.samples].tolist(), len(share.indices)) for share in shares])
-    samples = [[own[k][0] if k < len(own) else [] for own in ranks] for k in range(len(shares))]
-    rows = [
-        Rows(sum(map(len, parts[: world.rank])), ranks[world.rank][k][1], sum(map(len, parts)), len(parts[world.rank]))
-        for k, parts in enumerate(samples)
-    ]
-    return samples, rows
 
 
 def _mean(losses: Sequence[tuple[Tensor, Tensor | float]]) -> float:
@@ -144,31 +110,12 @@ def _mean(losses: Sequence[tuple[Tensor, Tensor | float]]) -> float:
     return float(sum(total for total, _ in ranks) / sum(weight for _, weight in ranks))
 
 
-def _after(step: Step, state: RunState, *, divided: bool) -> None:
-    """What the step has left behind. divided: each rank has the optimizer's state of some parameters alone."""
-    model = state.model
-    step.parameters, step.buffers = parameters_of(model), buffers_of(model)
-    step.scheduler = scheduler_numbers(state.scheduler)
-    own = optimizer_state_of(state.optimizer, model)
-    step.apart = {
-        **tensors_apart("gradient", step.gradients),
-        **tensors_apart("clipped gradient", step.clipped, divided=divided),
-        **numbers_apart("learning rate", {f"group {n}": rate for n, rate in enumerate(step.rates)}),
-        **tensors_apart("optimizer state", by_tensor(own), divided=divided),
-        **tensors_apart("parameter", step.parameters),
-        **tensors_apart("buffer", step.buffers),
-        **numbers_apart("scheduler", step.scheduler),
-    }
-    step.coarse = coarse_on_any(step.parameters)
-    step.optimizer, step.clipped = of_any_rank(own), of_any_rank(step.clipped)
-
-
 def _evaluate(job: Job, context: StepContext, watch: Watch, side: Side) -> None:
     if job.test is None:
         return
     samples, read = opened(job, job.test(), "test set")
     shares = sequential_shares(test_samples(samples, job.batch_size), job.batch_size, context.world)
-    counted, rows = _agreed(shares, context.world)
+    counted, rows = agreed(shares, context.world)
     batches = prefetch(zip(read((s.indices for s in shares), 0), shares, strict=True), context.world.device)
     metrics = None if job.metrics is None else watch.measured(job.metrics, rows)
     measured = replace(job, loss=watch.measured(job.loss, rows), metrics=metrics)
