@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from meshwise.api.check_script import check_script
+from meshwise.api.check_script import DEFAULT_DEVICES, check_script
 from meshwise.compat.compiling import inside, uncompile
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.proof import Proof, prove
@@ -25,8 +25,6 @@ from meshwise.training.own_plan import plan_in
 from meshwise.workers.failure import user_traceback
 from meshwise.workers.join import join, started_by_launcher
 from meshwise.workers.launch import launch
-
-DEFAULT_DEVICES = "2xcpu"
 
 
 def check(
@@ -88,10 +86,10 @@ def check(
 def plan_of_words(file: str | None, settings: list[str], devices: str | None) -> Plan:
     """The plan of a plan file (None: replicas on all devices) with `field=value` settings over it."""
     if file is None and settings and devices is not None:
-        return plan_on(len(find_devices(parse_devices(devices))), settings)
+        return plan_on(_count(devices), settings)
     if file is None and settings:
         fixed = plan_from_settings([s for s in settings if s.partition("=")[0].strip() in AXES]).devices
-        return plan_on(fixed if fixed > 1 else len(find_devices(parse_devices(DEFAULT_DEVICES))), settings)
+        return plan_on(fixed if fixed > 1 else _count(None), settings)
     start = _plan(file, devices)
     return plan_from_settings(settings, start)
 
@@ -99,9 +97,11 @@ def plan_of_words(file: str | None, settings: list[str], devices: str | None) ->
 def _plan(plan: Plan | str | Path | None, devices: str | None) -> Plan:
     if isinstance(plan, Plan):
         return plan
-    if plan is None:
-        return Plan(data=len(find_devices(parse_devices(devices or DEFAULT_DEVICES))))
-    return plan_in(plan, len(find_devices(parse_devices(devices or DEFAULT_DEVICES))))
+    return Plan(data=_count(devices)) if plan is None else plan_in(plan, _count(devices))
+
+
+def _count(devices: str | None) -> int:
+    return len(find_devices(parse_devices(devices or DEFAULT_DEVICES)))
 
 
 def _found(given: Job | None, word: str, data: str | None, changes: dict[str, int | None]) -> Job:

@@ -12,6 +12,7 @@ from meshwise.api.check import check as check_plan
 from meshwise.api.check import plan_of_words
 from meshwise.equivalence.views.check_dict import check_dict
 from meshwise.equivalence.views.check_text import check_text
+from meshwise.jobs.script import refuse_job_options
 from meshwise.spec.errors import UsageError
 
 app = typer.Typer()
@@ -49,7 +50,7 @@ def check(
     console = Console(stderr=True)
     script = job.endswith(".py")
     if script:
-        _refuse_job_options(job, {"--batch-size": batch_size, "--data": data})
+        refuse_job_options(job, {"batch_size": batch_size, "data": data})
     elif context.args:
         raise UsageError(f"'{' '.join(context.args)}' is no option of a job. See meshwise check --help.")
     said = plan is not None or settings
@@ -71,11 +72,3 @@ def check(
     else:
         Console().print(check_text(proof), soft_wrap=True)
     raise typer.Exit(0 if proof.equal else 1)
-
-
-def _refuse_job_options(script: str, said: dict[str, object]) -> None:
-    for option, value in said.items():
-        if value is not None:
-            raise UsageError(
-                f"{option} {value}: {script} keeps its own loop. Write its own options behind its name, or make a Job."
-            )

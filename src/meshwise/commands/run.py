@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from meshwise.api.run import Machines, run_request, run_script
+from meshwise.jobs.script import refuse_job_options
 from meshwise.spec.errors import UsageError
 from meshwise.timeline.views.summary_text import summary_dict
 from meshwise.training.block_spans import BLOCKS
@@ -75,7 +76,7 @@ def run(
     asked = replace(asked, settings=" ".join(settings) if settings else None)
     check_said_once(asked)
     if script and job is not None:
-        _refuse_job_options(asked, resume)
+        refuse_job_options(job, {**_of_a_job(asked), "resume": resume or None})
         where = Path(out)
         code = run_script(Path(job), context.args, console, request=asked, out=where, machines=machines, began=began)
         raise typer.Exit(code)
@@ -85,13 +86,5 @@ def run(
     raise typer.Exit(code)
 
 
-def _refuse_job_options(asked: RunRequest, resume: str | None) -> None:
-    """Options of a job say nothing to a script that keeps its own loop."""
-    said = {name: value for name, value in vars(asked).items() if value is not None} | (
-        {"resume": resume} if resume else {}
-    )
-    for name in said.keys() - {"job", "devices", "plan", "settings"}:
-        option = f"--{name.replace('_', '-')}" + (f" {said[name]}" if said[name] is not True else "")
-        raise UsageError(
-            f"{option}: {asked.job} keeps its own loop. Write its own options behind its name, or make a Job."
-        )
+def _of_a_job(asked: RunRequest) -> dict[str, object]:
+    return {name: value for name, value in vars(asked).items() if name not in ("job", "devices", "plan", "settings")}

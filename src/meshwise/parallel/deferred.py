@@ -11,6 +11,7 @@ A constructor that looks at a value (`.item()`) gets it: what the value depends 
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from meshwise.compat import fake
 from meshwise.compat.dispatch import operators_unseen, tensors_in
@@ -28,6 +29,7 @@ from meshwise.parallel.record import Record, record_of
 from meshwise.parallel.replay import Place, Unlike, replay
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.transfer import collectives
+from meshwise.transfer.layout import part_of
 from meshwise.transfer.tree import map_tensors
 
 LARGE = 8 << 20  # bytes: holes of this size in the heap would add up to a good part of a large model
@@ -137,12 +139,14 @@ def fill(held: Held, model: nn.Module, device: torch.device | str, *, parts: tor
             if fake.is_fake(t):
                 place = record.known(t)
                 wanted.setdefault(place.storage, []).append((place, t))
-    now = _tensors(model)
+    now, new = _tensors(model), dict[int, Tensor]()
 
-    def place_of(tensor: Tensor) -> torch.device | str:
-        return parts or device if isinstance(tensor, DTensor) else device
-
-    new: dict[int, Tensor] = {}
+    def put(key: tuple[str, str], make: Callable[[Tensor, torch.device | str], Tensor]) -> None:
+        old = now[key]
+        if id(old) not in new:
+            value = make(old, parts or device if isinstance(old, DTensor) else device)
+            new[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+        _put(model, key, new[id(old)], held.own[key])
 
     def finished(number: int, storage: torch.UntypedStorage) -> None:
         if storage.nbytes() >= LARGE:
@@ -152,23 +156,15 @@ def fill(held: Held, model: nn.Module, device: torch.device | str, *, parts: tor
             whole = made.setdefault(place, place.of(storage))
             if isinstance(to, Tensor):
                 attributes[id(to)] = whole
-                continue
-            old = now[to]
-            if id(old) not in new:
-                value = _part(whole.to(old.dtype), old, place_of(old))
-                new[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
-            _put(model, to, new[id(old)], held.own[to])
+            else:
+                put(to, functools.partial(_part, whole))
 
     record.check_given()
     for number in [number for number in wanted if number in record.given]:
         for _, to in wanted.pop(number):
             if isinstance(to, Tensor):
                 raise UsageError(f"{to.shape}: a tensor beside the parameters shares memory with one that was loaded.")
-            old = now[to]
-            if id(old) not in new:
-                value = record.given[number](old, place_of(old))
-                new[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
-            _put(model, to, new[id(old)], held.own[to])
+            put(to, record.given[number])
     if wanted:
         end = record.put_back()
         replay(record.entries, wanted, finished)
@@ -192,16 +188,11 @@ def _agree(record: Record) -> None:
 
 
 def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
-    """`whole` on `device`, or this rank's part of it where `like` is divided over ranks; of its own memory then."""
+    """`whole` in the dtype of `like`, on `device`; where that is divided, this rank's part, of its own memory."""
+    whole = whole.to(like.dtype)
     if not isinstance(like, DTensor):
         return whole.to(device)
-    part, mesh = whole, like.device_mesh
-    for axis, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
-            parts = part.chunk(mesh.size(axis), placement.dim)
-            own = mesh.get_local_rank(axis)
-            part = parts[own] if own < len(parts) else part.narrow(placement.dim, 0, 0)
-    return with_local(like, part.clone(memory_format=torch.contiguous_format).to(device))
+    return with_local(like, whole[part_of(like)].clone(memory_format=torch.contiguous_format).to(device))
 
 
 def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:

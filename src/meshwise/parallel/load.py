@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from meshwise.compat import fake
 from meshwise.compat.sharding import with_local
 from meshwise.parallel.record import record_of
 from meshwise.parallel.replay import Place
 from meshwise.spec.errors import UsageError
+from meshwise.spec.words import some
+from meshwise.transfer.layout import part_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {
@@ -60,7 +62,7 @@ class _Stored:
 
     def part(self, like: Tensor, device: torch.device | str) -> Tensor:
         """This rank's part, as `like` lies, in its dtype."""
-        bounds = _bounds(like)
+        bounds = part_of(like)
         with safe_open(self.file, "pt") as opened:  # closed at once: pages of a mapped file count as memory in use
             read = opened.get_slice(self.name)[bounds] if bounds else opened.get_tensor(self.name)
             local = torch.empty(read.shape, dtype=like.dtype).copy_(read)
@@ -104,23 +106,9 @@ def _give(tensor: Tensor, stored: _Stored) -> None:
         record.given[place.storage] = functools.partial(_Stored.part, stored)
         record.given_after = len(record.entries)
         return
-    part = stored.part(tensor, "cpu" if tensor.device.type == "cpu" else tensor.device)
+    part = stored.part(tensor, tensor.device)
     into = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     into.copy_(part.to_local() if isinstance(part, DTensor) else part)
-
-
-def _bounds(like: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor this rank holds."""
-    bounds = [(0, length) for length in like.shape]
-    if isinstance(like, DTensor):
-        for axis, placement in enumerate(like.placements):
-            if isinstance(placement, Shard):
-                begin, end = bounds[placement.dim]
-                size, own = like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis)
-                step = -(-(end - begin) // size)  # as torch.chunk divides
-                first = min(end, begin + own * step)
-                bounds[placement.dim] = first, min(end, first + step)
-    return tuple(slice(begin, end) for begin, end in bounds)
 
 
 def _tied(model: nn.Module) -> list[tuple[list[str], Tensor]]:
@@ -154,9 +142,7 @@ def _stored(path: Path) -> dict[str, _Stored]:
                 for name in opened.keys():  # noqa: SIM118
                     facts = opened.get_slice(name)
                     found[name] = _Stored(file, name, tuple(facts.get_shape()), DTYPES.get(facts.get_dtype()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is no safetensors checkpoint: {error}.") from None
-    except Exception as error:  # safetensors' own error is no subclass of these
+    except Exception as error:  # safetensors' own error has no other parent
         raise UsageError(f"{path} is no safetensors checkpoint: {error}.") from None
     return found
 
@@ -164,9 +150,9 @@ def _stored(path: Path) -> dict[str, _Stored]:
 def _check(path: Path, chosen: Iterable[tuple[str, Tensor, _Stored]], missing: list[str], foreign: list[str]) -> None:
     parts = []
     if missing:
-        parts.append(f"it lacks {_some(missing)}")
+        parts.append(f"it lacks {some(missing)}")
     if foreign:
-        parts.append(f"it has {_some(foreign)}, which the model has not")
+        parts.append(f"it has {some(foreign)}, which the model has not")
     hint = " Write strict=False to keep the start values of what it lacks and leave out what the model has not."
     other = [(name, there.shape, tuple(t.shape)) for name, t, there in chosen if there.shape != tuple(t.shape)]
     if other:
@@ -176,7 +162,3 @@ def _check(path: Path, chosen: Iterable[tuple[str, Tensor, _Stored]], missing: l
         hint = " Build the model with the sizes that the checkpoint was saved with."
     if parts:
         raise UsageError(f"{path} does not fit the model: {'; '.join(parts)}.{hint}")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshwise.recovery.collect import collected
 from meshwise.spec.errors import CheckpointError
+from meshwise.spec.words import some
 
 FORMAT = 1
 
@@ -99,14 +100,10 @@ def _compare(own: dict[str, Any], saved: dict[str, Any]) -> None:
         return
     parts = []
     if missing:
-        parts.append(f"it lacks {_some(missing)}")
+        parts.append(f"it lacks {some(missing)}")
     if foreign:
-        parts.append(f"it has {_some(foreign)}, which this model does not")
+        parts.append(f"it has {some(foreign)}, which this model does not")
     if other:
         name = other[0]
         parts.append(f"{name} is {tuple(saved[name].shape)} there and {tuple(own[name].shape)} here")
     raise CheckpointError(f"the checkpoint is of another model: {'; '.join(parts)}. Resume with the job that was run.")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

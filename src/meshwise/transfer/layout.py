@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -16,6 +16,20 @@ def whole(tensor: Tensor) -> Tensor:
     there: Any = tensor if tensor.device.type == kind else tensor.to(kind)
     gathered: Tensor = there.full_tensor()
     return gathered
+
+
+def part_of(like: Tensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this rank holds, a slice a dim: all of it where `like` is not divided."""
+    bounds = [(0, length) for length in like.shape]
+    if isinstance(like, DTensor):
+        for axis, placement in enumerate(like.placements):
+            if isinstance(placement, Shard):
+                begin, end = bounds[placement.dim]
+                size, own = like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis)
+                step = -(-(end - begin) // size)  # as torch.chunk divides
+                first = min(end, begin + own * step)
+                bounds[placement.dim] = first, min(end, first + step)
+    return tuple(slice(begin, end) for begin, end in bounds)
 
 
 def lay_as(value: Tensor, parameter: Tensor) -> Tensor:
