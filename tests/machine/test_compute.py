@@ -6,8 +6,8 @@ import torch
 
 from meshwise.machine.measure.alone import Compute, device_names, measure_alone, measure_here
 from meshwise.machine.measure.compute import SHAPES, dtypes_of, matmuls
-from meshwise.spec.machine import Matmul
 from meshwise.spec.devices import WorkerSlot
+from meshwise.spec.machine import Matmul
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,8 @@ import pytest
 
 from meshwise.machine import find
 from meshwise.machine.find import describe, find_devices
-from meshwise.spec.devices import parse_devices
+from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError
-from meshwise.spec.devices import WorkerSlot
 
 Host = Callable[..., None]
 

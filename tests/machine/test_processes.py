@@ -22,9 +22,9 @@ from meshwise.machine.measure.processes import (
     result_to,
 )
 from meshwise.machine.measure.result import PathResult
+from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.timings import Timings, fitted
-from meshwise.spec.devices import WorkerSlot
 from meshwise.transfer.collectives import group_of
 from tests.pool import Pool
 

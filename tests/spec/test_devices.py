@@ -78,7 +78,6 @@ def test_any_text_is_a_request_or_one_sentence(words: str) -> None:
         assert words in str(error)
 
 
-
 @pytest.mark.parametrize(
     ("cores", "text"), [((), ""), ((3,), "3"), ((0, 1, 2, 5), "0-2,5"), ((7, 4, 5, 1), "1,4-5,7"), ((0, 1), "0-1")]
 )

@@ -20,10 +20,9 @@ from meshwise.machine.measure.processes import measure_processes
 from meshwise.machine.measure.result import PathResult
 from meshwise.machine.measure.sizes import DEFAULT, fitting, read_sizes
 from meshwise.machine.memory import free_bytes
-from meshwise.spec.devices import parse_devices
+from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.machine import Machine
-from meshwise.spec.devices import WorkerSlot
 
 WHAT = ("compute", "links", "collectives")
 SECONDS = {"cpu": 40.0, "cuda": 90.0}

@@ -13,10 +13,9 @@ from meshwise.api.run import NodeOptions
 from meshwise.machine.bench import Bench, Stop, bench_of, merged
 from meshwise.machine.find import accelerators, find_devices
 from meshwise.machine.measure.processes import WHAT, heard_by, measure_hosts, told_to
-from meshwise.spec.devices import parse_devices
+from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.machine import Machine
-from meshwise.spec.devices import WorkerSlot
 from meshwise.transfer.collectives import gather_objects
 from meshwise.workers.channel import Message
 from meshwise.workers.join import join, open_session, started_by_launcher

@@ -18,10 +18,9 @@ from meshwise.equivalence.under_plan import Draws
 from meshwise.jobs.script import run_script_file
 from meshwise.machine.find import find_devices
 from meshwise.parallel.fits import check_fits
-from meshwise.spec.devices import parse_devices
+from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, plan_to_toml
-from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.world import World
 from meshwise.training.own_plan import PLAN_FILE, check_for_own_loops
 from meshwise.workers.launch import launch

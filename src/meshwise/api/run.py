@@ -21,10 +21,9 @@ from meshwise.machine.find import describe, find_devices
 from meshwise.parallel.fits import check_fits
 from meshwise.records import folder as names
 from meshwise.records.atomic import write_text
-from meshwise.spec.devices import parse_devices
+from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, plan_to_toml
-from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.world import World
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from meshwise.machine.cores import allowed_cores, cores_near, split_cores
-from meshwise.spec.devices import DeviceRequest
+from meshwise.spec.devices import DeviceRequest, WorkerSlot, core_ranges
 from meshwise.spec.errors import UsageError
-from meshwise.spec.devices import WorkerSlot, core_ranges
 
 
 def find_devices(request: DeviceRequest) -> list[WorkerSlot]:

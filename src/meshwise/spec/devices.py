@@ -68,7 +68,9 @@ def _indexed(words: str, kind: str, indices: tuple[int, ...]) -> DeviceRequest:
 def _known(words: str, kind: str) -> str:
     if kind not in DEVICE_KINDS:
         hint = nearest(kind, (*DEVICE_KINDS, "all"))
-        raise UsageError(f"--devices {words}: '{kind}' is no kind of device.{hint} Known are {', '.join(DEVICE_KINDS)}.")
+        raise UsageError(
+            f"--devices {words}: '{kind}' is no kind of device.{hint} Known are {', '.join(DEVICE_KINDS)}."
+        )
     return kind
 
 

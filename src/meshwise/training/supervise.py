@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from meshwise.records import folder as names
+from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.plan import Plan
-from meshwise.spec.devices import WorkerSlot
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.views.live import LiveView, Progress

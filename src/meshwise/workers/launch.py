@@ -29,8 +29,8 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
-from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.devices import WorkerSlot
+from meshwise.spec.errors import WorkerFailed
 from meshwise.workers import failure, join, process, worker
 from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message
 from meshwise.workers.failure import Failure

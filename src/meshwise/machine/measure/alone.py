@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from meshwise.machine.measure.compute import launch_seconds, matmuls, memory_rate
-from meshwise.spec.machine import Matmul
 from meshwise.spec.devices import WorkerSlot
+from meshwise.spec.machine import Matmul
 from meshwise.transfer.collectives import barrier
 from meshwise.workers.channel import Message
 from meshwise.workers.join import join

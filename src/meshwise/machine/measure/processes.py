@@ -19,9 +19,9 @@ from meshwise.machine.measure.alone import device_names
 from meshwise.machine.measure.cases import Maker, Place
 from meshwise.machine.measure.result import PathResult
 from meshwise.machine.measure.together import Path, measure_path
+from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.timings import Timings
-from meshwise.spec.devices import WorkerSlot
 from meshwise.transfer.collectives import Group, broadcast_object, gather_objects, group_of, own_rank, world_size
 from meshwise.workers.channel import Message, WorkerChannel
 from meshwise.workers.join import join
