@@ -139,12 +139,12 @@ def clipped_wider(patch: Any) -> None:
 
 def stand_ins_are_shared_out(patch: Any) -> None:
     """Every rank gets equally many samples in an evaluation; the last ones are padded with the last sample."""
-    real = under_plan.sequential_shares
+    real = under_plan.sequential_slices
 
     def padded(*arguments: Any) -> Any:
         return [replace(share, samples=max(share.samples, 1)) for share in real(*arguments)]
 
-    patch.setattr(under_plan, "sequential_shares", padded)
+    patch.setattr(under_plan, "sequential_slices", padded)
 
 
 def stand_ins_weigh(patch: Any) -> None:
@@ -154,18 +154,18 @@ def stand_ins_weigh(patch: Any) -> None:
 
 def repeated_rows(patch: Any) -> None:
     """The second rank begins a sample early."""
-    real = order.share_of
+    real = order.batch_slice
 
-    def share_of(all: Any, start: int, stop: int, total: int, world: Any) -> Any:
+    def batch_slice(all: Any, start: int, stop: int, total: int, world: Any) -> Any:
         share = real(all, start, stop, total, world)
         return replace(share, indices=all[start : start + len(share.indices)]) if world.rank else share
 
-    patch.setattr(order, "share_of", share_of)
+    patch.setattr(order, "batch_slice", batch_slice)
 
 
 def turned_around(patch: Any) -> None:
-    real = order.share_of
-    patch.setattr(order, "share_of", lambda *a: (lambda s: replace(s, indices=s.indices.flip(0)))(real(*a)))
+    real = order.batch_slice
+    patch.setattr(order, "batch_slice", lambda *a: (lambda s: replace(s, indices=s.indices.flip(0)))(real(*a)))
 
 
 def draws_of_their_own(patch: Any) -> None:

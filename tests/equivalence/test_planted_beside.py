@@ -23,7 +23,7 @@ from meshwise.parallel.data import DataParallel
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training import evaluate, loop, order, step
-from meshwise.training.order import Share
+from meshwise.training.order import BatchSlice
 from meshwise.transfer import collectives
 from tests.equivalence.test_planted_by_others import (
     DATA,
@@ -46,36 +46,36 @@ PADDED = "padded or repeated sample"
 
 def last_sample_dropped(patch: Any) -> None:
     """`drop_last`: a batch that ranks do not share evenly loses its rest."""
-    real = order.share_of
+    real = order.batch_slice
 
-    def share_of(samples: Tensor, start: int, stop: int, total: int, world: World) -> Share:
+    def batch_slice(samples: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
         even = (stop - start) // world.size * world.size
         return real(samples, start, start + even, even, world)
 
-    patch.setattr(order, "share_of", share_of)
+    patch.setattr(order, "batch_slice", batch_slice)
 
 
 def all_ranks_read_all(patch: Any) -> None:
     """Gradients are right all the same."""
-    patch.setattr(order, "share_of", lambda o, a, b, total, world: Share(o[a:b], b - a, total * world.size))
+    patch.setattr(order, "batch_slice", lambda o, a, b, total, world: BatchSlice(o[a:b], b - a, total * world.size))
 
 
 def one_sample_on_both_ranks(patch: Any) -> None:
-    real = order.share_of
+    real = order.batch_slice
 
-    def share_of(samples: Tensor, start: int, stop: int, total: int, world: World) -> Share:
+    def batch_slice(samples: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
         share = real(samples, start, stop, total, world)
         if world.rank:
             return share
         last = int((samples == share.indices[-1]).nonzero()) + 1
         return replace(share, indices=torch.cat([share.indices, samples[last : last + 1]]), samples=share.samples + 1)
 
-    patch.setattr(order, "share_of", share_of)
+    patch.setattr(order, "batch_slice", batch_slice)
 
 
 def ranks_change_places(patch: Any) -> None:
-    real = order.share_of
-    patch.setattr(order, "share_of", lambda *a: real(*a[:4], World(a[4].size - 1 - a[4].rank, a[4].size)))
+    real = order.batch_slice
+    patch.setattr(order, "batch_slice", lambda *a: real(*a[:4], World(a[4].size - 1 - a[4].rank, a[4].size)))
 
 
 # --- one rank alone
@@ -135,7 +135,7 @@ def metrics_of_rank_1_are_moved(patch: Any) -> None:
 # --- evaluation
 
 
-def measured(change: Callable[[Any, Any, Share], Any]) -> Callable[[Any], None]:
+def measured(change: Callable[[Any, Any, BatchSlice], Any]) -> Callable[[Any], None]:
     """Change the metrics of a batch: `change(measured, run, share)`."""
 
     def plant(patch: Any) -> None:
@@ -145,11 +145,11 @@ def measured(change: Callable[[Any, Any, Share], Any]) -> Callable[[Any], None]:
     return plant
 
 
-def last_batch_is_not_counted(measured: Any, run: Any, share: Share) -> Any:
+def last_batch_is_not_counted(measured: Any, run: Any, share: BatchSlice) -> Any:
     return {n: (mean, weight * (share.total == 8)) for n, (mean, weight) in measured.items()}
 
 
-def ranks_add_means_up(measured: Any, run: Any, share: Share) -> Any:
+def ranks_add_means_up(measured: Any, run: Any, share: BatchSlice) -> Any:
     return {n: (mean * run.world.size, weight) for n, (mean, weight) in measured.items()}
 
 
@@ -174,7 +174,7 @@ def batch_norms_stay_in_training(patch: Any) -> None:
 def evaluated_with_old_parameters(patch: Any) -> None:
     real = evaluate._measure
 
-    def measure(run: Any, batch: Any, share: Share) -> Any:
+    def measure(run: Any, batch: Any, share: BatchSlice) -> Any:
         last = run.applied.model[4].bias
         kept = last.detach().clone()
         with torch.no_grad():

@@ -28,7 +28,7 @@ from meshwise.parallel.zero1 import DividedOptimizer
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training import evaluate, loop, order, step
-from meshwise.training.order import Share
+from meshwise.training.order import BatchSlice
 from meshwise.transfer import collectives
 from tests.equivalence.jobs_to_check import checked
 
@@ -68,37 +68,37 @@ def summed_by_hand_as_well(patch: Any) -> None:
 
 def every_rank_reads_the_same(patch: Any) -> None:
     """No distributed sampler."""
-    real = order.share_of
-    patch.setattr(order, "share_of", lambda o, a, b, total, world: real(o, a, b, total, World(0, world.size)))
+    real = order.batch_slice
+    patch.setattr(order, "batch_slice", lambda o, a, b, total, world: real(o, a, b, total, World(0, world.size)))
 
 
 def padded_to_equal_shares(patch: Any) -> None:
     """As DistributedSampler does: a short share is filled up with the first sample, which counts twice."""
 
-    def share_of(samples: Tensor, start: int, stop: int, total: int, world: World) -> Share:
+    def batch_slice(samples: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
         each = -(-(stop - start) // world.size)
         padded = torch.cat([samples[start:stop], samples[start : start + each * world.size - (stop - start)]])
-        return Share(padded[world.rank * each : (world.rank + 1) * each], each, each * world.size)
+        return BatchSlice(padded[world.rank * each : (world.rank + 1) * each], each, each * world.size)
 
-    patch.setattr(order, "share_of", share_of)
+    patch.setattr(order, "batch_slice", batch_slice)
 
 
 def one_sample_for_another(patch: Any) -> None:
     """The first sample of a batch is read again in the place of its last."""
-    real = order.share_of
+    real = order.batch_slice
 
-    def share_of(samples: Tensor, start: int, stop: int, total: int, world: World) -> Share:
+    def batch_slice(samples: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
         repeated = samples.clone()
         repeated[stop - 1] = samples[start]
         return real(repeated, start, stop, total, world)
 
-    patch.setattr(order, "share_of", share_of)
+    patch.setattr(order, "batch_slice", batch_slice)
 
 
 def order_moved_by_one(patch: Any) -> None:
     """Batches are counted from the second sample."""
-    real = order.share_of
-    patch.setattr(order, "share_of", lambda samples, *rest: real(samples.roll(-1), *rest))
+    real = order.batch_slice
+    patch.setattr(order, "batch_slice", lambda samples, *rest: real(samples.roll(-1), *rest))
 
 
 # --- shard
@@ -330,13 +330,13 @@ def buffer_of_rank_1(patch: Any) -> None:
 
 def microbatches_weigh_alike(patch: Any) -> None:
     """The loss is divided by the number of microbatches, of which the last is smaller."""
-    real = order.share_of
+    real = order.batch_slice
 
-    def share_of(samples: Tensor, start: int, stop: int, total: int, world: World) -> Share:
+    def batch_slice(samples: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
         share = real(samples, start, stop, total, world)
         return replace(share, total=3 * (stop - start))
 
-    patch.setattr(order, "share_of", share_of)
+    patch.setattr(order, "batch_slice", batch_slice)
 
 
 def mean_of_rank_means(patch: Any) -> None:
@@ -516,7 +516,7 @@ def evaluated_with_the_first_buffers(patch: Any) -> None:
     """The copy that is evaluated got the parameters of the training, and not its running statistics."""
     real = evaluate._measure
 
-    def measure(run: Any, batch: Any, share: Share) -> Any:
+    def measure(run: Any, batch: Any, share: BatchSlice) -> Any:
         buffers = list(run.applied.model[1].buffers())
         kept = [b.clone() for b in buffers]
         run.applied.model[1].reset_running_stats()
