@@ -44,6 +44,7 @@ from meshwise.workers.launch import launch as launch_workers
 from meshwise.workers.nodes import NodeOptions, Nodes, machine_of
 
 RUNS = Path("runs")
+ALONE = NodeOptions()
 
 
 def launch(function: Callable[..., Any], *arguments: Any, devices: str = "all") -> list[Any]:
@@ -94,7 +95,7 @@ def run_request(
     given: Job | None = None,
     resume: str | Path | None = None,
     out: str | Path = RUNS,
-    machines: NodeOptions = NodeOptions(),
+    machines: NodeOptions = ALONE,
     began: float | None = None,
 ) -> tuple[RunSummary, int]:
     """Run what was asked: in workers of our own, or in this process where another launcher started it.
@@ -228,7 +229,7 @@ def run_script(
     *,
     request: RunRequest,
     out: Path = RUNS,
-    machines: NodeOptions = NodeOptions(),
+    machines: NodeOptions = ALONE,
     began: float | None = None,
 ) -> int:
     """Run an own-loop script on every device, as `python script.py` runs it on one. Returns the exit code.
