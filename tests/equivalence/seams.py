@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwise.spec.world import World
-from meshwise.training.order import Share
+from meshwise.training.order import BatchSlice
 from meshwise.transfer import collectives
 
 SEAMS = {
@@ -26,8 +26,8 @@ SEAMS = {
     "update": "meshwise.training.step._update",
     "optimizer is bound": "meshwise.training.loop.bind",
     # the data
-    "slice of a rank": "meshwise.training.order.share_of",
-    "slices of an evaluation": "meshwise.equivalence.under_plan.sequential_shares",
+    "slice of a rank": "meshwise.training.order.batch_slice",
+    "slices of an evaluation": "meshwise.equivalence.under_plan.sequential_slices",
     "random numbers": "meshwise.training.keyed.KeyedDraws._uniform",
     # the evaluation
     "metrics of a batch": "meshwise.training.evaluate._measure",
@@ -155,12 +155,12 @@ def before_division(patch: Any, change: Callable[[Any], None]) -> None:
     around(patch, "model before it is divided", divide)
 
 
-def slices_changed(patch: Any, change: Callable[[Share, int], Share]) -> None:
+def slices_changed(patch: Any, change: Callable[[BatchSlice, int], BatchSlice]) -> None:
     """Let `change(slice, rank)` give what a rank has of a microbatch."""
     around(patch, "slice of a rank", lambda real, *arguments: change(real(*arguments), arguments[-1].rank))
 
 
-def trained_slices_changed(patch: Any, change: Callable[[Share, int], Share]) -> None:
+def trained_slices_changed(patch: Any, change: Callable[[BatchSlice, int], BatchSlice]) -> None:
     """Let `change(slice, microbatches)` give what the step believes of the samples that it has."""
 
     def train_step(real: Any, run: Any, parts: Any) -> Any:
@@ -179,12 +179,12 @@ def sum_of_weights_changed(patch: Any, change: Callable[[list[Tensor]], Tensor])
     )
 
 
-def metrics_changed(patch: Any, change: Callable[[dict[str, Any], Share], dict[str, Any]]) -> None:
+def metrics_changed(patch: Any, change: Callable[[dict[str, Any], BatchSlice], dict[str, Any]]) -> None:
     """Let `change(metric -> (mean, weight), slice)` give the metrics of a batch."""
     around(patch, "metrics of a batch", lambda real, run, batch, share: change(real(run, batch, share), share))
 
 
-def measured_slices_changed(patch: Any, change: Callable[[Share], Share]) -> None:
+def measured_slices_changed(patch: Any, change: Callable[[BatchSlice], BatchSlice]) -> None:
     """Let `change(slice)` give what an evaluation believes of the samples that it has."""
     around(patch, "metrics of a batch", lambda real, run, batch, share: real(run, batch, change(share)))
 
@@ -192,7 +192,7 @@ def measured_slices_changed(patch: Any, change: Callable[[Share], Share]) -> Non
 def around_measuring(patch: Any, change: Callable[[nn.Module], Callable[[], None]]) -> None:
     """Call `change(model)` before a batch is evaluated, and what it gave afterwards."""
 
-    def measure(real: Any, run: Any, batch: Any, share: Share) -> Any:
+    def measure(real: Any, run: Any, batch: Any, share: BatchSlice) -> Any:
         restore = change(run.applied.model)
         result = real(run, batch, share)
         restore()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.order import Share
+from meshwise.training.order import BatchSlice
 from meshwise.transfer import collectives
 from tests.equivalence.seams import (
     Training,
@@ -55,36 +55,36 @@ PADDED = "padded or repeated sample"
 def last_sample_dropped(patch: Any) -> None:
     """`drop_last`: a batch that ranks do not share evenly loses its rest."""
 
-    def share_of(real: Any, samples: Tensor, start: int, stop: int, total: int, world: World) -> Share:
+    def batch_slice(real: Any, samples: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
         even = (stop - start) // world.size * world.size
-        share: Share = real(samples, start, start + even, even, world)
+        share: BatchSlice = real(samples, start, start + even, even, world)
         return share
 
-    around(patch, "slice of a rank", share_of)
+    around(patch, "slice of a rank", batch_slice)
 
 
 def all_ranks_read_all(patch: Any) -> None:
     """Gradients are right all the same."""
-    replaced(patch, "slice of a rank", lambda o, a, b, total, world: Share(o[a:b], b - a, total * world.size))
+    replaced(patch, "slice of a rank", lambda o, a, b, total, world: BatchSlice(o[a:b], b - a, total * world.size))
 
 
 def one_sample_on_both_ranks(patch: Any) -> None:
-    def share_of(real: Any, samples: Tensor, start: int, stop: int, total: int, world: World) -> Share:
-        share: Share = real(samples, start, stop, total, world)
+    def batch_slice(real: Any, samples: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
+        share: BatchSlice = real(samples, start, stop, total, world)
         if world.rank:
             return share
         last = int((samples == share.indices[-1]).nonzero()) + 1
         return replace(share, indices=torch.cat([share.indices, samples[last : last + 1]]), samples=share.samples + 1)
 
-    around(patch, "slice of a rank", share_of)
+    around(patch, "slice of a rank", batch_slice)
 
 
 def ranks_change_places(patch: Any) -> None:
-    def share_of(real: Any, *given: Any) -> Any:
+    def batch_slice(real: Any, *given: Any) -> Any:
         world = given[-1]
         return real(*given[:-1], World(world.size - 1 - world.rank, world.size))
 
-    around(patch, "slice of a rank", share_of)
+    around(patch, "slice of a rank", batch_slice)
 
 
 # --- one rank alone
@@ -135,16 +135,16 @@ def metrics_of_rank_1_are_moved(patch: Any) -> None:
 # --- evaluation
 
 
-def measured(change: Callable[[Any, Share], Any]) -> Callable[[Any], None]:
+def measured(change: Callable[[Any, BatchSlice], Any]) -> Callable[[Any], None]:
     """Change the metrics of a batch: `change(metrics, slice)`."""
     return lambda patch: metrics_changed(patch, change)
 
 
-def last_batch_is_not_counted(measured: Any, share: Share) -> Any:
+def last_batch_is_not_counted(measured: Any, share: BatchSlice) -> Any:
     return {n: (mean, weight * (share.total == 8)) for n, (mean, weight) in measured.items()}
 
 
-def ranks_add_means_up(measured: Any, share: Share) -> Any:
+def ranks_add_means_up(measured: Any, share: BatchSlice) -> Any:
     return {n: (mean * collectives.world_size(), weight) for n, (mean, weight) in measured.items()}
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.order import Share
+from meshwise.training.order import BatchSlice
 from meshwise.transfer import collectives
 from tests.equivalence.jobs_to_check import checked
 from tests.equivalence.seams import (
@@ -79,24 +79,24 @@ def every_rank_reads_the_same(patch: Any) -> None:
 def padded_to_equal_shares(patch: Any) -> None:
     """As DistributedSampler does: a short share is filled up with the first sample, which counts twice."""
 
-    def share_of(samples: Tensor, start: int, stop: int, total: int, world: World) -> Share:
+    def batch_slice(samples: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
         each = -(-(stop - start) // world.size)
         padded = torch.cat([samples[start:stop], samples[start : start + each * world.size - (stop - start)]])
-        return Share(padded[world.rank * each : (world.rank + 1) * each], each, each * world.size)
+        return BatchSlice(padded[world.rank * each : (world.rank + 1) * each], each, each * world.size)
 
-    replaced(patch, "slice of a rank", share_of)
+    replaced(patch, "slice of a rank", batch_slice)
 
 
 def one_sample_for_another(patch: Any) -> None:
     """The first sample of a batch is read again in the place of its last."""
 
-    def share_of(real: Any, samples: Tensor, start: int, stop: int, *rest: Any) -> Share:
+    def batch_slice(real: Any, samples: Tensor, start: int, stop: int, *rest: Any) -> BatchSlice:
         repeated = samples.clone()
         repeated[stop - 1] = samples[start]
-        share: Share = real(repeated, start, stop, *rest)
+        share: BatchSlice = real(repeated, start, stop, *rest)
         return share
 
-    around(patch, "slice of a rank", share_of)
+    around(patch, "slice of a rank", batch_slice)
 
 
 def order_moved_by_one(patch: Any) -> None:
@@ -322,10 +322,10 @@ def buffer_of_rank_1(patch: Any) -> None:
 def microbatches_weigh_alike(patch: Any) -> None:
     """The loss is divided by the number of microbatches, of which the last is smaller."""
 
-    def share_of(real: Any, samples: Tensor, start: int, stop: int, *rest: Any) -> Share:
+    def batch_slice(real: Any, samples: Tensor, start: int, stop: int, *rest: Any) -> BatchSlice:
         return replace(real(samples, start, stop, *rest), total=3 * (stop - start))
 
-    around(patch, "slice of a rank", share_of)
+    around(patch, "slice of a rank", batch_slice)
 
 
 def mean_of_rank_means(patch: Any) -> None:
