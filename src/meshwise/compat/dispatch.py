@@ -65,13 +65,18 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
         yield from tensors_in(list(values.values()))
 
 
-def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that the operator writes: `self` of add_, `out`."""
-    found: list[Tensor] = []
+    written = []
     for index, argument in enumerate(operator._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
-    return found
+            written.append(args[index] if index < len(args) else kwargs.get(argument.name))
+    return written
+
+
+def argument_names(operator: Any) -> list[str]:
+    """The names of the operator's arguments, in their order."""
+    return [argument.name for argument in operator._schema.arguments]
 
 
 class StorageFacts:

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from meshwise.machine.memory import memory_facts, peak_bytes
-from meshwise.parallel.apply import Applied, apply, bind
+from meshwise.parallel.apply import Applied, apply, bind, check_fits
 from meshwise.parallel.deferred import constructed
-from meshwise.parallel.fits import check_fits
 from meshwise.parallel.precision import loss_scaler
 from meshwise.parallel.shard import note_what_was_not_gathered
 from meshwise.records import folder as names

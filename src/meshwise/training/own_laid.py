@@ -26,7 +26,6 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.block_spans import record_blocks
 from meshwise.training.own_state import own, say
-from meshwise.transfer.layout import lay_as
 from meshwise.transfer.tree import map_tensors
 
 
@@ -59,7 +58,7 @@ def _apply(new: list[nn.Module], plan: Plan, world: World) -> None:
     together = own.models if again or len(new) > 1 else new[0]
     if world.size == 1:
         world = replace(world, device=_device_of(together, world.device))
-    applied = apply(together, plan, world, metered=True, counts=_counts)
+    applied = apply(together, plan, world, piggyback_loss=True, counts=_counts)
     for note in applied.notes:
         say(note)
     for model in new:
@@ -117,7 +116,7 @@ def lay_optimizer(optimizer: Optimizer, world: World) -> None:
         return  # its model may come later
     if any(p in own.replaced for p in held):
         names |= {id(p): own.replaced[p] for p in held if p in own.replaced}
-        rebind(optimizer, names, own.models, lay_as)
+        rebind(optimizer, names, own.models)
     if applied is not None:
         bind(applied, optimizer, world)
         own.bound.add(id(optimizer))
@@ -184,7 +183,8 @@ def _is_ours(optimizer: Optimizer) -> bool:
                 "distributed model, so its gradient is of one rank alone. Give the module that it is of to "
                 "mw.distribute too."
             )
-    if own.plan is not None and own.plan.zero1 and id(optimizer) not in own.bound:
+    plan = own.plan
+    if plan and plan.state_divided and not plan.parameters_divided and id(optimizer) not in own.bound:
         say("zero1: an optimizer that was not given to mw.distribute keeps its whole state on every rank.")
     return True
 

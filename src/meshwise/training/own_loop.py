@@ -210,7 +210,7 @@ def _weighted_backward(applied: Applied, loss: Tensor, weight: Tensor) -> Tensor
     """The weights' sum is reduced while the backward runs, and divides the gradients before they are averaged."""
     loss = zero_if_empty(loss.reshape(()), weight)
     wait = collectives.begin_sum(torch.stack([loss.detach().to(weight.dtype) * weight, weight]))
-    scaled, left = (loss * weight.to(loss.dtype), 1.0) if applied.meets else (loss, weight)
+    scaled, left = (loss * weight.to(loss.dtype), 1.0) if applied.coupled_gradients else (loss, weight)
     applied.backward(scaled, reduce=_own.reduce, factor=lambda: left * collectives.world_size() / wait()[1])
     total, weights = wait().unbind()
     return (total / weights).to(loss.dtype)

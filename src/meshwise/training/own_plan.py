@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from meshwise.spec.errors import PlanError, UsageError
-from meshwise.spec.plan import Plan, check_devices, plan_from_toml, plan_values
+from meshwise.spec.plan import Plan, plan_from_toml, plan_values
+from meshwise.spec.plan_devices import check_devices, on_one_device
 from meshwise.spec.world import World
 from meshwise.training.own_state import own, say
 
@@ -60,9 +60,8 @@ def plan_in(file: str | Path, devices: int) -> Plan:
 def fitting(plan: Plan, world: World) -> Plan:
     """`plan` for this many devices. On one device alone its axes are left out, so that `python script.py` runs."""
     if world.size == 1 and plan.devices > 1:
-        say(f"one device: of {plan}, the axes and what divides over them are left out.")
-        at_rest = tuple(what for what in plan.offload if what == "activations")
-        plan = replace(plan, data=1, shard=1, zero1=False, reshard=True, offload=at_rest)
+        say(f"one device: of {plan}, the axes are removed, and what needs them.")
+        plan = on_one_device(plan)
     check_devices(plan, world.size)
     check_for_own_loops(plan)
     return plan

@@ -65,7 +65,7 @@ def train_step(run: StepContext, parts: Sequence[Part]) -> Losses:
                 weight = as_weight(weight, mean)
                 losses.append((mean.detach(), weight))
                 if first is None:
-                    first = torch.ones_like(weight) if run.applied.meets else weight.clamp(min=1)
+                    first = torch.ones_like(weight) if run.applied.coupled_gradients else weight.clamp(min=1)
                 factor = _common_factor(run.world, losses, first) if last else None
                 _backward(run, mean * (weight / first).to(mean.dtype), last, factor)
     with run.recorder.span("optimizer"):

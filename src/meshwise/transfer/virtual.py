@@ -127,7 +127,7 @@ class _Rules:
             if place == UNDECIDED or (place is None and tensor.dim() == 0):
                 continue
             found[place] = None
-        for tensor in written_by(func, args, kwargs):
+        for tensor in tensors_in(written_by(func, args, kwargs)):
             place = get(tensor)
             if place != UNDECIDED:
                 found[place] = None  # a 0-d tensor of the host too: what is written must be where the result is
