@@ -23,13 +23,13 @@ REPLICAS = Plan(data=2)
 
 
 def summed(patch: Any) -> None:
-    real = collectives.mean_future
-    patch.setattr(collectives, "mean_future", lambda tensor: real(tensor.mul_(collectives.world_size())))
+    real = collectives.begin_mean
+    patch.setattr(collectives, "begin_mean", lambda tensor: real(tensor.mul_(collectives.world_size())))
 
 
 def divided_twice(patch: Any) -> None:
-    real = collectives.mean_future
-    patch.setattr(collectives, "mean_future", lambda tensor: real(tensor.div_(collectives.world_size())))
+    real = collectives.begin_mean
+    patch.setattr(collectives, "begin_mean", lambda tensor: real(tensor.div_(collectives.world_size())))
 
 
 def one_left_out(patch: Any) -> None:
@@ -52,7 +52,15 @@ def weighted_by_ranks(patch: Any) -> None:
 
 def weights_of_one_rank(patch: Any) -> None:
     """The mean over what each rank counts, averaged over the ranks."""
-    patch.setattr(collectives, "begin_sum", lambda tensor: lambda: tensor * collectives.world_size())
+
+    class Done:
+        def __init__(self, tensor: Any) -> None:
+            self.tensor = tensor
+
+        def wait(self) -> Any:
+            return self.tensor * collectives.world_size()
+
+    patch.setattr(collectives, "begin_sum", Done)
 
 
 def after_begun(change: Callable[[Any, Any], None]) -> Plant:

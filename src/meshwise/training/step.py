@@ -75,7 +75,7 @@ def train_step(run: StepContext, parts: Sequence[Part]) -> Losses:
 
 def _common_factor(world: World, losses: Losses, first: Tensor) -> Callable[[], Tensor]:
     """Begin to sum the weights over the ranks; the result turns gradients in units of `first` into the global mean."""
-    wait = collectives.begin_sum(torch.stack([torch.as_tensor(weight) for _, weight in losses]).sum())
+    wait = collectives.begin_sum(torch.stack([torch.as_tensor(weight) for _, weight in losses]).sum()).wait
     return lambda: first * world.size / wait()
 
 
