@@ -154,7 +154,7 @@ def seconds_list(table: Table, key: str, where: str, count: int) -> tuple[float,
     return tuple(_seconds(seconds, f"{where}: {key}[{at}]") for at, seconds in enumerate(value))
 
 
-def share_of(table: Table, key: str, where: str) -> float:
+def batch_slice(table: Table, key: str, where: str) -> float:
     """A number that is not negative, 0 where there is none."""
     return checked_number(table.get(key, 0.0), f"{where}: {key}", 0.0, 1e9)
 

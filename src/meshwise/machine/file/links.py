@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwise.machine.file.checks import (
     Table,
+    batch_slice,
     checked_count,
     count_of,
     flag_of,
@@ -14,7 +15,6 @@ from meshwise.machine.file.checks import (
     quantity_of,
     rising_sizes,
     seconds_list,
-    share_of,
     table_of,
     text_of,
     texts_of,
@@ -116,5 +116,5 @@ def read_timings(table: Table, place: str) -> Timings:
     latency = quantity_of(fit, "latency", "seconds", f"{place}, fit")
     bandwidth = quantity_of(fit, "bandwidth", "bytes/s", f"{place}, fit")
     return Timings(
-        sizes, seconds, latency or 0.0, bandwidth or float("inf"), share_of(fit, "residual", place), p95, p99
+        sizes, seconds, latency or 0.0, bandwidth or float("inf"), batch_slice(fit, "residual", place), p95, p99
     )
