@@ -66,7 +66,17 @@ def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None) -> Tensor:
 
 
 def begin_sum(tensor: Tensor) -> Future[Tensor]:
-    """Begin to sum `tensor` over all ranks, in place; the future gives it. Its span ends when the sum is there."""
+    """Begin to sum `tensor` over all ranks, in place; the future gives it."""
+    return _begin_sum(tensor)
+
+
+def begin_mean(tensor: Tensor) -> Future[Tensor]:
+    """Begin to average `tensor` over all ranks, in place; the future gives it. Dividing first keeps fp16 in range."""
+    return _begin_sum(tensor.div_(world_size()))
+
+
+def _begin_sum(tensor: Tensor) -> Future[Tensor]:
+    """The span of the sum ends when the sum is there."""
     if world_size() == 1:
         there: Future[Tensor] = Future()
         there.set_result(tensor)
@@ -92,11 +102,6 @@ def begin_sum(tensor: Tensor) -> Future[Tensor]:
     if watch is not None:
         _log("all-reduce", tensor.nbytes, tensor.device, None, seconds)
     return future
-
-
-def begin_mean(tensor: Tensor) -> Future[Tensor]:
-    """Begin to average `tensor` over all ranks, in place; the future gives it. Dividing first keeps fp16 in range."""
-    return begin_sum(tensor.div_(world_size()))
 
 
 def mean_over_ranks(tensor: Tensor) -> Tensor:
