@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwise.timeline.record import current
+from meshwise.timeline.recorder import current
 from meshwise.transfer import calls
 from meshwise.transfer.null import null_group, null_world
 from meshwise.transfer.traced import Group as Group

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwise.compat.collectives import Begun, backend_of
-from meshwise.timeline.record import current
+from meshwise.timeline.recorder import current
 from meshwise.timeline.spans import NO_COLLECTIVE
 from meshwise.transfer.comm_log import OPEN, note
 from meshwise.transfer.null import Counted, NullGroup, null_world
