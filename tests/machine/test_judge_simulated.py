@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from meshwise.machine.discovery.discover import discover
-from meshwise.machine.file.read import machine_from_toml, machine_to_toml
+from meshwise.machine.file.read import machine_from_toml
+from meshwise.machine.file.write import machine_to_toml
 from meshwise.machine.judge import Verdict, judge
 from meshwise.spec.bandwidth import bus_factor
 from meshwise.spec.machine import Collective, Machine, Matmul
