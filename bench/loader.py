@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from meshwise.jobs.mnist import MNIST, read_digits
 from meshwise.spec.world import World
-from meshwise.training.order import epoch_order, steps_of_epoch
+from meshwise.training.order import epoch_order, epoch_slices
 from meshwise.training.source import LoaderSettings, reader
 
 
@@ -39,7 +39,7 @@ def ours(data: Any, epoch: int) -> float:
     """Seconds for an epoch."""
     start = time.perf_counter()
     order = epoch_order(0, epoch, len(data))
-    shares = (shares[0] for shares in steps_of_epoch(order, 64, World()))
+    shares = (shares[0] for shares in epoch_slices(order, 64, World()))
     count = sum(len(labels) for _, labels in reader(data, LoaderSettings())((s.indices for s in shares), epoch))
     assert count == len(data)
     return time.perf_counter() - start

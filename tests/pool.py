@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from meshwise.spec.worker_share import WorkerShare
+from meshwise.spec.devices import WorkerSlot
 from meshwise.training import own_loop
 from meshwise.workers import worker
 from meshwise.workers.join import join
@@ -70,8 +70,8 @@ class Pool:
         self.error: Exception | None = None
         self._halt = Halt()
         listener = Listener(authkey=KEY, backlog=64)
-        shares = [WorkerShare("cpu", None, (), 1)] * self.size
-        arguments = (serve, (listener.address,), shares)
+        slots = [WorkerSlot("cpu", None, (), 1)] * self.size
+        arguments = (serve, (listener.address,), slots)
         self._thread = threading.Thread(target=self._launch, args=(arguments,), daemon=True)
         self._thread.start()
         met = threading.Thread(target=self._meet, args=(listener,), daemon=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwise.api.run import Machines, _shares
+from meshwise.api.run import NodeOptions, _slots
 from meshwise.training.request import RunRequest
 
 
@@ -21,4 +21,4 @@ from meshwise.training.request import RunRequest
     ],
 )
 def test_a_plan_has_the_workers_that_it_needs(request_: RunRequest, workers: int) -> None:
-    assert len(_shares(request_, Machines())) == workers
+    assert len(_slots(request_, NodeOptions())) == workers

@@ -16,7 +16,7 @@ from meshwise.equivalence.seen import Ask, cuts_of, order_of
 from meshwise.spec.plan import Plan
 from meshwise.timeline.record import current
 from meshwise.training.loop import begun
-from meshwise.training.order import steps_of_epoch
+from meshwise.training.order import epoch_slices
 from meshwise.training.step import StepContext, train_step
 from meshwise.workers.join import join
 from tests.equivalence.models_to_check import Job
@@ -90,7 +90,7 @@ def effect_of(job: Job, plan: Plan) -> Effect:
     samples, read = opened(job, job.data(), "training set")
     cut = cuts_of(samples, job.batch_size, Ask(plan, 2))[0]
     order = order_of(job.seed, cut, samples)[: cut.stop]
-    shares = next(iter(steps_of_epoch(order, cut.stop - cut.start, world, plan.accumulate, cut.start)))
+    shares = next(iter(epoch_slices(order, cut.stop - cut.start, world, plan.accumulate, cut.start)))
     parts = list(zip(read((s.indices for s in shares), cut.epoch), shares, strict=True))
     applied.model.train()
     train_step(context, parts)

@@ -6,8 +6,8 @@ import torch
 
 from meshwise.machine.measure.alone import Compute, device_names, measure_alone, measure_here
 from meshwise.machine.measure.compute import SHAPES, dtypes_of, matmuls
+from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.machine import Matmul
-from meshwise.spec.worker_share import WorkerShare
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_a_device_by_itself() -> None:
 
 def test_workers_measure_each_their_own() -> None:
     heard: list[Compute] = []
-    shares = [WorkerShare("cpu", None, (), 1)] * 2
-    measure_alone(shares, 0.4, heard.append)
-    assert [found.device for found in heard] == device_names(shares) == ["cpu:0", "cpu:1"]
+    slots = [WorkerSlot("cpu", None, (), 1)] * 2
+    measure_alone(slots, 0.4, heard.append)
+    assert [found.device for found in heard] == device_names(slots) == ["cpu:0", "cpu:1"]
     assert all(found.matmuls and isinstance(found.matmuls[0], Matmul) for found in heard)

@@ -6,9 +6,8 @@ import pytest
 
 from meshwise.machine import find
 from meshwise.machine.find import describe, find_devices
-from meshwise.spec.device_words import parse_devices
+from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError
-from meshwise.spec.worker_share import WorkerShare
 
 Host = Callable[..., None]
 
@@ -29,38 +28,38 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
 def test_cpu_workers_share_the_cores(host: Host) -> None:
     host(None, 0, cores=5)
     assert find_devices(parse_devices("2xcpu")) == [
-        WorkerShare("cpu", None, (0, 1), 2),
-        WorkerShare("cpu", None, (2, 3, 4), 3),
+        WorkerSlot("cpu", None, (0, 1), 2),
+        WorkerSlot("cpu", None, (2, 3, 4), 3),
     ]
 
 
 def test_more_cpu_workers_than_cores_are_bound_to_none(host: Host) -> None:
     host(None, 0, cores=2)
-    assert find_devices(parse_devices("3xcpu")) == [WorkerShare("cpu", None, (), 1)] * 3
+    assert find_devices(parse_devices("3xcpu")) == [WorkerSlot("cpu", None, (), 1)] * 3
 
 
 def test_all_is_every_accelerator_else_one_cpu_worker(host: Host) -> None:
     host("cuda", 3)
-    assert [share.name for share in find_devices(parse_devices("all"))] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [slot.name for slot in find_devices(parse_devices("all"))] == ["cuda:0", "cuda:1", "cuda:2"]
     host(None, 0)
-    assert [share.name for share in find_devices(parse_devices("all"))] == ["cpu"]
+    assert [slot.name for slot in find_devices(parse_devices("all"))] == ["cpu"]
     host("cuda", 0)  # a driver without devices
-    assert [share.name for share in find_devices(parse_devices("all"))] == ["cpu"]
+    assert [slot.name for slot in find_devices(parse_devices("all"))] == ["cpu"]
 
 
 def test_indices_are_taken_in_the_order_given(host: Host) -> None:
     host("cuda", 4)
-    assert [share.index for share in find_devices(parse_devices("cuda:3,1"))] == [3, 1]
-    assert [share.index for share in find_devices(parse_devices("2xcuda"))] == [0, 1]
+    assert [slot.index for slot in find_devices(parse_devices("cuda:3,1"))] == [3, 1]
+    assert [slot.index for slot in find_devices(parse_devices("2xcuda"))] == [0, 1]
 
 
 def test_devices_on_one_node_share_its_cores_and_leave_the_other_nodes_alone(host: Host) -> None:
     near = {0: (0, 1, 2, 3), 1: (4, 5, 6, 7), 2: (0, 1, 2, 3)}
     host("cuda", 3, near=near)
     assert find_devices(parse_devices("3xcuda")) == [
-        WorkerShare("cuda", 0, (0, 1), 2),
-        WorkerShare("cuda", 1, (4, 5, 6, 7), 4),
-        WorkerShare("cuda", 2, (2, 3), 2),
+        WorkerSlot("cuda", 0, (0, 1), 2),
+        WorkerSlot("cuda", 1, (4, 5, 6, 7), 4),
+        WorkerSlot("cuda", 2, (2, 3), 2),
     ]
 
 
@@ -84,12 +83,12 @@ def test_devices_that_are_not_there_are_told(host: Host, words: str, kind: str |
 
 
 def test_the_line_for_the_user_names_devices_cores_and_threads() -> None:
-    cpu = [WorkerShare("cpu", None, (0,), 1), WorkerShare("cpu", None, (1, 2), 2)]
+    cpu = [WorkerSlot("cpu", None, (0,), 1), WorkerSlot("cpu", None, (1, 2), 2)]
     assert describe(cpu) == "2 CPU workers: rank 0 on core 0 (1 thread), rank 1 on cores 1-2 (2 threads)"
-    assert describe([WorkerShare("cuda", 3, (), 1)]) == "1 cuda device: rank 0 on cuda:3, no core of its own (1 thread)"
+    assert describe([WorkerSlot("cuda", 3, (), 1)]) == "1 cuda device: rank 0 on cuda:3, no core of its own (1 thread)"
 
 
 def test_a_long_list_of_workers_stays_one_short_line() -> None:
-    line = describe([WorkerShare("cpu", None, (), 1)] * 64)
+    line = describe([WorkerSlot("cpu", None, (), 1)] * 64)
     assert line.endswith("and so on to rank 63")
     assert "rank 3 " in line and "rank 4 " not in line

@@ -22,14 +22,14 @@ from meshwise.machine.measure.processes import (
     result_to,
 )
 from meshwise.machine.measure.result import PathResult
+from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.timings import Timings, fitted
-from meshwise.spec.worker_share import WorkerShare
 from meshwise.transfer.collectives import group_of
 from tests.pool import Pool
 
 SIZES = (1024, 16384)
-SHARES = [WorkerShare("cpu", None, (), 1)] * 2
+SHARES = [WorkerSlot("cpu", None, (), 1)] * 2
 COLLECTIVES = ["all-reduce", "send-receive", "broadcast", "all-gather", "reduce-scatter", "all-to-all"]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwise.spec.world import World
-from meshwise.training.order import Share, epoch_order, part, sequential_shares, share_of, steps_of_epoch
+from meshwise.training.order import BatchSlice, batch_slice, epoch_order, epoch_slices, part, sequential_slices
 
 samples = st.integers(1, 60)
 batch_sizes = st.integers(1, 25)
@@ -18,13 +18,13 @@ sizes = st.integers(1, 9)
 microbatches = st.integers(1, 7)
 
 
-def all_ranks(order: Tensor, batch: int, size: int, accumulate: int, begin: int = 0) -> list[list[list[Share]]]:
+def all_ranks(order: Tensor, batch: int, size: int, accumulate: int, begin: int = 0) -> list[list[list[BatchSlice]]]:
     """Shares by step, then microbatch, then rank."""
-    ranks = [list(steps_of_epoch(order, batch, World(rank, size), accumulate, begin)) for rank in range(size)]
+    ranks = [list(epoch_slices(order, batch, World(rank, size), accumulate, begin)) for rank in range(size)]
     return [list(map(list, zip(*step, strict=True))) for step in zip(*ranks, strict=True)]
 
 
-def counted(step: list[list[Share]]) -> list[int]:
+def counted(step: list[list[BatchSlice]]) -> list[int]:
     """The samples of a step that count, over all microbatches and ranks, in the order of the data."""
     return [i for micro in step for share in micro for i in share.indices[: share.samples].tolist()]
 
@@ -78,7 +78,7 @@ def test_resuming_at_an_index_reads_the_same_rest_on_any_devices(
 
 @given(samples, batch_sizes, sizes)
 def test_an_evaluation_reads_every_sample_once_front_to_back(n: int, batch: int, size: int) -> None:
-    ranks = [sequential_shares(n, batch, World(rank, size)) for rank in range(size)]
+    ranks = [sequential_slices(n, batch, World(rank, size)) for rank in range(size)]
     read = [i for step in zip(*ranks, strict=True) for share in step for i in share.indices[: share.samples].tolist()]
     assert read == list(range(n))
 
@@ -108,5 +108,5 @@ def test_no_two_seeds_share_the_order_of_some_epoch() -> None:
 
 
 def test_more_ranks_than_samples_give_stand_ins_that_weigh_nothing() -> None:
-    shares = [share_of(torch.tensor([4, 9]), 0, 2, 2, World(rank, 4)) for rank in range(4)]
+    shares = [batch_slice(torch.tensor([4, 9]), 0, 2, 2, World(rank, 4)) for rank in range(4)]
     assert [(share.indices.tolist(), share.samples) for share in shares] == [([4], 1), ([9], 1), ([4], 0), ([4], 0)]

@@ -21,7 +21,7 @@ from torch.utils.data import (
 from meshwise.spec.errors import DataError, UsageError
 from meshwise.spec.world import World
 from meshwise.training.order import epoch_order
-from meshwise.training.own_loader import read_plan
+from meshwise.training.own_loader import split_loader
 
 DATA = TensorDataset(torch.arange(23))
 
@@ -34,7 +34,7 @@ def ids(batch: Any) -> list[int]:
 
 def read(loader: DataLoader[Any], size: int, epoch: int = 0, begin: int = 0) -> list[list[int]]:
     """What all ranks read together, batch by batch, stand-ins left out."""
-    ranks = [list(read_plan(loader, 5, World(rank, size), "whole").pairs(epoch, begin)) for rank in range(size)]
+    ranks = [list(split_loader(loader, 5, World(rank, size), "whole").pairs(epoch, begin)) for rank in range(size)]
     assert len({len(pairs) for pairs in ranks}) == 1
     return [[i for batch, share in step for i in ids(batch)[: share.samples]] for step in zip(*ranks, strict=True)]
 
@@ -55,7 +55,7 @@ class Backwards(Sampler[int]):
 def test_the_ranks_read_the_batches_of_one_loader(size: int, drop_last: bool, sampler: Any) -> None:
     loader = DataLoader(DATA, batch_size=4, drop_last=drop_last, sampler=sampler)
     assert read(loader, size) == [ids(batch) for batch in loader]
-    assert read_plan(loader, 5, World(0, size), "whole").length == len(loader)
+    assert split_loader(loader, 5, World(0, size), "whole").length == len(loader)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -93,7 +93,7 @@ def test_a_distributed_sampler_of_the_users_is_replaced_and_said_so() -> None:
     sampler = DistributedSampler(DATA, num_replicas=2, rank=1, shuffle=False)
     loader = DataLoader(DATA, batch_size=4, sampler=sampler)
     assert read(loader, 2) == [part.tolist() for part in torch.arange(len(DATA)).split(4)]
-    assert "DistributedSampler is replaced" in read_plan(loader, 5, World(0, 2), "whole").note
+    assert "DistributedSampler is replaced" in split_loader(loader, 5, World(0, 2), "whole").note
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_distributed_sampler_of_the_users_is_replaced_and_said_so() -> None:
 )
 def test_a_tuple_or_dict_of_samples_is_read_sample_by_sample_as_torch_does(data: Any) -> None:
     loader = DataLoader(data, batch_size=3)
-    pairs = list(read_plan(loader, 5, World(), "whole").pairs(0, 0))
+    pairs = list(split_loader(loader, 5, World(), "whole").pairs(0, 0))
     expected = list(loader)
     assert len(pairs) == len(expected) == 3
     for (batch, _), plain in zip(pairs, expected, strict=True):
@@ -129,7 +129,7 @@ class Stream(IterableDataset[int]):
 def test_a_stream_is_grouped_as_one_loader_groups_it(length: int, drop_last: bool) -> None:
     loader = DataLoader(Stream(length), batch_size=4, drop_last=drop_last)
     for streams in ("whole", "per-rank"):
-        pairs = list(read_plan(loader, 5, World(), streams).pairs(0, 0))
+        pairs = list(split_loader(loader, 5, World(), streams).pairs(0, 0))
         assert [ids(batch) for batch, _ in pairs] == [ids(batch) for batch in loader]
 
 
@@ -143,10 +143,10 @@ def test_a_stream_is_grouped_as_one_loader_groups_it(length: int, drop_last: boo
 )
 def test_a_loader_that_cannot_be_shared_out_is_told(loader: DataLoader[Any], streams: str, says: str) -> None:
     with pytest.raises(UsageError) as caught:
-        read_plan(loader, 5, World(0, 2), streams)
+        split_loader(loader, 5, World(0, 2), streams)
     assert says in str(caught.value)
 
 
 def test_an_empty_data_set_is_told() -> None:
     with pytest.raises(DataError, match="the data set is empty"):
-        read_plan(DataLoader([], batch_sampler=BatchSampler([], 2, False)), 5, World(), "whole")  # type: ignore[arg-type]
+        split_loader(DataLoader([], batch_sampler=BatchSampler([], 2, False)), 5, World(), "whole")  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from meshwise.spec.errors import DataError
-from meshwise.training.source import LoaderSettings, count_samples, keyed_draws, reader
+from meshwise.training.source import LoaderSettings, count_samples, reader, seeded_by
 
 X, Y = torch.arange(20.0).view(10, 2), torch.arange(10)
 BATCHES = [torch.tensor([7, 0, 3]), torch.tensor([9])]
@@ -164,7 +164,7 @@ def seed_all() -> None:
 def test_keyed_draws_depend_on_the_key_alone() -> None:
     def inside(*key: int) -> tuple[float, float, float]:
         draws()  # whatever was drawn before
-        with keyed_draws(*key):
+        with seeded_by(*key):
             return draws()
 
     first = inside(0, 1, 2)
@@ -181,7 +181,7 @@ def test_draws_outside_go_on_as_if_nothing_had_been_drawn(fails: bool) -> None:
     seed_all()
     found = [draws()]
     try:
-        with keyed_draws(0, 1):
+        with seeded_by(0, 1):
             draws()
             if fails:
                 raise KeyError

@@ -20,10 +20,9 @@ from meshwise.machine.measure.processes import measure_processes
 from meshwise.machine.measure.result import PathResult
 from meshwise.machine.measure.sizes import DEFAULT, fitting, read_sizes
 from meshwise.machine.memory import free_bytes
-from meshwise.spec.device_words import parse_devices
+from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.machine import Machine
-from meshwise.spec.worker_share import WorkerShare
 
 WHAT = ("compute", "links", "collectives")
 SECONDS = {"cpu": 40.0, "cuda": 90.0}
@@ -73,13 +72,13 @@ def bench(
     what was measured is kept, and `stopped` says so. Raises UsageError for sizes that do not fit in memory.
     """
     began = time.perf_counter()
-    shares = find_devices(parse_devices(devices or default_devices()))
-    names, kind = device_names(shares), shares[0].device
-    chosen = sizes_for(shares, sizes)
+    slots = find_devices(parse_devices(devices or default_devices()))
+    names, kind = device_names(slots), slots[0].device
+    chosen = sizes_for(slots, sizes)
     machine = only_devices(find_machine(), names)
     heard, stopped = Heard(done), None
     try:
-        for part in _parts(shares, what, chosen, seconds or SECONDS.get(kind, SECONDS["cuda"]), heard, tell):
+        for part in _parts(slots, what, chosen, seconds or SECONDS.get(kind, SECONDS["cuda"]), heard, tell):
             part()
     except (KeyboardInterrupt, WorkerFailed) as error:
         stopped = stop_by(error)
@@ -108,28 +107,28 @@ def default_devices() -> str:
     return "all" if accelerators()[1] else f"{min(max(len(allowed_cores()), 2), MOST_WORKERS)}xcpu"
 
 
-def sizes_for(shares: Sequence[WorkerShare], words: str | None) -> tuple[int, ...]:
+def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]:
     """The sizes that are asked, or those of the default that fit. Raises UsageError where an asked one does not fit."""
     sizes, asked, host = read_sizes(words or DEFAULT), words is not None, free_bytes(torch.device("cpu"))
-    if shares[0].device == "cpu":
-        return fitting(sizes, host // len(shares), BUFFERS, asked)
+    if slots[0].device == "cpu":
+        return fitting(sizes, host // len(slots), BUFFERS, asked)
     # All-to-one has a buffer of each other device on one of them; pinned buffers are the host's memory.
-    free = min(free_bytes(torch.device(share.name)) for share in shares)
-    return fitting(fitting(sizes, host, BUFFERS, asked), free, max(BUFFERS, len(shares) + 1), asked)
+    free = min(free_bytes(torch.device(slot.name)) for slot in slots)
+    return fitting(fitting(sizes, host, BUFFERS, asked), free, max(BUFFERS, len(slots) + 1), asked)
 
 
 def _parts(
-    shares: Sequence[WorkerShare], what: Sequence[str], sizes: tuple[int, ...], seconds: float, heard: Heard, tell: Tell
+    slots: Sequence[WorkerSlot], what: Sequence[str], sizes: tuple[int, ...], seconds: float, heard: Heard, tell: Tell
 ) -> Iterator[Callable[[], object]]:
     """What is done one after the other; time is shared equally."""
     alone, together = "compute" in what, [part for part in what if part != "compute"]
-    copies = "links" in what and shares[0].device != "cpu"
-    processes = len(shares) > 1 and bool(together)
+    copies = "links" in what and slots[0].device != "cpu"
+    processes = len(slots) > 1 and bool(together)
     budget = seconds / max(alone + copies + processes, 1)
     if alone:
-        tell(f"each of {len(shares)} devices alone")
-        yield lambda: measure_alone(shares, budget, heard.device)
+        tell(f"each of {len(slots)} devices alone")
+        yield lambda: measure_alone(slots, budget, heard.device)
     if copies:
-        yield lambda: heard.lanes.update(measure_in_process(device_names(shares), sizes, budget, heard.path, tell))
+        yield lambda: heard.lanes.update(measure_in_process(device_names(slots), sizes, budget, heard.path, tell))
     if processes:
-        yield lambda: measure_processes(shares, sizes, budget, together, heard.path, tell)
+        yield lambda: measure_processes(slots, sizes, budget, together, heard.path, tell)

@@ -9,14 +9,13 @@ from typing import Any
 
 from meshwise.api.bench import Done, Heard, Tell, sizes_for, stamp, stop_by
 from meshwise.api.machines import find_machine
-from meshwise.api.run import Machines
+from meshwise.api.run import NodeOptions
 from meshwise.machine.bench import Bench, Stop, bench_of, merged
 from meshwise.machine.find import accelerators, find_devices
 from meshwise.machine.measure.processes import WHAT, heard_by, measure_hosts, told_to
-from meshwise.spec.device_words import parse_devices
+from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.machine import Machine
-from meshwise.spec.worker_share import WorkerShare
 from meshwise.transfer.collectives import gather_objects
 from meshwise.workers.channel import Message
 from meshwise.workers.join import join, open_session, started_by_launcher
@@ -30,7 +29,7 @@ def bench_hosts(
     what: Sequence[str] = WHAT,
     sizes: str | None = None,
     seconds: float | None = None,
-    machines: Machines | None = None,
+    machines: NodeOptions | None = None,
     tell: Tell = lambda text: None,
     done: Done = lambda result: None,
 ) -> Bench | None:
@@ -40,8 +39,8 @@ def bench_hosts(
     alone, or for sizes that do not fit in memory.
     """
     began, heard = time.perf_counter(), Heard(done)
-    share = _share()
-    arguments = (sizes_for([share], sizes), seconds or SECONDS, tuple(what))
+    slot = _slot()
+    arguments = (sizes_for([slot], sizes), seconds or SECONDS, tuple(what))
     if started_by_launcher():
         if open_session().world.rank:
             tell, heard.done = (lambda text: None), (lambda result: None)
@@ -64,7 +63,7 @@ def bench_hosts(
     known: list[list[Machine]] = []
     stopped = None
     try:
-        launch(_worker, arguments, [share], listeners=Listeners(message=told), nodes=nodes)
+        launch(_worker, arguments, [slot], listeners=Listeners(message=told), nodes=nodes)
     except (KeyboardInterrupt, WorkerFailed) as error:
         stopped = stop_by(error)
     if nodes.node_rank:
@@ -74,7 +73,7 @@ def bench_hosts(
     return _bench(known[0] if known else [find_machine()], heard, began, stopped)
 
 
-def _share() -> WorkerShare:
+def _slot() -> WorkerSlot:
     """One worker on the first accelerator of this host, or on all its cores."""
     return find_devices(parse_devices("cuda:0" if accelerators()[0] == "cuda" else "1xcpu"))[0]
 

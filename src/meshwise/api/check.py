@@ -17,7 +17,7 @@ from meshwise.equivalence.seen import Ask, Side
 from meshwise.equivalence.under_plan import Draws, under_plan
 from meshwise.jobs.registry import find_job
 from meshwise.machine.find import find_devices
-from meshwise.spec.device_words import parse_devices
+from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.plan import AXES, Plan, check_devices, plan_from_settings, plan_on
 from meshwise.training.job import Job
@@ -61,8 +61,8 @@ def check(
         return check_script(Path(job), arguments, plan=given, devices=devices, steps=steps, seed=seed, tell=tell)
     chosen = as_written(_plan(plan, devices), tell)
     words = devices or f"{chosen.devices}xcpu"
-    shares = find_devices(parse_devices(words))
-    check_devices(chosen, len(shares))
+    slots = find_devices(parse_devices(words))
+    check_devices(chosen, len(slots))
     of_code = job if isinstance(job, Job) else None
     word, where = job if isinstance(job, str) else "", None if data is None else str(data)
     changes = {"batch_size": batch_size, "seed": seed}
@@ -71,13 +71,13 @@ def check(
     if rounding and chosen.precision != "fp64":
         asks.append(Ask(chosen, steps, chosen.precision))
     tell(f"one device, {steps} steps")
-    if shares[0].device == "cpu":
+    if slots[0].device == "cpu":
         references = [_alone(found, ask) for ask in asks]
     else:
-        (references,) = launch(_one_device, (of_code, word, where, changes, asks), shares[:1])
+        (references,) = launch(_one_device, (of_code, word, where, changes, asks), slots[:1])
     tell(f"{chosen}, {words}")
     draws = [[step.draws for step in side.steps] for side in references]
-    results = launch(_under_plan, (of_code, word, where, changes, asks, draws), shares)
+    results = launch(_under_plan, (of_code, word, where, changes, asks, draws), slots)
     sides: list[Side] = results[0]
     rounded = (references[1], sides[1]) if len(asks) > 1 else None
     return prove(found.name, asks[0], words, references[0], sides[0], rounded)

@@ -18,10 +18,9 @@ from meshwise.equivalence.under_plan import Draws
 from meshwise.jobs.script import run_script_file
 from meshwise.machine.find import find_devices
 from meshwise.parallel.fits import check_fits
-from meshwise.spec.device_words import parse_devices
+from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, plan_to_toml
-from meshwise.spec.worker_share import WorkerShare
 from meshwise.spec.world import World
 from meshwise.training.own_plan import PLAN_FILE, check_for_own_loops
 from meshwise.workers.launch import launch
@@ -48,17 +47,17 @@ def check_script(
     if not script.is_file():
         raise UsageError(f"{script}: no such file. Name a Python file.")
     words = devices or (f"{plan.devices}xcpu" if plan is not None else DEFAULT_DEVICES)
-    shares = find_devices(parse_devices(words))
+    slots = find_devices(parse_devices(words))
     if plan is not None:
-        check_fits(plan, World(size=len(shares), device=shares[0].device))
+        check_fits(plan, World(size=len(slots), device=slots[0].device))
         check_for_own_loops(plan)
-    task = (script.resolve(), list(arguments), steps, 2 * len(shares) + 1, seed or 0)
+    task = (script.resolve(), list(arguments), steps, 2 * len(slots) + 1, seed or 0)
     with tempfile.TemporaryDirectory(prefix="meshwise-check-") as folder:
         tell(f"one device, {steps} steps")
-        (one,) = _ran(task, None, shares[:1], plan, Path(folder) / "one")
+        (one,) = _ran(task, None, slots[:1], plan, Path(folder) / "one")
         check_seen(one, script)
         tell(f"{plan or 'the plan of the script'}, {words}")
-        many, *_ = _ran(task, one.draws, shares, plan, Path(folder) / "many")
+        many, *_ = _ran(task, one.draws, slots, plan, Path(folder) / "many")
     check_seen(many, script)
     check_same_steps(one, many, script)
     sides = with_unsummed(one, many)
@@ -69,7 +68,7 @@ def check_script(
 def _ran(
     task: tuple[Path, list[str], int, int, int],
     draws: Draws | None,
-    shares: Sequence[WorkerShare],
+    slots: Sequence[WorkerSlot],
     plan: Plan | None,
     folder: Path,
 ) -> list[Seen]:
@@ -77,7 +76,7 @@ def _ran(
     file = None if plan is None else folder / "plan.toml"
     if file is not None and plan is not None:
         file.write_text(plan_to_toml(plan), encoding="utf-8")
-    results: list[Seen] = launch(_in_worker, (*task, draws, file, folder), shares)
+    results: list[Seen] = launch(_in_worker, (*task, draws, file, folder), slots)
     return results
 
 

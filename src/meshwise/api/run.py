@@ -21,10 +21,9 @@ from meshwise.machine.find import describe, find_devices
 from meshwise.parallel.fits import check_fits
 from meshwise.records import folder as names
 from meshwise.records.atomic import write_text
-from meshwise.spec.device_words import parse_devices
+from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, plan_to_toml
-from meshwise.spec.worker_share import WorkerShare
 from meshwise.spec.world import World
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
@@ -48,7 +47,7 @@ RUNS = Path("runs")
 
 
 @dataclass(frozen=True)
-class Machines:
+class NodeOptions:
     """The machines of a run: how many, which this is, and where machine 0 is reached."""
 
     nnodes: int = 1
@@ -65,8 +64,8 @@ def launch(function: Callable[..., Any], *arguments: Any, devices: str = "all") 
     The function travels by value, so one that is defined in a notebook cell works. Returns the results in rank order.
     Rank 0's output is shown. Raises WorkerFailed with the culprit's traceback when a worker fails.
     """
-    shares = find_devices(parse_devices(devices))
-    return launch_workers(_joined, (function, arguments), shares, listeners=Listeners(output=_show))
+    slots = find_devices(parse_devices(devices))
+    return launch_workers(_joined, (function, arguments), slots, listeners=Listeners(output=_show))
 
 
 def run(
@@ -107,7 +106,7 @@ def run_request(
     given: Job | None = None,
     resume: str | Path | None = None,
     out: str | Path = RUNS,
-    machines: Machines = Machines(),
+    machines: NodeOptions = NodeOptions(),
     began: float | None = None,
 ) -> tuple[RunSummary, int]:
     """Run what was asked: in workers of our own, or in this process where another launcher started it.
@@ -123,20 +122,20 @@ def run_request(
         raise UsageError("say what to run: meshwise run mnist-mlp, or meshwise run file.py:name.")
     if started_by_launcher():
         return _run_joined(request, console, given, folder, Path(out)), 0
-    shares = _shares(request, machines)
-    nodes = machines.meet(len(shares))
-    plan = plan_of(request, nodes.size if nodes else len(shares))
-    check_fits(plan, World(size=nodes.size if nodes else len(shares), device=shares[0].device))  # before a folder
+    slots = _slots(request, machines)
+    nodes = machines.meet(len(slots))
+    plan = plan_of(request, nodes.size if nodes else len(slots))
+    check_fits(plan, World(size=nodes.size if nodes else len(slots), device=slots[0].device))  # before a folder
     settings = settings_of(request, plan, resume=folder is not None)
     job = overridden(given or _find(request), settings)  # here too: what is wrong is told before any worker starts
-    folder = _opened(folder, Path(out), job.name, shares, began, nodes, plan, request=to_record(request))
-    console.print(f"{job.name}  {plan}  {describe(shares)}", soft_wrap=True, markup=False, highlight=False)
+    folder = _opened(folder, Path(out), job.name, slots, began, nodes, plan, request=to_record(request))
+    console.print(f"{job.name}  {plan}  {describe(slots)}", soft_wrap=True, markup=False, highlight=False)
     arguments = (given, request, settings, folder)
-    results, code = supervise(_run_in_worker, arguments, shares, folder=folder, console=console, nodes=nodes)
-    return _closed(results, plan, shares, folder, console, machine=machine_of(nodes)), code
+    results, code = supervise(_run_in_worker, arguments, slots, folder=folder, console=console, nodes=nodes)
+    return _closed(results, plan, slots, folder, console, machine=machine_of(nodes)), code
 
 
-def _shares(request: RunRequest, machines: Machines) -> list[WorkerShare]:
+def _slots(request: RunRequest, machines: NodeOptions) -> list[WorkerSlot]:
     """The devices that were named; else the accelerators, or those that a plan file needs; else its CPU workers."""
     every = find_devices(parse_devices(request.devices or "all"))
     if request.devices is not None or machines.nnodes > 1 or (request.plan is None and request.settings is None):
@@ -155,15 +154,15 @@ def _run_joined(request: RunRequest, console: Console, given: Job | None, folder
     plan = plan_of(request, world.size)
     settings = settings_of(request, plan, resume=folder is not None)
     job = given or _find(request)
-    shares = [WorkerShare(world.kind, None, (), 1)] * world.size
+    slots = [WorkerSlot(world.kind, None, (), 1)] * world.size
     if first:
-        folder = _opened(folder, out, job.name, shares, time.time(), None, plan, request=to_record(request))
+        folder = _opened(folder, out, job.name, slots, time.time(), None, plan, request=to_record(request))
     folder = broadcast_object(folder)
     assert folder is not None
     viewer = Viewer(LiveView(console), [f"rank {r}" for r in range(world.size)], live=False)
     result = run_job(job, settings, folder, viewer.tell if first else None)
     results = gather_objects(result)
-    return _closed(results, plan, shares, folder, console if first else Console(quiet=True), keep=first)
+    return _closed(results, plan, slots, folder, console if first else Console(quiet=True), keep=first)
 
 
 def _run_in_worker(given: Job | None, request: RunRequest, settings: Settings, folder: Path) -> dict[str, Any]:
@@ -179,7 +178,7 @@ def _opened(
     folder: Path | None,
     out: Path,
     name: str,
-    shares: Sequence[WorkerShare],
+    slots: Sequence[WorkerSlot],
     began: float,
     nodes: Nodes | None,
     plan: Plan | None = None,
@@ -197,13 +196,13 @@ def _opened(
         folder.mkdir(parents=True, exist_ok=True)
     assert folder is not None
     if names.is_kept_by(folder, machine):
-        devices = [share.name for share in shares]
+        devices = [slot.name for slot in slots]
         names.begin_session(
             folder,
             began,
             job=name,
             devices=devices,
-            world=nodes.size if nodes else len(shares),
+            world=nodes.size if nodes else len(slots),
             machine=machine,
             versions=versions(),
             **facts,
@@ -218,14 +217,14 @@ def _opened(
 def _closed(
     results: Sequence[dict[str, Any]],
     plan: Plan,
-    shares: Sequence[WorkerShare],
+    slots: Sequence[WorkerSlot],
     folder: Path,
     console: Console,
     *,
     machine: int = 0,
     keep: bool = True,
 ) -> RunSummary:
-    summary = summarise(results, plan, shares, folder)
+    summary = summarise(results, plan, slots, folder)
     if keep and names.is_kept_by(folder, machine):
         write_text(folder / names.SUMMARY, json.dumps(summary_dict(summary), indent=2) + "\n")
         if names.read_run(folder)["status"] == "running":  # nobody supervised it: another launcher started it
@@ -241,7 +240,7 @@ def run_script(
     *,
     request: RunRequest,
     out: Path = RUNS,
-    machines: Machines = Machines(),
+    machines: NodeOptions = NodeOptions(),
     began: float | None = None,
 ) -> int:
     """Run an own-loop script on every device, as `python script.py` runs it on one. Returns the exit code.
@@ -254,17 +253,17 @@ def run_script(
         _refuse_plan_of_a_joined_script(request)
         run_script_file(script, arguments)
         return 0
-    shares = _shares(request, machines)
-    nodes = machines.meet(len(shares))
-    plan = _plan_of_script(request, World(size=nodes.size if nodes else len(shares), device=shares[0].device))
-    folder = _opened(None, out, str(script), shares, began or time.time(), nodes, arguments=list(arguments))
+    slots = _slots(request, machines)
+    nodes = machines.meet(len(slots))
+    plan = _plan_of_script(request, World(size=nodes.size if nodes else len(slots), device=slots[0].device))
+    folder = _opened(None, out, str(script), slots, began or time.time(), nodes, arguments=list(arguments))
     words = "" if plan is None else f"{plan}  "
-    console.print(f"{script.name}  {words}{describe(shares)}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"{script.name}  {words}{describe(slots)}", soft_wrap=True, markup=False, highlight=False)
     if plan is not None:  # on every machine: workers read it in their own folder
         write_text(folder / names.PLAN, plan_to_toml(plan))
     file = None if plan is None else (folder / names.PLAN).resolve()
     task = (script.resolve(), list(arguments), file)
-    _, code = supervise(_run_script_in_worker, task, shares, folder=folder, console=console, nodes=nodes)
+    _, code = supervise(_run_script_in_worker, task, slots, folder=folder, console=console, nodes=nodes)
     told = report_of(read_timeline(folder), str(folder))
     lines = [told.verdict] if told.steps else []
     lines += [f"records     {folder}", f"more with   meshwise report {shlex.quote(str(folder))}"]

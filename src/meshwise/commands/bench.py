@@ -19,7 +19,7 @@ from meshwise.api.bench import WHAT
 from meshwise.api.bench import bench as measure
 from meshwise.api.bench_hosts import bench_hosts
 from meshwise.api.machines import read_machine
-from meshwise.api.run import Machines
+from meshwise.api.run import NodeOptions
 from meshwise.machine.bench import Bench
 from meshwise.machine.compare import compare as compare_machines
 from meshwise.machine.file.write import machine_to_toml, toml_writer
@@ -76,7 +76,7 @@ def bench(
         print(f"waiting     for {nnodes} hosts at {rdzv}", file=sys.stderr)
     with _stoppable(), _progress() as (tell, done):
         if hosts:
-            machines = Machines(nnodes, node_rank, rdzv)
+            machines = NodeOptions(nnodes, node_rank, rdzv)
             between = asked or WHAT[1:]
             told = bench_hosts(what=between, sizes=sizes, seconds=seconds, machines=machines, tell=tell, done=done)
         else:

@@ -21,11 +21,11 @@ from meshwise.equivalence.watch import (
 )
 from meshwise.spec.world import World
 from meshwise.training.keyed import Rows
-from meshwise.training.order import Share
+from meshwise.training.order import BatchSlice
 from meshwise.transfer.collectives import gather_objects
 
 
-def agreed(shares: Sequence[Share], world: World) -> tuple[list[list[list[int]]], list[Rows]]:
+def agreed(shares: Sequence[BatchSlice], world: World) -> tuple[list[list[list[int]]], list[Rows]]:
     """Which samples count on which rank, a list a microbatch; and this rank's rows of each microbatch. Collective."""
     ranks = gather_objects([(share.indices[: share.samples].tolist(), len(share.indices)) for share in shares])
     samples = [[own[k][0] if k < len(own) else [] for own in ranks] for k in range(len(shares))]

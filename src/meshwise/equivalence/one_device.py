@@ -42,7 +42,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text
 from meshwise.training.job import Job
 from meshwise.training.keyed import Rows
-from meshwise.training.order import Share
+from meshwise.training.order import BatchSlice
 from meshwise.training.source import LoaderSettings, Reader, count_samples, reader
 from meshwise.training.weighing import as_weight, split_weight
 from meshwise.transfer.prefetch import prefetch
@@ -124,13 +124,13 @@ def opened(job: Job, data: Any, what: str) -> tuple[int, Reader]:
     return count_samples(data, f"the {what} of job '{job.name}'"), reader(data, settings)
 
 
-def _batches(read: Reader, shares: list[Share], cut: Cut, device: str) -> list[tuple[Any, Share]]:
+def _batches(read: Reader, shares: list[BatchSlice], cut: Cut, device: str) -> list[tuple[Any, BatchSlice]]:
     pairs = zip(read((share.indices for share in shares), cut.epoch), shares, strict=True)
     return list(prefetch(pairs, device))
 
 
 def _backward(
-    loss: Any, model: nn.Module, watch: Watch, batches: list[tuple[Any, Share]], ask: Ask, name: str, step: Step
+    loss: Any, model: nn.Module, watch: Watch, batches: list[tuple[Any, BatchSlice]], ask: Ask, name: str, step: Step
 ) -> None:
     """Leave in `.grad` the mean over all that the microbatches' weights count, and in `step` that of the losses."""
     total = weights = torch.zeros((), dtype=torch.float64)
@@ -164,7 +164,7 @@ def _evaluate(job: Job, model: nn.Module, watch: Watch, side: Side, ask: Ask, de
     order = torch.arange(test_samples(count, job.batch_size))
     model.eval()
     metrics = job.metrics or (lambda model, batch: {"loss": job.loss(model, batch)})
-    parts = [Share(part, len(part), len(order)) for part in order.split(job.batch_size)]
+    parts = [BatchSlice(part, len(part), len(order)) for part in order.split(job.batch_size)]
     measure = watch.measured(metrics, [Rows(0, len(part.indices), len(part.indices), part.samples) for part in parts])
     sums: dict[str, tuple[Tensor, Tensor]] = {}
     zero = torch.zeros((), dtype=torch.float64)
@@ -177,7 +177,7 @@ def _evaluate(job: Job, model: nn.Module, watch: Watch, side: Side, ask: Ask, de
     side.evaluation = {name: float(total / weights) for name, (total, weights) in sums.items()}
     side.sums = {name: (float(total), float(weights)) for name, (total, weights) in sums.items()}
     ends = sorted({int(part.indices[at]) for part in parts for at in (0, -1)})
-    alone = [Share(torch.tensor([index]), 1, len(order)) for index in ends]
+    alone = [BatchSlice(torch.tensor([index]), 1, len(order)) for index in ends]
     measure = watch.lifted(metrics)
     for index, (batch, share) in zip(ends, _batches(read, alone, epoch, device), strict=True):
         for name, (mean, weight) in _measured(measure, model, batch, share, ask, job.name).items():
@@ -185,7 +185,7 @@ def _evaluate(job: Job, model: nn.Module, watch: Watch, side: Side, ask: Ask, de
 
 
 def _measured(
-    measure: Any, model: nn.Module, batch: Any, share: Share, ask: Ask, job: str
+    measure: Any, model: nn.Module, batch: Any, share: BatchSlice, ask: Ask, job: str
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Metrics of a batch, each a mean and what it is over."""
     found = {}

@@ -31,7 +31,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, at_precision
 from meshwise.spec.world import World
 from meshwise.training.keyed import Rows
-from meshwise.training.order import Share
+from meshwise.training.order import BatchSlice
 from meshwise.training.own_state import own
 from meshwise.transfer.agreement import wait_for_all
 from meshwise.workers.join import join
@@ -113,7 +113,7 @@ class _Watching:
     def _made(self) -> int:
         return len(self.seen.draws)
 
-    def given(self, share: Share) -> None:
+    def given(self, share: BatchSlice) -> None:
         self._meet("the next batch of a loader")
         if self._watch is None:
             self._start()

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.plan import Plan, at_precision
 from meshwise.training.keyed import Draw
-from meshwise.training.order import Share, epoch_order, part
+from meshwise.training.order import BatchSlice, epoch_order, part
 
 Named = dict[str, Tensor]
 
@@ -145,12 +145,12 @@ def cuts_of(samples: int, batch_size: int, ask: Ask) -> list[Cut]:
     return cuts
 
 
-def microbatches(cut: Cut, order: Tensor, accumulate: int) -> list[Share]:
+def microbatches(cut: Cut, order: Tensor, accumulate: int) -> list[BatchSlice]:
     """The microbatches of a step as one device takes them."""
     total = cut.stop - cut.start
     micro = min(accumulate, total)
     bounds = [part(cut.start, cut.stop, micro, k) for k in range(micro)]
-    return [Share(order[first:last], last - first, total) for first, last in bounds]
+    return [BatchSlice(order[first:last], last - first, total) for first, last in bounds]
 
 
 def order_of(seed: int, cut: Cut, samples: int) -> Tensor:

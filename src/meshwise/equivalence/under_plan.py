@@ -25,7 +25,7 @@ from meshwise.training.evaluate import evaluate
 from meshwise.training.job import Job
 from meshwise.training.keyed import Draw
 from meshwise.training.loop import begun
-from meshwise.training.order import Share, sequential_shares, steps_of_epoch
+from meshwise.training.order import BatchSlice, epoch_slices, sequential_slices
 from meshwise.training.step import StepContext, train_step
 from meshwise.training.weighing import as_weight
 from meshwise.transfer.collectives import gather_objects
@@ -97,9 +97,9 @@ def under_plan(job: Job, ask: Ask, draws: Draws) -> Side | None:
     return side if world.rank == 0 else None
 
 
-def _shares(job: Job, cut: Cut, samples: int, world: World, ask: Ask) -> list[Share]:
+def _shares(job: Job, cut: Cut, samples: int, world: World, ask: Ask) -> list[BatchSlice]:
     order = order_of(job.seed, cut, samples)[: cut.stop]
-    return next(iter(steps_of_epoch(order, cut.stop - cut.start, world, ask.plan.accumulate, cut.start)))
+    return next(iter(epoch_slices(order, cut.stop - cut.start, world, ask.plan.accumulate, cut.start)))
 
 
 def _mean(losses: Sequence[tuple[Tensor, Tensor | float]]) -> float:
@@ -114,7 +114,7 @@ def _evaluate(job: Job, context: StepContext, watch: Watch, side: Side) -> None:
     if job.test is None:
         return
     samples, read = opened(job, job.test(), "test set")
-    shares = sequential_shares(test_samples(samples, job.batch_size), job.batch_size, context.world)
+    shares = sequential_slices(test_samples(samples, job.batch_size), job.batch_size, context.world)
     counted, rows = agreed(shares, context.world)
     batches = prefetch(zip(read((s.indices for s in shares), 0), shares, strict=True), context.world.device)
     metrics = None if job.metrics is None else watch.measured(job.metrics, rows)

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from meshwise.machine.cores import allowed_cores, cores_near, split_cores
-from meshwise.spec.device_words import DeviceRequest
+from meshwise.spec.devices import DeviceRequest, WorkerSlot, core_ranges
 from meshwise.spec.errors import UsageError
-from meshwise.spec.worker_share import WorkerShare, core_ranges
 
 
-def find_devices(request: DeviceRequest) -> list[WorkerShare]:
-    """One share a worker. `all` is every accelerator, else one CPU worker. Raises UsageError for a missing device."""
+def find_devices(request: DeviceRequest) -> list[WorkerSlot]:
+    """One slot a worker. `all` is every accelerator, else one CPU worker. Raises UsageError for a missing device."""
     if request.kind is None:
         kind, count = accelerators()
         return (
@@ -35,31 +34,31 @@ def accelerators() -> tuple[str | None, int]:
     return (device.type if device is not None else None), torch.accelerator.device_count()
 
 
-def describe(shares: Sequence[WorkerShare]) -> str:
+def describe(slots: Sequence[WorkerSlot]) -> str:
     """One line for the user: `2 CPU workers: rank 0 on core 0 (1 thread), rank 1 on core 1 (1 thread)`."""
-    same_kind = "CPU worker" if shares[0].device == "cpu" else f"{shares[0].device} device"
-    count = f"{len(shares)} {same_kind}{'s' if len(shares) > 1 else ''}"
-    parts = [_one(rank, share) for rank, share in enumerate(shares[:4])]
-    if len(shares) > 4:
-        parts.append(f"and so on to rank {len(shares) - 1}")
+    same_kind = "CPU worker" if slots[0].device == "cpu" else f"{slots[0].device} device"
+    count = f"{len(slots)} {same_kind}{'s' if len(slots) > 1 else ''}"
+    parts = [_one(rank, slot) for rank, slot in enumerate(slots[:4])]
+    if len(slots) > 4:
+        parts.append(f"and so on to rank {len(slots) - 1}")
     return f"{count}: {', '.join(parts)}"
 
 
-def _one(rank: int, share: WorkerShare) -> str:
-    threads = f"{share.threads} thread{'s' if share.threads > 1 else ''}"
+def _one(rank: int, slot: WorkerSlot) -> str:
+    threads = f"{slot.threads} thread{'s' if slot.threads > 1 else ''}"
     where = (
-        f"core{'s' if len(share.cores) > 1 else ''} {core_ranges(share.cores)}" if share.cores else "no core of its own"
+        f"core{'s' if len(slot.cores) > 1 else ''} {core_ranges(slot.cores)}" if slot.cores else "no core of its own"
     )
-    on = "" if share.index is None else f"{share.name}, "
+    on = "" if slot.index is None else f"{slot.name}, "
     return f"rank {rank} on {on}{where} ({threads})"
 
 
-def _cpu_shares(count: int) -> list[WorkerShare]:
+def _cpu_shares(count: int) -> list[WorkerSlot]:
     parts = split_cores(allowed_cores(), count)
-    return [WorkerShare("cpu", None, part, max(1, len(part))) for part in parts]
+    return [WorkerSlot("cpu", None, part, max(1, len(part))) for part in parts]
 
 
-def _accelerator_shares(request: DeviceRequest) -> list[WorkerShare]:
+def _accelerator_shares(request: DeviceRequest) -> list[WorkerSlot]:
     kind, present = accelerators()
     indices = request.indices if request.indices is not None else tuple(range(request.count or 1))
     if kind is None or kind != request.kind or present == 0:
@@ -75,11 +74,11 @@ def _accelerator_shares(request: DeviceRequest) -> list[WorkerShare]:
     sharing: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for position, cores in enumerate(near):
         sharing[cores].append(position)
-    shares: dict[int, WorkerShare] = {}
+    slots: dict[int, WorkerSlot] = {}
     for cores, positions in sharing.items():
         for position, part in zip(positions, split_cores(cores, len(positions)), strict=True):
-            shares[position] = WorkerShare(kind, indices[position], part, max(1, len(part)))
-    return [shares[position] for position in range(len(indices))]
+            slots[position] = WorkerSlot(kind, indices[position], part, max(1, len(part)))
+    return [slots[position] for position in range(len(indices))]
 
 
 def pci_address(kind: str, index: int) -> str:

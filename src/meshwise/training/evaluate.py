@@ -10,13 +10,13 @@ from torch import Tensor
 
 from meshwise.parallel.precision import cast_batch, computing
 from meshwise.training.job import Job
-from meshwise.training.order import Share
+from meshwise.training.order import BatchSlice
 from meshwise.training.step import StepContext
 from meshwise.training.weighing import as_weight, split_weight
 from meshwise.transfer import collectives
 
 
-def evaluate(run: StepContext, batches: Iterable[tuple[Any, Share]]) -> dict[str, float]:
+def evaluate(run: StepContext, batches: Iterable[tuple[Any, BatchSlice]]) -> dict[str, float]:
     """The job's metrics over the whole test set; its loss where it has none. Collective.
 
     A stand-in weighs nothing. Buffers (running statistics) are those of rank 0.
@@ -37,7 +37,7 @@ def evaluate(run: StepContext, batches: Iterable[tuple[Any, Share]]) -> dict[str
     return result
 
 
-def _measure(run: StepContext, batch: Any, share: Share) -> dict[str, tuple[Tensor, Tensor]]:
+def _measure(run: StepContext, batch: Any, share: BatchSlice) -> dict[str, tuple[Tensor, Tensor]]:
     job: Job = run.job
     dtypes = run.applied.plan.dtypes
     with computing(run.world.device, dtypes):

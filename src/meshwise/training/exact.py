@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwise.training.keyed import KeyedDraws, Rows, by_rows
-from meshwise.training.order import Share
+from meshwise.training.order import BatchSlice
 
 
 class StepDraws:
@@ -23,7 +23,7 @@ class StepDraws:
         self.unkeyed: set[str] = set()
         """Operators that could not be keyed, so that ranks draw on their own."""
 
-    def begin(self, key: tuple[int, int, int], share: Share) -> None:
+    def begin(self, key: tuple[int, int, int], share: BatchSlice) -> None:
         """The next microbatch is this rank's `share`; key: seed, step, and its number in the step."""
         if self.exact:
             rows = Rows(share.first, len(share.indices), share.micro, share.samples)

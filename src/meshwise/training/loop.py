@@ -30,7 +30,7 @@ from meshwise.training.evaluate import evaluate
 from meshwise.training.exact import StepDraws
 from meshwise.training.job import Job
 from meshwise.training.journal import Journal, Tell
-from meshwise.training.order import Share, epoch_order, sequential_shares, steps_of_epoch
+from meshwise.training.order import BatchSlice, epoch_order, epoch_slices, sequential_slices
 from meshwise.training.recording import Recording
 from meshwise.training.settings import Settings, overridden
 from meshwise.training.source import LoaderSettings, Reader, count_samples, reader
@@ -210,8 +210,8 @@ def _train_batches(run: _Run) -> Iterator[list[Part]]:
     """The microbatches of each step, on the device, with the next ones on their way."""
     state, job, world = run.context.state, run.context.job, run.context.world
     order = epoch_order(state.seed, state.epoch, run.train.samples)
-    shares: list[list[Share]] = list(
-        steps_of_epoch(order, job.batch_size, world, run.settings.plan.accumulate, state.index)
+    shares: list[list[BatchSlice]] = list(
+        epoch_slices(order, job.batch_size, world, run.settings.plan.accumulate, state.index)
     )
     read = run.train.read((share.indices for step in shares for share in step), state.epoch)
     pairs = prefetch(zip(read, (share for step in shares for share in step), strict=True), world.device)
@@ -220,7 +220,7 @@ def _train_batches(run: _Run) -> Iterator[list[Part]]:
 
 
 def _test_batches(run: _Run, test: Data) -> Iterator[Part]:
-    shares = sequential_shares(test.samples, run.context.job.batch_size, run.context.world)
+    shares = sequential_slices(test.samples, run.context.job.batch_size, run.context.world)
     batches = test.read((share.indices for share in shares), 0)
     return prefetch(zip(batches, shares, strict=True), run.context.world.device)
 

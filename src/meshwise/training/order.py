@@ -18,7 +18,7 @@ GOLDEN = 2654435769  # 2**32 over the golden ratio: its multiples lie far apart 
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchSlice:
     """A rank's part of one microbatch.
 
     indices: which samples of the data set; never empty: a rank without samples gets one as a stand-in.
@@ -47,9 +47,9 @@ def part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
     return first, first + size + (index < rest)
 
 
-def steps_of_epoch(
+def epoch_slices(
     order: Tensor, batch_size: int, world: World, accumulate: int = 1, begin: int = 0
-) -> Iterator[list[Share]]:
+) -> Iterator[list[BatchSlice]]:
     """This rank's shares of every global batch from sample `begin` on: one list a step, one share a microbatch.
 
     A ragged last batch makes fewer microbatches rather than empty ones.
@@ -57,18 +57,18 @@ def steps_of_epoch(
     for start in range(begin, len(order), batch_size):
         stop = min(start + batch_size, len(order))
         micro = min(accumulate, stop - start)
-        yield [share_of(order, *part(start, stop, micro, k), stop - start, world) for k in range(micro)]
+        yield [batch_slice(order, *part(start, stop, micro, k), stop - start, world) for k in range(micro)]
 
 
-def share_of(order: Tensor, start: int, stop: int, total: int, world: World) -> Share:
+def batch_slice(order: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
     """This rank's share of the microbatch [start, stop) of `order`."""
     first, last = part(start, stop, world.size, world.rank)
     if first == last:
-        return Share(order[start : start + 1], 0, total, first - start, stop - start)
-    return Share(order[first:last], last - first, total, first - start, stop - start)
+        return BatchSlice(order[start : start + 1], 0, total, first - start, stop - start)
+    return BatchSlice(order[first:last], last - first, total, first - start, stop - start)
 
 
-def sequential_shares(samples: int, batch_size: int, world: World) -> Sequence[Share]:
+def sequential_slices(samples: int, batch_size: int, world: World) -> Sequence[BatchSlice]:
     """Shares of a data set read front to back, as an evaluation does."""
     order = torch.arange(samples)
-    return [shares[0] for shares in steps_of_epoch(order, batch_size, world)]
+    return [shares[0] for shares in epoch_slices(order, batch_size, world)]

@@ -26,17 +26,17 @@ from torch.utils.data import (
 
 from meshwise.spec.errors import DataError, UsageError
 from meshwise.spec.world import World
-from meshwise.training.order import Share, epoch_order, part, share_of, steps_of_epoch
-from meshwise.training.source import LoaderSettings, count_samples, keyed_draws, reader
+from meshwise.training.order import BatchSlice, batch_slice, epoch_order, epoch_slices, part
+from meshwise.training.source import LoaderSettings, count_samples, reader, seeded_by
 from meshwise.transfer import collectives
 
-Pairs = Iterator[tuple[Any, Share]]
+Pairs = Iterator[tuple[Any, BatchSlice]]
 STREAMS = ("whole", "per-rank")
 _KEPT = ("pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "persistent_workers", "multiprocessing_context")
 
 
 @dataclass(frozen=True)
-class Plain:
+class LoaderSpec:
     """What a distributed loader needs of the user's.
 
     pairs: `pairs(epoch, begin, most)` reads an epoch from sample `begin` on; with `most`, one batch of at most so many
@@ -50,7 +50,7 @@ class Plain:
     note: str = ""
 
 
-def read_plan(loader: DataLoader[Any], seed: int, world: World, streams: str) -> Plain:
+def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str) -> LoaderSpec:
     """How the batches of a user's loader are shared out. Raises UsageError for a loader that cannot be."""
     if streams not in STREAMS:
         raise UsageError(f"streams={streams!r}: write 'whole' or 'per-rank'.")
@@ -85,7 +85,7 @@ def _settings(loader: DataLoader[Any], seed: int) -> LoaderSettings:
     return LoaderSettings(collate, loader.num_workers, seed, extra)
 
 
-def _ordered(loader: DataLoader[Any], seed: int, world: World, *, shuffle: bool, note: str = "") -> Plain:
+def _ordered(loader: DataLoader[Any], seed: int, world: World, *, shuffle: bool, note: str = "") -> LoaderSpec:
     """Our own order, shuffled or front to back."""
     samples, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
     whole = samples - samples % size if loader.drop_last else samples
@@ -94,31 +94,31 @@ def _ordered(loader: DataLoader[Any], seed: int, world: World, *, shuffle: bool,
     def pairs(epoch: int, begin: int, most: int | None = None) -> Pairs:
         order = (epoch_order(seed, epoch, samples) if shuffle else torch.arange(samples))[:whole]
         order = order if most is None else order[: begin + min(most, size)]
-        shares = [shares[0] for shares in steps_of_epoch(order, size, world, begin=begin)]
+        shares = [shares[0] for shares in epoch_slices(order, size, world, begin=begin)]
         return zip(read((share.indices for share in shares), epoch), shares, strict=True)
 
-    return Plain(-(-whole // size), whole, size, pairs, note)
+    return LoaderSpec(-(-whole // size), whole, size, pairs, note)
 
 
-def _foreign(loader: DataLoader[Any], seed: int, world: World) -> Plain:
+def _foreign(loader: DataLoader[Any], seed: int, world: World) -> LoaderSpec:
     """The user's own sampler, run whole on every rank from one seed."""
     read = reader(_rows(loader.dataset), _settings(loader, seed))
     batch_sampler: Iterable[list[int]] = loader.batch_sampler  # type: ignore[assignment]
 
     def pairs(epoch: int, begin: int, most: int | None = None) -> Pairs:
-        with keyed_draws(seed, epoch):
+        with seeded_by(seed, epoch):
             batches = [torch.as_tensor(list(batch), dtype=torch.int64) for batch in batch_sampler]
         ends = torch.tensor([len(batch) for batch in batches]).cumsum(0).tolist()
         left = [batch for batch, end in zip(batches, ends, strict=True) if end > begin]
         left = left if most is None else [batch[:most] for batch in left[:1]]
-        shares = [share_of(batch, 0, len(batch), len(batch), world) for batch in left]
+        shares = [batch_slice(batch, 0, len(batch), len(batch), world) for batch in left]
         return zip(read((share.indices for share in shares), epoch), shares, strict=True)
 
     length = len(batch_sampler) if isinstance(batch_sampler, Sized) else None
-    return Plain(length, None, loader.batch_size or 1, pairs)
+    return LoaderSpec(length, None, loader.batch_size or 1, pairs)
 
 
-def _stream(loader: DataLoader[Any], world: World, streams: str) -> Plain:
+def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
     """An iterable data set: its items one by one, grouped, shared out and collated here."""
     if loader.batch_size is None:
         raise UsageError("a loader with batch_size=None gives no batches to share out. Give it a batch_size.")
@@ -144,29 +144,29 @@ def _stream(loader: DataLoader[Any], world: World, streams: str) -> Plain:
             last = chosen[-1]
             yield collate(chosen), share
 
-    return Plain(None, None, size, pairs)
+    return LoaderSpec(None, None, size, pairs)
 
 
-def _whole_share(got: list[Any], last: Any, counts: list[int], world: World) -> tuple[list[Any], Share]:
+def _whole_share(got: list[Any], last: Any, counts: list[int], world: World) -> tuple[list[Any], BatchSlice]:
     if len(set(counts)) != 1:
         raise DataError(
             "the ranks read streams of different lengths "
             f"(last batch: {', '.join(f'rank {r}: {n}' for r, n in enumerate(counts))}). "
             "A data set that splits itself is distributed with mw.distribute(…, streams='per-rank')."
         )
-    share = share_of(torch.arange(max(len(got), 1)), 0, len(got), len(got), world)
+    share = batch_slice(torch.arange(max(len(got), 1)), 0, len(got), len(got), world)
     return [got[i] for i in share.indices.tolist()] if got else [], share
 
 
-def _own_share(got: list[Any], last: Any, counts: list[int], world: World) -> tuple[list[Any], Share]:
+def _own_share(got: list[Any], last: Any, counts: list[int], world: World) -> tuple[list[Any], BatchSlice]:
     total = sum(counts)
     if got or total == 0:
-        return got, Share(torch.arange(len(got)), len(got), total)
+        return got, BatchSlice(torch.arange(len(got)), len(got), total)
     if last is None:
         raise DataError(
             f"rank {world.rank}'s stream gave no sample at all. Give every rank at least one, or use streams='whole'."
         )
-    return [last], Share(torch.zeros(1, dtype=torch.int64), 0, total)
+    return [last], BatchSlice(torch.zeros(1, dtype=torch.int64), 0, total)
 
 
 def _length(bounds: tuple[int, int]) -> int:

@@ -29,12 +29,12 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.draws import mixed, seed_draws
 from meshwise.training.own_laid import cast, lay_models, lay_optimizer
-from meshwise.training.own_loader import Plain, read_plan
+from meshwise.training.own_loader import LoaderSpec, split_loader
 from meshwise.training.own_plan import settle
 from meshwise.training.own_state import own as _own
 from meshwise.training.own_state import say
 from meshwise.training.recording import record_script
-from meshwise.training.weighing import as_weight, of_something
+from meshwise.training.weighing import as_weight, zero_if_empty
 from meshwise.transfer import collectives
 from meshwise.transfer.prefetch import prefetch
 from meshwise.workers.join import join, open_session
@@ -80,7 +80,7 @@ def _distributed(thing: Any, seed: int, world: World, streams: str) -> Any:
     if isinstance(thing, DistributedLoader):
         return thing
     if isinstance(thing, DataLoader):
-        plain = read_plan(
+        plain = split_loader(
             thing, seed if thing.generator is None else thing.generator.initial_seed() % 2**31, world, streams
         )
         if plain.note:
@@ -94,7 +94,7 @@ def _distributed(thing: Any, seed: int, world: World, streams: str) -> Any:
 class DistributedLoader:
     """Gives this rank its share of every batch of the user's loader; `len`, `dataset`, `batch_size` are the user's."""
 
-    def __init__(self, loader: DataLoader[Any], plain: Plain, seed: int, world: World) -> None:
+    def __init__(self, loader: DataLoader[Any], plain: LoaderSpec, seed: int, world: World) -> None:
         self.dataset, self.batch_size = loader.dataset, plain.batch_size
         self._plain, self._seed, self._world = plain, seed, world
         self._epoch, self._index, self._running = 0, 0, False
@@ -208,7 +208,7 @@ def _backward(loss: Tensor, weight: Tensor | float | None) -> Tensor:
 
 def _weighted_backward(applied: Applied, loss: Tensor, weight: Tensor) -> Tensor:
     """The weights' sum is reduced while the backward runs, and divides the gradients before they are averaged."""
-    loss = of_something(loss.reshape(()), weight)
+    loss = zero_if_empty(loss.reshape(()), weight)
     wait = collectives.begin_sum(torch.stack([loss.detach().to(weight.dtype) * weight, weight]))
     scaled, left = (loss * weight.to(loss.dtype), 1.0) if applied.meets else (loss, weight)
     applied.backward(scaled, reduce=_own.reduce, factor=lambda: left * collectives.world_size() / wait()[1])

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from meshwise.parallel.apply import Applied
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.order import Share
+from meshwise.training.order import BatchSlice
 from meshwise.training.own_spans import OwnSpans
 from meshwise.training.recording import Recording
 from meshwise.workers.join import open_session
@@ -39,7 +39,7 @@ class Observer(Protocol):
     def most(self, batch_size: int) -> int | None:
         """How many samples that may have; 0 ends the loop, None leaves it as it is."""
 
-    def given(self, share: Share) -> None:
+    def given(self, share: BatchSlice) -> None:
         """It has its batch."""
 
     def left(self) -> None:
@@ -76,7 +76,7 @@ class Own:
     """Ids of the optimizers that were laid as the plan says."""
     replaced: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     """Names of the parameters that the models had before the plan replaced them."""
-    share: Share | None = None
+    share: BatchSlice | None = None
     """Of the batch that a distributed loader gave last, while its loop is running."""
     used_stand_ins: bool = False
     """Whether the loop that ended last gave some rank a stand-in."""

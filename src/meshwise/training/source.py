@@ -103,11 +103,11 @@ class KeyedDataset(Dataset[Any]):
         self.data, self.seed = data, seed
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
-        with keyed_draws(self.seed, *key):
+        with seeded_by(self.seed, *key):
             return self.data[key[1]]
 
 
-class keyed_draws:
+class seeded_by:
     """Draws of torch, numpy and Python inside the with-body depend on the key alone; those outside go on as before."""
 
     def __init__(self, *key: int) -> None:

@@ -23,11 +23,11 @@ from meshwise.timeline.record import Recorder
 from meshwise.training.draws import seed_draws
 from meshwise.training.exact import StepDraws
 from meshwise.training.job import Job
-from meshwise.training.order import Share
+from meshwise.training.order import BatchSlice
 from meshwise.training.weighing import as_weight, split_weight
 from meshwise.transfer import collectives
 
-Part = tuple[Any, Share]
+Part = tuple[Any, BatchSlice]
 Losses = list[tuple[Tensor, Tensor | float]]
 """A loss and its weight for each microbatch of a step."""
 

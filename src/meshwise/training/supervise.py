@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from meshwise.records import folder as names
+from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.plan import Plan
-from meshwise.spec.worker_share import WorkerShare
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.views.live import LiveView, Progress
@@ -78,23 +78,23 @@ def metrics_line(message: Mapping[str, Any]) -> str:
 def supervise(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
-    shares: Sequence[WorkerShare],
+    slots: Sequence[WorkerSlot],
     *,
     folder: Path | None,
     console: Console,
     nodes: Nodes | None = None,
 ) -> tuple[list[Any], int]:
-    """Launch `function` on the shares and show the run. Returns the results in rank order and the exit code.
+    """Launch `function` on the slots and show the run. Returns the results in rank order and the exit code.
 
     run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails.
     """
     halt = Halt()
     keeps = folder if folder is not None and names.is_kept_by(folder, machine_of(nodes)) else None
     with LiveView(console) as view, forwarded_signals(halt, view):
-        viewer = Viewer(view, [f"rank {rank} {share.name}" for rank, share in enumerate(shares)], live=view.draws)
+        viewer = Viewer(view, [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], live=view.draws)
         listeners = Listeners(message=viewer.message, output=viewer.output)
         try:
-            results = launch(function, arguments, shares, folder=folder, listeners=listeners, nodes=nodes, halt=halt)
+            results = launch(function, arguments, slots, folder=folder, listeners=listeners, nodes=nodes, halt=halt)
         except WorkerFailed as error:
             if keeps:
                 names.end_session(keeps, "stopped" if error.rank is None else "failed", str(error))
@@ -129,7 +129,7 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
 
 
 def summarise(
-    results: Sequence[Mapping[str, Any]], plan: Plan, shares: Sequence[WorkerShare], folder: Path
+    results: Sequence[Mapping[str, Any]], plan: Plan, slots: Sequence[WorkerSlot], folder: Path
 ) -> RunSummary:
     """What a run did, from the facts that each rank returned and the records in its folder."""
     report = report_of(read_timeline(folder), str(folder))
@@ -137,7 +137,7 @@ def summarise(
     return RunSummary(
         job=first["job"],
         plan=repr(plan),
-        devices=tuple(share.name for share in shares),
+        devices=tuple(slot.name for slot in slots),
         status=first["status"],
         epochs=first["epochs"],
         steps=first["steps"],

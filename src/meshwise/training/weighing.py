@@ -31,10 +31,10 @@ def split_weight(result: Any, samples: int, where: str) -> tuple[Tensor, Tensor 
     if weight is None:
         return mean.reshape(()), None
     weight = weight if samples else weight * 0
-    return of_something(mean.reshape(()), as_weight(weight, mean)), weight
+    return zero_if_empty(mean.reshape(()), as_weight(weight, mean)), weight
 
 
-def of_something(mean: Tensor, weight: Tensor) -> Tensor:
+def zero_if_empty(mean: Tensor, weight: Tensor) -> Tensor:
     """`mean`, and 0 where it is over nothing: such a mean is no number, which no weight of 0 takes out of a sum."""
     return torch.where(weight != 0, mean, torch.zeros_like(mean))
 

@@ -1,7 +1,7 @@
 """Where a tensor lives: a real device, the host's memory, or one of the virtual devices that are open.
 
 A virtual device is a number that is kept for a storage on the host, so `cpu:1` is a place of its own while
-`meshwise.transfer.virtual` has it open. Plain `cpu` is the host.
+`meshwise.transfer.virtual` has it open. LoaderSpec `cpu` is the host.
 """
 
 from __future__ import annotations

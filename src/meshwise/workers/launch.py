@@ -29,8 +29,8 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
+from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
-from meshwise.spec.worker_share import WorkerShare
 from meshwise.workers import failure, join, process, worker
 from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message
 from meshwise.workers.failure import Failure
@@ -79,25 +79,25 @@ class Halt:
 def launch(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
-    shares: Sequence[WorkerShare],
+    slots: Sequence[WorkerSlot],
     *,
     folder: Path | None = None,
     listeners: Listeners | None = None,
     nodes: Nodes | None = None,
     halt: Halt | None = None,
 ) -> list[Any]:
-    """Call `function(*arguments)` in one worker a share; returns the results in rank order.
+    """Call `function(*arguments)` in one worker a slot; returns the results in rank order.
 
     folder: the run folder, which keeps each worker's output; without one the output of ranks above 0 is dropped when
         all goes well. Raises WorkerFailed with the culprit's rank and traceback when a worker fails.
     """
     scratch = Path(tempfile.mkdtemp(prefix="meshwise-"))
-    launcher = _Launcher(scratch, folder or scratch, listeners or Listeners(), nodes, halt or Halt(), len(shares))
+    launcher = _Launcher(scratch, folder or scratch, listeners or Listeners(), nodes, halt or Halt(), len(slots))
     try:
         task = scratch / "task.pickle"
         # In two layers: the worker must have our module path before it reads the function.
         task.write_bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((function, arguments)))))
-        launcher.start(task, shares)
+        launcher.start(task, slots)
         launcher.watch()
         if nodes is not None:
             nodes.leave()
@@ -137,12 +137,12 @@ class _Launcher:
         self._halted_at = 0.0
         self._looked = self._asked = 0.0
 
-    def start(self, task: Path, shares: Sequence[WorkerShare]) -> None:
+    def start(self, task: Path, slots: Sequence[WorkerSlot]) -> None:
         port = self.nodes.port if self.nodes else free_port()
         (self.folder / "workers").mkdir(parents=True, exist_ok=True)
-        for local_rank, share in enumerate(shares):
+        for local_rank, slot in enumerate(slots):
             rank = self.first_rank + local_rank
-            environment = os.environ | self._environment(rank, local_rank, port, share)
+            environment = os.environ | self._environment(rank, local_rank, port, slot)
             log = (self.folder / "workers" / f"rank{rank}.log").open("ab")
             shown = rank == 0
             child = subprocess.Popen(
@@ -158,8 +158,8 @@ class _Launcher:
             if shown:
                 entry.readers = [self._read(child.stdout, "stdout", log), self._read(child.stderr, "stderr", log)]
 
-    def _environment(self, rank: int, local_rank: int, port: int, share: WorkerShare) -> dict[str, str]:
-        visible = "" if share.index is None else _visible(share.index)
+    def _environment(self, rank: int, local_rank: int, port: int, slot: WorkerSlot) -> dict[str, str]:
+        visible = "" if slot.index is None else _visible(slot.index)
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.size),
@@ -167,16 +167,16 @@ class _Launcher:
             "LOCAL_WORLD_SIZE": str(self.local_size),
             "MASTER_ADDR": self.nodes.master if self.nodes else "127.0.0.1",
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": str(share.threads),
+            "OMP_NUM_THREADS": str(slot.threads),
             "CUDA_VISIBLE_DEVICES": visible,
             "PYTHONUNBUFFERED": "1",
             ADDRESS: self._channel.address,
             TOKEN: self._token,
-            join.DEVICE_KIND: share.device,
+            join.DEVICE_KIND: slot.device,
             join.LAUNCHED: repr(self.launched),
             **self.run_folder,
-            worker.CORES: ",".join(map(str, share.cores)),
-            worker.THREADS: str(share.threads),
+            worker.CORES: ",".join(map(str, slot.cores)),
+            worker.THREADS: str(slot.threads),
         }
 
     def _read(self, pipe: BinaryIO | Any, stream: str, log: BinaryIO) -> threading.Thread:

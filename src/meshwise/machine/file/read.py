@@ -186,6 +186,7 @@ def _counted(device: Device, values: Mapping[str, Any], count: int, place: str) 
 def _links(tables: Sequence[Table], devices: Sequence[Device], hosts: int, where: str) -> tuple[Link, ...]:
     """The links in the order of the file, one for each of a table's ends."""
     known = {ANY_HOST, ANY_DEVICE, NODE, *(device.name for device in devices), *(f"node{at}" for at in range(hosts))}
+    texts = list_of(TEXT, f"texts: {_LINK_ENDS}")
     found: dict[tuple[str, str], Link] = {}
     for table, place in _each(tables, "link", where):
         facts = {"kind": "", **read_table(table, LINK, place, also=("ends",), required={"ends": _LINK_ENDS})}

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from meshwise.machine.measure.compute import launch_seconds, matmuls, memory_rate
+from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.machine import Matmul
-from meshwise.spec.worker_share import WorkerShare
 from meshwise.transfer.collectives import barrier
 from meshwise.workers.channel import Message
 from meshwise.workers.join import join
@@ -32,20 +32,20 @@ class Compute:
     launch: float | None = None
 
 
-def device_names(shares: Sequence[WorkerShare]) -> list[str]:
-    """The name of each share's device: `cuda:2` for an accelerator, `cpu:1` for the second CPU worker."""
-    return [f"cpu:{rank}" if share.index is None else share.name for rank, share in enumerate(shares)]
+def device_names(slots: Sequence[WorkerSlot]) -> list[str]:
+    """The name of each slot's device: `cuda:2` for an accelerator, `cpu:1` for the second CPU worker."""
+    return [f"cpu:{rank}" if slot.index is None else slot.name for rank, slot in enumerate(slots)]
 
 
-def measure_alone(shares: Sequence[WorkerShare], budget: float, tell: Callable[[Compute], None]) -> None:
+def measure_alone(slots: Sequence[WorkerSlot], budget: float, tell: Callable[[Compute], None]) -> None:
     """Measure every device for about `budget` seconds in all; `tell` hears of each as soon as it is done."""
-    turns = len(shares) if shares[0].device == "cpu" else 1
+    turns = len(slots) if slots[0].device == "cpu" else 1
 
     def heard(rank: int, message: Message) -> None:
         if message["kind"] == "computed":
             tell(_from_message(message))
 
-    launch(_measure, (device_names(shares), budget / turns, turns > 1), shares, listeners=Listeners(message=heard))
+    launch(_measure, (device_names(slots), budget / turns, turns > 1), slots, listeners=Listeners(message=heard))
 
 
 def measure_here(name: str, device: torch.device, budget: float) -> Compute:

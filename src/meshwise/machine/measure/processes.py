@@ -19,9 +19,9 @@ from meshwise.machine.measure.alone import device_names
 from meshwise.machine.measure.cases import Maker, Place
 from meshwise.machine.measure.result import PathResult
 from meshwise.machine.measure.together import Path, measure_path
+from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.timings import Timings
-from meshwise.spec.worker_share import WorkerShare
 from meshwise.transfer.collectives import Group, broadcast_object, gather_objects, group_of, own_rank, world_size
 from meshwise.workers.channel import Message, WorkerChannel
 from meshwise.workers.join import join
@@ -42,25 +42,25 @@ _COMPOSED: dict[str, tuple[Callable[[bool], Maker], Callable[[int], bool]]] = {
 
 
 def measure_processes(
-    shares: Sequence[WorkerShare],
+    slots: Sequence[WorkerSlot],
     sizes: Sequence[int],
     budget: float,
     what: Sequence[str] = WHAT,
     report: Callable[[PathResult], None] = lambda result: None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[PathResult]:
-    """Start one worker a share and measure between them for about `budget` seconds.
+    """Start one worker a slot and measure between them for about `budget` seconds.
 
     report hears of each path as soon as it is done, tell hears what comes next. Raises UsageError for an unknown
     `what`, and WorkerFailed when a worker dies; report has then heard of all that was done before.
     """
     _check(sizes, what)
 
-    if len(shares) < 2:
+    if len(slots) < 2:
         return []
-    arguments = (device_names(shares), tuple(sizes), budget, tuple(what))
+    arguments = (device_names(slots), tuple(sizes), budget, tuple(what))
     results: list[list[PathResult]] = launch(
-        _be_a_rank, arguments, shares, listeners=Listeners(message=heard_by(report, tell))
+        _be_a_rank, arguments, slots, listeners=Listeners(message=heard_by(report, tell))
     )
     return results[0]
 

@@ -1,4 +1,5 @@
-"""Words for devices: counts are `4xcpu`, `8xcuda`; indices are `cuda:0,1`; `all` is every accelerator.
+"""Devices in words (counts are `4xcpu`, `8xcuda`; indices are `cuda:0,1`; `all` is every accelerator), and the slot of
+one worker on them.
 
 Parsing only: whether such devices exist is the machine room's business.
 """
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 from meshwise.spec.errors import UsageError, nearest
 
-KINDS = ("cpu", "cuda", "xpu", "mps")
+DEVICE_KINDS = ("cpu", "cuda", "xpu", "mps")
 MOST_CPU_WORKERS = 256  # a typing slip such as 4000xcpu must not start 4000 processes
 
 
@@ -65,7 +66,40 @@ def _indexed(words: str, kind: str, indices: tuple[int, ...]) -> DeviceRequest:
 
 
 def _known(words: str, kind: str) -> str:
-    if kind not in KINDS:
-        hint = nearest(kind, (*KINDS, "all"))
-        raise UsageError(f"--devices {words}: '{kind}' is no kind of device.{hint} Known are {', '.join(KINDS)}.")
+    if kind not in DEVICE_KINDS:
+        hint = nearest(kind, (*DEVICE_KINDS, "all"))
+        raise UsageError(
+            f"--devices {words}: '{kind}' is no kind of device.{hint} Known are {', '.join(DEVICE_KINDS)}."
+        )
     return kind
+
+
+@dataclass(frozen=True)
+class WorkerSlot:
+    """What one worker process gets of a host: its device, its processor cores and its threads.
+
+    device: kind of device, `cpu` or `cuda`.
+    index: which accelerator of the host, as the driver counts; None for a CPU worker.
+    cores: processor cores that it is bound to; empty when it is not bound.
+    threads: threads that its operators use.
+    """
+
+    device: str
+    index: int | None
+    cores: tuple[int, ...]
+    threads: int
+
+    @property
+    def name(self) -> str:
+        return self.device if self.index is None else f"{self.device}:{self.index}"
+
+
+def core_ranges(cores: tuple[int, ...]) -> str:
+    """`(0, 1, 2, 5)` as `0-2,5`."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][1] + 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

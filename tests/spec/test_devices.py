@@ -4,13 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.spec.device_words import KINDS, MOST_CPU_WORKERS, DeviceRequest, parse_devices
+from meshwise.spec.devices import (
+    DEVICE_KINDS,
+    MOST_CPU_WORKERS,
+    DeviceRequest,
+    WorkerSlot,
+    core_ranges,
+    parse_devices,
+)
 from meshwise.spec.errors import UsageError
 
-counted = st.builds(DeviceRequest, st.sampled_from(KINDS), count=st.integers(1, MOST_CPU_WORKERS))
+counted = st.builds(DeviceRequest, st.sampled_from(DEVICE_KINDS), count=st.integers(1, MOST_CPU_WORKERS))
 indexed = st.builds(
     DeviceRequest,
-    st.sampled_from([kind for kind in KINDS if kind != "cpu"]),
+    st.sampled_from([kind for kind in DEVICE_KINDS if kind != "cpu"]),
     indices=st.lists(st.integers(0, 99), min_size=1, max_size=5, unique=True).map(tuple),
 )
 
@@ -69,3 +76,24 @@ def test_any_text_is_a_request_or_one_sentence(words: str) -> None:
         assert isinstance(parse_devices(words), DeviceRequest)
     except UsageError as error:
         assert words in str(error)
+
+
+@pytest.mark.parametrize(
+    ("cores", "text"), [((), ""), ((3,), "3"), ((0, 1, 2, 5), "0-2,5"), ((7, 4, 5, 1), "1,4-5,7"), ((0, 1), "0-1")]
+)
+def test_cores_are_written_as_ranges(cores: tuple[int, ...], text: str) -> None:
+    assert core_ranges(cores) == text
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_ranges_name_every_core_once(cores: set[int]) -> None:
+    named = []
+    for piece in filter(None, core_ranges(tuple(cores)).split(",")):
+        first, _, last = piece.partition("-")
+        named += range(int(first), int(last or first) + 1)
+    assert named == sorted(cores)
+
+
+def test_a_cpu_worker_has_no_index_in_its_name() -> None:
+    assert WorkerSlot("cpu", None, (0,), 1).name == "cpu"
+    assert WorkerSlot("cuda", 0, (), 1).name == "cuda:0"

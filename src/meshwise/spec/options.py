@@ -1,0 +1,71 @@
+"""Options as the fields of a dataclass: each has its name, type, default and help once.
+
+    @dataclass(frozen=True, kw_only=True)
+    class BenchOptions:
+        seconds: Annotated[float | None, Option("measure for this long in all")] = None
+
+`takes(BenchOptions)` makes a Python function of it, typed and completed by editors; `commands.from_dataclass` makes a
+command line of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
+
+P = ParamSpec("P")
+Options = TypeVar("Options")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Option:
+    """What the command line and the help say of a field; its `Annotated` holds it.
+
+    name: the option, where it is not the field's name with dashes. argument: a word without a name (`JOB`).
+    scripts: whether a user's own script has the option too; False is an option of jobs alone.
+    """
+
+    help: str
+    name: str | None = None
+    metavar: str | None = None
+    argument: bool = False
+    scripts: bool = True
+
+
+def options_of(kind: type) -> Iterator[tuple[str, Any, Option]]:
+    """The name, the type and the `Option` of each field of a dataclass that has one."""
+    for name, annotated in get_type_hints(kind, include_extras=True).items():
+        for option in get_args(annotated):
+            if isinstance(option, Option):
+                yield name, get_args(annotated)[0], option
+
+
+def option_name(field: str, option: Option) -> str:
+    """How the option is written on the command line: `--batch-size`."""
+    return option.name or f"--{field.replace('_', '-')}"
+
+
+def takes(options: Callable[P, Options]) -> Callable[[Callable[[Options], R]], Callable[P, R]]:
+    """Make a function of one dataclass into a function of its fields, for type checkers, editors and `help` alike."""
+
+    def decorate(function: Callable[[Options], R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def with_fields(*args: P.args, **kwargs: P.kwargs) -> R:
+            return function(options(*args, **kwargs))
+
+        assert isinstance(options, type)
+        signature, hints = inspect.signature(options), get_type_hints(options)
+        parameters = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values()]
+        returned = get_type_hints(function).get("return", signature.empty)
+        described = [f"{name}: {option.help}." for name, _, option in options_of(options)]
+        with_fields.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
+        with_fields.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": returned}
+        with_fields.__doc__ = "\n".join([inspect.getdoc(function) or "", "", *described])
+        del with_fields.__wrapped__
+        return with_fields
+
+    return decorate

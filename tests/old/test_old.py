@@ -1,0 +1,152 @@
+"""What an earlier version wrote is reported, resumed and read: README.md says how the files were made."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from meshwise import cli
+from meshwise.spec.plan import plan_from_toml
+
+OLD = Path(__file__).parent
+MACHINES = sorted(path.stem for path in (OLD / "machines").glob("*.toml"))
+PLANS = sorted(path.stem for path in (OLD / "plans").glob("*.toml"))
+RENAMED: dict[str, str] = {}
+"""Keys of --json that have another name since; CHANGELOG.md lists them."""
+CLOSE = {"rel": 1e-9, "abs": 1e-12}  # float64, and the same numbers in another order at most
+
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the old files as the current folder: the jobs of the runs are named relative to it."""
+    shutil.copytree(OLD, tmp_path / "old")
+    monkeypatch.chdir(tmp_path / "old")
+    return tmp_path / "old"
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`command("report", "RUN", "--json")`: what it prints, after it ended with 0."""
+
+    def call(*words: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["meshwise", *map(str, words)])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        shown = capsys.readouterr()
+        assert not exit.value.code, shown.err
+        return shown.out
+
+    return call
+
+
+def expected(name: str) -> Any:
+    return json.loads((OLD / "expected" / f"{name}.json").read_text())
+
+
+def differences(was: Any, now: Any, where: str = "") -> Iterator[str]:
+    """Where a number, a truth value or a length of `was` is another one in `now`, which may hold more."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key, value in was.items():
+            key = RENAMED.get(key, key)
+            if key not in now:
+                yield f"{where}.{key} is missing"
+            else:
+                yield from differences(value, now[key], f"{where}.{key}")
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        for index, (one, other) in enumerate(zip(was, now, strict=True)):
+            yield from differences(one, other, f"{where}[{index}]")
+    elif isinstance(was, float) and isinstance(now, int | float) and not isinstance(now, bool):
+        if not math.isclose(was, now, rel_tol=CLOSE["rel"], abs_tol=CLOSE["abs"]):
+            yield f"{where}: {was} was told, now {now}"
+    elif isinstance(was, str) != isinstance(now, str) or (not isinstance(was, str) and was != now):
+        yield f"{where}: {was!r} was told, now {now!r}"
+
+
+def test_the_comparison_sees_every_kind_of_difference() -> None:
+    was = {"a": [1, 2.0], "b": None, "c": True, "d": "words"}
+    assert not list(differences(was, {"a": [1, 2.0], "b": None, "c": True, "d": "other words", "e": 1}))
+    for key, value in {"a": [1], "b": 0, "c": False, "d": 3}.items():
+        assert list(differences(was, was | {key: value})), key
+    assert list(differences(was, was | {"a": [1, 2.1]})) and list(differences(was, {"a": [1, 2.0]}))
+
+
+@pytest.mark.parametrize("name", ["finished", "stopped", "script"])
+def test_a_run_has_the_report_that_it_had(old: Path, command: Command, name: str) -> None:
+    plain = json.loads(command("report", f"runs/{name}", "--json"))
+    assert list(differences(expected(f"report_{name}"), plain | {"folder": name})) == []
+    assert plain["status"] == ("stopped" if name == "stopped" else "finished")
+
+
+@pytest.mark.parametrize("name", ["finished", "stopped", "shard", "zero1", "script"])
+def test_a_run_has_every_other_form_of_report(old: Path, command: Command, name: str) -> None:
+    pytest.importorskip("plotly")
+    assert command("report", f"runs/{name}", "--html", "--trace", "--openmetrics").count("written") == 3
+    assert command("report", f"runs/{name}", "--mermaid").startswith("gantt\n")
+    assert command("report", f"runs/{name}")
+
+
+def test_two_runs_are_compared(old: Path, command: Command) -> None:
+    assert json.loads(command("report", "runs/stopped", "runs/finished", "--json"))
+
+
+@pytest.mark.parametrize("name", ["stopped", "shard", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_a_stopped_run_goes_on_to_the_losses_and_weights_to_which_it_went(
+    old: Path, command: Command, name: str
+) -> None:
+    command("run", "--resume", f"runs/{name}")
+    want, folder = expected(f"resumed_{name}"), old / "runs" / name
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert list(differences(want["metrics"], lines)) == []
+    weights = load_file(folder / "weights.safetensors")
+    assert weights.keys() == want["weights"].keys()
+    for key, values in want["weights"].items():
+        torch.testing.assert_close(weights[key], torch.tensor(values, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    facts = json.loads((folder / "run.json").read_text())
+    assert facts["status"] == "finished" and [one["status"] for one in facts["sessions"]] == ["stopped", "finished"]
+
+
+@pytest.mark.slow
+def test_a_finished_run_goes_on_on_one_device(old: Path, command: Command) -> None:
+    command("run", "--resume", "runs/finished", "--epochs", "4", "--devices", "1xcpu")
+    steps = [json.loads(line)["step"] for line in (old / "runs/finished/metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] == 24
+
+
+def test_a_script_goes_on_from_the_state_that_it_saved(old: Path, command: Command) -> None:
+    command("run", "--devices", "2xcpu", "train.py", "--state", "state.pt", "--losses", "losses.json")
+    losses = json.loads((old / "losses.json").read_text())
+    assert losses == pytest.approx(expected("resumed_script"), **CLOSE)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_file_is_read(name: str) -> None:
+    want = expected("plans")[name]
+    plan = plan_from_toml((OLD / "plans" / f"{name}.toml").read_text(), want["devices"])
+    assert json.loads(json.dumps(vars(plan)))  # a plan stays plain values
+    for field, value in want["fields"].items():
+        found = getattr(plan, field)
+        assert (list(found) if isinstance(found, tuple) else found) == value, field
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machine_file_is_read(old: Path, command: Command, name: str) -> None:
+    plain = json.loads(command("devices", f"machines/{name}.toml", "--json"))
+    assert list(differences(expected(f"machine_{name}"), plain)) == []
+
+
+def test_a_measured_machine_keeps_its_figures(old: Path, command: Command) -> None:
+    (old / "halved.toml").write_text((old / "machines/measured.toml").read_text().replace("5.094 µs", "50.94 µs"))
+    rows = json.loads(command("bench", "--compare", "machines/measured.toml", "halved.toml", "--json"))
+    assert len(rows) == len(json.loads(command("bench", "--compare", *["machines/measured.toml"] * 2, "--json")))
+    assert [row["what"] for row in rows if row["speed"] < 0.5] == ["cpu:0, launch"]
