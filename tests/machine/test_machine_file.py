@@ -43,7 +43,7 @@ def test_a_machine_in_words_comes_back(words: str) -> None:
     assert machine_from_toml(machine_to_toml(machine), "m.toml") == machine
 
 
-def test_a_device_and_a_link_have_a_table_each_in_their_order() -> None:
+def test_a_device_has_a_table_and_so_have_links_that_differ_only_in_their_ends_in_their_order() -> None:
     names = [f"cuda:{at}" for at in range(8)]
     devices = tuple(
         Device(name, "H100-SXM", memory=85 * 10**9, numa=at // 4, pci=f"0000:{at:02x}:00.0")
@@ -53,7 +53,7 @@ def test_a_device_and_a_link_have_a_table_each_in_their_order() -> None:
     links = [Link(a, b, "nvlink", 450e9, full_generation=4, crosses="" if a < b else "socket") for a, b in pairs]
     machine = Machine("8 found", devices, tuple(links))
     text = machine_to_toml(machine)
-    assert text.count('name = "cuda:') == 8 and text.count("ends = [") == 56
+    assert text.count('name = "cuda:') == 8 and text.count("ends = [") == 14  # to lower, to higher numbers
     assert text.count("[part.H100-SXM]") == 1 and text.count('memory = "85 GB"') == 1
     assert machine_from_toml(text, "m.toml") == machine
     back = replace(machine, links=machine.links[::-1])

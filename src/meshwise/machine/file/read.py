@@ -190,9 +190,7 @@ def _links(tables: Sequence[Table], devices: Sequence[Device], hosts: int, where
     found: dict[tuple[str, str], Link] = {}
     for table, place in _each(tables, "link", where):
         facts = {"kind": "", **read_table(table, LINK, place, also=("ends",), required={"ends": _LINK_ENDS})}
-        for source, target in _ends(
-            list_of(TEXT, f"texts: {_LINK_ENDS}").read(table["ends"], f"{place}: ends"), known, place
-        ):
+        for source, target in _ends(texts.read(table["ends"], f"{place}: ends"), known, place):
             if (source, target) in found:
                 raise UsageError(f"{place}: {source} -> {target} has a link already. Write each pair of ends once.")
             found[source, target] = Link(source, target, **facts)

@@ -1,12 +1,15 @@
 """A machine as a TOML file that people can read and edit: a table a device and a link, figures with their units.
 
-Figures of a part stand once under `[part.NAME]`, those that one device alone has at the device. Read back by
-`machine_from_toml` of read.py, it gives the same machine. Written by tomli-w, which the `machine` extra installs.
+Figures of a part stand once under `[part.NAME]`, those that one device alone has at the device; links that follow each
+other and differ only in their ends share a table. Read back by `machine_from_toml` of read.py, it gives the same
+machine. Written by tomli-w, which the `machine` extra installs.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from meshwise.machine.file.fields import write_table
@@ -19,8 +22,9 @@ HEADER = """\
 # is the catalog's, "unknown" is a figure that nobody knows. `meshwise bench --save` writes such files.
 """
 INSTALL = "pip install meshwise[machine]"
-_SHORT_LIST = re.compile(r'\[\n((?: +[^\n"\[\]{}]+,\n)+| +[^\n\[\]{}]+,\n)\s*\]')
-"""A list of numbers, or of one item, which tomli-w writes in a line each."""
+_LIST = re.compile(r"\[\n((?: +[^\n\[\]{}]+,\n)+)\s*\]")
+"""A list of numbers or texts, which tomli-w writes in a line each."""
+_WIDTH = 100
 
 
 def toml_writer() -> Any:
@@ -41,19 +45,27 @@ def machine_to_toml(machine: Machine) -> str:
         file["host"] = [write_table(host, HOST) for host in machine.hosts]
     file["part"] = {name: _figures(first[name]) for name in dict.fromkeys(device.part for device in machine.devices)}
     file["device"] = [_device(device, first[device.part]) for device in machine.devices]
-    file["link"] = [{"ends": [f"{link.source} -> {link.target}"], **write_table(link, LINK)} for link in machine.links]
+    file["link"] = [
+        {"ends": [f"{link.source} -> {link.target}" for link in alike], **write_table(facts, LINK)}
+        for facts, alike in groupby(machine.links, key=lambda link: replace(link, source="", target=""))
+    ]
     if machine.collectives:
         file["collective"] = [
             {"kind": c.kind, "ranks": c.ranks, "backend": c.backend, **write_timings(c.timings)}
             for c in machine.collectives
         ]
     text = toml_writer().dumps(file).encode("utf-8", "replace").decode("utf-8")  # a name may have lone surrogates
-    return HEADER + _SHORT_LIST.sub(_on_one_line, text)
+    return HEADER + _LIST.sub(_wrapped, text)
 
 
-def _on_one_line(found: re.Match[str]) -> str:
-    items = found[1].strip().removesuffix(",").split("\n")
-    return f"[{' '.join(item.strip() for item in items)}]"
+def _wrapped(found: re.Match[str]) -> str:
+    """The items of a list in as few lines as they fit in."""
+    rows = [""]
+    for item in found[1].rstrip("\n").split("\n"):
+        if rows[-1] and len(rows[-1]) + len(item) > _WIDTH:
+            rows.append("")
+        rows[-1] += f" {item.strip()}" if rows[-1] else item.strip()
+    return f"[{rows[0][:-1]}]" if len(rows) == 1 else "\n    ".join(["[", *rows]) + "\n]"
 
 
 def _figures(device: Device) -> dict[str, Any]:
