@@ -21,7 +21,7 @@ from meshwise.api.bench_hosts import bench_hosts
 from meshwise.api.machines import read_machine
 from meshwise.machine.bench import Bench
 from meshwise.machine.compare import compare as compare_machines
-from meshwise.machine.file.read import machine_to_toml
+from meshwise.machine.file.write import machine_to_toml, toml_writer
 from meshwise.machine.measure.alone import Compute
 from meshwise.machine.measure.result import PathResult
 from meshwise.machine.views.bench_dict import bench_dict
@@ -106,6 +106,7 @@ def _compare(old: str, new: str, as_json: bool) -> None:
 
 def _writable(path: Path) -> Path:
     """`path`, if a machine file may be written there; nothing else is overwritten. Raises UsageError."""
+    toml_writer()  # before anything is measured
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"--save {path}: no file can be there. Name one in a folder that exists, such as here.toml.")
     if not os.access(path.parent, os.W_OK):
