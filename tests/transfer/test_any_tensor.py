@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwise.compat import collectives as compat
 from meshwise.spec.errors import UsageError
-from meshwise.timeline.record import WIDTH, Recorder, make_current
+from meshwise.timeline.recorder import WIDTH, Recorder, make_current
 from meshwise.timeline.spans import NO_COLLECTIVE
 from meshwise.transfer import collectives
 from meshwise.transfer.comm_log import comm_log

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwise.timeline.record import WIDTH, Recorder, make_current
+from meshwise.timeline.recorder import WIDTH, Recorder, make_current
 from meshwise.transfer import collectives
 from meshwise.transfer.prefetch import prefetch, to_device
 from tests.pool import Pool

@@ -19,7 +19,7 @@ from meshwise.parallel.apply import Applied
 from meshwise.parallel.precision import cast_batch, computing
 from meshwise.recovery.state import RunState
 from meshwise.spec.world import World
-from meshwise.timeline.record import Recorder
+from meshwise.timeline.recorder import Recorder
 from meshwise.training.draws import seed_draws
 from meshwise.training.exact import StepDraws
 from meshwise.training.job import Job

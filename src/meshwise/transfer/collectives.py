@@ -26,7 +26,7 @@ from meshwise.compat import collectives as backend
 from meshwise.compat.collectives import Group as Group
 from meshwise.compat.collectives import Pairs
 from meshwise.spec.errors import UsageError, nearest
-from meshwise.timeline.record import current
+from meshwise.timeline.recorder import current
 from meshwise.transfer.comm_log import OPEN, note
 from meshwise.transfer.stopwatch import Seconds, Stopwatch
 

@@ -1,6 +1,6 @@
 """The recorder: spans and counters of one rank, written down while the run goes on.
 
-Recording a span is two looks at the clock and one append; the log's thread drains, encodes and writes. On CUDA the
+Recording a span is two readings of the clock and one append; the log's thread drains, encodes and writes. On CUDA the
 marks of device work are events, read with `query` once they have passed, so that recording never synchronises. When
 nobody drains, the oldest spans are dropped and counted.
 
