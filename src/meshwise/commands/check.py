@@ -23,9 +23,7 @@ def check(
     context: typer.Context,
     job: Annotated[
         str,
-        typer.Argument(
-            help="mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments"
-        ),
+        typer.Argument(help="mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments"),
     ],
     plan: Annotated[
         str | None, typer.Option(metavar="FILE", help="a plan file; default: replicas on all devices")

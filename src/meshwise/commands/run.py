@@ -12,7 +12,7 @@ from rich.console import Console
 from meshwise.api.run import start_job, start_script
 from meshwise.commands.from_dataclass import from_dataclass
 from meshwise.commands.script_command import ScriptCommand, is_script
-from meshwise.timeline.views.summary_text import summary_dict
+from meshwise.timeline.run_summary import summary_dict
 from meshwise.training.run_options import RunOptions
 
 app = typer.Typer()

@@ -216,7 +216,8 @@ class _Watching:
             return
         self.seen.draws.append(self._watch.draws)
         if self._made <= self._steps and self.seen.side is not None:
-            divided = self.seen.plan is not None and self.seen.plan.zero1
+            plan = self.seen.plan
+            divided = plan is not None and plan.state_divided and not plan.parameters_divided
             look_back(self._step, self._watch, self._model, optimizer, divided=divided)
             self._step.apart |= numbers_apart("loss", {"loss": self._step.loss})
             self.seen.side.steps.append(self._step)

@@ -20,7 +20,7 @@ from meshwise.equivalence.watch import Watch, gradients_of, rates_of
 from meshwise.parallel.apply import Applied
 from meshwise.spec.plan import at_precision
 from meshwise.spec.world import World
-from meshwise.timeline.record import current
+from meshwise.timeline.recorder import current
 from meshwise.training.evaluate import evaluate
 from meshwise.training.job import Job
 from meshwise.training.keyed import Draw
@@ -79,6 +79,7 @@ def under_plan(job: Job, ask: Ask, draws: Draws) -> Side | None:
 
     state.optimizer.register_step_pre_hook(optimizer_steps)
     watched: Any = _Watched(applied, watch, gradients_are_there)
+    divided = plan.state_divided and not plan.parameters_divided
     context = StepContext(replace(job, loss=watch.loss(job.loss)), watched, state, world, current())
     samples, read = opened(job, job.data(), "training set")
     applied.model.train()
@@ -89,7 +90,7 @@ def under_plan(job: Job, ask: Ask, draws: Draws) -> Side | None:
         watch.begin(number, rows, draws[number] if number < len(draws) else [])
         parts = list(prefetch(zip(read((s.indices for s in shares), cut.epoch), shares, strict=True), world.device))
         step.loss = _mean(train_step(context, parts))
-        look_back(step, watch, applied.model, state.optimizer, state.scheduler, divided=plan.zero1)
+        look_back(step, watch, applied.model, state.optimizer, state.scheduler, divided=divided)
         if world.rank == 0:
             side.steps.append(step)
     _evaluate(job, context, watch, side)

@@ -108,7 +108,7 @@ def apply(
     recomputed = recompute_blocks(inside(model), plan.recompute)
     if "activations" in plan.offload:
         offload_activations(model)
-    contiguous = lay_contiguously(model) if plan.shard > 1 else []
+    contiguous = lay_contiguously(model) if plan.parameters_divided else []
     reduction = _divided(model, plan, world, held, metered)
     notes = (
         *differences(model, plan, world, bool(joined)),
@@ -125,7 +125,7 @@ def apply(
 
 def _divided(model: nn.Module, plan: Plan, world: World, held: Held | None, metered: bool) -> Reduction | None:
     """Shard the model or reduce its gradients; a deferred model gets its start values in between."""
-    sharded = _sharded(model, plan, world) if plan.shard > 1 else None
+    sharded = _sharded(model, plan, world) if plan.parameters_divided else None
     if held is not None:
         fill(held, model, world.device, parts="cpu" if "parameters" in plan.offload else world.device)
     if sharded is not None or world.size == 1:
@@ -149,7 +149,7 @@ def _sharded(model: nn.Module, plan: Plan, world: World) -> Sharded:
 
 def bind(applied: Applied, optimizer: Optimizer, world: World) -> None:
     """Lay an optimizer of the applied model's parameters as the plan says: needed once for one made after `apply`."""
-    if applied.plan.shard > 1:
+    if applied.plan.parameters_divided:
         lay_what_an_optimizer_loads(optimizer)
     if applied.plan.zero1:
         DividedOptimizer(optimizer, world.rank, world.size)

@@ -24,7 +24,7 @@ from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import bytes_text
 from meshwise.spec.world import World
-from meshwise.timeline.record import Recorder
+from meshwise.timeline.recorder import Recorder
 from meshwise.training.block_spans import record_blocks
 from meshwise.training.evaluate import evaluate
 from meshwise.training.exact import StepDraws
@@ -133,7 +133,7 @@ def _notes(applied: Applied, options: RunOptions) -> tuple[str, ...]:
 def begun(job: Job, plan: Plan, world: World) -> tuple[Applied, RunState]:
     """The model of `job` under `plan`, and the state of a run before its first step. Collective."""
     torch.manual_seed(job.seed)
-    model, note = constructed(job.model) if plan.shard > 1 else (job.model(), "")
+    model, note = constructed(job.model) if plan.parameters_divided else (job.model(), "")
     applied = apply(model, plan, world, counts=lambda: state.counts)
     if note:
         applied = replace(applied, notes=(*applied.notes, note))

@@ -32,7 +32,7 @@ def save(thing: Any, path: str | Path) -> None:
     world, path = join().world, _redirected(path)
     name = str(path.resolve())
     own.saves[name] = own.saves.get(name, 0) + 1
-    if own.plan is not None and (own.plan.shard > 1 or own.plan.zero1):
+    if own.plan is not None and own.plan.state_divided:
         if isinstance(thing, nn.Module | torch.optim.Optimizer):
             raise UsageError(f"mw.save under {own.plan}: write its state, mw.save(thing.state_dict(), path).")
         _all_come(f"meshwise/saves/{name}/{own.saves[name]}", world, f"mw.save({path}) under {own.plan}")

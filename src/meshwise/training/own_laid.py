@@ -52,7 +52,7 @@ def lay_models(models: list[nn.Module], plan: Plan, world: World) -> None:
 def _apply(new: list[nn.Module], plan: Plan, world: World) -> None:
     before = _named()
     again = own.applied is not None
-    if again and (plan.shard > 1 or plan.offload):
+    if again and (plan.parameters_divided or plan.offload):
         raise UsageError(
             f"mw.distribute was called a second time with a model, under {plan}. Give all models in one call."
         )
