@@ -34,7 +34,7 @@ from meshwise.spec.world import World
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.run_summary import RunSummary, summary_dict
-from meshwise.timeline.views.live import LiveView
+from meshwise.timeline.views.live_progress import LiveView
 from meshwise.timeline.views.summary_text import summary_text
 from meshwise.training.block_spans import BLOCKS
 from meshwise.training.job import Job
