@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.dispatch import name_of, operators_through, tensors_in
+from meshwise.compat.dispatch import intercept_operators, name_of, tensors_in
 from meshwise.equivalence.one_device import opened
 from meshwise.equivalence.seen import Ask, cuts_of, order_of
 from meshwise.spec.plan import Plan
@@ -94,7 +94,7 @@ def effect_of(job: Job, plan: Plan) -> Effect:
     parts = list(zip(read((s.indices for s in shares), cut.epoch), shares, strict=True))
     applied.model.train()
     train_step(context, parts)
-    with operators_through(counter):
+    with intercept_operators(counter):
         train_step(context, parts)
     effect.parameters = sum(_held(p) for p in applied.model.parameters())
     effect.largest = max(p.numel() for p in applied.model.parameters())

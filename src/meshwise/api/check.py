@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from meshwise.api.check_script import DEFAULT_DEVICES, check_script
-from meshwise.compat.compiling import inside, uncompile
+from meshwise.compat.compiling import uncompile, unwrapped
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.proof import Proof, prove
 from meshwise.equivalence.seen import Ask, Side
@@ -113,7 +113,7 @@ def _found(given: Job | None, word: str, data: str | None, changes: dict[str, in
 def _uncompiled(make: Callable[[], nn.Module]) -> nn.Module:
     model = make()
     uncompile(model)
-    return inside(model)
+    return unwrapped(model)
 
 
 def as_written(plan: Plan, tell: Callable[[str], None]) -> Plan:

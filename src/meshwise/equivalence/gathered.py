@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.transfer.collectives import gather_objects, own_rank
+from meshwise.transfer.collectives import gather_objects, get_rank
 
 
 class _Arrays(pickle.Pickler):
@@ -26,4 +26,4 @@ def to_rank_0(value: Any) -> list[Any]:
     written = io.BytesIO()
     _Arrays(written, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     parts = gather_objects(written.getvalue())
-    return [pickle.loads(part) for part in parts] if own_rank() == 0 else []
+    return [pickle.loads(part) for part in parts] if get_rank() == 0 else []

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshwise.compat.dispatch import operators_unseen, tensors_in
+from meshwise.compat.dispatch import tensors_in, without_interception
 from meshwise.compat.sharding import groups_of, sharded_modules
 from meshwise.equivalence.lifted import lifted
 from meshwise.equivalence.prints import prints_of
 from meshwise.equivalence.seen import Named, Output, plain
 from meshwise.training.keyed import Draw, KeyedDraws, Rows, by_reference, by_rows, on_one_device
-from meshwise.transfer.layout import whole
+from meshwise.transfer.sharded import full_tensor
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -163,8 +163,8 @@ class Watch:
             for tensor in tensors_in(output):
                 if tensor.is_floating_point():
                     number = self._numbers[name] = self._numbers.get(name, -1) + 1
-                    with operators_unseen():  # selective recomputation counts the operators of a block
-                        value = whole(tensor.detach())
+                    with without_interception():  # selective recomputation counts the operators of a block
+                        value = full_tensor(tensor.detach())
                         prints = prints_of(value, rows.count)
                     counts = rows.samples > 0
                     self.outputs.append(
@@ -239,17 +239,17 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def parameters_of(model: nn.Module) -> Named:
     """Copies of the parameters, each once. Collective where they are sharded."""
-    return {name: plain(whole(p)) for name, p in named_parameters(model)}
+    return {name: plain(full_tensor(p)) for name, p in named_parameters(model)}
 
 
 def buffers_of(model: nn.Module) -> Named:
     """Copies of the buffers."""
-    return {clean(name): plain(whole(b)) for name, b in model.named_buffers()}
+    return {clean(name): plain(full_tensor(b)) for name, b in model.named_buffers()}
 
 
 def gradients_of(model: nn.Module) -> Named:
     """Copies of the gradients that there are. Collective where they are sharded."""
-    return {name: plain(whole(p.grad)) for name, p in named_parameters(model) if p.grad is not None}
+    return {name: plain(full_tensor(p.grad)) for name, p in named_parameters(model) if p.grad is not None}
 
 
 def _norms(model: nn.Module) -> dict[str, float]:
@@ -276,7 +276,7 @@ def optimizer_state_of(optimizer: Optimizer, model: nn.Module) -> dict[str, Name
     found: dict[str, Named] = {}
     for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state.get(p, {})
-        tensors = {key: plain(whole(value)) for key, value in state.items() if isinstance(value, Tensor)}
+        tensors = {key: plain(full_tensor(value)) for key, value in state.items() if isinstance(value, Tensor)}
         if tensors:
             found[names.get(id(p), f"stranger {number}")] = tensors
     return found
