@@ -14,7 +14,7 @@ from meshwise.compat.dispatch import name_of, operators_through, tensors_in
 from meshwise.equivalence.one_device import opened
 from meshwise.equivalence.trace import CheckSpec, batch_ranges, order_of
 from meshwise.spec.plan import Plan
-from meshwise.timeline.record import current
+from meshwise.timeline.recorder import current
 from meshwise.training.loop import begun
 from meshwise.training.order import epoch_slices
 from meshwise.training.step import StepContext, train_step

@@ -21,7 +21,7 @@ from meshwise.equivalence.trace import BatchRange, CheckSpec, StepTrace, Trace, 
 from meshwise.parallel.apply import Applied
 from meshwise.spec.plan import at_precision
 from meshwise.spec.world import World
-from meshwise.timeline.record import current
+from meshwise.timeline.recorder import current
 from meshwise.training.evaluate import evaluate
 from meshwise.training.job import Job
 from meshwise.training.keyed import Draw

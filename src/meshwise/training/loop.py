@@ -24,7 +24,7 @@ from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import bytes_text
 from meshwise.spec.world import World
-from meshwise.timeline.record import Recorder
+from meshwise.timeline.recorder import Recorder
 from meshwise.training.block_spans import record_blocks
 from meshwise.training.evaluate import evaluate
 from meshwise.training.exact import StepDraws

@@ -209,7 +209,7 @@ def _backward(loss: Tensor, weight: Tensor | float | None) -> Tensor:
 def _weighted_backward(applied: Applied, loss: Tensor, weight: Tensor) -> Tensor:
     """The weights' sum is reduced while the backward runs, and divides the gradients before they are averaged."""
     loss = zero_if_empty(loss.reshape(()), weight)
-    wait = collectives.begin_sum(torch.stack([loss.detach().to(weight.dtype) * weight, weight]))
+    wait = collectives.begin_sum(torch.stack([loss.detach().to(weight.dtype) * weight, weight])).wait
     scaled, left = (loss * weight.to(loss.dtype), 1.0) if applied.meets else (loss, weight)
     applied.backward(scaled, reduce=_own.reduce, factor=lambda: left * collectives.world_size() / wait()[1])
     total, weights = wait().unbind()
@@ -247,9 +247,9 @@ def _sum(value: Number, world: World) -> Number:
         )
     counts = 0 if _own.share is not None and _own.share.samples == 0 else 1
     if isinstance(value, Tensor):
-        return collectives.sum_over_ranks(value.detach().clone() * counts)
+        return collectives.all_reduce(value.detach().clone() * counts)
     dtype = torch.int64 if isinstance(value, int) else torch.float64
-    total = collectives.sum_over_ranks(torch.tensor(value, dtype=dtype) * counts)
+    total = collectives.all_reduce(torch.tensor(value, dtype=dtype) * counts)
     return type(value)(total.item())
 
 
