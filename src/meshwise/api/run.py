@@ -47,7 +47,7 @@ from meshwise.transfer.collectives import broadcast_object, gather_objects
 from meshwise.workers.join import join, started_by_launcher
 from meshwise.workers.launch import Listeners
 from meshwise.workers.launch import launch as launch_workers
-from meshwise.workers.nodes import Nodes, machine_of
+from meshwise.workers.nodes import Nodes, node_rank_of
 
 
 def launch(function: Callable[..., Any], *arguments: Any, devices: str = "all") -> list[Any]:
@@ -95,7 +95,7 @@ class Started:
     @property
     def keeps_record(self) -> bool:
         """Whether this machine writes what there is one of in the folder."""
-        return names.is_kept_by(self.folder, machine_of(self.nodes))
+        return names.is_kept_by(self.folder, node_rank_of(self.nodes))
 
 
 def start_job(options: RunOptions, console: Console, began: float | None = None) -> tuple[RunSummary, int]:
@@ -187,7 +187,7 @@ def _record_blocks(options: RunOptions) -> None:
 def _start(make: Callable[[World], Program], options: RunOptions, began: float) -> Started:
     """Meet the other machines, make the program for all devices together, and open its run folder."""
     slots = worker_slots(options)
-    nodes = options.meet(len(slots))
+    nodes = options.rendezvous(len(slots))
     size = nodes.size if nodes else len(slots)
     program = make(World(size=size, device=slots[0].device))
     return _opened(program, options, slots, nodes, began)
@@ -210,13 +210,13 @@ def _opened(
 
     Machines that share a disk share the folder; the first of them keeps its run.json.
     """
-    machine, out = machine_of(nodes), Path(options.out)
+    machine, out = node_rank_of(nodes), Path(options.out)
     if options.resume is not None:
         folder = Path(options.resume)
     elif nodes is None or machine == 0:
         folder = names.create_run_folder(out, program.name)
     else:
-        folder = out / str(nodes.hear("folder"))
+        folder = out / str(nodes.get("folder"))
         folder.mkdir(parents=True, exist_ok=True)
     started = Started(program, folder, slots, nodes)
     if started.keeps_record:
@@ -226,7 +226,7 @@ def _opened(
     if program.plan is not None:  # on every machine: a script's workers read it in their own folder
         write_text(folder / names.PLAN, plan_to_toml(program.plan))
     if nodes is not None and machine == 0:
-        nodes.tell("folder", folder.name)
+        nodes.set("folder", folder.name)
     return started
 
 

@@ -37,8 +37,8 @@ from meshwise.training.source import LoaderSettings, Reader, count_samples, read
 from meshwise.training.step import Part, StepContext, train_step
 from meshwise.transfer.collectives import barrier
 from meshwise.transfer.prefetch import prefetch
-from meshwise.workers.join import Session, join
-from meshwise.workers.worker import midway
+from meshwise.workers.join import RankContext, join
+from meshwise.workers.worker import in_progress
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Data:
 class _Run:
     """One rank's run of a job."""
 
-    session: Session
+    session: RankContext
     options: RunOptions
     folder: Path | None
     context: StepContext
@@ -106,7 +106,7 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, tell: Tell | Non
 
 
 def _prepare(
-    job: Job, options: RunOptions, folder: Path | None, session: Session, journal: Journal, recorder: Recorder
+    job: Job, options: RunOptions, folder: Path | None, session: RankContext, journal: Journal, recorder: Recorder
 ) -> _Run:
     world = session.world
     plan = options.plan_on(world.size)
@@ -178,7 +178,7 @@ def _train_epoch(run: _Run) -> bool:
     pace = _Pace(run.train.samples * job.epochs, run.samples)
     batches = _train_batches(run)
     stop, log_every = False, run.options.log_every or LOG_EVERY
-    midway.add("an epoch")
+    in_progress.add("an epoch")
     while in_epoch < steps:
         if not run.session.gate.begin():
             stop = True
@@ -203,7 +203,7 @@ def _train_epoch(run: _Run) -> bool:
         if run.options.save_every and state.step % run.options.save_every == 0:
             _save(run)
     journal.read()
-    midway.clear()
+    in_progress.clear()
     return stop
 
 
@@ -271,7 +271,7 @@ def _finish(run: _Run) -> None:
         barrier()  # without a launcher nobody waits for rank 0's files
 
 
-def _explain(error: BaseException, session: Session, run: _Run | None, recorder: Recorder) -> None:
+def _explain(error: BaseException, session: RankContext, run: _Run | None, recorder: Recorder) -> None:
     """Add to an error what its traceback does not say: rank, step, phase, and for memory how much of it."""
     if isinstance(error, MeshwiseError):
         return
