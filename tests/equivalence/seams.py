@@ -33,13 +33,13 @@ SEAMS = {
     "metrics of a batch": "meshwise.training.evaluate._measure",
     "metrics over ranks": "meshwise.training.evaluate._over_ranks",
     # techniques
-    "model before it is divided": "meshwise.parallel.apply.recompute_blocks",
-    "batch norms are joined": "meshwise.parallel.apply.join_batch_norms",
+    "model before it is divided": "meshwise.parallel.recompute.recompute_blocks",
+    "batch norms are joined": "meshwise.parallel.batch_norm.join_batch_norms",
     "running statistics": "meshwise.parallel.batch_norm._track",
     "collectives of batch norms": "meshwise.parallel.batch_norm.collectives",
     "replicas are made": "meshwise.parallel.data.DataParallel.__init__",
     "backward of replicas": "meshwise.parallel.data.DataParallel.backward",
-    "mean of a bucket": "meshwise.transfer.collectives.mean_future",
+    "mean of a bucket": "meshwise.transfer.collectives.begin_mean",
     "asynchronous sum": "meshwise.transfer.collectives.begin_sum",
     "shards are made": "meshwise.parallel.shard.Sharded.__init__",
     "backward of shards": "meshwise.parallel.shard.Sharded.backward",
@@ -47,7 +47,7 @@ SEAMS = {
     "reduce of shards": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce",
     "gradients of shards are reduced": "torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync",
     "gather of shards": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_all_gather_copy_out",
-    "buckets of zero1": "meshwise.parallel.zero1._buckets",
+    "buckets of zero1": "meshwise.parallel.zero1.buckets_of",
     "step of zero1 is over": "meshwise.parallel.zero1.DividedOptimizer._after",
     "collectives of zero1": "meshwise.parallel.zero1.collectives",
     "checkpoint": "meshwise.parallel.recompute.checkpoint",
@@ -71,7 +71,7 @@ class Training:
 
     @property
     def rank(self) -> int:
-        return collectives.own_rank()
+        return collectives.get_rank()
 
 
 def replaced(patch: Any, seam: str, value: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwise.compat.compiling import inside
+from meshwise.compat.compiling import unwrapped
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
@@ -72,7 +72,7 @@ def _check_model(setup: Setup) -> None:
 def _apply(setup: Setup) -> None:
     if not setup.plan.compile and not setup.was_compiled:
         return
-    blocks = compile_blocks(inside(setup.model))
+    blocks = compile_blocks(unwrapped(setup.model))
     before = "torch.compile was around the model, and is removed: " if setup.was_compiled else ""
     setup.notes.append(f"compile: {before}each of {len(blocks)} blocks is compiled by itself: {some(blocks)}.")
 

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwise.compat import fake
-from meshwise.compat.dispatch import operators_unseen, tensors_in
-from meshwise.compat.heap import give_back
+from meshwise.compat.dispatch import tensors_in, without_interception
+from meshwise.compat.heap import trim_heap
 from meshwise.compat.sharding import with_local
 from meshwise.parallel.op_record import OpRecord, record_of
 from meshwise.parallel.op_replay import ReplayMismatch, StorageView, replay
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.transfer import collectives
-from meshwise.transfer.layout import part_of
+from meshwise.transfer.sharded import local_slices
 from meshwise.transfer.tree import map_tensors
 
 LARGE = 8 << 20  # bytes: holes of this size in the heap would add up to a good part of a large model
@@ -127,7 +127,7 @@ class _Skeleton:
         for key, t in fakes.items():
             self.slots.append(_Slot(*key, record.known(t), fake.own_attributes(t)))
             if id(t) not in metas:
-                with operators_unseen():
+                with without_interception():
                     meta = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
                 metas[id(t)] = _like(t, meta)
             self.slots[-1].put(model, metas[id(t)])
@@ -191,7 +191,7 @@ class _Filling:
     def finished(self, number: int, storage: torch.UntypedStorage) -> None:
         """A storage has the values that it will have."""
         if storage.nbytes() >= LARGE:
-            give_back()
+            trim_heap()
         whole = functools.cache(lambda view: view.of(storage))  # what was one tensor stays one
         for slot in self.slots.get(number, ()):
             self.put(slot, functools.partial(_part, whole(slot.view)))
@@ -221,7 +221,7 @@ def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
     whole = whole.to(like.dtype)
     if not isinstance(like, DTensor):
         return whole.to(device)
-    return with_local(like, whole[part_of(like)].clone(memory_format=torch.contiguous_format).to(device))
+    return with_local(like, whole[local_slices(like)].clone(memory_format=torch.contiguous_format).to(device))
 
 
 def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:

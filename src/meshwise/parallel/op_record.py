@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwise.compat import fake
-from meshwise.compat.dispatch import StorageFacts, name_of, operators_unseen, tensors_in, written_by
+from meshwise.compat.dispatch import StorageMap, operator_name, tensors_in, without_interception, written_arguments
 from meshwise.parallel.op_replay import (
     Entry,
     RecordedOp,
@@ -43,7 +43,7 @@ class OpRecord:
         self.loaded: dict[int, Loaded] = {}
         """By storage: what gives this rank's part of a tensor that was loaded, so that it is not replayed."""
         self.loaded_after = 0
-        self._storages = StorageFacts()
+        self._storages = StorageMap()
         self._count = 0
         self._last: dict[torch.Generator, bytes] = {torch.default_generator: _key(torch.default_generator)}
         self._marks: dict[bytes, int] = {self._last[torch.default_generator]: -1}
@@ -54,9 +54,9 @@ class OpRecord:
         self.left = _key(torch.default_generator)
 
     def _handle(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        for tensor in tensors_in(written_by(operator, args, kwargs)):
+        for tensor in tensors_in(written_arguments(operator, args, kwargs)):
             if not fake.is_fake(tensor):
-                raise ReplayMismatch(f"{name_of(operator)} writes a tensor that was made outside of it.")
+                raise ReplayMismatch(f"{operator_name(operator)} writes a tensor that was made outside of it.")
         before, after = mapped((args, kwargs), self.known), None
         random = fake.is_random(operator)
         if random:
@@ -79,11 +79,11 @@ class OpRecord:
         reads = {view.storage for view in views_in(before)}
         views = mapped(result, self._view_of)
         made = {view.storage for view in views_in(views)} - reads
-        written = {view.storage for view in views_in(written_by(operator, arguments, keywords))}
+        written = {view.storage for view in views_in(written_arguments(operator, arguments, keywords))}
         self.entries.append(
             RecordedOp(
                 operator,
-                name_of(operator),
+                operator_name(operator),
                 arguments,
                 keywords,
                 views,
@@ -130,7 +130,7 @@ class OpRecord:
 
     def _tick(self, generator: torch.Generator) -> None:
         """Each random operator leaves the generator in a state of its own, so that one put back is known again."""
-        with operators_unseen():
+        with without_interception():
             torch.rand(1, generator=generator, device=generator.device)
         key = self._last[generator] = _key(generator)
         if generator is torch.default_generator:
@@ -140,7 +140,7 @@ class OpRecord:
         """What an operator gives on the values that its arguments will have."""
         found: dict[int, torch.UntypedStorage] = {}
         states = {generator: generator.get_state() for generator in self._last}
-        with operators_unseen():
+        with without_interception():
             try:
                 torch.default_generator.set_state(self.start)
                 replay(self.entries, {view.storage for view in views_in(before)}, found.__setitem__)
@@ -197,5 +197,5 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 
 
 def _key(generator: torch.Generator) -> bytes:
-    with operators_unseen():
+    with without_interception():
         return generator.get_state().numpy().tobytes()

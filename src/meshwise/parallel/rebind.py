@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwise.spec.errors import PlanError
-from meshwise.transfer.layout import lay_as
+from meshwise.transfer.sharded import shard_like
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
@@ -57,7 +57,7 @@ def _shard_parameters(module: nn.Module, state: dict[str, Any], prefix: str, *un
     for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
         value = state.get(prefix + name)
         if isinstance(value, Tensor) and value.shape == p.shape:  # torch reports what has another shape
-            state[prefix + name] = lay_as(value, p)
+            state[prefix + name] = shard_like(value, p)
 
 
 def register_optimizer_load_hook(optimizer: Optimizer) -> None:
@@ -81,4 +81,4 @@ def _sharded_as(p: Tensor, entry: Any) -> Any:
     """One parameter's state, divided as `p` is; counters stay."""
     if not isinstance(entry, dict):
         return entry
-    return {k: lay_as(v, p) if isinstance(v, Tensor) and v.ndim > 0 else v for k, v in entry.items()}
+    return {k: shard_like(v, p) if isinstance(v, Tensor) and v.ndim > 0 else v for k, v in entry.items()}

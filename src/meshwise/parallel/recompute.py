@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
-from meshwise.compat.compiling import inside
+from meshwise.compat.compiling import unwrapped
 from meshwise.compat.dispatch import argument_names
 from meshwise.compat.modules import buffers_in
 from meshwise.compat.reducer import version
@@ -201,7 +201,7 @@ def _draws(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) 
 
 def _apply(setup: Setup) -> None:
     recompute = setup.plan.recompute
-    blocks = recompute_blocks(inside(setup.model), recompute)
+    blocks = recompute_blocks(unwrapped(setup.model), recompute)
     if blocks:
         again = "all but matrix products and attention" if recompute == "selective" else "all of it"
         setup.notes.append(f"recompute: {again} runs again in the backward, in {len(blocks)} blocks: {some(blocks)}.")
