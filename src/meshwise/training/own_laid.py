@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from meshwise.compat.tree import map_tensors
 from meshwise.parallel.apply import apply, bind
 from meshwise.parallel.deferred import materialise
 from meshwise.parallel.precision import cast_batch, computing
@@ -27,7 +28,6 @@ from meshwise.spec.world import World
 from meshwise.training.block_spans import record_blocks
 from meshwise.training.own_state import own, say
 from meshwise.transfer.sharded import shard_like
-from meshwise.transfer.tree import map_tensors
 
 
 def lay_models(models: list[nn.Module], plan: Plan, world: World) -> None:

@@ -27,7 +27,7 @@ from meshwise.parallel.apply import Applied
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.draws import mixed, seed_draws
+from meshwise.training.draws import seed_draws
 from meshwise.training.own_laid import cast, lay_models, lay_optimizer
 from meshwise.training.own_loader import LoaderSpec, split_loader
 from meshwise.training.own_plan import settle
@@ -37,6 +37,7 @@ from meshwise.training.recording import record_script
 from meshwise.training.weighing import as_weight, zero_if_empty
 from meshwise.transfer import collectives
 from meshwise.transfer.prefetch import prefetch
+from meshwise.transfer.splitmix import mixed
 from meshwise.workers.join import join, rank_context
 from meshwise.workers.worker import in_progress
 
