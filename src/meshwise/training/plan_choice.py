@@ -1,41 +1,46 @@
-"""Which plan a loop of the user's own gets: that of `mw.distribute(plan=...)`, else the run's, else replicas."""
+"""Which plan a script gets: that of `mw.distribute(plan=...)`, else the run's, else replicas."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.plan import Plan, check_devices, plan_from_toml, plan_values
 from meshwise.spec.world import World
-from meshwise.training.own_state import own, say
+from meshwise.training.engine import Engine
 
 PLAN_FILE = "MESHWISE_PLAN"
 """The variable that names the run's plan file: `meshwise run --plan` sets it; for torchrun it is set by hand."""
 
 
-def settle(given: Plan | str | Path | None, world: World) -> Plan:
-    """The plan of this script; the first call decides it. Raises PlanError for one that an own loop cannot have."""
-    asked = plan_in(given, world.size) if isinstance(given, str | Path) else given
-    if own.plan is not None:
-        if asked is not None and fitting(asked, world) != own.plan:
+def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
+    """The plan of this script; the first call decides it, and the first after all models have been let go.
+
+    Raises PlanError for one that a training loop of the user's own cannot have.
+    """
+    world, program = engine.world, engine.program
+    asked = read_plan(given, world.size) if isinstance(given, str | Path) else given
+    if program.is_decided and program.plan is not None:
+        if asked is not None and fit_to_world(asked, world, engine.notify) != program.plan:
             raise UsageError(
-                f"mw.distribute was called before with {own.plan}, and now with {asked}. A script has one plan: "
-                "give it with the first call alone."
+                f"mw.distribute was called before with {program.plan}, and now with {asked}. A script has one plan: "
+                "give it with the first call alone, or end the first with mw.session()."
             )
-        return own.plan
+        return program.plan
     named = os.environ.get(PLAN_FILE)
-    of_run = plan_in(named, world.size) if named else None
+    of_run = read_plan(named, world.size) if named else None
     if asked is not None and of_run is not None and asked != of_run:
         raise UsageError(
             f"the script gives mw.distribute {asked}, and the run has {of_run}. Leave plan= out of the script, or the "
             "plan out of the command line."
         )
-    plan = fitting(asked or of_run or Plan(data=world.size), world)
-    if own.observer is not None:
-        plan = own.observer.planned(plan, world)
-    own.plan = plan
+    plan = fit_to_world(asked or of_run or Plan(data=world.size), world, engine.notify)
+    if engine.watcher is not None:
+        plan = engine.watcher.choose_plan(plan, world)
+    program.plan = plan
     return plan
 
 
@@ -52,23 +57,23 @@ def plan_text(file: str | Path) -> str:
     return text
 
 
-def plan_in(file: str | Path, devices: int) -> Plan:
+def read_plan(file: str | Path, devices: int) -> Plan:
     """The plan of a plan file on this many devices. Raises PlanError when it cannot be read."""
     return plan_from_toml(plan_text(file), devices)
 
 
-def fitting(plan: Plan, world: World) -> Plan:
+def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Plan:
     """`plan` for this many devices. On one device alone its axes are left out, so that `python script.py` runs."""
     if world.size == 1 and plan.devices > 1:
-        say(f"one device: of {plan}, the axes and what divides over them are left out.")
+        notify(f"one device: of {plan}, the axes and what divides over them are left out.")
         at_rest = tuple(what for what in plan.offload if what == "activations")
         plan = replace(plan, data=1, shard=1, zero1=False, reshard=True, offload=at_rest)
     check_devices(plan, world.size)
-    check_for_own_loops(plan)
+    check_for_scripts(plan)
     return plan
 
 
-def check_for_own_loops(plan: Plan) -> None:
+def check_for_scripts(plan: Plan) -> None:
     """Raises PlanError for what a plan cannot say of a loop that is not ours."""
     if plan.accumulate > 1:
         raise PlanError(
