@@ -44,7 +44,7 @@ FLOORS = {
 WITHOUT_TORCH = {"spec", "records"}
 WITH_PRIVATE_TORCH = {"compat"}
 # Files of parallel/ that techniques may import: a floor that they share, itself no technique.
-SHARED_BY_TECHNIQUES: set[str] = {"blocks", "record", "replay"}
+SHARED_BY_TECHNIQUES: set[str] = {"blocks", "record", "replay", "step_hooks"}
 JOIN_TECHNIQUES = {"apply", "fits"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "manager", "managers", "base", "misc"}
 

@@ -14,6 +14,7 @@ from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
+from meshwise.transfer.comm_log import comm_log
 from tests.parallel.zoo import ZOO, batches, build
 
 
@@ -95,3 +96,87 @@ def test_what_steps_all_parameters_as_one_is_refused() -> None:
     with pytest.raises(PlanError, match=r"optimizer.step\(closure\) is not built yet"):
         optimizer.step(lambda: 0.0)
     optimizer.step()
+
+
+class CallsItsParent(torch.optim.SGD):
+    """torch puts hooks around this step, and around the parent's as soon as a plain SGD is made."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class RaisesOnce(CallsItsParent):
+    """Raises in the middle of its first step: its parent has stepped, it has not."""
+
+    raised = False
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        if not self.raised:
+            self.raised = True
+            raise RuntimeError("in the middle")
+        return result
+
+
+def steps_of(kind: type[torch.optim.SGD]) -> tuple[list[bool], int, list[Tensor]]:
+    """Which parameters have their gradient after each step, how many broadcasts a step makes, and the parameters."""
+    model = build("mlp")
+    torch.optim.SGD(model.parameters())
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    applied = apply(model, Plan(data=2, zero1=True), here(), optimizers=[optimizer])
+    kept, sent = [], 0
+    for batch, target in batches("mlp", 3):
+        applied.backward(ZOO["mlp"].score(model(batch), target))
+        gradients = [p.grad for p in model.parameters()]
+        if kind is RaisesOnce and not kept:
+            with pytest.raises(RuntimeError, match="in the middle"):
+                optimizer.step()
+            kept += [p.grad is g for p, g in zip(model.parameters(), gradients, strict=True)]
+        with comm_log() as log:
+            optimizer.step()
+        sent = len([moved for moved in log if moved.operation == "broadcast"])
+        kept += [p.grad is g for p, g in zip(model.parameters(), gradients, strict=True)]
+        optimizer.zero_grad()
+    return kept, sent, [p.detach() for p in model.parameters()]
+
+
+def test_a_step_that_calls_its_parents_is_one_step(pool: Any) -> None:
+    plain, nested = pool(2).run(steps_of, torch.optim.SGD), pool(2).run(steps_of, CallsItsParent)
+    for (kept, sent, parameters), (kept_too, sent_too, same) in zip(plain, nested, strict=True):
+        assert all(kept) and all(kept_too) and sent == sent_too > 0
+        assert all(torch.equal(a, b) for a, b in zip(parameters, same, strict=True))
+
+
+def test_a_step_that_raises_gives_the_gradients_back(pool: Any) -> None:
+    for kept, sent, parameters in pool(2).run(steps_of, RaisesOnce):
+        assert all(kept) and sent > 0
+        assert all(p.isfinite().all() for p in parameters)
+
+
+def averaged() -> list[Tensor]:
+    """A moving average, taken by hooks of the program's own around the step."""
+    model = build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = [torch.zeros_like(p) for p in model.parameters()]
+    norms: list[Tensor] = []
+
+    def note_norm(*_: Any) -> None:
+        norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+
+    def average_in(*_: Any) -> None:
+        for mean, p in zip(average, model.parameters(), strict=True):
+            mean.lerp_(p.detach(), 0.5)
+
+    optimizer.register_step_post_hook(average_in)
+    applied = apply(model, Plan(data=2, zero1=True), here(), optimizers=[optimizer])
+    optimizer.register_step_pre_hook(note_norm)
+    for batch, target in batches("mlp", 2):
+        applied.backward(ZOO["mlp"].score(model(batch), target))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*average, *norms]
+
+
+def test_hooks_of_the_program_see_all_gradients_and_all_new_parameters(pool: Any) -> None:
+    first, second = pool(2).run(averaged)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

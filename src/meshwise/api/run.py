@@ -31,10 +31,10 @@ from meshwise.timeline.views.live import LiveView
 from meshwise.timeline.views.summary_text import RunSummary, summary_dict, summary_text
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
-from meshwise.training.own_plan import PLAN_FILE, check_for_own_loops
-from meshwise.training.own_state import own, say
+from meshwise.training.plan_choice import PLAN_FILE, check_for_scripts
 from meshwise.training.recording import versions
 from meshwise.training.request import RunRequest, completed, plan_of, settings_of, to_record
+from meshwise.training.session import process_engine
 from meshwise.training.settings import Settings, overridden
 from meshwise.training.supervise import Viewer, summarise, supervise
 from meshwise.transfer.collectives import broadcast_object, gather_objects
@@ -275,8 +275,10 @@ def _run_script_in_worker(script: Path, arguments: Sequence[str], plan: Path | N
     if plan is not None:
         os.environ[PLAN_FILE] = str(plan)
     run_script_file(script, arguments)
-    if plan is not None and own.plan is None:
-        say(f"{script.name} gave mw.distribute no model, so the plan changed nothing: every worker ran it by itself.")
+    if plan is not None and not process_engine().has_applied:
+        process_engine().notify(
+            f"{script.name} gave mw.distribute no model, so the plan changed nothing: every worker ran it by itself."
+        )
 
 
 def _plan_of_script(request: RunRequest, world: World) -> Plan | None:
@@ -285,7 +287,7 @@ def _plan_of_script(request: RunRequest, world: World) -> Plan | None:
         return None
     plan = plan_of(request, world.size)
     check_fits(plan, world)
-    check_for_own_loops(plan)
+    check_for_scripts(plan)
     return plan
 
 

@@ -17,7 +17,7 @@ from meshwise.jobs.script import refuse_job_options
 from meshwise.spec.errors import UsageError
 from meshwise.timeline.views.summary_text import summary_dict
 from meshwise.training.block_spans import BLOCKS
-from meshwise.training.own_plan import plan_text
+from meshwise.training.plan_choice import plan_text
 from meshwise.training.request import RunRequest, check_said_once
 
 app = typer.Typer()

@@ -54,7 +54,7 @@ def _lacking(first: Difference, seen: Evidence) -> Cause | None:
     within = _common(names)
     order = [d.name for d in seen.of_kind("gradients", first.step) if inside(d.name, within)]
     beyond = [name for name in order[order.index(first.name) :] if name not in names]
-    if beyond and (seen.made.shard > 1 or seen.made.accumulate > 1):
+    if beyond and (seen.made.parameters_divided or seen.made.accumulate > 1):
         text = f"the plan has no gradient of {some('parameter', names)}, and one of {beyond[0]}, which lies before it"
         return Cause("missing reduction", f"{text}: nobody reduced it.")
     return Cause("backward", f"no gradient comes to {owner_of(first.name) or 'the model'}: the graph is cut behind it.")

@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from meshwise.compat.optimizers import step_without_hooks
 from meshwise.compat.sharding import with_local
+from meshwise.parallel.step_hooks import Order, has_closure, subscribe
 from meshwise.spec.errors import PlanError
 
 BUCKET = 64 << 20  # bytes of parameters whose state is on the device at once; a larger parameter has a bucket alone
@@ -40,75 +42,77 @@ class OffloadedState:
 
     def __init__(self, optimizer: Optimizer, bucket: int = BUCKET) -> None:
         self.moved = Moved()
-        self._optimizer, self._bucket = optimizer, bucket
-        self._aside: dict[Tensor, Tensor] = {}
+        self._bucket = bucket
+        self._gradients: dict[Tensor, Tensor] = {}
         self._last: list[Tensor] = []
-        self._depth = 0
-        self._send(list(optimizer.state))
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
-        optimizer.register_load_state_dict_post_hook(lambda optimizer: self._send(list(optimizer.state)))
+        self._all_to_host(optimizer)
+        optimizer.register_load_state_dict_post_hook(self._all_to_host)
+        subscribe(Order.OFFLOAD, self._before, self._after, self._failed, optimizer=optimizer)
 
-    def _before(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Step all buckets but the last, and leave the last ready for the step that called."""
-        self._depth += 1
-        if self._depth > 1:  # inside a step: an optimizer that calls its parent's
-            return
-        if any(given is not None for given in (*arguments[1:], keywords.get("closure"))):
-            self._depth = 0
+        if has_closure(args, kwargs):
             raise PlanError(
                 "offload='optimizer': optimizer.step(closure) needs all of the state at once. Call backward, then "
                 "optimizer.step()."
             )
         ready = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._aside = {p: p.grad for p in ready}
+        self._gradients = {p: p.grad for p in ready}
         for p in ready:
             p.grad = None
         buckets = _buckets(ready, self._bucket)
         for bucket in buckets[:-1]:
             settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            self._begin(bucket)
-            step: Any = type(optimizer).step
-            step.__wrapped__(optimizer)  # hooks are asked once a step
-            self._end(bucket)
+            self._begin(optimizer, bucket)
+            step_without_hooks(optimizer)(optimizer)
+            self._end(optimizer, bucket)
             for group, before in zip(optimizer.param_groups, settings, strict=True):
                 for key in [key for key in group if key != "params" and key not in before]:
                     del group[key]
                 group.update(before)
         self._last = buckets[-1] if buckets else []
-        self._begin(self._last)
+        self._begin(optimizer, self._last)
 
-    def _after(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        self._depth -= 1
-        if self._depth:
-            return
-        self._end(self._last)
-        for p, gradient in self._aside.items():
+    def _after(self, optimizer: Optimizer) -> None:
+        self._end(optimizer, self._last)
+        self._give_back()
+
+    def _failed(self, optimizer: Optimizer) -> None:
+        self._all_to_host(optimizer)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for p, gradient in self._gradients.items():
             p.grad = gradient
-        self._aside, self._last = {}, []
+        self._gradients, self._last = {}, []
 
-    def _begin(self, bucket: Sequence[Tensor]) -> None:
+    def _begin(self, optimizer: Optimizer, bucket: Sequence[Tensor]) -> None:
         """The bucket's parameters get their gradients, and their state comes to their device."""
         for p in bucket:
-            p.grad = self._aside[p]
-            entry = self._optimizer.state.get(p, {})
+            p.grad = self._gradients[p]
+            entry = optimizer.state.get(p, {})
             for key, value in entry.items() if isinstance(entry, dict) else ():
                 if _travels(value):
                     entry[key] = _fetched(value, p)
                     self.moved.back += _local(value).nbytes
-        self.moved.most = max(self.moved.most, sum(_bytes(self._optimizer.state.get(p)) for p in bucket))
+        self._note_most(optimizer, bucket)
 
-    def _end(self, bucket: Sequence[Tensor]) -> None:
-        self.moved.most = max(self.moved.most, sum(_bytes(self._optimizer.state.get(p)) for p in bucket))
-        self._send(bucket)
+    def _end(self, optimizer: Optimizer, bucket: Sequence[Tensor]) -> None:
+        self._note_most(optimizer, bucket)
+        self._to_host(optimizer, bucket)
         for p in bucket:
             p.grad = None
 
-    def _send(self, parameters: Sequence[Tensor]) -> None:
-        """The state of these parameters goes to the host."""
+    def _note_most(self, optimizer: Optimizer, bucket: Sequence[Tensor]) -> None:
+        self.moved.most = max(self.moved.most, sum(_bytes(optimizer.state.get(p)) for p in bucket))
+
+    def _all_to_host(self, optimizer: Optimizer) -> None:
+        self._to_host(optimizer, list(optimizer.state))
+
+    def _to_host(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         device = None
         for p in parameters:
-            entry = self._optimizer.state.get(p, {})
+            entry = optimizer.state.get(p, {})
             for key, value in entry.items() if isinstance(entry, dict) else ():
                 if _travels(value):
                     device = _local(p).device

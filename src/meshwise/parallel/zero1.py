@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwise.parallel.step_hooks import Order, has_closure, subscribe
 from meshwise.spec.errors import PlanError
 from meshwise.transfer import collectives
 
@@ -25,22 +26,21 @@ BUCKET = 25 << 20  # bytes that are sent in one collective
 
 
 class DividedOptimizer:
-    """Divides the state of `optimizer` over the ranks, in place. Collective: its steps talk."""
+    """Divides the state of `optimizer` over the ranks, in place. Collective: its steps communicate."""
 
     def __init__(self, optimizer: Optimizer, rank: int, size: int) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise PlanError(
                 "zero1 divides the optimizer by parameters, and LBFGS steps all of them as one. Use data alone."
             )
-        self._optimizer, self._rank = optimizer, rank
+        self._rank = rank
         self._owned = owners([p for group in optimizer.param_groups for p in group["params"]], size)
         self._owner = {id(p): owner for owner, held in enumerate(self._owned) for p in held}
-        self._aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._set_aside: list[tuple[nn.Parameter, Tensor]] = []
         for p in [p for p in optimizer.state if self._owner.get(id(p), rank) != rank]:
             del optimizer.state[p]
         optimizer.register_load_state_dict_pre_hook(self._own_part)
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        subscribe(Order.ZERO1, self._before, self._after, self._give_back, optimizer=optimizer)
 
     def _own_part(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Of a whole state that is loaded, what belongs to this rank's parameters."""
@@ -49,20 +49,23 @@ class DividedOptimizer:
         others = {n for n, p in zip(numbers, held, strict=False) if self._owner[id(p)] != self._rank}
         return {**saved, "state": {n: entry for n, entry in saved["state"].items() if n not in others}}
 
-    def _before(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        """Lay the gradients of others' parameters aside: an optimizer skips a parameter without one."""
-        if any(given is not None for given in (*arguments[1:], keywords.get("closure"))):
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Set the gradients of others' parameters aside: an optimizer skips a parameter without one."""
+        if has_closure(args, kwargs):
             raise PlanError("zero1: optimizer.step(closure) is not built yet. Call backward, then optimizer.step().")
         others = [p for owner, held in enumerate(self._owned) if owner != self._rank for p in held]
-        self._aside = [(p, p.grad) for p in others if p.grad is not None]
-        for p, _ in self._aside:
+        self._set_aside = [(p, p.grad) for p in others if p.grad is not None]
+        for p, _ in self._set_aside:
             p.grad = None
 
-    def _after(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        """Give the gradients back, and send every parameter from its owner to all."""
-        for p, gradient in self._aside:
+    def _give_back(self, optimizer: Optimizer) -> None:
+        for p, gradient in self._set_aside:
             p.grad = gradient
-        self._aside = []
+        self._set_aside = []
+
+    def _after(self, optimizer: Optimizer) -> None:
+        """Give the gradients back, and send every parameter from its owner to all."""
+        self._give_back(optimizer)
         for owner, held in enumerate(self._owned):
             for bucket in _buckets([p for p in held if p.requires_grad]):
                 _sent(bucket, owner, own=owner == self._rank)

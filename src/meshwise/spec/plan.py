@@ -110,6 +110,16 @@ class Plan:
         return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
+    def parameters_divided(self) -> bool:
+        """Whether a rank holds a part of each parameter, of its gradient and of its state."""
+        return self.shard > 1
+
+    @property
+    def state_divided(self) -> bool:
+        """Whether a rank holds a part of the optimizer's state."""
+        return self.parameters_divided or self.zero1
+
+    @property
     def dtypes(self) -> Dtypes:
         """What the plan stores, computes and reduces in."""
         return dtypes_of(self.precision, self.param_dtype, self.compute_dtype, self.grad_dtype)

@@ -100,7 +100,7 @@ class Engine:
         recording: Recording | None = None,
         infer_phases: bool = False,
     ) -> None:
-        """notify: takes a line for the user. infer_phases: the loop is not ours, so its phases are told from its calls."""
+        """notify: takes a line for the user. infer_phases: the loop is a script's, known from its calls alone."""
         self.world, self._gate, self._notify = world, gate, notify
         self.program = Program(world, lambda: self.part is None or self.part.samples > 0, self.notify)
         self.draws = draws or StepDraws()
@@ -281,7 +281,7 @@ class Engine:
         """Leave in `.grad` the gradient of the mean loss over the global batch whose microbatches on this rank are
         `parts`. Returns their losses and weights, still on the device.
 
-        loss_function: gives a microbatch's mean loss, or (mean, weight). where: names it in errors. key: (seed, step) of
+        loss_function: gives a microbatch's mean loss, or (mean, weight). where: its name in errors. key: (seed, step) for
         its random draws. scale: of a loss scaler.
         """
         self.program.begin_backward()

@@ -31,7 +31,7 @@ def save(thing: Any, path: str | Path) -> None:
     engine, path = default_engine(), _redirected(path)
     world, plan, name, saves = engine.world, engine.plan, str(path.resolve()), process_engine().saves
     saves[name] += 1
-    if plan.parameters_divided or plan.state_divided:
+    if plan.state_divided:
         if isinstance(thing, nn.Module | torch.optim.Optimizer):
             raise UsageError(f"mw.save under {plan}: write its state, mw.save(thing.state_dict(), path).")
         _all_come(f"meshwise/saves/{name}/{saves[name]}", world, f"mw.save({path}) under {plan}")

@@ -299,7 +299,9 @@ def _explain(error: BaseException, session: Session, run: _Run | None, recorder:
     error.add_note(f"rank {session.world.rank}, {step}, phase {recorder.phase}")
     if is_out_of_memory(error):
         facts = ", ".join(f"{name} {bytes_text(value)}" for name, value in memory_facts(session.world.device).items())
-        error.add_note(f"out of memory on {session.world.device}: {facts}. Use a smaller --batch-size or a larger --accumulate.")
+        error.add_note(
+            f"out of memory on {session.world.device}: {facts}. Use a smaller --batch-size or a larger --accumulate."
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

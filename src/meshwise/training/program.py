@@ -7,6 +7,7 @@ without an error and change nothing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -35,7 +36,7 @@ from meshwise.transfer.tree import map_tensors
 
 @dataclass(frozen=True)
 class _Holds:
-    """What an optimizer holds: how many parameters, whether some are the program's, those of others and replaced ones."""
+    """How many parameters an optimizer holds, whether some are the program's, those of others, whether some are old."""
 
     count: int
     ours: bool
@@ -85,7 +86,7 @@ class Program:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the plan cannot change any more: there are models that it was applied to, or it waits for the first."""
+        """Whether the plan cannot change any more: it was applied to models, or waits for the first."""
         return self.plan is not None and (self._alive > 0 or not self._roots)
 
     def add_models(self, models: Sequence[nn.Module], plan: Plan, **options: Any) -> None:
@@ -142,7 +143,8 @@ class Program:
     def _drop(self) -> None:
         """Let go of the reduction of gradients, which holds parameters."""
         if self.applied is not None and self.applied.reduction is not None:
-            self.applied.reduction.close()
+            with contextlib.suppress(ReferenceError):
+                self.applied.reduction.close()
         self.applied = None
 
     def _apply(self, new: Sequence[nn.Module], plan: Plan, again: bool, options: dict[str, Any]) -> None:
@@ -161,9 +163,11 @@ class Program:
             _compute_in(model, plan, world.device)
         if again and world.size > 1:
             applied = replace(applied, reduction=reduction_of(self.named_parameters(), plan, **options))
-            applied = replace(applied, coupled=applied.coupled or self.applied.coupled)
+            applied = replace(applied, meets=applied.meets or (self.applied is not None and self.applied.meets))
             self._drop()
-        self.applied = replace(applied, model=nn.Module())  # that one is held weakly
+        if plan.parameters_divided:  # the model's own hooks hold it, and it holds the model
+            applied = replace(applied, reduction=weakref.proxy(applied.reduction))
+        self.applied = replace(applied, model=nn.Module())
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Give `optimizer` what the plan has made of the parameters that it holds."""

@@ -15,7 +15,7 @@ _engines: list[Engine] = []
 
 
 def default_engine() -> Engine:
-    """The engine that `mw.distribute` and `mw.backward` use. Joins the run, and begins its records, when first asked."""
+    """The engine of `mw.distribute` and `mw.backward`. Joins the run, and begins its records, when first asked."""
     if not _engines:
         joined = join()
         _engines.append(_new())

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import meshwise as mw
 from meshwise.api.run import _run_script_in_worker
 from meshwise.spec.plan import plan_to_toml
-from meshwise.training import own_loop
-from meshwise.training.own_plan import PLAN_FILE
+from meshwise.training.plan_choice import PLAN_FILE
+from meshwise.training.session import default_engine, end_sessions
 from meshwise.transfer.layout import whole
 
 PLANS = {
@@ -85,9 +85,9 @@ def same(got: Any, want: Any) -> None:
 
 def both(case: Any, pool: Any, plan: mw.Plan, *arguments: Any) -> tuple[Any, list[Any]]:
     """What `case(plan)` gives on one device, here, without a plan, and on the ranks of `plan`."""
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     one = case(None, *arguments)
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     return one, pool(plan.devices).run(case, plan, *arguments)
 
 
@@ -377,11 +377,11 @@ def test_the_precision_of_the_plan_needs_no_word_of_the_user(pool: Any) -> None:
         devices = max(1, *axes.values(), 1)
         for precision, want in (("bf16", [words[0], words[1], words[1]]), ("fp64", [words[2]] * 3)):
             plan = mw.Plan(**axes, precision=precision)
-            own_loop._own.__init__()  # type: ignore[misc]
+            end_sessions()
             results = [case(plan)] if devices == 1 else pool(devices).run(case, plan)
             for got in results:
                 assert list(got[:3]) == want
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
 
 
 def test_gradients_kept_by_accumulate_are_reduced_once(pool: Any) -> None:
@@ -486,7 +486,7 @@ def test_a_state_saved_under_one_plan_goes_on_under_another(
 ) -> None:
     def run(plan: mw.Plan | None, begin: bool, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
-        own_loop._own.__init__()  # type: ignore[misc]
+        end_sessions()
         files(plan, str(folder), begin) if plan is None else pool(2).run(files, plan, str(folder), begin)
 
     for begin, plan in ((True, first), (False, second)):
@@ -585,7 +585,7 @@ def test_a_plan_comes_from_a_file_or_from_the_environment(pool: Any, tmp_path: P
             model = mw.distribute(net(), plan=given)
         finally:
             os.environ.pop(PLAN_FILE, None)
-        return type(next(model.parameters())).__name__, str(own_loop._own.plan)
+        return type(next(model.parameters())).__name__, str(default_engine().program.plan)
 
     want = [("DTensor", "Plan(shard=2)")] * 2
     assert pool(2).run(case, str(file), None) == want
@@ -611,18 +611,18 @@ def test_a_script_has_one_plan(pool: Any) -> None:
 
 
 def test_one_device_alone_runs_a_plan_of_several_without_its_axes(capsys: pytest.CaptureFixture[str]) -> None:
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     model = mw.distribute(net(torch.float32), plan=mw.Plan(shard=4, precision="fp64", recompute="full"))
-    assert str(own_loop._own.plan) == "Plan(data=1, precision='fp64', recompute='full')"
+    assert str(default_engine().program.plan) == "Plan(data=1, precision='fp64', recompute='full')"
     assert next(model.parameters()).dtype == torch.float64
     assert "the axes and what divides over them are left out" in capsys.readouterr().err
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
 
 
 def test_a_script_that_distributes_no_model_is_told_that_its_plan_changed_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     script, plan = tmp_path / "plain.py", tmp_path / "plan.toml"
     script.write_text("print('hello')\n")
     plan.write_text("shard = 2\n")
@@ -631,11 +631,11 @@ def test_a_script_that_distributes_no_model_is_told_that_its_plan_changed_nothin
     monkeypatch.setenv(PLAN_FILE, "")
     _run_script_in_worker(script, [], plan)
     assert "plain.py gave mw.distribute no model, so the plan changed nothing" in capsys.readouterr().err
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
 
 
 def test_an_optimizer_of_a_deferred_model_trains_it_on_one_device_too() -> None:
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     with mw.deferred():
         model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -647,7 +647,7 @@ def test_an_optimizer_of_a_deferred_model_trains_it_on_one_device_too() -> None:
     assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters() if name != "first.weight")
     with pytest.raises(mw.UsageError, match=r"made before mw\.distribute and not given to it"):
         foreign.step()
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
 
 
 def frozen_in_turns(plan: mw.Plan | None) -> Any:
