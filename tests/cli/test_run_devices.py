@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwise.api.run import NodeOptions, _slots
+from meshwise.api.run import _slots
 from meshwise.training.request import RunRequest
+from meshwise.workers.nodes import NodeOptions
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has accelerators")

@@ -22,6 +22,7 @@ from meshwise.equivalence.under_plan import under_plan
 from meshwise.jobs.registry import find_job
 from meshwise.spec.plan import Plan
 from meshwise.training.job import Job
+from tests.equivalence import seams
 from tests.equivalence.models_to_check import MODELS, the_job
 
 SIZES = {"mnist-mlp": 12, "mnist-cnn": 10, "mlp": 8, "gpt": 4}
@@ -294,7 +295,8 @@ def checked(
 ) -> Proof:
     """Check a job in a pool of workers. rounding: in the plan's own precision as well."""
     if plant is not None:
-        cloudpickle.register_pickle_by_value(sys.modules[plant.__module__])  # workers cannot import the test's module
+        for module in (sys.modules[plant.__module__], seams):  # workers cannot import the tests' modules
+            cloudpickle.register_pickle_by_value(module)
     asks = [Ask(plan, steps), *([Ask(plan, steps, plan.precision)] if rounding else [])]
     sides = []
     for ask in asks:

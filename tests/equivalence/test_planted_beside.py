@@ -15,16 +15,25 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from meshwise.parallel import recompute, zero1
-from meshwise.parallel.data import DataParallel
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training import evaluate, loop, order, step
 from meshwise.training.order import BatchSlice
 from meshwise.transfer import collectives
+from tests.equivalence.seams import (
+    Training,
+    after_microbatch,
+    after_update,
+    around,
+    around_measuring,
+    at_start,
+    before_division,
+    before_update,
+    loss_changed,
+    metrics_changed,
+    replaced,
+)
 from tests.equivalence.test_planted_by_others import (
     DATA,
     GRADIENTS,
@@ -32,13 +41,12 @@ from tests.equivalence.test_planted_by_others import (
     SHARD,
     ZERO1,
     Bug,
-    before_it_is_laid,
     every_rank_reads_the_same,
     mean_of_rank_means,
     once_sharded,
     other_masks_the_second_time,
+    padding_counts_in_evaluation,
     said_as_a_person_would,
-    stand_in_counts_in_evaluation,
 )
 
 PADDED = "padded or repeated sample"
@@ -46,65 +54,59 @@ PADDED = "padded or repeated sample"
 
 def last_sample_dropped(patch: Any) -> None:
     """`drop_last`: a batch that ranks do not share evenly loses its rest."""
-    real = order.batch_slice
 
-    def batch_slice(samples: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
+    def batch_slice(real: Any, samples: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
         even = (stop - start) // world.size * world.size
-        return real(samples, start, start + even, even, world)
+        share: BatchSlice = real(samples, start, start + even, even, world)
+        return share
 
-    patch.setattr(order, "batch_slice", batch_slice)
+    around(patch, "slice of a rank", batch_slice)
 
 
 def all_ranks_read_all(patch: Any) -> None:
     """Gradients are right all the same."""
-    patch.setattr(order, "batch_slice", lambda o, a, b, total, world: BatchSlice(o[a:b], b - a, total * world.size))
+    replaced(patch, "slice of a rank", lambda o, a, b, total, world: BatchSlice(o[a:b], b - a, total * world.size))
 
 
 def one_sample_on_both_ranks(patch: Any) -> None:
-    real = order.batch_slice
-
-    def batch_slice(samples: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
-        share = real(samples, start, stop, total, world)
+    def batch_slice(real: Any, samples: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
+        share: BatchSlice = real(samples, start, stop, total, world)
         if world.rank:
             return share
         last = int((samples == share.indices[-1]).nonzero()) + 1
         return replace(share, indices=torch.cat([share.indices, samples[last : last + 1]]), samples=share.samples + 1)
 
-    patch.setattr(order, "batch_slice", batch_slice)
+    around(patch, "slice of a rank", batch_slice)
 
 
 def ranks_change_places(patch: Any) -> None:
-    real = order.batch_slice
-    patch.setattr(order, "batch_slice", lambda *a: real(*a[:4], World(a[4].size - 1 - a[4].rank, a[4].size)))
+    def batch_slice(real: Any, *given: Any) -> Any:
+        world = given[-1]
+        return real(*given[:-1], World(world.size - 1 - world.rank, world.size))
+
+    around(patch, "slice of a rank", batch_slice)
 
 
 # --- one rank alone
 
 
 def on_rank_1(when: int, change: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Change the run of rank 1 after the step `when`."""
+    """Change the training of rank 1 after the step `when`."""
 
-    def plant(patch: Any) -> None:
-        real = step._update
+    def changed(training: Training) -> None:
+        if training.step == when and training.rank == 1:
+            change(training)
 
-        def update(run: Any) -> None:
-            real(run)
-            if run.state.step == when and collectives.own_rank() == 1:
-                change(run)
-
-        patch.setattr(step, "_update", update)
-
-    return plant
+    return lambda patch: after_update(patch, changed)
 
 
-def first_group(state: Any) -> dict[str, Any]:
-    group: dict[str, Any] = state.optimizer.param_groups[0]
+def first_group(training: Any) -> dict[str, Any]:
+    group: dict[str, Any] = training.optimizer.param_groups[0]
     return group
 
 
 def rank_1_clips_wider(patch: Any) -> None:
-    real = torch.nn.utils.clip_grad_norm_
-    patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda ps, norm: real(ps, norm * (1 + collectives.own_rank())))
+    around(patch, "clipping", lambda real, ps, norm: real(ps, norm * (1 + collectives.own_rank())))
 
 
 def untied_on_rank_1(patch: Any) -> None:
@@ -112,7 +114,7 @@ def untied_on_rank_1(patch: Any) -> None:
         if collectives.own_rank() == 1:
             model.right.weight = nn.Parameter(model.left.weight.detach().clone())
 
-    before_it_is_laid(patch, change)
+    before_division(patch, change)
 
 
 def another_activation_on_rank_1(patch: Any) -> None:
@@ -120,37 +122,30 @@ def another_activation_on_rank_1(patch: Any) -> None:
         if collectives.own_rank() == 1:
             model[1] = nn.Hardtanh()
 
-    before_it_is_laid(patch, change)
+    before_division(patch, change)
 
 
 def metrics_of_rank_1_are_moved(patch: Any) -> None:
-    real = evaluate._over_ranks
-    patch.setattr(
-        evaluate,
-        "_over_ranks",
-        lambda sums: {n: v + 1e-6 * collectives.own_rank() for n, v in real(sums).items()},
-    )
+    def over_ranks(real: Any, sums: Any) -> dict[str, float]:
+        return {name: value + 1e-6 * collectives.own_rank() for name, value in real(sums).items()}
+
+    around(patch, "metrics over ranks", over_ranks)
 
 
 # --- evaluation
 
 
-def measured(change: Callable[[Any, Any, BatchSlice], Any]) -> Callable[[Any], None]:
-    """Change the metrics of a batch: `change(measured, run, share)`."""
-
-    def plant(patch: Any) -> None:
-        real = evaluate._measure
-        patch.setattr(evaluate, "_measure", lambda run, batch, share: change(real(run, batch, share), run, share))
-
-    return plant
+def measured(change: Callable[[Any, BatchSlice], Any]) -> Callable[[Any], None]:
+    """Change the metrics of a batch: `change(metrics, slice)`."""
+    return lambda patch: metrics_changed(patch, change)
 
 
-def last_batch_is_not_counted(measured: Any, run: Any, share: BatchSlice) -> Any:
+def last_batch_is_not_counted(measured: Any, share: BatchSlice) -> Any:
     return {n: (mean, weight * (share.total == 8)) for n, (mean, weight) in measured.items()}
 
 
-def ranks_add_means_up(measured: Any, run: Any, share: BatchSlice) -> Any:
-    return {n: (mean * run.world.size, weight) for n, (mean, weight) in measured.items()}
+def ranks_add_means_up(measured: Any, share: BatchSlice) -> Any:
+    return {n: (mean * collectives.world_size(), weight) for n, (mean, weight) in measured.items()}
 
 
 def average_of_rank_averages(patch: Any) -> None:
@@ -159,12 +154,12 @@ def average_of_rank_averages(patch: Any) -> None:
         collectives.sum_over_ranks(table)
         return {name: float(value) / 2 for name, value in zip(sums, table, strict=True)}
 
-    patch.setattr(evaluate, "_over_ranks", over_ranks)
+    replaced(patch, "metrics over ranks", over_ranks)
 
 
 def own_share_is_evaluated(patch: Any) -> None:
     own = lambda sums: {name: float(total / weight) for name, (total, weight) in sums.items()}  # noqa: E731
-    patch.setattr(evaluate, "_over_ranks", own)
+    replaced(patch, "metrics over ranks", own)
 
 
 def batch_norms_stay_in_training(patch: Any) -> None:
@@ -172,29 +167,24 @@ def batch_norms_stay_in_training(patch: Any) -> None:
 
 
 def evaluated_with_old_parameters(patch: Any) -> None:
-    real = evaluate._measure
-
-    def measure(run: Any, batch: Any, share: BatchSlice) -> Any:
-        last = run.applied.model[4].bias
+    def forget(model: Any) -> Callable[[], None]:
+        last = model[4].bias
         kept = last.detach().clone()
-        with torch.no_grad():
-            last.zero_()
-            result = real(run, batch, share)
-            last.copy_(kept)
-        return result
+        last.detach().zero_()
+        return lambda: last.detach().copy_(kept)
 
-    patch.setattr(evaluate, "_measure", measure)
+    around_measuring(patch, forget)
 
 
 # --- gradients that are lacking
 
 
 def weight_is_frozen(patch: Any) -> None:
-    before_it_is_laid(patch, lambda model: model.net[2].weight.requires_grad_(False))
+    before_division(patch, lambda model: model.net[2].weight.requires_grad_(False))
 
 
 def first_layer_is_frozen(patch: Any) -> None:
-    before_it_is_laid(patch, lambda model: model.net[0].requires_grad_(False))
+    before_division(patch, lambda model: model.net[0].requires_grad_(False))
 
 
 def tower_is_cut(patch: Any) -> None:
@@ -204,38 +194,32 @@ def tower_is_cut(patch: Any) -> None:
         last = model.things.layers[len(model.things.layers) - 1]
         last.register_forward_pre_hook(lambda module, inputs: tuple(t.detach() for t in inputs))
 
-    before_it_is_laid(patch, change)
+    before_division(patch, change)
 
 
 def block_is_never_reduced(patch: Any) -> None:
     """`set_requires_gradient_sync(False)` is left on for one block."""
-    real = FSDPModule.set_requires_gradient_sync
     kept: list[Any] = []
     once_sharded(patch, lambda model: kept.append(model.users.layers[1]))
 
-    def sync(self: Any, needed: bool, **more: Any) -> None:
+    def sync(real: Any, self: Any, needed: bool, **more: Any) -> None:
         real(self, needed, **more)
         for block in kept:
             real(block, False)
 
-    patch.setattr(FSDPModule, "set_requires_gradient_sync", sync)
+    around(patch, "gradients of shards are reduced", sync)
 
 
 def after_backward(change: Callable[[dict[str, nn.Parameter]], None]) -> Callable[[Any], None]:
     """Change the gradients when they are reduced."""
 
-    def plant(patch: Any) -> None:
-        real = DataParallel.backward
+    def backward(real: Any, self: Any, loss: Tensor, *, reduce: bool, **more: Any) -> Any:
+        value = real(self, loss, reduce=reduce, **more)
+        if reduce:
+            change(dict(self._named))
+        return value
 
-        def backward(self: Any, loss: Tensor, *, reduce: bool, **more: Any) -> Any:
-            value = real(self, loss, reduce=reduce, **more)
-            if reduce:
-                change(dict(self._named))
-            return value
-
-        patch.setattr(DataParallel, "backward", backward)
-
-    return plant
+    return lambda patch: around(patch, "backward of replicas", backward)
 
 
 def lost_on_rank_1(named: Any) -> None:
@@ -271,13 +255,14 @@ def loss_times(factor: Callable[[int, int], float]) -> Callable[[Any], None]:
     """Multiply the loss of a microbatch by `factor(number, of how many)`."""
 
     def plant(patch: Any) -> None:
-        real, number = step._backward, [0]
+        number = [0]
 
-        def backward(run: Any, loss: Tensor, last: bool, common: Any) -> None:
-            real(run, loss * factor(number[0], last), last, common)
+        def scaled(loss: Tensor, last: bool) -> Tensor:
+            result = loss * factor(number[0], last)
             number[0] = 0 if last else number[0] + 1
+            return result
 
-        patch.setattr(step, "_backward", backward)
+        loss_changed(patch, scaled)
 
     return plant
 
@@ -285,17 +270,11 @@ def loss_times(factor: Callable[[int, int], float]) -> Callable[[Any], None]:
 def between(change: Callable[[Any], None]) -> Callable[[Any], None]:
     """Change the gradients behind each microbatch but the last."""
 
-    def plant(patch: Any) -> None:
-        real = step._backward
+    def changed(training: Training, last: bool) -> None:
+        if not last:
+            change(training.model)
 
-        def backward(run: Any, loss: Tensor, last: bool, common: Any) -> None:
-            real(run, loss, last, common)
-            if not last:
-                change(run.state.model)
-
-        patch.setattr(step, "_backward", backward)
-
-    return plant
+    return lambda patch: after_microbatch(patch, changed)
 
 
 def block_is_summed(patch: Any) -> None:
@@ -317,101 +296,80 @@ def second_input_is_moved(patch: Any) -> None:
 
         return checkpoint(twice, *tensors, **more)
 
-    patch.setattr(recompute, "checkpoint", moved)
+    replaced(patch, "checkpoint", moved)
 
 
 def attention_gives_another_gradient(patch: Any) -> None:
     def change(model: Any) -> None:
         model.attend.linear1.weight.register_hook(lambda gradient: gradient * 1.5)
 
-    before_it_is_laid(patch, change)
+    before_division(patch, change)
 
 
 # --- precision
 
 
 def rounded(dtype: torch.dtype, what: str) -> Callable[[Any], None]:
-    def plant(patch: Any) -> None:
-        real = step._update
+    def round_down(training: Training) -> None:
+        with torch.no_grad():
+            for p in training.model.parameters():
+                value = p if what == "parameters" else training.optimizer.state[p][what]
+                value.copy_(value.to(dtype))
 
-        def update(run: Any) -> None:
-            real(run)
-            with torch.no_grad():
-                for p in run.state.model.parameters():
-                    value = p if what == "parameters" else run.state.optimizer.state[p][what]
-                    value.copy_(value.to(dtype))
-
-        patch.setattr(step, "_update", update)
-
-    return plant
+    return lambda patch: after_update(patch, round_down)
 
 
 def rank_1_sends_bfloat16(patch: Any) -> None:
     def broadcast(flat: Tensor, owner: int) -> Tensor:
         return collectives.broadcast(flat.copy_(flat.bfloat16()) if owner == 1 else flat, owner)
 
-    patch.setattr(zero1, "collectives", SimpleNamespace(broadcast=broadcast))
+    replaced(patch, "collectives of zero1", SimpleNamespace(broadcast=broadcast))
 
 
 def parameters_are_moved(patch: Any) -> None:
-    real = step._update
-
-    def update(run: Any) -> None:
-        real(run)
+    def move(training: Training) -> None:
         with torch.no_grad():
-            for p in run.state.model.parameters():
+            for p in training.model.parameters():
                 p.mul_(1.0001)
 
-    patch.setattr(step, "_update", update)
+    after_update(patch, move)
 
 
 # --- learning rates
 
 
 def ticks_before_the_step(patch: Any) -> None:
-    real = step._update
+    def tick(training: Training) -> None:
+        training.scheduler.step()
+        does_not_tick(training)
 
-    def update(run: Any) -> None:
-        run.state.scheduler.step()
-        kept, run.state.scheduler = run.state.scheduler, None
-        real(run)
-        run.state.scheduler = kept
+    before_update(patch, tick)
+    after_update(patch, ticks_again)
 
-    patch.setattr(step, "_update", update)
+
+def does_not_tick(training: Training) -> None:
+    training.scheduler.step = lambda: None
+
+
+def ticks_again(training: Training) -> None:
+    del training.scheduler.step
 
 
 def never_ticks(patch: Any) -> None:
-    real = step._update
-
-    def update(run: Any) -> None:
-        kept, run.state.scheduler = run.state.scheduler, None
-        real(run)
-        run.state.scheduler = kept
-
-    patch.setattr(step, "_update", update)
+    before_update(patch, does_not_tick)
+    after_update(patch, ticks_again)
 
 
 def rate(change: Callable[[float, int], float]) -> Callable[[Any], None]:
-    def plant(patch: Any) -> None:
-        real = loop.bind
+    def changed(model: Any, optimizer: Any) -> None:
+        group = optimizer.param_groups[0]
+        group["lr"] = change(group["lr"], collectives.world_size())
 
-        def bind(applied: Any, optimizer: Any, world: World) -> None:
-            optimizer.param_groups[0]["lr"] = change(optimizer.param_groups[0]["lr"], world.size)
-            real(applied, optimizer, world)
-
-        patch.setattr(loop, "bind", bind)
-
-    return plant
+    return lambda patch: at_start(patch, before=changed)
 
 
 def ticks_each_microbatch_of_three(patch: Any) -> None:
-    real = step._backward
-
-    def backward(run: Any, loss: Tensor, last: bool, factor: Any) -> None:
-        real(run, loss, last, factor)
-        run.state.scheduler.step()
-
-    patch.setattr(step, "_backward", backward)
+    after_microbatch(patch, lambda training, last: training.scheduler.step())
 
 
 TWICE, THRICE = Plan(data=2, accumulate=2), Plan(data=2, accumulate=3)
@@ -438,13 +396,13 @@ BUGS = [
     bug("the_same_in_shards", every_rank_reads_the_same, "two-tower", Plan(shard=2, accumulate=2), ORDER, PADDED),
     bug("the_same_of_unequal_lengths", every_rank_reads_the_same, "gpt", DATA, ORDER, PADDED),
     # one rank alone
-    bug("rate_of_rank_1", on_rank_1(1, lambda run: first_group(run.state).update(lr=0.1)), "counting", DATA, RATE,
+    bug("rate_of_rank_1", on_rank_1(1, lambda run: first_group(run).update(lr=0.1)), "counting", DATA, RATE,
         RATE),
-    bug("ticks_on_rank_1", on_rank_1(3, lambda run: run.state.scheduler.step()), "plain", DATA, "scheduler", RATES),
+    bug("ticks_on_rank_1", on_rank_1(3, lambda run: run.scheduler.step()), "plain", DATA, "scheduler", RATES),
     bug("rank_1_clips_wider", rank_1_clips_wider, "plain", DATA, CLIPPED, "clip norm"),
     bug("untied_on_rank_1", untied_on_rank_1, "tied", DATA, "tied weights", "tied weight", ("left", "right")),
     bug("another_activation_on_rank_1", another_activation_on_rank_1, "plain", DATA, "modules", "module", "1"),
-    bug("state_lost_on_rank_1", on_rank_1(3, lambda run: run.state.optimizer.state.clear()), "counting", DATA, STATE,
+    bug("state_lost_on_rank_1", on_rank_1(3, lambda run: run.optimizer.state.clear()), "counting", DATA, STATE,
         ("optimizer step", "optimizer bound to old parameters")),
     bug("metrics_of_rank_1_are_moved", metrics_of_rank_1_are_moved, "plain", DATA, EVALUATED, "evaluation"),
     # evaluation
@@ -452,7 +410,7 @@ BUGS = [
     bug("ranks_add_means_up", measured(ranks_add_means_up), "plain", DATA, EVALUATED, "evaluation"),
     bug("average_of_rank_averages", average_of_rank_averages, "plain", DATA, EVALUATED, "evaluation"),
     bug("own_share_is_evaluated", own_share_is_evaluated, "plain", DATA, EVALUATED, "evaluation"),
-    bug("stand_ins_of_three", stand_in_counts_in_evaluation, "plain", Plan(data=3), EVALUATED, PADDED),
+    bug("padding_of_three", padding_counts_in_evaluation, "plain", Plan(data=3), EVALUATED, PADDED),
     bug("batch_norms_stay_in_training", batch_norms_stay_in_training, "normed", DATA, EVALUATED,
         ("evaluation", NORM_STATISTICS)),
     bug("evaluated_with_old_parameters", evaluated_with_old_parameters, "plain", DATA, EVALUATED, "evaluation"),

@@ -17,59 +17,63 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.nn.utils import clip_grad
 from torch.utils.checkpoint import checkpoint
 
-from meshwise.parallel import apply, batch_norm, offload, recompute, shard, zero1
-from meshwise.parallel.data import DataParallel
-from meshwise.parallel.shard import Sharded
-from meshwise.parallel.zero1 import DividedOptimizer
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training import evaluate, loop, order, step
 from meshwise.training.order import BatchSlice
 from meshwise.transfer import collectives
 from tests.equivalence.jobs_to_check import checked
+from tests.equivalence.seams import (
+    after_microbatch,
+    after_update,
+    around,
+    around_measuring,
+    at_start,
+    before_division,
+    loss_changed,
+    measured_slices_changed,
+    metrics_changed,
+    replaced,
+    sum_of_weights_changed,
+)
 
 # --- data parallel
 
 
 def last_microbatch_stays_local(patch: Any) -> None:
     """`no_sync` around the last microbatch instead of those before it."""
-    real = DataParallel.backward
-    patch.setattr(
-        DataParallel, "backward", lambda self, loss, *, reduce, **more: real(self, loss, reduce=not reduce, **more)
-    )
+
+    def backward(real: Any, self: Any, loss: Tensor, *, reduce: bool, **more: Any) -> Any:
+        return real(self, loss, reduce=not reduce, **more)
+
+    around(patch, "backward of replicas", backward)
 
 
 def registered_after_wrapping(patch: Any) -> None:
     """A parameter that DDP did not see: each rank keeps its own gradient of it."""
-    real = DataParallel.__init__
 
-    def init(self: Any, named: Any, **more: Any) -> None:
+    def init(real: Any, self: Any, named: Any, **more: Any) -> None:
         real(self, [(name, p) for name, p in named if name != "net.2.weight"], **more)
 
-    patch.setattr(DataParallel, "__init__", init)
+    around(patch, "replicas are made", init)
 
 
 def summed_by_hand_as_well(patch: Any) -> None:
     """The loop sums gradients that were reduced already. Clipping takes the factor out again."""
-    real = DataParallel.backward
 
-    def backward(self: Any, loss: Tensor, **more: Any) -> Any:
+    def backward(real: Any, self: Any, loss: Tensor, **more: Any) -> Any:
         value = real(self, loss, **more)
         for _, p in self._named:
             collectives.sum_over_ranks(p.grad)
         return value
 
-    patch.setattr(DataParallel, "backward", backward)
+    around(patch, "backward of replicas", backward)
 
 
 def every_rank_reads_the_same(patch: Any) -> None:
     """No distributed sampler."""
-    real = order.batch_slice
-    patch.setattr(order, "batch_slice", lambda o, a, b, total, world: real(o, a, b, total, World(0, world.size)))
+    around(patch, "slice of a rank", lambda real, *given: real(*given[:-1], World(0, given[-1].size)))
 
 
 def padded_to_equal_shares(patch: Any) -> None:
@@ -80,25 +84,24 @@ def padded_to_equal_shares(patch: Any) -> None:
         padded = torch.cat([samples[start:stop], samples[start : start + each * world.size - (stop - start)]])
         return BatchSlice(padded[world.rank * each : (world.rank + 1) * each], each, each * world.size)
 
-    patch.setattr(order, "batch_slice", batch_slice)
+    replaced(patch, "slice of a rank", batch_slice)
 
 
 def one_sample_for_another(patch: Any) -> None:
     """The first sample of a batch is read again in the place of its last."""
-    real = order.batch_slice
 
-    def batch_slice(samples: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
+    def batch_slice(real: Any, samples: Tensor, start: int, stop: int, *rest: Any) -> BatchSlice:
         repeated = samples.clone()
         repeated[stop - 1] = samples[start]
-        return real(repeated, start, stop, total, world)
+        share: BatchSlice = real(repeated, start, stop, *rest)
+        return share
 
-    patch.setattr(order, "batch_slice", batch_slice)
+    around(patch, "slice of a rank", batch_slice)
 
 
 def order_moved_by_one(patch: Any) -> None:
     """Batches are counted from the second sample."""
-    real = order.batch_slice
-    patch.setattr(order, "batch_slice", lambda samples, *rest: real(samples.roll(-1), *rest))
+    around(patch, "slice of a rank", lambda real, samples, *rest: real(samples.roll(-1), *rest))
 
 
 # --- shard
@@ -106,27 +109,26 @@ def order_moved_by_one(patch: Any) -> None:
 
 def once_sharded(patch: Any, change: Callable[[Any], None]) -> None:
     """Change the model right after it was sharded."""
-    real = Sharded.__init__
 
-    def init(self: Any, model: nn.Module, *rest: Any, **more: Any) -> None:
+    def init(real: Any, self: Any, model: nn.Module, *rest: Any, **more: Any) -> None:
         real(self, model, *rest, **more)
         change(model)
 
-    patch.setattr(Sharded, "__init__", init)
+    around(patch, "shards are made", init)
 
 
 def block_not_added_over_replicas(patch: Any) -> None:
     """One block of data x shard is reduced within its replica alone."""
-    real, block = _fsdp_param_group.foreach_reduce, []
+    block: list[Any] = []
     once_sharded(patch, lambda model: block.append(model.things.layers[1]))
 
-    def foreach_reduce(parts: Any, gradients: Any, *rest: Any) -> Any:
+    def foreach_reduce(real: Any, parts: Any, gradients: Any, *rest: Any) -> Any:
         given = list(rest)
         if parts[0]._module_info.module is block[0]:
             given[7] = None  # the group of the all-reduce
         return real(parts, gradients, *given)
 
-    patch.setattr(_fsdp_param_group, "foreach_reduce", foreach_reduce)
+    around(patch, "reduce of shards", foreach_reduce)
 
 
 def block_divided_twice(patch: Any) -> None:
@@ -136,12 +138,11 @@ def block_divided_twice(patch: Any) -> None:
 
 def parameter_left_out_of_the_shards(patch: Any) -> None:
     """`ignored_params` for one that is trained: it stays whole, and nobody reduces it."""
-    real = shard.fully_shard
 
-    def fully_shard(module: nn.Module, **more: Any) -> Any:
+    def fully_shard(real: Any, module: nn.Module, **more: Any) -> Any:
         return real(module, ignored_params={module.get_parameter("net.2.weight")}, **more)
 
-    patch.setattr(shard, "fully_shard", fully_shard)
+    around(patch, "fully_shard", fully_shard)
 
 
 def block_stays_gathered(patch: Any) -> None:
@@ -151,69 +152,65 @@ def block_stays_gathered(patch: Any) -> None:
 
 def gathered_in_the_wrong_order(patch: Any) -> None:
     """The parts of one block are right on each rank, and are put together in another order of ranks."""
-    real, block = _fsdp_param_group.foreach_all_gather_copy_out, []
+    block: list[Any] = []
     once_sharded(patch, lambda model: block.append(model.things.layers[0]))
 
-    def copy_out(result: Any, parts: Any, group: Any) -> None:
+    def copy_out(real: Any, result: Any, parts: Any, group: Any) -> None:
         real(result, parts, group)
         for part in parts if parts[0]._module_info.module is block[0] else ():
             for gathered in part.all_gather_outputs:
                 of_rank = gathered.data.view(group.size(), -1)
                 of_rank.copy_(of_rank.flip(0).clone())
 
-    patch.setattr(_fsdp_param_group, "foreach_all_gather_copy_out", copy_out)
+    around(patch, "gather of shards", copy_out)
 
 
 def gathered_once(patch: Any) -> None:
     """The parts of one block are gathered in the first step, and never again."""
-    real, block, first = _fsdp_param_group.foreach_all_gather_copy_out, [], {}
+    block: list[Any] = []
+    first: dict[int, Any] = {}
     once_sharded(patch, lambda model: block.append(model.users.layers[1]))
 
-    def copy_out(result: Any, parts: Any, group: Any) -> None:
+    def copy_out(real: Any, result: Any, parts: Any, group: Any) -> None:
         real(result, parts, group)
         for part in parts if parts[0]._module_info.module is block[0] else ():
             gathered = part.all_gather_outputs[0].data
             gathered.copy_(first.setdefault(id(part), gathered.clone()))
 
-    patch.setattr(_fsdp_param_group, "foreach_all_gather_copy_out", copy_out)
+    around(patch, "gather of shards", copy_out)
 
 
 def moments_of_the_other_shard(patch: Any) -> None:
     """After the last step rank 1 holds the moments of other rows than those of its weights."""
-    real = step._update
 
-    def update(run: Any) -> None:
-        real(run)
-        if run.state.step == 3 and collectives.own_rank() == 1:
-            moments = run.state.optimizer.state[run.state.model.net[0].weight]["exp_avg"].to_local()
+    def roll(training: Any) -> None:
+        if training.step == 3 and training.rank == 1:
+            moments = training.optimizer.state[training.model.net[0].weight]["exp_avg"].to_local()
             moments.copy_(moments.roll(1, 0))
 
-    patch.setattr(step, "_update", update)
+    after_update(patch, roll)
 
 
 def shards_of_each_other(patch: Any) -> None:
     """Each rank loads the other's part of one parameter."""
-    real = loop.bind
 
-    def bind(applied: Any, *rest: Any) -> None:
-        part = applied.model.net[2].weight.to_local()
+    def load(model: Any, optimizer: Any) -> None:
+        part = model.net[2].weight.to_local()
         with torch.no_grad():
             part.copy_(collectives.all_gather(part.detach().contiguous())[1 - collectives.own_rank()])
-        real(applied, *rest)
 
-    patch.setattr(loop, "bind", bind)
+    at_start(patch, before=load)
 
 
 def last_microbatch_alone(patch: Any) -> None:
     """What earlier microbatches left to be reduced is overwritten, as under ZeRO-2."""
-    real = Sharded.backward
 
-    def backward(self: Any, loss: Tensor, *, reduce: bool, **more: Any) -> Any:
+    def backward(real: Any, self: Any, loss: Tensor, *, reduce: bool, **more: Any) -> Any:
         for gradient in [g for group in self._groups for g in group.waiting()] if reduce else ():
             gradient.zero_()
         return real(self, loss, reduce=reduce, **more)
 
-    patch.setattr(Sharded, "backward", backward)
+    around(patch, "backward of shards", backward)
 
 
 # --- zero1
@@ -221,8 +218,7 @@ def last_microbatch_alone(patch: Any) -> None:
 
 def not_sent(patch: Any, shape: tuple[int, ...]) -> None:
     """The owner steps the parameter of this shape, and the others keep the old one."""
-    real = zero1._buckets
-    patch.setattr(zero1, "_buckets", lambda parameters: real([p for p in parameters if p.shape != shape]))
+    around(patch, "buckets of zero1", lambda real, held: real([p for p in held if p.shape != shape]))
 
 
 def not_sent_by_rank_1(patch: Any) -> None:
@@ -235,15 +231,14 @@ def not_sent_by_rank_0(patch: Any) -> None:
 
 def moments_of_each_other(patch: Any) -> None:
     """After the last step the first moments of two parameters of one shape change places."""
-    real = DividedOptimizer._after
 
-    def after(self: Any, optimizer: Any, *rest: Any) -> None:
+    def after(real: Any, self: Any, optimizer: Any, *rest: Any) -> None:
         real(self, optimizer, *rest)
         square = [entry for p, entry in optimizer.state.items() if p.shape == (66, 66)]
         if square[0]["step"] == 3:
             square[0]["exp_avg"], square[1]["exp_avg"] = square[1]["exp_avg"], square[0]["exp_avg"]
 
-    patch.setattr(DividedOptimizer, "_after", after)
+    around(patch, "step of zero1 is over", after)
 
 
 def sent_in_bfloat16(patch: Any) -> None:
@@ -252,7 +247,7 @@ def sent_in_bfloat16(patch: Any) -> None:
     def broadcast(flat: Tensor, owner: int) -> Tensor:
         return collectives.broadcast(flat.copy_(flat.bfloat16()), owner)
 
-    patch.setattr(zero1, "collectives", SimpleNamespace(broadcast=broadcast))
+    replaced(patch, "collectives of zero1", SimpleNamespace(broadcast=broadcast))
 
 
 # --- recompute and offload
@@ -260,14 +255,13 @@ def sent_in_bfloat16(patch: Any) -> None:
 
 def other_masks_the_second_time(patch: Any) -> None:
     """The second run of a block draws anew."""
-    patch.setattr(recompute, "checkpoint", functools.partial(checkpoint, preserve_rng_state=False))
+    replaced(patch, "checkpoint", functools.partial(checkpoint, preserve_rng_state=False))
 
 
 def statistics_moved_by_both_runs(patch: Any) -> None:
     """The second run of a batch norm moves its running statistics again, which it does when it runs to its end."""
-    patch.setattr(recompute, "checkpoint", functools.partial(checkpoint, early_stop=False))
-    real = recompute._again
-    patch.setattr(recompute, "_again", lambda kind, inner, written: real(kind, inner, []))
+    replaced(patch, "checkpoint", functools.partial(checkpoint, early_stop=False))
+    around(patch, "second run of a block", lambda real, kind, inner, written: real(kind, inner, []))
 
 
 def input_detached(patch: Any) -> None:
@@ -276,15 +270,14 @@ def input_detached(patch: Any) -> None:
     def cut(run: Any, *tensors: Tensor, **more: Any) -> Any:
         return checkpoint(run, *[t.detach() for t in tensors], **more)
 
-    patch.setattr(recompute, "checkpoint", cut)
+    replaced(patch, "checkpoint", cut)
 
 
 def buffer_written_too_early(patch: Any) -> None:
     """A host buffer is used for the next tensor of its shape while it still waits to be read."""
-    real = offload._send
     held: list[Any] = [None]
 
-    def send(tensor: Tensor, number: int) -> Any:
+    def send(real: Any, tensor: Tensor, number: int) -> Any:
         waiting = real(tensor, number)
         if number == 2:
             held[0] = waiting  # the input of the second layer of the first tower
@@ -292,27 +285,25 @@ def buffer_written_too_early(patch: Any) -> None:
             held[0].copy = waiting.copy
         return waiting
 
-    patch.setattr(offload, "_send", send)
+    around(patch, "sending to the host", send)
 
 
 # --- batch norm
 
 
 def biased_running_variance(patch: Any) -> None:
-    real = batch_norm._track
-    patch.setattr(batch_norm, "_track", lambda module, mean, var, count: real(module, mean, var, count * 1e18))
+    around(patch, "running statistics", lambda real, module, mean, var, count: real(module, mean, var, count * 1e18))
 
 
-def stand_in_counts_in_statistics(patch: Any) -> None:
+def padding_counts_in_statistics(patch: Any) -> None:
     """A rank without samples repeats one, and the batch norm counts it."""
-    real = apply.join_batch_norms
-    patch.setattr(apply, "join_batch_norms", lambda model, counts: real(model))
+    around(patch, "batch norms are joined", lambda real, model, counts: real(model))
 
 
 def backward_of_statistics_is_local(patch: Any) -> None:
     """The backward of a batch norm over all ranks uses the sums of its own samples."""
     alone = SimpleNamespace(all_gather=collectives.all_gather, sum_over_ranks=lambda tensor: tensor)
-    patch.setattr(batch_norm, "collectives", alone)
+    replaced(patch, "collectives of batch norms", alone)
 
 
 def buffer_of_rank_1(patch: Any) -> None:
@@ -322,7 +313,7 @@ def buffer_of_rank_1(patch: Any) -> None:
         if model.training and collectives.own_rank() == 1:
             model.seen.add_(1)
 
-    before_it_is_laid(patch, lambda model: model.register_forward_pre_hook(count))
+    before_division(patch, lambda model: model.register_forward_pre_hook(count))
 
 
 # --- weights of losses
@@ -330,35 +321,26 @@ def buffer_of_rank_1(patch: Any) -> None:
 
 def microbatches_weigh_alike(patch: Any) -> None:
     """The loss is divided by the number of microbatches, of which the last is smaller."""
-    real = order.batch_slice
 
-    def batch_slice(samples: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
-        share = real(samples, start, stop, total, world)
-        return replace(share, total=3 * (stop - start))
+    def batch_slice(real: Any, samples: Tensor, start: int, stop: int, *rest: Any) -> BatchSlice:
+        return replace(real(samples, start, stop, *rest), total=3 * (stop - start))
 
-    patch.setattr(order, "batch_slice", batch_slice)
+    around(patch, "slice of a rank", batch_slice)
 
 
 def mean_of_rank_means(patch: Any) -> None:
     """Each rank divides by its own number of tokens."""
-
-    def factor(world: World, losses: Any, first: Tensor) -> Any:
-        own = torch.stack([weight for _, weight in losses]).sum().clamp(min=1)
-        return lambda: first / own
-
-    patch.setattr(step, "_common_factor", factor)
+    sum_of_weights_changed(patch, lambda weights: torch.stack(weights).sum().clamp(min=1))
 
 
 def tokens_weigh_by_samples(patch: Any) -> None:
     """The weight that the loss gives is thrown away."""
-    real = step.split_weight
-    patch.setattr(step, "split_weight", lambda result, *rest: (real(result, *rest)[0], None))
+    around(patch, "loss and weight", lambda real, result, *rest: (real(result, *rest)[0], None))
 
 
 def loss_scale_left_in(patch: Any) -> None:
     """The loss is scaled for float16, and the gradients are never unscaled. Adam hides the factor."""
-    real = step._backward
-    patch.setattr(step, "_backward", lambda run, loss, last, factor: real(run, loss * 1024, last, factor))
+    loss_changed(patch, lambda loss, last: loss * 1024)
 
 
 # --- clipping, optimizer, scheduler
@@ -366,145 +348,104 @@ def loss_scale_left_in(patch: Any) -> None:
 
 def norm_of_own_shard(patch: Any) -> None:
     """Each rank clips by the norm of the parts that it holds."""
-    real = clip_grad._get_total_norm
-    patch.setattr(clip_grad, "_get_total_norm", lambda grads, *rest: real([g.to_local() for g in grads], *rest))
+    around(patch, "norm that clipping takes", lambda real, grads, *rest: real([g.to_local() for g in grads], *rest))
 
 
 def clipped_each_microbatch(patch: Any) -> None:
     """Clipping stands beside every backward, not before the step."""
-    real = step._backward
 
-    def backward(run: Any, loss: Tensor, last: bool, factor: Any) -> None:
-        real(run, loss, last, factor)
+    def clip(training: Any, last: bool) -> None:
         if not last:
-            torch.nn.utils.clip_grad_norm_(run.state.model.parameters(), run.job.clip_norm)
+            torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)  # as the job says
 
-    patch.setattr(step, "_backward", backward)
+    after_microbatch(patch, clip)
 
 
 def optimizer_holds_a_copy(patch: Any) -> None:
     """One parameter was replaced after the optimizer was made: it steps the old one."""
-    real = loop.bind
 
-    def bind(applied: Any, optimizer: Any, world: World) -> None:
-        real(applied, optimizer, world)
+    def swap(model: Any, optimizer: Any) -> None:
         held = optimizer.param_groups[0]["params"]
-        at = next(i for i, p in enumerate(held) if p is applied.model.net[2].weight)
+        at = next(i for i, p in enumerate(held) if p is model.net[2].weight)
         held[at] = nn.Parameter(held[at].detach().clone())
 
-    patch.setattr(loop, "bind", bind)
+    at_start(patch, after=swap)
 
 
 def no_weight_decay(patch: Any) -> None:
-    """Groups are lost when the optimizer is laid: its default for weight decay is."""
-    real = loop.bind
+    """Groups are lost when the optimizer is bound: its default for weight decay is."""
 
-    def bind(applied: Any, optimizer: Any, world: World) -> None:
+    def lose(model: Any, optimizer: Any) -> None:
         optimizer.param_groups[0]["weight_decay"] = 0.0
-        real(applied, optimizer, world)
 
-    patch.setattr(loop, "bind", bind)
+    at_start(patch, before=lose)
 
 
 def learning_rate_times_ranks(patch: Any) -> None:
     """The rule of linear scaling, although the batch is the same."""
-    real = loop.bind
 
-    def bind(applied: Any, optimizer: Any, world: World) -> None:
-        optimizer.param_groups[0]["lr"] *= world.size
-        real(applied, optimizer, world)
+    def scale(model: Any, optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= collectives.world_size()
 
-    patch.setattr(loop, "bind", bind)
+    at_start(patch, before=scale)
 
 
 def weights_kept_in_bfloat16(patch: Any) -> None:
     """The optimizer has no weights but those that are computed with."""
-    real = step._update
 
-    def update(run: Any) -> None:
-        real(run)
+    def round_down(training: Any) -> None:
         with torch.no_grad():
-            for p in run.state.model.parameters():
+            for p in training.model.parameters():
                 p.copy_(p.bfloat16())
 
-    patch.setattr(step, "_update", update)
+    after_update(patch, round_down)
 
 
 def ticks_for_each_rank(patch: Any) -> None:
     """A wrapped scheduler ticks as often as there are ranks."""
-    real = step._update
-
-    def update(run: Any) -> None:
-        real(run)
-        for _ in range(run.world.size - 1):
-            run.state.scheduler.step()
-
-    patch.setattr(step, "_update", update)
+    after_update(patch, lambda training: [training.scheduler.step() for _ in range(collectives.world_size() - 1)])
 
 
 def ticks_each_microbatch(patch: Any) -> None:
-    real = step._backward
-
-    def backward(run: Any, loss: Tensor, last: bool, factor: Any) -> None:
-        real(run, loss, last, factor)
-        if not last:
-            run.state.scheduler.step()
-
-    patch.setattr(step, "_backward", backward)
+    after_microbatch(patch, lambda training, last: None if last else training.scheduler.step())
 
 
 def ticks_after_the_last_step(patch: Any) -> None:
     """One tick too many when all steps are done: no parameter knows of it."""
-    real = step._update
-
-    def update(run: Any) -> None:
-        real(run)
-        if run.state.step == 3:
-            run.state.scheduler.step()
-
-    patch.setattr(step, "_update", update)
+    after_update(patch, lambda training: training.scheduler.step() if training.step == 3 else None)
 
 
 def moments_of_rank_1(patch: Any) -> None:
     """After the last step a replica's optimizer has other state than the first one's, whose state is saved."""
-    real = step._update
 
-    def update(run: Any) -> None:
-        real(run)
-        if run.state.step == 3 and collectives.own_rank() == 1:
-            run.state.optimizer.state[run.state.model.net[0].weight]["exp_avg"].mul_(2)
+    def double(training: Any) -> None:
+        if training.step == 3 and training.rank == 1:
+            training.optimizer.state[training.model.net[0].weight]["exp_avg"].mul_(2)
 
-    patch.setattr(step, "_update", update)
+    after_update(patch, double)
 
 
 # --- evaluation: the training is right
 
 
 def average_of_batch_averages(patch: Any) -> None:
-    real = evaluate.as_weight
-    patch.setattr(evaluate, "as_weight", lambda weight, like: real(1.0 if weight > 0 else 0.0, like))
+    metrics_changed(patch, lambda metrics, share: {n: (mean, (w > 0).to(w)) for n, (mean, w) in metrics.items()})
 
 
-def stand_in_counts_in_evaluation(patch: Any) -> None:
+def padding_counts_in_evaluation(patch: Any) -> None:
     """The sample that fills up the last batch is counted."""
-    real = evaluate._measure
-    patch.setattr(
-        evaluate,
-        "_measure",
-        lambda run, batch, share: real(run, batch, replace(share, samples=max(share.samples, 1))),
-    )
+    measured_slices_changed(patch, lambda share: replace(share, samples=max(share.samples, 1)))
 
 
 def ranks_evaluate_apart(patch: Any) -> None:
     """Only rank 0 gets the metrics of all; the other goes by its own, and may stop or keep another model."""
-    real = evaluate._over_ranks
 
-    def over_ranks(sums: Any) -> dict[str, float]:
-        result = real(sums)
+    def over_ranks(real: Any, sums: Any) -> dict[str, float]:
+        result: dict[str, float] = real(sums)
         own = {name: float(total / weight) for name, (total, weight) in sums.items()}
         return own if collectives.own_rank() == 1 else result
 
-    patch.setattr(evaluate, "_over_ranks", over_ranks)
+    around(patch, "metrics over ranks", over_ranks)
 
 
 def dropout_in_the_evaluation(patch: Any) -> None:
@@ -514,32 +455,16 @@ def dropout_in_the_evaluation(patch: Any) -> None:
 
 def evaluated_with_the_first_buffers(patch: Any) -> None:
     """The copy that is evaluated got the parameters of the training, and not its running statistics."""
-    real = evaluate._measure
 
-    def measure(run: Any, batch: Any, share: BatchSlice) -> Any:
-        buffers = list(run.applied.model[1].buffers())
-        kept = [b.clone() for b in buffers]
-        run.applied.model[1].reset_running_stats()
-        measured = real(run, batch, share)
-        for buffer, value in zip(buffers, kept, strict=True):
-            buffer.copy_(value)
-        return measured
+    def forget(model: Any) -> Callable[[], None]:
+        kept = [(b, b.clone()) for b in model[1].buffers()]
+        model[1].reset_running_stats()
+        return lambda: [buffer.copy_(value) for buffer, value in kept]
 
-    patch.setattr(evaluate, "_measure", measure)
+    around_measuring(patch, forget)
 
 
 # --- tied weights
-
-
-def before_it_is_laid(patch: Any, change: Callable[[Any], None]) -> None:
-    """Change the model after its start values were sent and before it is divided."""
-    real = apply.recompute_blocks
-
-    def blocks(model: nn.Module, how: Any) -> Any:
-        change(model)
-        return real(model, how)
-
-    patch.setattr(apply, "recompute_blocks", blocks)
 
 
 def tied_gradient_of_one_place(patch: Any) -> None:
@@ -548,7 +473,7 @@ def tied_gradient_of_one_place(patch: Any) -> None:
     def change(model: Any) -> None:
         model.right.forward = lambda x: F.linear(x, model.right.weight.detach())
 
-    before_it_is_laid(patch, change)
+    before_division(patch, change)
 
 
 def tied_by_mistake(patch: Any) -> None:
@@ -557,7 +482,7 @@ def tied_by_mistake(patch: Any) -> None:
     def change(model: Any) -> None:
         model.attend.norm2.weight = model.attend.norm1.weight
 
-    before_it_is_laid(patch, change)
+    before_division(patch, change)
 
 
 def untied_and_kept_alike(patch: Any) -> None:
@@ -566,10 +491,9 @@ def untied_and_kept_alike(patch: Any) -> None:
     def change(model: Any) -> None:
         model.right.weight = nn.Parameter(model.left.weight.detach().clone())
 
-    before_it_is_laid(patch, change)
-    real = DataParallel.backward
+    before_division(patch, change)
 
-    def backward(self: Any, loss: Tensor, **more: Any) -> Any:
+    def backward(real: Any, self: Any, loss: Tensor, **more: Any) -> Any:
         value, named = real(self, loss, **more), dict(self._named)
         both = named["left.weight"], named["right.weight"]
         total = both[0].grad + both[1].grad
@@ -577,7 +501,7 @@ def untied_and_kept_alike(patch: Any) -> None:
             p.grad.copy_(total)
         return value
 
-    patch.setattr(DataParallel, "backward", backward)
+    around(patch, "backward of replicas", backward)
 
 
 @dataclass(frozen=True)
@@ -652,7 +576,7 @@ BUGS = [
     ),
     Bug(biased_running_variance, "normed", DATA, "buffers", "1", NORM_STATISTICS),
     Bug(
-        stand_in_counts_in_statistics,
+        padding_counts_in_statistics,
         "normed",
         Plan(data=3, accumulate=3),
         "module outputs",
@@ -679,7 +603,7 @@ BUGS = [
     Bug(ticks_each_microbatch, "plain", Plan(data=2, accumulate=2), "learning rate", None, "scheduler ticks twice"),
     Bug(ticks_after_the_last_step, "plain", DATA, "scheduler", None, "scheduler ticks twice", True),
     Bug(average_of_batch_averages, "biased", SHARD, "evaluation", None, "evaluation", True),
-    Bug(stand_in_counts_in_evaluation, "plain", DATA, "evaluation", None, "padded or repeated sample", True),
+    Bug(padding_counts_in_evaluation, "plain", DATA, "evaluation", None, "padded or repeated sample", True),
     Bug(evaluated_with_the_first_buffers, "normed", DATA, "evaluation", None, "evaluation", True),
     Bug(tied_gradient_of_one_place, "tied", SHARD, GRADIENTS, ("left", "right"), "tied weight", True),
     Bug(one_sample_for_another, "plain", DATA, "sample order", None, "padded or repeated sample"),

@@ -9,7 +9,6 @@ from typing import Any
 
 from meshwise.api.bench import Done, Heard, Tell, sizes_for, stamp, stop_by
 from meshwise.api.machines import find_machine
-from meshwise.api.run import NodeOptions
 from meshwise.machine.bench import Bench, Stop, bench_of, merged
 from meshwise.machine.find import accelerators, find_devices
 from meshwise.machine.measure.processes import WHAT, heard_by, measure_hosts, told_to
@@ -20,6 +19,7 @@ from meshwise.transfer.collectives import gather_objects
 from meshwise.workers.channel import Message
 from meshwise.workers.join import join, open_session, started_by_launcher
 from meshwise.workers.launch import Listeners, launch
+from meshwise.workers.nodes import NodeOptions
 
 SECONDS = 60.0
 

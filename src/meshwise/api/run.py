@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +41,10 @@ from meshwise.transfer.collectives import broadcast_object, gather_objects
 from meshwise.workers.join import join, started_by_launcher
 from meshwise.workers.launch import Listeners
 from meshwise.workers.launch import launch as launch_workers
-from meshwise.workers.nodes import Nodes, machine_of, meet
+from meshwise.workers.nodes import NodeOptions, Nodes, machine_of
 
 RUNS = Path("runs")
-
-
-@dataclass(frozen=True)
-class NodeOptions:
-    """The machines of a run: how many, which this is, and where machine 0 is reached."""
-
-    nnodes: int = 1
-    node_rank: int = 0
-    rdzv: str | None = None
-
-    def meet(self, local_size: int) -> Nodes | None:
-        return meet(self.nnodes, self.node_rank, self.rdzv, local_size)
+ALONE = NodeOptions()
 
 
 def launch(function: Callable[..., Any], *arguments: Any, devices: str = "all") -> list[Any]:
@@ -106,7 +95,7 @@ def run_request(
     given: Job | None = None,
     resume: str | Path | None = None,
     out: str | Path = RUNS,
-    machines: NodeOptions = NodeOptions(),
+    machines: NodeOptions = ALONE,
     began: float | None = None,
 ) -> tuple[RunSummary, int]:
     """Run what was asked: in workers of our own, or in this process where another launcher started it.
@@ -240,7 +229,7 @@ def run_script(
     *,
     request: RunRequest,
     out: Path = RUNS,
-    machines: NodeOptions = NodeOptions(),
+    machines: NodeOptions = ALONE,
     began: float | None = None,
 ) -> int:
     """Run an own-loop script on every device, as `python script.py` runs it on one. Returns the exit code.

@@ -19,7 +19,6 @@ from meshwise.api.bench import WHAT
 from meshwise.api.bench import bench as measure
 from meshwise.api.bench_hosts import bench_hosts
 from meshwise.api.machines import read_machine
-from meshwise.api.run import NodeOptions
 from meshwise.machine.bench import Bench
 from meshwise.machine.compare import compare as compare_machines
 from meshwise.machine.file.read import machine_to_toml
@@ -30,6 +29,7 @@ from meshwise.machine.views.bench_text import bench_text, done_text
 from meshwise.machine.views.compare_text import compare_text
 from meshwise.records.atomic import write_text
 from meshwise.spec.errors import UsageError
+from meshwise.workers.nodes import NodeOptions
 
 app = typer.Typer()
 
@@ -76,7 +76,7 @@ def bench(
         print(f"waiting     for {nnodes} hosts at {rdzv}", file=sys.stderr)
     with _stoppable(), _progress() as (tell, done):
         if hosts:
-            machines = NodeOptions(nnodes, node_rank, rdzv)
+            machines = NodeOptions(nnodes=nnodes, node_rank=node_rank, rdzv=rdzv)
             between = asked or WHAT[1:]
             told = bench_hosts(what=between, sizes=sizes, seconds=seconds, machines=machines, tell=tell, done=done)
         else:

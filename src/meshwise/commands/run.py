@@ -12,13 +12,14 @@ import psutil
 import typer
 from rich.console import Console
 
-from meshwise.api.run import NodeOptions, run_request, run_script
+from meshwise.api.run import run_request, run_script
 from meshwise.jobs.script import refuse_job_options
 from meshwise.spec.errors import UsageError
 from meshwise.timeline.views.summary_text import summary_dict
 from meshwise.training.block_spans import BLOCKS
 from meshwise.training.plan_choice import plan_text
 from meshwise.training.request import RunRequest, check_said_once
+from meshwise.workers.nodes import NodeOptions
 
 app = typer.Typer()
 
@@ -66,7 +67,7 @@ def run(
     script = job is not None and job.endswith(".py")
     if not script and context.args:
         raise UsageError(f"'{' '.join(context.args)}' is no option of a job. See meshwise run --help.")
-    machines = NodeOptions(nnodes, node_rank, rdzv)
+    machines = NodeOptions(nnodes=nnodes, node_rank=node_rank, rdzv=rdzv)
     began: float = psutil.Process().create_time()  # when the command was typed, near enough
     if blocks:
         os.environ[BLOCKS] = "1"  # workers inherit it, whatever they run

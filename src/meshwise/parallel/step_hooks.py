@@ -213,8 +213,8 @@ def _forget_ended(frame: FrameType | None) -> None:
 
 
 def _identity(frame: FrameType | None) -> tuple[int, int]:
-    """Of a frame that is running. One that has ended may have had the same, if it ran the same code: so `_begin` forgets
-    a step that has the identity of the one that begins."""
+    """Of a frame that is running. One that has ended may have had the same, where it ran the same code: so `_begin`
+    forgets a step that has the identity of the one that begins."""
     return (0, 0) if frame is None else (id(frame), id(frame.f_code))
 
 
@@ -225,7 +225,7 @@ def _notice_failures(optimizer: Optimizer) -> None:
     function = getattr(step, "__func__", None) or _without_self(step)
 
     @functools.wraps(function)
-    def noticed(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def noticed(optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
         try:
             return function(optimizer, *args, **kwargs)
         except BaseException:

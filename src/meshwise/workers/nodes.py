@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Annotated
 
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from meshwise.spec.errors import UsageError, WorkerFailed
+from meshwise.spec.options import Option
 
 MEET = timedelta(minutes=10)
 LEAVE = timedelta(seconds=10)
@@ -66,27 +69,37 @@ def machine_of(nodes: Nodes | None) -> int:
     return nodes.node_rank if nodes is not None else 0
 
 
-def meet(nnodes: int, node_rank: int, rdzv: str | None, local_size: int) -> Nodes | None:
-    """Meet the launchers of the other machines; None when there is one machine. Blocks until all are there."""
-    if nnodes == 1 and node_rank == 0 and rdzv is None:
-        return None
-    if nnodes < 1 or not 0 <= node_rank < nnodes:
-        raise UsageError(
-            f"--node-rank {node_rank} of --nnodes {nnodes}: machines are counted from 0 to {max(nnodes - 1, 0)}."
-        )
-    host, _, port = (rdzv or "").rpartition(":")
-    if not host or not port.isdigit():
-        raise UsageError(
-            f"--rdzv {rdzv}: give where machine 0 is reached, the same on every machine, "
-            "for instance --rdzv node0:29500."
-        )
-    try:
-        store = TCPStore(host, int(port), None, node_rank == 0, MEET, wait_for_workers=False)
-    except (dist.DistError, RuntimeError) as error:
-        raise UsageError(
-            f"--rdzv {rdzv}: no meeting there ({str(error).splitlines()[0]}). Is machine 0 started, and the port free?"
-        ) from None
-    return Nodes(store, node_rank, nnodes, local_size, host)
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """The machines that run together: how many, which this is, and where machine 0 is reached."""
+
+    nnodes: Annotated[int, Option("machines that take part")] = 1
+    node_rank: Annotated[int, Option("which of them this is, from 0")] = 0
+    rdzv: Annotated[str | None, Option("where machine 0 is reached by the others", metavar="HOST:PORT")] = None
+
+    def meet(self, local_size: int) -> Nodes | None:
+        """Meet the launchers of the other machines; None when there is one machine. Blocks until all are there."""
+        if self.nnodes == 1 and self.node_rank == 0 and self.rdzv is None:
+            return None
+        if self.nnodes < 1 or not 0 <= self.node_rank < self.nnodes:
+            last = max(self.nnodes - 1, 0)
+            raise UsageError(
+                f"--node-rank {self.node_rank} of --nnodes {self.nnodes}: machines are counted from 0 to {last}."
+            )
+        host, _, port = (self.rdzv or "").rpartition(":")
+        if not host or not port.isdigit():
+            raise UsageError(
+                f"--rdzv {self.rdzv}: give where machine 0 is reached, the same on every machine, "
+                "for instance --rdzv node0:29500."
+            )
+        try:
+            store = TCPStore(host, int(port), None, self.node_rank == 0, MEET, wait_for_workers=False)
+        except (dist.DistError, RuntimeError) as error:
+            why = str(error).splitlines()[0]
+            raise UsageError(
+                f"--rdzv {self.rdzv}: no meeting there ({why}). Is machine 0 started, and the port free?"
+            ) from None
+        return Nodes(store, self.node_rank, self.nnodes, local_size, host)
 
 
 def _free_port() -> int:

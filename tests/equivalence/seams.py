@@ -1,0 +1,201 @@
+"""Where planted bugs go in: a name for each place of our code that they may replace, and where it lies today.
+
+A bug is written against the name, and against `Training`, not against the functions of the training step: when those
+move, they are named anew here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwise.spec.world import World
+from meshwise.training.order import BatchSlice
+from meshwise.transfer import collectives
+
+SEAMS = {
+    # the training step
+    "microbatches of a step": "meshwise.equivalence.under_plan.train_step",
+    "loss and weight": "meshwise.training.step.split_weight",
+    "backward of a microbatch": "meshwise.training.step._backward",
+    "sum of weights": "meshwise.training.step._common_factor",
+    "update": "meshwise.training.step._update",
+    "optimizer is bound": "meshwise.training.loop.bind",
+    # the data
+    "slice of a rank": "meshwise.training.order.batch_slice",
+    "slices of an evaluation": "meshwise.equivalence.under_plan.sequential_slices",
+    "random numbers": "meshwise.training.keyed.KeyedDraws._uniform",
+    # the evaluation
+    "metrics of a batch": "meshwise.training.evaluate._measure",
+    "metrics over ranks": "meshwise.training.evaluate._over_ranks",
+    # techniques
+    "model before it is divided": "meshwise.parallel.apply.recompute_blocks",
+    "batch norms are joined": "meshwise.parallel.apply.join_batch_norms",
+    "running statistics": "meshwise.parallel.batch_norm._track",
+    "collectives of batch norms": "meshwise.parallel.batch_norm.collectives",
+    "replicas are made": "meshwise.parallel.data.DataParallel.__init__",
+    "backward of replicas": "meshwise.parallel.data.DataParallel.backward",
+    "mean of a bucket": "meshwise.transfer.collectives.mean_future",
+    "asynchronous sum": "meshwise.transfer.collectives.begin_sum",
+    "shards are made": "meshwise.parallel.shard.Sharded.__init__",
+    "backward of shards": "meshwise.parallel.shard.Sharded.backward",
+    "fully_shard": "meshwise.parallel.shard.fully_shard",
+    "reduce of shards": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce",
+    "gradients of shards are reduced": "torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync",
+    "gather of shards": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_all_gather_copy_out",
+    "buckets of zero1": "meshwise.parallel.zero1._buckets",
+    "step of zero1 is over": "meshwise.parallel.zero1.DividedOptimizer._after",
+    "collectives of zero1": "meshwise.parallel.zero1.collectives",
+    "checkpoint": "meshwise.parallel.recompute.checkpoint",
+    "second run of a block": "meshwise.parallel.recompute._again",
+    "sending to the host": "meshwise.parallel.offload._send",
+    # torch
+    "clipping": "torch.nn.utils.clip_grad_norm_",
+    "norm that clipping takes": "torch.nn.utils.clip_grad._get_total_norm",
+}
+"""Name of a seam -> the function that is called there."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a bug may change of a training under a plan. step: optimizer steps that are made."""
+
+    model: nn.Module
+    optimizer: Any
+    scheduler: Any
+    step: int
+
+    @property
+    def rank(self) -> int:
+        return collectives.own_rank()
+
+
+def replaced(patch: Any, seam: str, value: Any) -> None:
+    """Put `value` in the place of what lies at a seam."""
+    patch.setattr(SEAMS[seam], value)
+
+
+def around(patch: Any, seam: str, change: Callable[..., Any]) -> None:
+    """Call `change(real, *arguments)` where `real(*arguments)` was called."""
+    real = pkgutil.resolve_name(SEAMS[seam])
+    replaced(patch, seam, lambda *arguments, **more: change(real, *arguments, **more))
+
+
+def _training(run: Any) -> Training:
+    return Training(run.state.model, run.state.optimizer, run.state.scheduler, run.state.step)
+
+
+def before_update(patch: Any, change: Callable[[Training], None]) -> None:
+    """Call `change` before each update: gradients are there, and not clipped."""
+
+    def update(real: Any, run: Any) -> None:
+        change(_training(run))
+        real(run)
+
+    around(patch, "update", update)
+
+
+def after_update(patch: Any, change: Callable[[Training], None]) -> None:
+    """Call `change` after each update: the scheduler has ticked, gradients are gone."""
+
+    def update(real: Any, run: Any) -> None:
+        real(run)
+        change(_training(run))
+
+    around(patch, "update", update)
+
+
+def loss_changed(patch: Any, change: Callable[[Tensor, bool], Tensor]) -> None:
+    """Let `change(loss, last)` give the loss whose backward runs; last: of the step's last microbatch."""
+
+    def backward(real: Any, run: Any, loss: Tensor, last: bool, factor: Any) -> None:
+        real(run, change(loss, last), last, factor)
+
+    around(patch, "backward of a microbatch", backward)
+
+
+def after_microbatch(patch: Any, change: Callable[[Training, bool], None]) -> None:
+    """Call `change(training, last)` after the backward of each microbatch."""
+
+    def backward(real: Any, run: Any, loss: Tensor, last: bool, factor: Any) -> None:
+        real(run, loss, last, factor)
+        change(_training(run), last)
+
+    around(patch, "backward of a microbatch", backward)
+
+
+def at_start(
+    patch: Any,
+    before: Callable[[nn.Module, Any], None] | None = None,
+    after: Callable[[nn.Module, Any], None] | None = None,
+) -> None:
+    """Call `before(model, optimizer)`, or `after`, when the plan is applied and the optimizer is bound to it."""
+
+    def bind(real: Any, applied: Any, optimizer: Any, world: World) -> None:
+        if before is not None:
+            before(applied.model, optimizer)
+        real(applied, optimizer, world)
+        if after is not None:
+            after(applied.model, optimizer)
+
+    around(patch, "optimizer is bound", bind)
+
+
+def before_division(patch: Any, change: Callable[[Any], None]) -> None:
+    """Change the model after its start values were sent and before the plan divides it."""
+
+    def divide(real: Any, model: nn.Module, how: Any) -> Any:
+        change(model)
+        return real(model, how)
+
+    around(patch, "model before it is divided", divide)
+
+
+def slices_changed(patch: Any, change: Callable[[BatchSlice, int], BatchSlice]) -> None:
+    """Let `change(slice, rank)` give what a rank has of a microbatch."""
+    around(patch, "slice of a rank", lambda real, *arguments: change(real(*arguments), arguments[-1].rank))
+
+
+def trained_slices_changed(patch: Any, change: Callable[[BatchSlice, int], BatchSlice]) -> None:
+    """Let `change(slice, microbatches)` give what the step believes of the samples that it has."""
+
+    def train_step(real: Any, run: Any, parts: Any) -> Any:
+        parts = list(parts)
+        return real(run, [(batch, change(share, len(parts))) for batch, share in parts])
+
+    around(patch, "microbatches of a step", train_step)
+
+
+def sum_of_weights_changed(patch: Any, change: Callable[[list[Tensor]], Tensor]) -> None:
+    """Let `change(weights)` give what gradients are divided by, where only the loss knows its weight."""
+    around(
+        patch,
+        "sum of weights",
+        lambda real, world, losses, first: lambda: first / change([weight for _, weight in losses]),
+    )
+
+
+def metrics_changed(patch: Any, change: Callable[[dict[str, Any], BatchSlice], dict[str, Any]]) -> None:
+    """Let `change(metric -> (mean, weight), slice)` give the metrics of a batch."""
+    around(patch, "metrics of a batch", lambda real, run, batch, share: change(real(run, batch, share), share))
+
+
+def measured_slices_changed(patch: Any, change: Callable[[BatchSlice], BatchSlice]) -> None:
+    """Let `change(slice)` give what an evaluation believes of the samples that it has."""
+    around(patch, "metrics of a batch", lambda real, run, batch, share: real(run, batch, change(share)))
+
+
+def around_measuring(patch: Any, change: Callable[[nn.Module], Callable[[], None]]) -> None:
+    """Call `change(model)` before a batch is evaluated, and what it gave afterwards."""
+
+    def measure(real: Any, run: Any, batch: Any, share: BatchSlice) -> Any:
+        restore = change(run.applied.model)
+        result = real(run, batch, share)
+        restore()
+        return result
+
+    around(patch, "metrics of a batch", measure)
