@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
@@ -604,10 +605,67 @@ def test_a_plan_comes_from_a_file_or_from_the_environment(pool: Any, tmp_path: P
 
 def test_a_script_has_one_plan(pool: Any) -> None:
     def case() -> Any:
-        mw.distribute(nn.Linear(2, 2), plan=mw.Plan(data=2))
+        first = mw.distribute(nn.Linear(2, 2), plan=mw.Plan(data=2))
         mw.distribute(nn.Linear(2, 2), plan=mw.Plan(shard=2))
+        return first
 
     assert "A script has one plan" in refused(pool, case)
+
+
+def step_under(plan: mw.Plan, width: int = 2) -> str:
+    """Train a new model under `plan`; gives the class of its parameters' gradients."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, width).double()
+    loader = DataLoader(data(), batch_size=4)
+    model, optimizer, loader = mw.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, plan=plan)
+    for x, y in loader:
+        mw.backward(nn.functional.cross_entropy(model(x), y))
+        kind = type(next(model.parameters()).grad).__name__
+        optimizer.step()
+        optimizer.zero_grad()
+    return kind
+
+
+def test_a_plan_ends_with_the_models_that_it_was_applied_to(pool: Any) -> None:
+    def case() -> list[str]:
+        return [step_under(mw.Plan(data=2)), step_under(mw.Plan(shard=2)), step_under(mw.Plan(data=2, zero1=True))]
+
+    assert pool(2).run(case) == [["Tensor", "DTensor", "Tensor"]] * 2
+
+
+def test_a_session_ends_its_plan_though_its_model_is_kept(pool: Any) -> None:
+    def case() -> Any:
+        with mw.session():
+            first = mw.distribute(nn.Linear(2, 2), plan=mw.Plan(data=2))
+        with mw.session():
+            second = mw.distribute(nn.Linear(2, 2), plan=mw.Plan(shard=2))
+        return [type(next(model.parameters())).__name__ for model in (first, second)]
+
+    assert pool(2).run(case) == [["Parameter", "DTensor"]] * 2
+
+
+def test_a_backward_of_a_model_that_was_not_distributed_is_refused(pool: Any) -> None:
+    def never_given() -> None:
+        model, loader = nn.Linear(6, 2).double(), mw.distribute(DataLoader(data(), batch_size=4))
+        for x, y in loader:
+            mw.backward(nn.functional.cross_entropy(model(x), y))
+
+    assert "the model was never given" in refused(pool, never_given)
+
+
+@pytest.mark.parametrize("plan", [mw.Plan(data=2), mw.Plan(data=2, zero1=True), mw.Plan(shard=2)], ids=repr)
+def test_models_one_after_the_other_take_the_memory_of_one(plan: mw.Plan, pool: Any) -> None:
+    """Counted as tensors that are alive, whatever the allocator keeps."""
+
+    def case() -> tuple[int, int]:
+        alive = []
+        for _ in range(20):
+            step_under(plan)
+            alive.append(sum(t.nbytes for t in gc.get_objects() if isinstance(t, Tensor)))
+        return alive[0], alive[-1]
+
+    for first, last in pool(2).run(case):
+        assert last <= 1.1 * first
 
 
 def test_one_device_alone_runs_a_plan_of_several_without_its_axes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -281,8 +281,8 @@ class Engine:
         """Leave in `.grad` the gradient of the mean loss over the global batch whose microbatches on this rank are
         `parts`. Returns their losses and weights, still on the device.
 
-        loss_function: gives a microbatch's mean loss, or (mean, weight). where: its name in errors. key: (seed, step) for
-        its random draws. scale: of a loss scaler.
+        loss_function: gives a microbatch's mean loss, or (mean, weight). where: its name in errors. key: (seed, step),
+        for its random draws. scale: of a loss scaler.
         """
         self.program.begin_backward()
         applied, recorder = self.program.applied, current()

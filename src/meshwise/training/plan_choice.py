@@ -23,7 +23,8 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
     """
     world, program = engine.world, engine.program
     asked = read_plan(given, world.size) if isinstance(given, str | Path) else given
-    if program.is_decided and program.plan is not None:
+    program.forget_unused()
+    if program.plan is not None:
         if asked is not None and fit_to_world(asked, world, engine.notify) != program.plan:
             raise UsageError(
                 f"mw.distribute was called before with {program.plan}, and now with {asked}. A script has one plan: "

@@ -84,17 +84,12 @@ class Program:
         first = next(iter(self.named_parameters().values()), None)
         return "cpu" if first is None else str(first.device)
 
-    @property
-    def is_decided(self) -> bool:
-        """Whether the plan cannot change any more: it was applied to models, or waits for the first."""
-        return self.plan is not None and (self._alive > 0 or not self._roots)
-
     def add_models(self, models: Sequence[nn.Module], plan: Plan, **options: Any) -> None:
         """Apply the plan to those models that are new, in place. Collective. options: of `parallel.apply`."""
         new = [model for model in models if not any(model is known for known in self.models)]
         if not new:
             return
-        again = self._still_trained()
+        again = bool(self._roots)
         for model in new:
             self._register(model)
         before, self.plan = self.named_parameters(), plan
@@ -110,22 +105,22 @@ class Program:
         for optimizer in list(self._optimizers):
             self.add_optimizer(optimizer)
 
-    def _still_trained(self) -> bool:
-        """Whether models that were given earlier are trained on, as in a GAN. Collective where there were any.
+    def forget_unused(self) -> None:
+        """Forget the models that the program has let go, and their plan if none is left. Collective if there were any.
 
         What is garbage on one rank may wait to be collected on another, so all collect first; a model that some rank
         has let go (a best model that rank 0 alone keeps) trains nowhere.
         """
         if not self._roots:
-            return False
+            return
         gc.collect()
         mine = {name for name, ref in self._modules.items() if ref() is not None}
         everywhere = set.intersection(*collectives.gather_objects(mine))
         self._modules = {name: ref for name, ref in self._modules.items() if name in everywhere}
         self._roots = {n: ref for n, ref in self._roots.items() if any(name.startswith(f"{n}.") for name in everywhere)}
         if not everywhere:
+            self.plan = None
             self._drop()
-        return bool(everywhere)
 
     def _register(self, model: nn.Module) -> None:
         number = next(self._numbers)
