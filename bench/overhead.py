@@ -20,20 +20,20 @@ from typing import Any
 
 import torch
 from keep import keep, ratio_interval
+from meshwise.training.step import train_step
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import meshwise as mw
 from meshwise.jobs.registry import find_job
 from meshwise.spec.plan import Plan
-from meshwise.timeline.record import Recorder
+from meshwise.timeline.recorder import Recorder
 from meshwise.training import loop
 from meshwise.training.job import Job
 from meshwise.training.journal import Journal
 from meshwise.training.order import epoch_order, part
 from meshwise.training.recording import Recording
 from meshwise.training.settings import Settings
-from meshwise.training.step import train_step
 from meshwise.workers.join import join
 
 Step = Callable[[], Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def weighted_by_ranks(patch: Any) -> None:
 
 def weights_of_one_rank(patch: Any) -> None:
     """The mean over what each rank counts, averaged over the ranks."""
-    replaced(patch, "asynchronous sum", lambda tensor: lambda: tensor * collectives.world_size())
+    replaced(patch, "asynchronous sum", lambda tensor: SimpleNamespace(wait=lambda: tensor * collectives.world_size()))
 
 
 def after_start(change: Callable[[Any, Any], None]) -> Plant:

@@ -151,7 +151,7 @@ def ranks_add_means_up(measured: Any, share: BatchSlice) -> Any:
 def average_of_rank_averages(patch: Any) -> None:
     def over_ranks(sums: Any) -> dict[str, float]:
         table = torch.stack([total / weight for total, weight in sums.values()])
-        collectives.sum_over_ranks(table)
+        collectives.all_reduce(table)
         return {name: float(value) / 2 for name, value in zip(sums, table, strict=True)}
 
     replaced(patch, "metrics over ranks", over_ranks)

@@ -65,7 +65,7 @@ def summed_by_hand_as_well(patch: Any) -> None:
     def backward(real: Any, self: Any, loss: Tensor, **more: Any) -> Any:
         value = real(self, loss, **more)
         for _, p in self._named:
-            collectives.sum_over_ranks(p.grad)
+            collectives.all_reduce(p.grad)
         return value
 
     around(patch, "backward of replicas", backward)
@@ -302,7 +302,7 @@ def padding_counts_in_statistics(patch: Any) -> None:
 
 def backward_of_statistics_is_local(patch: Any) -> None:
     """The backward of a batch norm over all ranks uses the sums of its own samples."""
-    alone = SimpleNamespace(all_gather=collectives.all_gather, sum_over_ranks=lambda tensor: tensor)
+    alone = SimpleNamespace(all_gather=collectives.all_gather, all_reduce=lambda tensor: tensor)
     replaced(patch, "collectives of batch norms", alone)
 
 

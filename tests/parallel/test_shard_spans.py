@@ -10,7 +10,7 @@ from torch import nn
 from meshwise.parallel.apply import apply
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.timeline.record import WIDTH, Recorder, make_current
+from meshwise.timeline.recorder import WIDTH, Recorder, make_current
 from meshwise.transfer import collectives
 from tests.parallel.zoo import batches, build
 

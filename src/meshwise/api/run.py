@@ -27,8 +27,9 @@ from meshwise.spec.plan import Plan, plan_to_toml
 from meshwise.spec.world import World
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
-from meshwise.timeline.views.live import LiveView
-from meshwise.timeline.views.summary_text import RunSummary, summary_dict, summary_text
+from meshwise.timeline.run_summary import RunSummary, summary_dict
+from meshwise.timeline.views.live_progress import LiveView
+from meshwise.timeline.views.summary_text import summary_text
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
 from meshwise.training.plan_choice import PLAN_FILE, check_for_scripts

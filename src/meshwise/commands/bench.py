@@ -21,12 +21,12 @@ from meshwise.api.bench_hosts import bench_hosts
 from meshwise.api.machines import read_machine
 from meshwise.machine.bench import Bench
 from meshwise.machine.compare import compare as compare_machines
-from meshwise.machine.file.read import machine_to_toml
+from meshwise.machine.file.write import machine_to_toml, toml_writer
 from meshwise.machine.measure.alone import Compute
 from meshwise.machine.measure.result import PathResult
 from meshwise.machine.views.bench_dict import bench_dict
 from meshwise.machine.views.bench_text import bench_text, done_text
-from meshwise.machine.views.compare_text import compare_text
+from meshwise.machine.views.changes_text import changes_text
 from meshwise.records.atomic import write_text
 from meshwise.spec.errors import UsageError
 from meshwise.workers.nodes import NodeOptions
@@ -101,11 +101,12 @@ def _compare(old: str, new: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(change) for change in compare_machines(before, after)], indent=2))
         return
-    Console().print(compare_text(compare_machines(before, after)), soft_wrap=True)
+    Console().print(changes_text(compare_machines(before, after)), soft_wrap=True)
 
 
 def _writable(path: Path) -> Path:
     """`path`, if a machine file may be written there; nothing else is overwritten. Raises UsageError."""
+    toml_writer()  # before anything is measured
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"--save {path}: no file can be there. Name one in a folder that exists, such as here.toml.")
     if not os.access(path.parent, os.W_OK):

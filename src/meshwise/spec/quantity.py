@@ -53,7 +53,7 @@ def read_quantity(text: object, kind: str, where: str) -> float:
     )
     write = f'Write it as "{EXAMPLES[kind]}".'
     if found is None:
-        raise UsageError(f"{where} = {_shown(text)}: not a number with a unit. {write}")
+        raise UsageError(f"{where} = {value_text(text)}: not a number with a unit. {write}")
     units = UNITS[kind]
     if found[2] not in units:
         other = next((name for name, known in UNITS.items() if found[2] in known), None)
@@ -62,14 +62,14 @@ def read_quantity(text: object, kind: str, where: str) -> float:
             if other
             else f"no unit of {kind}.{nearest(found[2][:20], units)}"
         )
-        raise UsageError(f"{where} = {_shown(text)}: '{found[2][:20]}' is {why} {write}")
+        raise UsageError(f"{where} = {value_text(text)}: '{found[2][:20]}' is {why} {write}")
     try:
         exact = Decimal(found[1])
         value = float(exact * units[found[2]])
     except (ArithmeticError, ValueError):
-        raise UsageError(f"{where} = {_shown(text)}: must be above zero and finite. {write}") from None
+        raise UsageError(f"{where} = {value_text(text)}: must be above zero and finite. {write}") from None
     if value == float("inf") or (value == 0 and (exact or kind != "seconds")):  # a latency may be nothing
-        raise UsageError(f"{where} = {_shown(text)}: must be above zero and finite. {write}")
+        raise UsageError(f"{where} = {value_text(text)}: must be above zero and finite. {write}")
     return value
 
 
@@ -84,8 +84,8 @@ def write_quantity(value: float, kind: str) -> str:
     return min(texts, key=len)
 
 
-def _shown(value: object) -> str:
-    """The value as it stands, cut when it is long."""
+def value_text(value: object) -> str:
+    """A value as it is written, for an error: cut when it is long."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a whole number of thousands of digits

@@ -30,7 +30,7 @@ from meshwise.parallel.step_hooks import After, Order, Subscription, subscribe
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.timeline.record import current
+from meshwise.timeline.recorder import current
 from meshwise.training.exact import StepDraws
 from meshwise.training.order import BatchSlice
 from meshwise.training.phases import Phases
@@ -298,7 +298,7 @@ class Engine:
                 scaled = scale(weights.scale(mean, weight, part))
                 self._reduced_backward(scaled, last, weights.begin_sum() if last and weight is not None else None)
         if self.watcher is not None:
-            total, weighed = collectives.sum_over_ranks(total_of(weights.losses)).unbind()
+            total, weighed = collectives.all_reduce(total_of(weights.losses)).unbind()
             self.watcher.loss_known(total / weighed)
         return weights.losses
 
@@ -345,9 +345,9 @@ class Engine:
             )
         counts = 0 if self.part is not None and self.part.samples == 0 else 1
         if isinstance(value, Tensor):
-            return collectives.sum_over_ranks(value.detach().clone() * counts)
+            return collectives.all_reduce(value.detach().clone() * counts)
         dtype = torch.int64 if isinstance(value, int) else torch.float64
-        return type(value)(collectives.sum_over_ranks(torch.tensor(value, dtype=dtype) * counts).item())
+        return type(value)(collectives.all_reduce(torch.tensor(value, dtype=dtype) * counts).item())
 
     # Who looks on.
 

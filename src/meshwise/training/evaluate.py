@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.timeline.record import current
+from meshwise.timeline.recorder import current
 from meshwise.training.engine import Engine, Part
 from meshwise.training.job import Job
+from meshwise.training.order import BatchSlice
 from meshwise.training.weighing import as_weight, split_weight
 from meshwise.transfer import collectives
+
+Sum = tuple[Tensor, Tensor]
+"""A value and its weight, or the sums of both."""
 
 
 def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Part]) -> dict[str, float]:
@@ -21,28 +25,36 @@ def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Part]
     A padding sample weighs nothing. Buffers (running statistics) are those of rank 0.
     """
     collectives.broadcast_tensors(list(model.buffers()))
-    sums: dict[str, Tensor] = {}
+    sums: dict[str, Sum] = {}
     training = model.training
     model.eval()
     with torch.no_grad(), current().span("evaluate"):
         for batch, part in batches:
             engine.part = part
             with engine.computing():
-                measured = measure(job, model, engine.cast(batch), part.samples)
-            for name, pair in measured.items():
-                sums[name] = sums[name] + pair if name in sums else pair
+                measured = _measure(job, model, engine.cast(batch), part)
+            for name, (value, weight) in measured.items():
+                total, weights = sums.get(name, (0.0, 0.0))
+                sums[name] = (total + value * weight, weights + weight)
         engine.part = None
-        table = collectives.sum_over_ranks(torch.stack(list(sums.values()))).tolist() if sums else []
+        result = _over_ranks(sums)
     model.train(training)
-    return {name: total / weight for name, (total, weight) in zip(sums, table, strict=True)}
+    return result
 
 
-def measure(job: Job, model: nn.Module, batch: Any, samples: int) -> dict[str, Tensor]:
-    """Of each metric of a batch its value times its weight, and its weight: shape (2,)."""
+def _measure(job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[str, Sum]:
+    """Each metric of a batch, and its weight."""
     named = job.metrics(model, batch) if job.metrics else {"loss": job.loss(model, batch)}
     measured = {}
     for name, result in named.items():
-        mean, weight = split_weight(result, samples, f"metric '{name}' of job '{job.name}'")
-        known = as_weight(float(samples) if weight is None else weight, mean)
-        measured[name] = torch.stack([mean.to(known.dtype) * known, known])
+        mean, weight = split_weight(result, part.samples, f"metric '{name}' of job '{job.name}'")
+        known = as_weight(float(part.samples) if weight is None else weight, mean)
+        measured[name] = (mean.to(known.dtype), known)
     return measured
+
+
+def _over_ranks(sums: dict[str, Sum]) -> dict[str, float]:
+    if not sums:
+        return {}
+    table = collectives.all_reduce(torch.stack([torch.stack(pair) for pair in sums.values()]))  # (metrics, 2)
+    return {name: total / weight for name, (total, weight) in zip(sums, table.tolist(), strict=True)}

@@ -25,7 +25,7 @@ from meshwise.recovery.weights import save_weights
 from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import bytes_text
-from meshwise.timeline.record import Recorder, current
+from meshwise.timeline.recorder import Recorder, current
 from meshwise.training.draws import seed_draws
 from meshwise.training.engine import Engine, Part
 from meshwise.training.evaluate import evaluate

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshwise.compat.profiling import open_range
-from meshwise.timeline.record import Mark, current
+from meshwise.timeline.recorder import Mark, current
 
 LOSS_EVERY = 0.2  # seconds: reading each loss would cost more than it tells
 

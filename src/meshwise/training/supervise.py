@@ -17,8 +17,9 @@ from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.plan import Plan
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
-from meshwise.timeline.views.live import LiveView, Progress
-from meshwise.timeline.views.summary_text import RunSummary, metric_text
+from meshwise.timeline.run_summary import RunSummary
+from meshwise.timeline.views.live_progress import LiveView, Progress
+from meshwise.timeline.views.summary_text import metric_text
 from meshwise.workers.channel import Message
 from meshwise.workers.launch import Halt, Listeners, launch
 from meshwise.workers.nodes import Nodes, machine_of

@@ -28,7 +28,7 @@ class StepWeights:
 
     def __init__(self, ranks: int, coupled: bool) -> None:
         self._ranks, self._coupled = ranks, coupled
-        self._unit: Tensor | None = None
+        self.unit: Tensor | None = None
         self._wait: Callable[[], Tensor] | None = None
         self.losses: Losses = []
 
@@ -40,15 +40,15 @@ class StepWeights:
             return mean if ratio == 1 else mean * ratio
         weight = as_weight(weight, mean)
         self.losses.append((mean.detach(), weight))
-        if self._unit is None:
-            self._unit = torch.ones_like(weight) if self._coupled else weight.clamp(min=1)
-        return mean * (weight / self._unit).to(mean.dtype)
+        if self.unit is None:
+            self.unit = torch.ones_like(weight) if self._coupled else weight.clamp(min=1)
+        return mean * (weight / self.unit).to(mean.dtype)
 
     def begin_sum(self) -> Callable[[], Tensor]:
         """Begin to add losses and weights over the ranks; the result gives the factor that gradients are left with."""
-        assert self._unit is not None
-        unit = self._unit
-        wait = self._wait = collectives.begin_sum(total_of(self.losses))
+        assert self.unit is not None
+        unit = self.unit
+        wait = self._wait = collectives.begin_sum(total_of(self.losses)).wait
         return lambda: unit * self._ranks / wait()[1]
 
     def global_mean(self) -> Tensor:

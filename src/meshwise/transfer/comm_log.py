@@ -11,15 +11,13 @@ when the log is, after the block: nothing waits in the middle, and inside the bl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import overload
 
 from meshwise.spec.units import bytes_text, seconds_text
-
-Seconds = float | Callable[[], float]
-"""A time, or what waits for it and gives it."""
+from meshwise.transfer.stopwatch import Seconds
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ the way. Corruption of such copies is real (pytorch issue 132397: zeros under an
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,8 @@ from meshwise.transfer.comm_log import OPEN, note
 from meshwise.transfer.overlap import overlapping, repeats, torchs_check_is_sure
 from meshwise.transfer.path import AUTO, STAGED, choose
 from meshwise.transfer.place import WORLDS, as_device, device_of, empty_like, name_of, plainly, world
-from meshwise.transfer.staging import seconds_between, staged
+from meshwise.transfer.staging import staged
+from meshwise.transfer.stopwatch import Seconds, Stopwatch
 from meshwise.transfer.tree import map_leaves
 
 # This torch knows no two devices between which a path would have to be chosen.
@@ -200,38 +200,37 @@ def _run(
     non_blocking: bool,
 ) -> None:
     """Copy by `way`, and tell the log. row: operation, source, target, bytes."""
-    began = time.perf_counter()
-    timed: Callable[[], float] | None = None
+    watch = Stopwatch(on_cuda=False)
     if way == STAGED:
-        timed = staged(dst, src)
+        seconds = staged(dst, src)
     elif dst.is_cuda or src.is_cuda:
-        timed = _on_stream(dst, src, stream, non_blocking)
+        seconds = _on_stream(dst, src, stream, non_blocking)
     else:
         dst.copy_(src)
+        seconds = watch.stop()
     open_one = world()
     if open_one is not None and open_one.on_copy is not None and row[1] != row[2]:
         open_one.on_copy(dst, src, way)
     if OPEN:
-        note(*row, way, timed or time.perf_counter() - began)
+        note(*row, way, seconds)
 
 
-def _on_stream(dst: Tensor, src: Tensor, stream: torch.cuda.Stream | None, non_blocking: bool) -> Callable[[], float]:
+def _on_stream(dst: Tensor, src: Tensor, stream: torch.cuda.Stream | None, non_blocking: bool) -> Seconds:
     """torch's own copy, which makes the current streams of both devices wait for each other; the rest is timing."""
     owner = src.device if src.is_cuda else dst.device  # torch copies between devices on the source's stream
     current = torch.cuda.current_stream(owner)
     run = stream or current
-    start, end = (torch.cuda.Event(enable_timing=bool(OPEN)) for _ in range(2))
     if stream is not None:
         stream.wait_stream(current)
     with torch.cuda.stream(run):
-        start.record(run)
+        watch = Stopwatch(bool(OPEN), run)
         dst.copy_(src, non_blocking=stream is not None or (non_blocking and dst.is_cuda))
-        end.record(run)
+        seconds = watch.stop(run)
     if stream is not None:
         for tensor in (dst, src):
             if tensor.is_cuda:
                 tensor.record_stream(stream)
-    return lambda: seconds_between(start, end)
+    return seconds
 
 
 def _verify(dst: Tensor, src: Tensor, way: str, what: str) -> None:

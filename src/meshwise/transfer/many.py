@@ -23,7 +23,7 @@ from meshwise.transfer.copy import move, moved_to
 from meshwise.transfer.exchange import from_array, is_array
 from meshwise.transfer.overlap import overlapping, repeats
 from meshwise.transfer.place import as_device, device_of, empty_like, name_of, plainly
-from meshwise.transfer.staging import seconds_between
+from meshwise.transfer.stopwatch import Stopwatch
 
 Device = str | torch.device | int
 
@@ -161,14 +161,10 @@ def _by_nccl(tensors: list[Tensor]) -> bool:
         return False  # torch raises "Unconvertible NCCL type" for the others
     # One call, many devices: its time is what the first of them saw.
     stream = torch.cuda.current_stream(tensors[0].device)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record(stream)
+    watch = Stopwatch(True, stream)
     nccl.all_reduce(tensors)
-    end.record(stream)
     names = [name_of(tensor.device) for tensor in tensors]
-    note(
-        "all-reduce", names[0], f"{len(names)} devices", tensors[0].nbytes, "nccl", lambda: seconds_between(start, end)
-    )
+    note("all-reduce", names[0], f"{len(names)} devices", tensors[0].nbytes, "nccl", watch.stop(stream))
     return True
 
 

@@ -14,7 +14,7 @@ from meshwise.equivalence.compare import Compared, Difference
 from meshwise.equivalence.proof import Proof
 from meshwise.equivalence.sizes import LIMIT
 from meshwise.spec.units import count_text
-from meshwise.timeline.views.lines import columns, wrap
+from meshwise.terminal.table import columns, wrap
 
 
 def check_text(proof: Proof, width: int | None = None) -> RenderableType:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from meshwise.timeline.report import Finding, RankReport, Report
+from meshwise.timeline.run_report import Finding, RankReport, Report
 
 Labels = dict[str, str]
 Sample = tuple[Labels, float | None]
@@ -31,7 +31,7 @@ class _Family:
         return next((unit for unit in ("seconds", "bytes", "ratio") if self.name.endswith(f"_{unit}")), "")
 
 
-def open_metrics(report: Report) -> str:
+def openmetrics(report: Report) -> str:
     """The numbers of the report, as text that ends in `# EOF`. Times in seconds, sizes in bytes, shares from 0 to 1."""
     families = [*_of_run(report), *_of_ranks(report.ranks), *_of_collectives(report), *_of_findings(report.findings)]
     lines: list[str] = []
@@ -86,12 +86,12 @@ def _of_ranks(ranks: Sequence[RankReport]) -> Iterator[_Family]:
     yield _Family("meshwise_rank_steps", COUNTER, "Training steps of a rank.", steps)
     medians = [(_of(r), r.step_seconds) for r in ranks if r.steps]
     yield _Family("meshwise_rank_step_seconds", GAUGE, "Median time of a rank's step.", medians)
-    late = [(_of(r), r.late_seconds) for r in ranks]
-    yield _Family("meshwise_late_seconds", COUNTER, "What a rank's coming late cost the run.", late)
-    last: list[Sample] = [(_of(r), r.last_times) for r in ranks]
-    yield _Family("meshwise_last_arrivals", COUNTER, "How often a rank came last where ranks met.", last)
-    meetings: list[Sample] = [(_of(r), r.meetings) for r in ranks]
-    yield _Family("meshwise_meetings", COUNTER, "How often ranks met.", meetings)
+    late = [(_of(r), r.straggler_seconds) for r in ranks]
+    yield _Family("meshwise_straggler_seconds", COUNTER, "What the delays of a rank cost the run.", late)
+    last: list[Sample] = [(_of(r), r.last_arrivals) for r in ranks]
+    yield _Family("meshwise_last_arrivals", COUNTER, "At how many sync points a rank was last.", last)
+    sync_points: list[Sample] = [(_of(r), r.sync_points) for r in ranks]
+    yield _Family("meshwise_sync_points", COUNTER, "How often ranks waited for each other.", sync_points)
     memory = [({**_of(r), "memory": name}, size) for r in ranks for name, size in r.memory.items()]
     yield _Family("meshwise_memory_peak_bytes", GAUGE, "Most memory in use, by what was counted.", memory)
     complete: list[Sample] = [(_of(r), int(r.complete)) for r in ranks]
@@ -100,8 +100,8 @@ def _of_ranks(ranks: Sequence[RankReport]) -> Iterator[_Family]:
     )
     dropped: list[Sample] = [(_of(r), r.dropped) for r in ranks]
     yield _Family("meshwise_dropped_spans", COUNTER, "Spans of a rank that are missing.", dropped)
-    watching = [(_of(r), r.watching_seconds) for r in ranks]
-    yield _Family("meshwise_watching_seconds", COUNTER, "What writing the timeline cost, of one core.", watching)
+    watching = [(_of(r), r.overhead_seconds) for r in ranks]
+    yield _Family("meshwise_overhead_seconds", COUNTER, "What writing the timeline cost, of one core.", watching)
 
 
 def _of_collectives(report: Report) -> Iterator[_Family]:

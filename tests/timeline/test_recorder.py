@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from meshwise.timeline.record import CAPACITY, WIDTH, Recorder, current, make_current
+from meshwise.timeline.recorder import CAPACITY, WIDTH, Recorder, current, make_current
 
 
 @pytest.fixture
 def recorder() -> Recorder:
-    """A recorder whose clock goes on by 1 ns at each look."""
+    """A recorder whose clock goes on by 1 ns at each reading."""
     ticks = count()
     return Recorder(clock=lambda: next(ticks))
 

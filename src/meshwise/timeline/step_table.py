@@ -1,4 +1,4 @@
-"""The book of a run: seconds of each step, rank and kind, from the accounts of all ranks."""
+"""The table of a run: seconds of each step, rank and kind, from the accounts of all ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.timeline.account import OUTSIDE, Account, Whole, Windows, account_of, session_of, windows_of
 from meshwise.timeline.arrivals import Arrivals, arrival_table
-from meshwise.timeline.late import Meetings, meetings_of
+from meshwise.timeline.attribution import (
+    OUTSIDE,
+    Attribution,
+    StepStarts,
+    Whole,
+    attribution_of,
+    session_of,
+    step_starts_of,
+)
 from meshwise.timeline.spans import KIND, KINDS
+from meshwise.timeline.stragglers import SyncPoints, sync_points_of
 from meshwise.timeline.timeline import PER_SESSION, Spans, Timeline
 
 Seconds = NDArray[np.float64]
@@ -21,7 +29,7 @@ OF_STEP = [code for code in range(len(KINDS)) if code not in ASIDE]
 
 
 @dataclass(frozen=True)
-class Book:
+class StepTable:
     """All accounts of a run; the steps in the order in which they were done.
 
     step, session, start (ns): shape (steps,); step 0 is what came before a session's first. seconds: shape (steps,
@@ -36,7 +44,7 @@ class Book:
     present: NDArray[np.bool_]
     lost: NDArray[np.bool_]
     arrivals: Arrivals
-    meetings: Meetings
+    sync_points: SyncPoints
 
     @property
     def counted(self) -> NDArray[np.bool_]:
@@ -64,22 +72,24 @@ class Book:
         return _mean_over_ranks(self.seconds[:, :, : len(KINDS)], self.present[:, :, None])
 
 
-def book_of(timeline: Timeline) -> Book:
-    """The book of a timeline."""
+def step_table_of(timeline: Timeline) -> StepTable:
+    """The table of a timeline."""
     arrivals = arrival_table(timeline.spans, timeline.names)
     ranks = np.unique(timeline.spans["rank"]).tolist()
     spans = {rank: timeline.of_rank(rank) for rank in ranks}
-    accounts = {rank: account_of(spans[rank], arrivals, timeline.sessions) for rank in ranks}
-    windows = {rank: windows_of(spans[rank], timeline.sessions) for rank in ranks}
+    accounts = {rank: attribution_of(spans[rank], arrivals, timeline.sessions) for rank in ranks}
+    windows = {rank: step_starts_of(spans[rank], timeline.sessions) for rank in ranks}
     key, start, seconds, present = _table(ranks, accounts, windows)
     met = arrivals.ranks.tolist()
-    meetings = meetings_of(arrivals, [spans[rank] for rank in met], [accounts[rank] for rank in met])
+    sync_points = sync_points_of(arrivals, [spans[rank] for rank in met], [accounts[rank] for rank in met])
     session, step = np.divmod(key, PER_SESSION)
-    return Book(np.array(ranks), step, session, start, seconds, present, _lost(step, session), arrivals, meetings)
+    return StepTable(
+        np.array(ranks), step, session, start, seconds, present, _lost(step, session), arrivals, sync_points
+    )
 
 
 def _table(
-    ranks: list[int], accounts: dict[int, Account], windows: dict[int, Windows]
+    ranks: list[int], accounts: dict[int, Attribution], windows: dict[int, StepStarts]
 ) -> tuple[Whole, Whole, Seconds, NDArray[np.bool_]]:
     key = np.unique(np.concatenate([windows[rank].key for rank in ranks])) if ranks else np.empty(0, np.int64)
     start = np.full(len(key), np.iinfo(np.int64).max)

@@ -19,7 +19,7 @@ NOT_MEMORY = ("samples", "loss")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a reader should know. kind: late-rank, input, communication, imbalance, compute, checkpoint,
+    """One thing that a reader should know. kind: straggler, input, communication, imbalance, compute, checkpoint,
     evaluation, memory. share: of the time of a step (of the run for checkpoint and evaluation), 0 to 1. seconds: a step
     (or in all). rank, phase: where it is about one."""
 
@@ -37,7 +37,7 @@ class RankReport:
     """One device. seconds: by kind, over all training steps, evaluation and saving included; they add up.
 
     hidden_seconds: communication under computing, beside the others. step_seconds: median time of a step.
-    last_times: how often it came last to a meeting, of `meetings`; late_seconds: what that cost in all.
+    last_arrivals: at how many of the `sync_points` it was last; straggler_seconds: what that cost in all.
     memory: the peak in bytes by the counter's name; memory_by_phase: the same at the ends of phases.
     """
 
@@ -48,15 +48,15 @@ class RankReport:
     seconds: Mapping[str, float]
     hidden_seconds: float
     step_seconds: float
-    last_times: int
-    meetings: int
-    late_seconds: float
+    last_arrivals: int
+    sync_points: int
+    straggler_seconds: float
     memory: Mapping[str, float]
     memory_by_phase: Mapping[str, Mapping[str, float]]
     spans: int
     complete: bool
     dropped: int
-    watching_seconds: float
+    overhead_seconds: float
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ClockReport:
 
 
 @dataclass(frozen=True)
-class Part:
+class GoodputPart:
     """A part of the run's wall time, averaged over its devices."""
 
     name: str
@@ -133,7 +133,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class View:
+class StepWindow:
     """A few steps, span by span. name: all, typical, slowest, first, last or chosen. start: s since the run began.
 
     bars: the spans of the log, and the waiting found in collectives. blocked: when a rank could do nothing else than
@@ -166,8 +166,8 @@ class Report:
     step_seconds_p95: float
     samples_per_second: float | None
     wall_seconds: float
-    goodput: list[Part]
-    waiting: list[Part]
+    goodput: list[GoodputPart]
+    waiting: list[GoodputPart]
     """The goodput's waiting in its own parts."""
     kinds: Mapping[str, float]
     """Seconds by kind, mean over ranks."""
@@ -177,7 +177,7 @@ class Report:
     collectives: list[CollectiveReport]
     series: Series
     counters: list[CounterSeries]
-    views: list[View]
+    views: list[StepWindow]
 
 
 def report_dict(report: Report) -> dict[str, Any]:

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.spec.units import seconds_text
-from meshwise.timeline.book import OF_STEP, Book
-from meshwise.timeline.report import Report
+from meshwise.timeline.run_report import Report
 from meshwise.timeline.spans import KINDS
+from meshwise.timeline.step_table import OF_STEP, StepTable
 
 SEED = 20260101
 RESAMPLES = 1000
@@ -36,7 +36,7 @@ Seconds = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Difference:
+class TimeDifference:
     """One kind of time, seconds a step: medians of both runs, second less first, and second over first.
 
     ratio: None where the first is 0. low, high: its 95 % interval, None where it has none. clear: the interval holds
@@ -64,7 +64,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Two runs, by their names. ranks, steps: of each. step: None where one of them has no steps; kinds: then empty.
 
     notes: what makes them hard to compare.
@@ -75,21 +75,21 @@ class Comparison:
     ranks: tuple[int, int]
     steps: tuple[int, int]
     verdict: str
-    step: Difference | None
-    kinds: list[Difference]
+    step: TimeDifference | None
+    kinds: list[TimeDifference]
     figures: list[Figure]
     notes: list[str]
 
 
-def compare(first: tuple[Book, Report], second: tuple[Book, Report]) -> Comparison:
+def compare(first: tuple[StepTable, Report], second: tuple[StepTable, Report]) -> RunComparison:
     """Two runs, step by step and as a whole. Runs without steps are compared as a whole alone."""
-    (book_a, report_a), (book_b, report_b) = first, second
+    (table_a, report_a), (table_b, report_b) = first, second
     names = _names(report_a, report_b)
     step, kinds = None, []
-    if book_a.steady.any() and book_b.steady.any():
-        differences = _differences(book_a, book_b)
+    if table_a.steady.any() and table_b.steady.any():
+        differences = _differences(table_a, table_b)
         step, kinds = differences[0], differences[1:]
-    return Comparison(
+    return RunComparison(
         first=names[0],
         second=names[1],
         ranks=(len(report_a.ranks), len(report_b.ranks)),
@@ -102,7 +102,7 @@ def compare(first: tuple[Book, Report], second: tuple[Book, Report]) -> Comparis
     )
 
 
-def comparison_dict(comparison: Comparison) -> dict[str, Any]:
+def comparison_dict(comparison: RunComparison) -> dict[str, Any]:
     """The comparison as JSON knows it."""
     return {"meshwise_comparison": 1, **dataclasses.asdict(comparison)}
 
@@ -119,7 +119,7 @@ def _names(first: Report, second: Report) -> tuple[str, str]:
     return "the first", "the second"
 
 
-def _differences(first: Book, second: Book) -> list[Difference]:
+def _differences(first: StepTable, second: StepTable) -> list[TimeDifference]:
     """The step's, then those of the kinds that either run has, in the order of a step."""
     tables = [_table(first), _table(second)]
     there = np.flatnonzero(tables[0].any(axis=0) | tables[1].any(axis=0))
@@ -132,11 +132,11 @@ def _differences(first: Book, second: Book) -> list[Difference]:
     ]
 
 
-def _table(book: Book) -> Seconds:
+def _table(table: StepTable) -> Seconds:
     """Seconds of the steady steps: of the step, and of the kinds in it. Shape (steps, 1 + kinds)."""
-    of_step, of_kind = book.step_seconds()[book.steady], book.kind_seconds()[book.steady]
-    table: Seconds = np.concatenate([of_step[:, None], of_kind[:, OF_STEP]], axis=1)
-    return table
+    of_step, of_kind = table.step_seconds()[table.steady], table.kind_seconds()[table.steady]
+    columns: Seconds = np.concatenate([of_step[:, None], of_kind[:, OF_STEP]], axis=1)
+    return columns
 
 
 def _resampled(table: Seconds, seed: int) -> Seconds:
@@ -156,7 +156,7 @@ def _resampled(table: Seconds, seed: int) -> Seconds:
     return medians
 
 
-def _difference(kind: str, first: float, second: float, by_a: Seconds, by_b: Seconds) -> Difference:
+def _difference(kind: str, first: float, second: float, by_a: Seconds, by_b: Seconds) -> TimeDifference:
     low: float | None = None
     high: float | None = None
     clear = False
@@ -169,7 +169,7 @@ def _difference(kind: str, first: float, second: float, by_a: Seconds, by_b: Sec
             least, most = np.percentile(by_b - by_a, [2.5, 97.5])
             clear = not least <= 0 <= most
     clear = clear and abs(second - first) >= CLOCK
-    return Difference(kind, first, second, second - first, ratio, low, high, clear)
+    return TimeDifference(kind, first, second, second - first, ratio, low, high, clear)
 
 
 def _figures(first: Report, second: Report) -> list[Figure]:
@@ -212,7 +212,7 @@ def _notes(names: tuple[str, str], first: Report, second: Report) -> list[str]:
 
 
 def _verdict(
-    names: tuple[str, str], reports: tuple[Report, Report], step: Difference | None, kinds: list[Difference]
+    names: tuple[str, str], reports: tuple[Report, Report], step: TimeDifference | None, kinds: list[TimeDifference]
 ) -> str:
     """`B is 12 % slower a step (...): communication +3.1 ms (clear), backward +0.2 ms (within noise).`"""
     if step is None or step.ratio is None:
@@ -241,6 +241,6 @@ def signed(seconds: float) -> str:
     return ("+" if seconds > 0 else "") + seconds_text(seconds)
 
 
-def clearly(difference: Difference) -> str:
+def clearly(difference: TimeDifference) -> str:
     """In words whether a difference is more than chance."""
     return "clear" if difference.clear else "within noise"

@@ -8,16 +8,16 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from meshwise.spec.units import bytes_text, count_text, seconds_text
-from meshwise.timeline.compare import Comparison, Difference, Figure, clearly, signed
-from meshwise.timeline.views.kind_marks import MARKS, fitting, mark_of, style_of
-from meshwise.timeline.views.lines import columns, wrap
-from meshwise.timeline.views.live import rate_text
+from meshwise.terminal.kind_marks import MARKS, fitting, mark_of, style_of
+from meshwise.terminal.table import columns, wrap
+from meshwise.timeline.compare_runs import Figure, RunComparison, TimeDifference, clearly, signed
+from meshwise.timeline.views.live_progress import rate_text
 from meshwise.timeline.views.rank_table import percent
 
 CLEAR_STYLES = {True: "bold red", False: "bold green"}
 
 
-def compare_text(comparison: Comparison, width: int | None = None) -> RenderableType:
+def run_comparison_text(comparison: RunComparison, width: int | None = None) -> RenderableType:
     """The comparison, at most `width` characters wide (None: as wide as the console)."""
     return _CompareText(comparison, width)
 
@@ -26,7 +26,7 @@ def compare_text(comparison: Comparison, width: int | None = None) -> Renderable
 class _CompareText:
     """Drawn when it is printed: only the console knows how wide it is, and whether it can show blocks."""
 
-    comparison: Comparison
+    comparison: RunComparison
     width: int | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -52,12 +52,12 @@ class _CompareText:
         yield from lines
 
 
-def _size(comparison: Comparison, at: int) -> str:
+def _size(comparison: RunComparison, at: int) -> str:
     ranks, steps = comparison.ranks[at], comparison.steps[at]
     return f"{ranks} rank{'' if ranks == 1 else 's'}, {count_text(steps)} step{'' if steps == 1 else 's'}"
 
 
-def _row(difference: Difference, ascii_only: bool) -> list[Text]:
+def _row(difference: TimeDifference, ascii_only: bool) -> list[Text]:
     """kind, both medians, difference, ratio, its interval, whether it is clear."""
     d = difference
     name = Text()

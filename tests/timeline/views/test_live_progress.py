@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from meshwise.timeline.views.live import LiveView, Progress, live_area, memory_lines, progress_line, sparkline
+from meshwise.timeline.views.live_progress import LiveView, Progress, live_area, memory_lines, progress_line, sparkline
 
 GIB = 2**30
 FIRST = Progress(

@@ -9,15 +9,15 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from meshwise.machine.compare import Change
-from meshwise.timeline.views.kind_marks import fitting
-from meshwise.timeline.views.lines import columns, wrap
+from meshwise.terminal.kind_marks import fitting
+from meshwise.terminal.table import columns, wrap
 
 STYLES = {"worse": "bold red", "gone": "red", "changed": "yellow", "new": "cyan", "better": "green"}
 """Kinds of change in the order in which they are told."""
 MOST_ROWS = 40
 
 
-def compare_text(changes: Sequence[Change], width: int | None = None) -> RenderableType:
+def changes_text(changes: Sequence[Change], width: int | None = None) -> RenderableType:
     """The changes, at most `width` characters wide (None: as wide as the console)."""
     return _CompareText(tuple(changes), width)
 

@@ -10,30 +10,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.book import book_of
-from meshwise.timeline.late import tail_bound
-from meshwise.timeline.report import Report
+from meshwise.timeline.run_report import Report
 from meshwise.timeline.spans import KIND, KINDS
+from meshwise.timeline.step_table import step_table_of
+from meshwise.timeline.stragglers import tail_bound
 from tests.timeline.schedules import PHASES, Schedule, delayed, even, jittered, played, shifted
 
 
-def late_findings(report: Report) -> list[tuple[int | None, str | None]]:
-    return [(finding.rank, finding.phase) for finding in report.findings if finding.kind == "late-rank"]
+def straggler_findings(report: Report) -> list[tuple[int | None, str | None]]:
+    return [(finding.rank, finding.phase) for finding in report.findings if finding.kind == "straggler"]
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_twenty_more_milliseconds_are_found_with_their_rank_phase_and_cost(phase: str) -> None:
     works = delayed(jittered(even(), seed=1), rank=1, phase=phase, ms=20)
     timeline = played(Schedule(ranks=3, steps=60), works)
-    met = book_of(timeline).meetings
+    met = step_table_of(timeline).sync_points
     # An optimizer is late for the next step's meeting: the first has none before it.
     assert (met.rank == 1).mean() >= 0.95 and (met.phase[met.rank == 1] == KIND[phase]).mean() >= 0.95
     assert met.cost[met.rank == 1].sum() / 60 == pytest.approx(0.020, rel=0.2)
     report = report_of(timeline)
-    assert late_findings(report) == [(1, phase)]
-    (finding,) = [finding for finding in report.findings if finding.kind == "late-rank"]
+    assert straggler_findings(report) == [(1, phase)]
+    (finding,) = [finding for finding in report.findings if finding.kind == "straggler"]
     assert finding.seconds == pytest.approx(0.020, rel=0.2)
-    assert report.verdict.startswith("Rank 1 is late") and f"in {phase}" in report.verdict
+    assert report.verdict.startswith("Rank 1 is a straggler") and f"in {phase}" in report.verdict
 
 
 def test_the_walls_of_the_backward_do_not_show_it() -> None:
@@ -48,7 +48,7 @@ def test_a_rank_that_is_late_while_the_links_are_busy_costs_less_than_its_latene
     """30 ms of communication hide most of 20 late ms in the last quarter of the backward: the replay knows."""
     schedule = Schedule(ranks=3, steps=30, buckets=(0.25, 1.0), transmit=30)
     timeline = played(schedule, delayed(even(), rank=2, phase="backward", ms=20))
-    met = book_of(timeline).meetings
+    met = step_table_of(timeline).sync_points
     # Rank 2's buckets come at 10 and 40 ms instead of 5 and 20: the chain ends at 10 + 60 instead of 5 + 60.
     assert set(met.rank.tolist()) == {2} and met.cost.mean() == pytest.approx(0.005, rel=1e-6)
 
@@ -60,14 +60,14 @@ def test_two_late_ranks_are_both_found() -> None:
         return found | {extra: found[extra] + 25} if extra else found
 
     report = report_of(played(Schedule(ranks=4, steps=200), works))
-    assert sorted(late_findings(report)) == [(1, "data"), (3, "forward")]
+    assert sorted(straggler_findings(report)) == [(1, "data"), (3, "forward")]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_a_hundred_clean_runs_name_nobody(ranks: int) -> None:
     """The stated rate is one in a thousand runs (`late.CHANCE`), and what chance does costs less than 2 %."""
     named = [
-        late_findings(report_of(played(Schedule(ranks=ranks, steps=25), jittered(even(), seed=seed, spread=0.1))))
+        straggler_findings(report_of(played(Schedule(ranks=ranks, steps=25), jittered(even(), seed=seed, spread=0.1))))
         for seed in range(100)
     ]
     assert sum(map(len, named)) == 0
@@ -75,22 +75,22 @@ def test_a_hundred_clean_runs_name_nobody(ranks: int) -> None:
 
 def test_a_lateness_within_the_error_of_the_clocks_is_not_told() -> None:
     timeline = played(Schedule(ranks=2, steps=40), delayed(even(1, 1, 1, 1), rank=1, phase="forward", ms=0.2))
-    assert late_findings(report_of(timeline)) == [(1, "forward")]
+    assert straggler_findings(report_of(timeline)) == [(1, "forward")]
     wide = type(timeline.clocks[0])
     unsure = type(timeline)(**{**vars(timeline), "clocks": (wide(0), wide(1, error=150_000.0))})
-    assert late_findings(report_of(unsure)) == []
+    assert straggler_findings(report_of(unsure)) == []
 
 
 def test_a_late_rank_is_named_even_where_the_clocks_are_off() -> None:
     """30 ms of skew would turn the late rank into the one that waits, if arrivals were compared across clocks."""
     timeline = played(Schedule(ranks=2, steps=30), delayed(even(), rank=1, phase="forward", ms=20))
     for skew in (0, -30_000_000, 30_000_000):
-        assert set(book_of(shifted(timeline, 1, skew)).meetings.rank.tolist()) == {1}
+        assert set(step_table_of(shifted(timeline, 1, skew)).sync_points.rank.tolist()) == {1}
 
 
 def test_one_rank_has_no_meetings_and_a_report() -> None:
     report = report_of(played(Schedule(ranks=1, steps=12), even()))
-    assert report.ranks[0].meetings == 0 and report.verdict.startswith("Compute-bound")
+    assert report.ranks[0].sync_points == 0 and report.verdict.startswith("Compute-bound")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_verdict_names_what_takes_the_time(works: object, kind: str, share: 
 
 def test_slow_links_are_told_from_slow_ranks() -> None:
     report = report_of(played(Schedule(ranks=3, steps=30, buckets=(1.0,), transmit=40), jittered(even(), seed=2)))
-    assert report.findings[0].kind == "communication" and late_findings(report) == []
+    assert report.findings[0].kind == "communication" and straggler_findings(report) == []
     assert report.kinds["communication"] / 30 == pytest.approx(0.040, rel=0.01)
     (all_reduce,) = report.collectives
     assert all_reduce.seconds == pytest.approx(0.040, rel=0.01)
@@ -128,13 +128,13 @@ def test_one_stall_of_the_rank_with_the_slow_link_is_not_taken_for_lateness() ->
     stalled = delayed(even(), rank=2, phase="forward", ms=200)
     schedule = Schedule(ranks=3, steps=30, buckets=(1.0,), transmit=20, tails=(0.0, 0.0, 30.0))
     works = jittered(lambda step, rank: (stalled if step == 15 else even())(step, rank), seed=4, spread=0.01)
-    assert late_findings(report_of(played(schedule, works))) == []
+    assert straggler_findings(report_of(played(schedule, works))) == []
 
 
 def test_lateness_does_not_count_what_a_slow_link_adds() -> None:
     schedule = Schedule(ranks=3, steps=30, buckets=(1.0,), transmit=20, tails=(0.0, 0.0, 30.0))
     report = report_of(played(schedule, delayed(even(), rank=2, phase="forward", ms=20)))
-    late, communication = (next(f for f in report.findings if f.kind == k) for k in ("late-rank", "communication"))
+    late, communication = (next(f for f in report.findings if f.kind == k) for k in ("straggler", "communication"))
     assert (late.rank, late.phase) == (2, "forward") and late.seconds == pytest.approx(0.020, rel=0.05)
     assert "by 20 ms" in late.sentence and communication.seconds == pytest.approx(0.050, rel=0.05)
     assert "not a rank" not in communication.sentence
@@ -146,7 +146,7 @@ def test_ranks_that_are_late_by_turns_are_uneven_not_late() -> None:
         return found | {"forward": found["forward"] + 15} if step % 3 == rank else found
 
     report = report_of(played(Schedule(ranks=3, steps=60), works))
-    assert late_findings(report) == [] and report.findings[0].kind == "imbalance"
+    assert straggler_findings(report) == [] and report.findings[0].kind == "imbalance"
 
 
 @given(st.integers(2, 400), st.floats(0.1, 0.9), st.data())
@@ -184,4 +184,4 @@ def test_with_one_log_of_two_communication_is_not_told_from_waiting() -> None:
     timeline = played(Schedule(ranks=2, steps=20, buckets=(1.0,), transmit=30), even())
     alone = dataclasses.replace(timeline, spans=timeline.of_rank(0), ranks=timeline.ranks[:1])
     (found,) = [finding for finding in report_of(alone).findings if finding.kind == "communication"]
-    assert "waiting for ranks of which there is no log" in found.sentence
+    assert "waiting for ranks that left no log" in found.sentence

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from meshwise.records.folder import begin_session, end_session, read_run, span_log, write_run
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.log import Log
 from meshwise.timeline.pack import QUANTUM, as_rows, pack, unpack
 from meshwise.timeline.read import read_timeline
-from meshwise.timeline.record import WIDTH, Recorder
-from meshwise.timeline.report import report_dict
+from meshwise.timeline.recorder import WIDTH, Recorder
+from meshwise.timeline.run_report import report_dict
+from meshwise.timeline.span_log import SpanLog
 from meshwise.timeline.spans import KINDS
 
 HUGE = 2**62
@@ -65,7 +65,7 @@ def write_log(folder: Path, rank: int = 0, world: int = 1, steps: int = 12, *, c
     """A log of some steps, by the recorder and the thread that runs write in."""
     recorder = Recorder()
     head = {"rank": rank, "world": world, "device": "cpu", "host": "here"}
-    log = Log(span_log(folder, rank), recorder, head)
+    log = SpanLog(span_log(folder, rank), recorder, head)
     for step in range(1, steps + 1):
         recorder.begin_step(step)
         for kind in ("data", "forward", "backward", "optimizer"):
@@ -193,7 +193,7 @@ def test_a_log_that_cannot_be_written_ends_the_timeline_and_not_the_run(tmp_path
     said: list[str] = []
     span_log(tmp_path, 0).mkdir(parents=True)
     recorder = Recorder()
-    log = Log(span_log(tmp_path, 0), recorder, {"rank": 0, "world": 1}, failed=said.append)
+    log = SpanLog(span_log(tmp_path, 0), recorder, {"rank": 0, "world": 1}, failed=said.append)
     with recorder.span("forward"):
         pass
     log.close("finished")

@@ -15,10 +15,10 @@ from typing import Any
 
 from meshwise.records.lines import append_lines
 from meshwise.timeline.pack import as_rows, pack
-from meshwise.timeline.record import WIDTH, Count, Recorder
+from meshwise.timeline.recorder import WIDTH, Count, Recorder
 
 VERSION = 2
-EVERY = 1.0  # seconds between writes, and looks at memory: what a killed worker loses at most
+EVERY = 1.0  # seconds between writes, and samples of memory: what a killed worker loses at most
 CLOCK_EVERY = 10.0
 FIRST_ROUNDS, ROUNDS = 32, 8
 
@@ -26,7 +26,7 @@ SampleClock = Callable[[int], Sequence[tuple[int, int, int]]]
 """`sample(rounds)`: round trips to rank 0's clock as (sent, theirs, received), ns."""
 
 
-class Log:
+class SpanLog:
     """Writes the log of one rank until it is closed."""
 
     def __init__(

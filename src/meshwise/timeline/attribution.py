@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from meshwise.timeline.arrivals import Arrivals
 from meshwise.timeline.spans import KIND, KINDS, LANE
-from meshwise.timeline.timeline import PER_SESSION, Session, Spans
+from meshwise.timeline.timeline import PER_SESSION, RunSession, Spans
 
 Whole = NDArray[np.int64]
 OUTSIDE = len(KINDS)
@@ -54,7 +54,7 @@ BESIDE = [OWNER["waiting beside"], OWNER["communication beside"]]
 
 
 @dataclass(frozen=True)
-class Account:
+class Attribution:
     """The moments of one rank: stretches from `start` of `length` ns, each of one kind (index in KINDS, or OUTSIDE).
 
     hidden: whether communication went on meanwhile, under computing.
@@ -83,14 +83,14 @@ class Account:
         return result
 
 
-def account_of(spans: Spans, arrivals: Arrivals, sessions: tuple[Session, ...] = ()) -> Account:
+def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession, ...] = ()) -> Attribution:
     """The account of one rank's spans, from the first beginning to the last end."""
     start, end, owner = _owned(spans, arrivals)
     gaps = _gaps(spans, sessions)
     start, end = np.concatenate([start, gaps[:, 0]]), np.concatenate([end, gaps[:, 1]])
     owner = np.concatenate([owner, np.full(len(gaps), OWNER["outside"])])
     edges, own, hidden = sweep(start, end, owner)
-    return Account(edges[:-1], np.diff(edges), KIND_OF_OWNER[own], hidden)
+    return Attribution(edges[:-1], np.diff(edges), KIND_OF_OWNER[own], hidden)
 
 
 def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray[np.bool_]]:
@@ -143,7 +143,7 @@ def handed_over(start: Whole, end: Whole, begun: Whole) -> Whole:
     return np.where((at >= 0) & (last >= start), last, end)
 
 
-def _gaps(spans: Spans, sessions: tuple[Session, ...]) -> Whole:
+def _gaps(spans: Spans, sessions: tuple[RunSession, ...]) -> Whole:
     """From the rank's last end in a session to its first beginning in the next: shape (gaps, 2)."""
     if len(sessions) < 2 or not len(spans):
         return np.empty((0, 2), np.int64)
@@ -153,14 +153,14 @@ def _gaps(spans: Spans, sessions: tuple[Session, ...]) -> Whole:
     return np.stack([ends[cut - 1], spans["start"][cut]], axis=1).astype(np.int64)
 
 
-def session_of(times: Whole, sessions: tuple[Session, ...]) -> Whole:
+def session_of(times: Whole, sessions: tuple[RunSession, ...]) -> Whole:
     """The number of the session in which each time lies."""
     began = np.array([session.began for session in sessions], dtype=np.int64)
     return np.maximum(np.searchsorted(began, times, side="right") - 1, 0)
 
 
 @dataclass(frozen=True)
-class Windows:
+class StepStarts:
     """The steps of one rank, each from its first span to the next step's first: shape (windows,).
 
     A step that was done again after a stop has a window in each session.
@@ -176,10 +176,10 @@ class Windows:
         return self.session * PER_SESSION + self.step
 
 
-def windows_of(spans: Spans, sessions: tuple[Session, ...]) -> Windows:
+def step_starts_of(spans: Spans, sessions: tuple[RunSession, ...]) -> StepStarts:
     """Where the steps of a rank's spans (sorted by start) begin. What lies before its first step is step 0."""
     session = session_of(spans["start"], sessions) if sessions else np.zeros(len(spans), np.int64)
     key = session * PER_SESSION + spans["step"]
     step = np.maximum.accumulate(key) if len(spans) else np.empty(0, np.int64)
     first = np.flatnonzero(np.diff(step, prepend=-1))
-    return Windows(spans["start"][first].astype(np.int64), step[first] % PER_SESSION, session[first])
+    return StepStarts(spans["start"][first].astype(np.int64), step[first] % PER_SESSION, session[first])

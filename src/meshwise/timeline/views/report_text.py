@@ -13,11 +13,11 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from meshwise.spec.units import count_text, seconds_text
-from meshwise.timeline.report import Part, Report
+from meshwise.terminal.kind_marks import fitting, legend
+from meshwise.terminal.table import GLUE, wrap
+from meshwise.timeline.run_report import GoodputPart, Report
 from meshwise.timeline.views.gantt_text import gantt_text, step_nearest
-from meshwise.timeline.views.kind_marks import fitting, legend
-from meshwise.timeline.views.lines import GLUE, wrap
-from meshwise.timeline.views.live import rate_text
+from meshwise.timeline.views.live_progress import rate_text
 from meshwise.timeline.views.rank_table import OF_STEP, outliers, percent, rank_table
 
 STATUS_STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "bold red"}
@@ -122,7 +122,7 @@ def _goodput(report: Report) -> list[Text]:
     return [Text("goodput  " + " · ".join(facts))] if facts else []
 
 
-def _percents(parts: Sequence[Part]) -> list[tuple[str, int]]:
+def _percents(parts: Sequence[GoodputPart]) -> list[tuple[str, int]]:
     """The first part, then the others from the largest on, in percent; those of 0 are left out."""
     shares = {part.name: round(100 * part.share) for part in parts}
     first, *others = [*shares] or [""]

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.timeline.account import OUTSIDE, account_of
 from meshwise.timeline.arrivals import ABSENT, arrival_table
-from meshwise.timeline.book import HIDDEN, book_of
+from meshwise.timeline.attribution import OUTSIDE, attribution_of
 from meshwise.timeline.spans import KIND, KINDS, LANE, LANES, SPAN
+from meshwise.timeline.step_table import HIDDEN, step_table_of
 from meshwise.timeline.timeline import Spans
 from tests.timeline.schedules import PHASES, Schedule, even, played
 
@@ -116,7 +116,7 @@ def test_accounts_equal_the_oracle_that_looks_at_each_moment(ranks: list[list[Ro
     arrivals = arrival_table(spans, NAMES)
     for rank in (0, 1):
         moments, hidden = oracle(ranks, rank)
-        account = account_of(spans[spans["rank"] == rank], arrivals)
+        account = attribution_of(spans[spans["rank"] == rank], arrivals)
         sums = account.sums(account.start[:1])[0] * 1e9 if len(account.start) else np.zeros(HIDDEN + 1)
         expected = {kind: moments.count(kind) for kind in KINDS}
         assert {kind: round(sums[code]) for kind, code in KIND.items()} == expected
@@ -146,7 +146,7 @@ def test_a_rank_that_left_the_last_collective_later_is_waited_for_no_longer_than
     arrivals = arrival_table(spans, NAMES)
     # Rank 1 left 8 later, through its link, and worked 7 instead of 5.
     assert arrivals.until_of(np.array([0, 1]), np.array([1, 1])).tolist() == [17, 25]
-    seconds = account_of(spans[spans["rank"] == 0], arrivals).sums(np.zeros(1, np.int64))[0] * 1e9
+    seconds = attribution_of(spans[spans["rank"] == 0], arrivals).sums(np.zeros(1, np.int64))[0] * 1e9
     assert seconds[KIND["waiting"]] == pytest.approx(2) and seconds[KIND["communication"]] == pytest.approx(10 + 23)
 
 
@@ -154,8 +154,8 @@ def test_a_rank_that_left_the_last_collective_later_is_waited_for_no_longer_than
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_known_schedules_come_back_to_the_nanosecond(ranks: int, buckets: tuple[float, ...]) -> None:
     schedule = Schedule(ranks=ranks, steps=7, buckets=buckets, transmit=4, gap=1)
-    book = book_of(played(schedule, even()))
-    seconds = book.seconds.sum(axis=0) / 7 * 1000  # ms a step
+    table = step_table_of(played(schedule, even()))
+    seconds = table.seconds.sum(axis=0) / 7 * 1000  # ms a step
     handed = 20 * buckets[-1]
     chain = 0.0
     for part in buckets:
@@ -167,4 +167,4 @@ def test_known_schedules_come_back_to_the_nanosecond(ranks: int, buckets: tuple[
         assert found["backward"] == pytest.approx(max(chain, 20) - (chain - handed))
         assert found["waiting"] == 0
         assert found["idle"] == pytest.approx(2 - 1 / 7)  # nothing is before the first span
-    assert book.step.tolist() == list(range(1, 8)) and set(PHASES) < set(KINDS)
+    assert table.step.tolist() == list(range(1, 8)) and set(PHASES) < set(KINDS)

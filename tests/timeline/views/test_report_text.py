@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.report import Finding, Part, Report, Series
+from meshwise.timeline.run_report import Finding, GoodputPart, Report, Series
 from meshwise.timeline.views.rank_table import OF_STEP, bar_text, outliers, whole_parts
-from meshwise.timeline.views.text import report_text
+from meshwise.timeline.views.report_text import report_text
 from tests.timeline.schedules import Schedule, delayed, even, played
 from tests.timeline.views.reports import plain, printed, report_on
 
@@ -27,8 +27,8 @@ def test_the_whole_text_of_a_run_on_two_devices() -> None:
     report = report_on(2, EVEN, wall_seconds=83.0)
     assert printed(report_text(report)) == (
         "gpt-125m finished · 40 steps of 45 ms · 12,346 samples/s · 1 min 23 s in all\n"
-        "Rank 1 is late: last in 100 % of the steps, by 8.0 ms, in forward. On time it\n"
-        "would save 8.0 ms a step (18 %).\n"
+        "Rank 1 is a straggler: last in 100 % of the steps, by 8.0 ms, in forward.\n"
+        "Without the delay a step would take 8.0 ms less (18 %).\n"
         "\n"
         "rank       step  its step            compute  comm  wait  last    cost    memory\n"
         "0 cuda:0  45 ms  dffffbbbbbbbb═░░░o     73 %   4 %  18 %    0×     0 s  61.2 GiB\n"
@@ -42,10 +42,10 @@ def test_the_whole_text_of_a_run_on_two_devices() -> None:
         "       ╵0 ms           ╵10             ╵20             ╵30             ╵40\n"
         "d data  f forward  b backward  ═ communication  ░ waiting  o optimizer\n"
         "\n"
-        "goodput  82 % useful · 18 % waiting (late ranks 9 %, data 4 %,\n"
+        "goodput  82 % useful · 18 % waiting (stragglers 9 %, data 4 %,\n"
         "communication 4 %)\n"
         "try      Look for another program on its device, a lower clock, longer samples,\n"
-        "or work that it alone does.\n"
+        "or extra work on this rank.\n"
         "clocks   times of different ranks agree to ±19 µs\n"
     )
 
@@ -88,7 +88,7 @@ def test_numbers_of_the_table_are_those_of_the_report() -> None:
     step = sum(rank.seconds[kind] for kind in OF_STEP)
     computing = sum(rank.seconds[kind] for kind in ("forward", "backward", "optimizer"))
     assert f"{computing / step:.0%}".replace("%", " %") in row
-    assert f"{rank.last_times}×" in row
+    assert f"{rank.last_arrivals}×" in row
     assert "45 ms" in row and "320 ms" in row and "61.3 GiB" in row
 
 
@@ -110,8 +110,12 @@ def test_evenly_many_ranks_have_no_outliers() -> None:
 
 def test_goodput_adds_up_to_a_hundred() -> None:
     shares = {"useful": 0.336, "evaluation": 0.0, "saving": 0.002, "waiting": 0.333, "starting": 0.329}
-    goodput = [Part(name, share * 10, share) for name, share in shares.items()]
-    waiting = [Part("data", 3.0, 0.3), Part("communication", 0.33, 0.033), Part("late ranks", 0.0, 0.0)]
+    goodput = [GoodputPart(name, share * 10, share) for name, share in shares.items()]
+    waiting = [
+        GoodputPart("data", 3.0, 0.3),
+        GoodputPart("communication", 0.33, 0.033),
+        GoodputPart("stragglers", 0.0, 0.0),
+    ]
     line = next(
         line
         for line in printed(report_text(report_on(2, goodput=goodput, waiting=waiting)), 120).splitlines()
@@ -209,7 +213,7 @@ def test_a_run_without_steps_says_so_and_nothing_else() -> None:
 
 
 def test_ranks_without_steps_have_rows_without_numbers() -> None:
-    ranks = [dataclasses.replace(rank, steps=0, seconds={}, meetings=0, memory={}) for rank in report_on(2).ranks]
+    ranks = [dataclasses.replace(rank, steps=0, seconds={}, sync_points=0, memory={}) for rank in report_on(2).ranks]
     text = printed(report_text(empty(ranks=ranks)))
     assert "0 cuda:0" in text and "1 cuda:1" in text
     assert "%" not in text and " 0 s" not in text

@@ -9,25 +9,25 @@ import numpy as np
 import pytest
 
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.book import OF_STEP, Book, book_of
-from meshwise.timeline.compare import Comparison, Difference, change, compare, comparison_dict, signed
-from meshwise.timeline.report import Report
+from meshwise.timeline.compare_runs import RunComparison, TimeDifference, change, compare, comparison_dict, signed
+from meshwise.timeline.run_report import Report
 from meshwise.timeline.spans import KIND, KINDS
-from meshwise.timeline.timeline import Session, Timeline
-from meshwise.timeline.views.compare_text import compare_text
+from meshwise.timeline.step_table import OF_STEP, StepTable, step_table_of
+from meshwise.timeline.timeline import RunSession, Timeline
+from meshwise.timeline.views.run_comparison_text import run_comparison_text
 from tests.timeline.schedules import Schedule, Works, even, jittered, played
 from tests.timeline.views.reports import printed
 
-Run = tuple[Book, Report]
+Run = tuple[StepTable, Report]
 CALM = Schedule(ranks=2, steps=60)
 
 
 def run_of(works: Works, name: str, schedule: Schedule = CALM) -> Run:
     timeline = played(schedule, works)
-    return book_of(timeline), report_of(timeline, f"runs/{name}")
+    return step_table_of(timeline), report_of(timeline, f"runs/{name}")
 
 
-def row(comparison: Comparison, kind: str) -> Difference:
+def row(comparison: RunComparison, kind: str) -> TimeDifference:
     return next(difference for difference in comparison.kinds if difference.kind == kind)
 
 
@@ -57,12 +57,14 @@ def test_what_was_slowed_is_clear_and_leads_the_verdict() -> None:
 def test_medians_are_those_of_the_book() -> None:
     first, second = run_of(jittered(even(), 1), "a"), run_of(jittered(even(forward=12), 2), "b")
     comparison = compare(first, second)
-    for at, (book, _) in enumerate((first, second)):
-        table = book.kind_seconds()[book.steady]
+    for at, (table, _) in enumerate((first, second)):
+        kinds = table.kind_seconds()[table.steady]
         for kind in comparison.kinds:
-            assert (kind.first, kind.second)[at] == float(np.median(table[:, KIND[kind.kind]]))
+            assert (kind.first, kind.second)[at] == float(np.median(kinds[:, KIND[kind.kind]]))
         assert comparison.step is not None
-        assert (comparison.step.first, comparison.step.second)[at] == float(np.median(book.step_seconds()[book.steady]))
+        assert (comparison.step.first, comparison.step.second)[at] == float(
+            np.median(table.step_seconds()[table.steady])
+        )
     assert [kind.kind for kind in comparison.kinds] == [
         kind for kind in KINDS if kind in {k.kind for k in comparison.kinds}
     ]
@@ -81,7 +83,7 @@ def test_a_kind_that_only_one_run_has() -> None:
     back = row(compare(with_data, without), "data")
     assert back.ratio == 0.0 and back.second == 0.0 and back.clear
     assert "transfer" not in {kind.kind for kind in compare(without, with_data).kinds}
-    assert "d data" in printed(compare_text(compare(without, with_data)))
+    assert "d data" in printed(run_comparison_text(compare(without, with_data)))
 
 
 def test_a_short_run_says_nothing_of_chance() -> None:
@@ -94,14 +96,14 @@ def test_a_short_run_says_nothing_of_chance() -> None:
 
 
 def test_runs_without_steps_are_compared_as_a_whole() -> None:
-    timeline = Timeline(sessions=(Session(0, 2 * 10**9, 0, "failed"),), facts={"job": "gone"})
-    empty = book_of(timeline), report_of(timeline, "runs/empty")
+    timeline = Timeline(sessions=(RunSession(0, 2 * 10**9, 0, "failed"),), facts={"job": "gone"})
+    empty = step_table_of(timeline), report_of(timeline, "runs/empty")
     run = run_of(even(), "full")
     comparison = compare(run, empty)
     assert comparison.step is None and comparison.kinds == []
     assert comparison.verdict == "Nothing to compare step by step: gone recorded no step."
     assert {figure.name: figure.second for figure in comparison.figures}["wall time"] == 2.0
-    assert "Nothing to compare" in printed(compare_text(comparison))
+    assert "Nothing to compare" in printed(run_comparison_text(comparison))
     assert compare(empty, empty).verdict.endswith("the first and the second recorded no step.")
 
 
@@ -130,11 +132,11 @@ def test_figures_of_the_runs_as_a_whole() -> None:
 
 def with_noise(run: Run, rng: np.random.Generator, memory: float) -> Run:
     """The run with steps that vary by chance, each like the one before it by `memory`."""
-    book, report = run
-    noise = rng.normal(0, 0.1, len(book.step))
+    table, report = run
+    noise = rng.normal(0, 0.1, len(table.step))
     for at in range(1, len(noise)):
         noise[at] = memory * noise[at - 1] + np.sqrt(1 - memory**2) * noise[at]
-    return dataclasses.replace(book, seconds=book.seconds * np.exp(noise)[:, None, None]), report
+    return dataclasses.replace(table, seconds=table.seconds * np.exp(noise)[:, None, None]), report
 
 
 @pytest.mark.parametrize(("memory", "most"), [(0.0, 6), (0.7, 9)])
@@ -181,7 +183,9 @@ def test_how_a_difference_is_said() -> None:
 
 def test_the_whole_text_of_two_runs() -> None:
     text = printed(
-        compare_text(compare(run_of(jittered(even(), 1), "base"), run_of(jittered(even(backward=24), 2), "slow")))
+        run_comparison_text(
+            compare(run_of(jittered(even(), 1), "base"), run_of(jittered(even(backward=24), 2), "slow"))
+        )
     )
     lines = text.splitlines()
     assert lines[:2] == ["A  base · 2 ranks, 60 steps", "B  slow · 2 ranks, 60 steps"]
@@ -200,11 +204,13 @@ def test_the_whole_text_of_two_runs() -> None:
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_it_fits_and_columns_are_left_out_whole(width: int, encoding: str) -> None:
     comparison = compare(run_of(jittered(even(), 1), "base"), run_of(jittered(even(backward=24), 2), "slow"))
-    text = printed(compare_text(comparison), width, encoding)
+    text = printed(run_comparison_text(comparison), width, encoding)
     assert max(map(len, text.splitlines())) <= width
     assert encoding == "utf-8" or text.isascii()
     backward = next(line for line in text.splitlines() if line.startswith("b backward"))
-    whole = next(line for line in printed(compare_text(comparison), 200, encoding).splitlines() if line[:2] == "b ")
+    whole = next(
+        line for line in printed(run_comparison_text(comparison), 200, encoding).splitlines() if line[:2] == "b "
+    )
     assert set(backward.split()) <= set(whole.split())
 
 

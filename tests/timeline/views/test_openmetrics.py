@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.report import Finding, Part, Report
+from meshwise.timeline.run_report import Finding, GoodputPart, Report
 from meshwise.timeline.timeline import Timeline
-from meshwise.timeline.views.open_metrics import open_metrics
+from meshwise.timeline.views.openmetrics import openmetrics
 from tests.timeline.schedules import Schedule, delayed, even, played
 
 Values = dict[str, float]
@@ -51,7 +51,7 @@ def report() -> Report:
     made = report_of(played(Schedule(steps=30), delayed(even(), 2, "forward", 8)))
     ranks = [
         dataclasses.replace(
-            r, memory={"allocated": 2.0**30 + r.rank, "resident": 4.5e9}, dropped=r.rank, watching_seconds=0.5
+            r, memory={"allocated": 2.0**30 + r.rank, "resident": 4.5e9}, dropped=r.rank, overhead_seconds=0.5
         )
         for r in made.ranks
     ]
@@ -85,12 +85,12 @@ def expected(report: Report) -> Values:
             "hidden_communication_seconds_total": r.hidden_seconds,
             "rank_steps_total": r.steps,
             "rank_step_seconds": r.step_seconds,
-            "late_seconds_total": r.late_seconds,
-            "last_arrivals_total": r.last_times,
-            "meetings_total": r.meetings,
+            "straggler_seconds_total": r.straggler_seconds,
+            "last_arrivals_total": r.last_arrivals,
+            "sync_points_total": r.sync_points,
             "rank_complete": r.complete,
             "dropped_spans_total": r.dropped,
-            "watching_seconds_total": r.watching_seconds,
+            "overhead_seconds_total": r.overhead_seconds,
         }
         found |= {named(f"meshwise_{name}", rank=r.rank): value for name, value in plain.items()}
     for c in report.collectives:
@@ -107,19 +107,19 @@ def expected(report: Report) -> Values:
 
 
 def test_every_value_is_the_reports_and_none_is_missing(report: Report) -> None:
-    assert read(open_metrics(report)) == expected(report)
+    assert read(openmetrics(report)) == expected(report)
     assert len(report.ranks) == 3 and report.collectives and report.findings  # so that the above says something
 
 
 def test_the_late_rank_shows(report: Report) -> None:
-    found = read(open_metrics(report))
-    assert found[named("meshwise_late_seconds_total", rank=2)] == pytest.approx(30 * 8e-3, rel=0.1)
-    assert found[named("meshwise_late_seconds_total", rank=0)] == 0
+    found = read(openmetrics(report))
+    assert found[named("meshwise_straggler_seconds_total", rank=2)] == pytest.approx(30 * 8e-3, rel=0.1)
+    assert found[named("meshwise_straggler_seconds_total", rank=0)] == 0
     assert found[named("meshwise_phase_seconds_total", rank=0, phase="forward")] == pytest.approx(30 * 10e-3)
 
 
 def test_node_exporter_reads_the_same(report: Report) -> None:
-    text = open_metrics(report)
+    text = openmetrics(report)
     assert read_as_node_exporter_does(text) == expected(report)
     types = {line.split()[3] for line in text.splitlines() if line.startswith("# TYPE")}
     assert types <= {"counter", "gauge", "summary", "histogram", "untyped"}, "others stop its parser"
@@ -127,32 +127,32 @@ def test_node_exporter_reads_the_same(report: Report) -> None:
 
 
 def test_it_ends_as_it_must(report: Report) -> None:
-    assert open_metrics(report).endswith("\n# EOF\n")
-    assert open_metrics(report).count("# EOF") == 1
+    assert openmetrics(report).endswith("\n# EOF\n")
+    assert openmetrics(report).count("# EOF") == 1
 
 
 def test_units_are_said(report: Report) -> None:
-    lines = open_metrics(report).splitlines()
+    lines = openmetrics(report).splitlines()
     assert "# TYPE meshwise_phase_seconds counter" in lines and "# UNIT meshwise_phase_seconds seconds" in lines
     assert "# UNIT meshwise_memory_peak_bytes bytes" in lines and "# UNIT meshwise_goodput_ratio ratio" in lines
 
 
 def test_a_run_without_steps_says_what_it_can() -> None:
-    found = read(open_metrics(report_of(Timeline())))
+    found = read(openmetrics(report_of(Timeline())))
     assert found[named("meshwise_steps_total")] == 0
     assert not [key for key in found if "step_seconds" in key or "samples_per_second" in key]
 
 
 def test_what_is_unknown_is_left_out(report: Report) -> None:
-    goodput = [Part("useful", math.nan, math.inf), Part("lost", -1e-17, 0.0)]
-    found = read(open_metrics(dataclasses.replace(report, goodput=goodput, samples_per_second=None)))
+    goodput = [GoodputPart("useful", math.nan, math.inf), GoodputPart("lost", -1e-17, 0.0)]
+    found = read(openmetrics(dataclasses.replace(report, goodput=goodput, samples_per_second=None)))
     assert not [key for key in found if "useful" in key or "samples_per_second" in key]
     assert found[named("meshwise_goodput_seconds_total", part="lost")] == 0  # a counter is never below
 
 
 def test_two_findings_of_one_kind_are_both_there(report: Report) -> None:
     twice = [Finding("memory", "It grows.", "Keep less.", 0.0, 0.0, 1)] * 2
-    assert len([k for k in read(open_metrics(dataclasses.replace(report, findings=twice))) if "finding" in k]) == 4
+    assert len([k for k in read(openmetrics(dataclasses.replace(report, findings=twice))) if "finding" in k]) == 4
 
 
 WEIRD = st.text(max_size=10) | st.sampled_from(['"', "\\", "\n", '\\"', "\\n", 'a="b",', "} 1", "# EOF", "{", "µs 🦕"])
@@ -163,7 +163,7 @@ WEIRD = st.text(max_size=10) | st.sampled_from(['"', "\\", "\n", '\\"', "\\n", '
 def test_any_text_is_a_label(report: Report, title: str, verdict: str, phase: str) -> None:
     ranks = [dataclasses.replace(report.ranks[0], seconds={phase: 1.5})]
     odd = dataclasses.replace(report, title=title, verdict=verdict, ranks=ranks)
-    assert read(open_metrics(odd)) == expected(odd)
+    assert read(openmetrics(odd)) == expected(odd)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_any_text_is_a_label(report: Report, title: str, verdict: str, phase: st
     ids=["no end", "a counter without _total", "a wrong unit", "a quantile above 1", "a counter below 0"],
 )
 def test_the_parser_catches(report: Report, spoil: Callable[[str], str]) -> None:
-    text = open_metrics(report)
+    text = openmetrics(report)
     assert spoil(text) != text
     with pytest.raises((ValueError, AssertionError)):
         read(spoil(text))

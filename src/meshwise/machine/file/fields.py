@@ -1,0 +1,207 @@
+"""The keys of a machine file, a row each: how its value is read and checked, and how it is written.
+
+A key of a table is the field of the dataclass that the table describes, so that a new field is a new row. An error
+names the file, the table and the key, and says what to write instead. Nothing but UsageError leaves here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from meshwise.machine.words import MOST_DEVICES
+from meshwise.spec.errors import UsageError, nearest
+from meshwise.spec.quantity import read_quantity, value_text, write_quantity
+
+UNKNOWN = "unknown"
+"""Stands for a figure that is not known, where the catalog has one."""
+LARGEST = 2**53
+"""Whole numbers above it are no counts, sizes or lanes of any machine, and floats would round them."""
+SHORTEST, LONGEST = 1e-12, 1e9  # seconds of one transfer; what is outside is a slip of the unit
+Table = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One key. read: from the file's value and where it stands (for errors) to ours; write: back."""
+
+    read: Callable[[Any, str], Any]
+    write: Callable[[Any], Any] = lambda value: value
+
+
+Fields = Mapping[str, Field]
+"""The keys that a table may have."""
+
+
+def read_table(
+    table: Table, known: Fields, where: str, also: Iterable[str] = (), required: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The values of a table by key. also: keys that the caller reads; required: keys that must be there, with an
+    example of each. Raises UsageError for a key that is not known, with the nearest that is."""
+    names = [*also, *known]
+    for key in table:
+        if key not in names:
+            near = nearest(key[:60], names)
+            raise UsageError(f"{where}: unknown key '{key[:60]}'.{near} Known are {', '.join(names)}.")
+    for key, example in (required or {}).items():
+        if table.get(key) in (None, "", []):
+            raise UsageError(f"{where}: {key} is missing. Write {key} = {example}.")
+    return {key: field.read(table[key], f"{where}: {key}") for key, field in known.items() if key in table}
+
+
+def write_table(thing: Any, known: Fields) -> dict[str, Any]:
+    """The fields of a dataclass as values of a file; those that have their default are left out."""
+    default = {field.name: field.default for field in fields(thing)}
+    values = {name: getattr(thing, name) for name in known}
+    return {name: known[name].write(v) for name, v in values.items() if v not in (default[name], (), {})}
+
+
+# ---- Kinds of values -------------------------------------------------------------------------------------------------
+
+
+def wrong(value: object, where: str, must: str) -> UsageError:
+    """The error for a value that is not what it must be."""
+    return UsageError(f"{where} = {value_text(value)}: must be {must}.")
+
+
+def number(least: float, most: float) -> Field:
+    """A number within a range."""
+
+    def read(value: Any, where: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong(value, where, "a number without quotes")
+        if not least <= value <= most:
+            raise wrong(value, where, f"from {least:g} to {most:g}")
+        return float(value)
+
+    return Field(read)
+
+
+def whole(least: int, most: int = LARGEST) -> Field:
+    """A whole number within a range."""
+
+    def read(value: Any, where: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong(value, where, f"a whole number without quotes, such as {least}")
+        if not least <= value <= most:
+            raise wrong(value, where, f"from {least} to {most:,}")
+        return value
+
+    return Field(read)
+
+
+def quantity(kind: str) -> Field:
+    """A number with its unit, in base units."""
+    return Field(lambda value, where: read_quantity(value, kind, where), lambda value: write_quantity(value, kind))
+
+
+def or_unknown(field: Field) -> Field:
+    """A value, or "unknown" for None."""
+    return Field(
+        lambda value, where: None if value == UNKNOWN else field.read(value, where),
+        lambda value: UNKNOWN if value is None else field.write(value),
+    )
+
+
+def one_of(*known: str) -> Field:
+    """One of some words, or an empty text."""
+
+    def read(value: Any, where: str) -> str:
+        if _text(value, where) not in ("", *known):
+            near = nearest(value, known)
+            raise UsageError(f"{where} = '{value[:60]}': not known.{near} Known are {', '.join(known)}.")
+        return str(value)
+
+    return Field(read)
+
+
+def list_of(field: Field, what: str) -> Field:
+    """A list of values of one kind."""
+
+    def read(value: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise wrong(value, where, f"a list of {what}")
+        return tuple(field.read(item, f"{where}[{at}]") for at, item in enumerate(value, 1))
+
+    return Field(read, lambda values: [field.write(value) for value in values])
+
+
+def table_of(field: Field) -> Field:
+    """A table of values of one kind, such as shares by dtype."""
+
+    def read(value: Any, where: str) -> dict[str, Any]:
+        return {name: field.read(item, f"{where}.{name[:60]}") for name, item in _table(value, where).items()}
+
+    return Field(read, lambda table: {name: field.write(value) for name, value in table.items()})
+
+
+def record(make: Callable[[dict[str, Any], str], Any], known: Fields, required: Mapping[str, str]) -> Field:
+    """A table of its own keys. make: from its values, and where it stands, to what it describes."""
+    return Field(
+        lambda value, where: make(read_table(_table(value, where), known, where, required=required), where),
+        lambda thing: write_table(thing, known),
+    )
+
+
+def one_or_each(field: Field) -> Field:
+    """One value for all devices of a table, or a list with one for each."""
+
+    def read(value: Any, where: str) -> Any:
+        return [field.read(item, where) for item in value] if isinstance(value, list) else field.read(value, where)
+
+    return Field(read, field.write)
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise wrong(value, where, "a text, in quotes")
+    return value
+
+
+def _flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise wrong(value, where, "true or false, without quotes")
+    return value
+
+
+def _table(value: Any, where: str) -> Table:
+    if not isinstance(value, dict):
+        raise wrong(value, where, "a table: keys and values below its name in brackets")
+    return value
+
+
+def _tables(value: Any, where: str) -> list[Table]:
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise wrong(value, where, "a list of tables. Write its name in double brackets above the keys of each")
+    return value
+
+
+def _bytes(value: Any, where: str) -> int:
+    size = read_quantity(value, "bytes", where)
+    if size != int(size) or size > LARGEST:
+        raise wrong(value, where, 'a whole number of bytes. Write it as "80 GB"')
+    return int(size)
+
+
+def _limit(value: Any, where: str) -> float:
+    """A count, or bytes with their unit; `inf` is no limit."""
+    if isinstance(value, str):
+        return read_quantity(value, "bytes", where)
+    if isinstance(value, float) and math.isinf(value):
+        return value
+    return float(number(-LARGEST, LARGEST).read(value, where))
+
+
+def _seconds(value: Any, where: str) -> float:
+    plain = read_quantity(value, "seconds", where) if isinstance(value, str) else value
+    return float(number(SHORTEST, LONGEST).read(plain, where))
+
+
+TEXT, FLAG, TABLE, TABLES, SECONDS = map(Field, (_text, _flag, _table, _tables, _seconds))
+COUNT, LANES = or_unknown(whole(0)), or_unknown(whole(1, 1024))
+BYTES = or_unknown(Field(_bytes, lambda value: write_quantity(value, "bytes")))
+RATE, TIME = or_unknown(quantity("bytes/s")), or_unknown(quantity("seconds"))
+LIMIT = Field(_limit, lambda value: int(value) if float(value).is_integer() else value)
+MANY = or_unknown(whole(1, MOST_DEVICES))
