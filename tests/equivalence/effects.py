@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwise.compat.dispatch import name_of, operators_through, tensors_in
 from meshwise.equivalence.one_device import opened
-from meshwise.equivalence.seen import Ask, cuts_of, order_of
+from meshwise.equivalence.trace import CheckSpec, batch_ranges, order_of
 from meshwise.spec.plan import Plan
 from meshwise.training.loop import begun, make_engine, train_step
 from meshwise.training.order import epoch_slices
@@ -88,7 +88,7 @@ def effect_of(job: Job, plan: Plan) -> Effect:
 
     job = replace(job, loss=loss)
     samples, read = opened(job, job.data(), "training set")
-    cut = cuts_of(samples, job.batch_size, Ask(plan, 2))[0]
+    cut = batch_ranges(samples, job.batch_size, CheckSpec(plan, 2))[0]
     order = order_of(job.seed, cut, samples)[: cut.stop]
     shares = next(iter(epoch_slices(order, cut.stop - cut.start, world, plan.accumulate, cut.start)))
     parts = list(zip(read((s.indices for s in shares), cut.epoch), shares, strict=True))

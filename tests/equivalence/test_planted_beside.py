@@ -236,7 +236,7 @@ def three_times_one(named: Any) -> None:
 
 
 def reduced_in_half(named: Any) -> None:
-    """Not by a cast of torch: those are lifted in a backward."""
+    """Not by a cast of torch: those become float64 in a backward."""
     for p in named.values():
         values = p.grad.numpy()
         values[...] = values.astype(np.float16)
