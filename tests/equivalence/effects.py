@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.dispatch import name_of, operators_through, tensors_in
+from meshwise.compat.dispatch import intercept_operators, operator_name, tensors_in
 from meshwise.equivalence.one_device import opened
 from meshwise.equivalence.trace import CheckSpec, batch_ranges, order_of
 from meshwise.spec.plan import Plan
@@ -94,7 +94,7 @@ def effect_of(job: Job, plan: Plan) -> Effect:
     parts = list(zip(read((s.indices for s in shares), cut.epoch), shares, strict=True))
     state.model.train()
     train_step(engine, job, state, parts)
-    with operators_through(counter):
+    with intercept_operators(counter):
         train_step(engine, job, state, parts)
     effect.parameters = sum(_held(p) for p in state.model.parameters())
     effect.largest = max(p.numel() for p in state.model.parameters())
@@ -107,7 +107,7 @@ def effect_of(job: Job, plan: Plan) -> Effect:
 
 def _counter(effect: Effect, inside: list[bool]) -> Any:
     def counted(operator: Any, args: Any, kwargs: Any) -> Any:
-        name = name_of(operator)
+        name = operator_name(operator)
         (effect.forward if inside[0] else effect.backward)[name] += 1
         if "c10d" in str(operator):
             effect.moved[name] += sum(t.nbytes for t in tensors_in(args[1] if name in (GATHER, SCATTER) else args[0]))

@@ -18,7 +18,7 @@ from meshwise.api.run import _run_script_in_worker
 from meshwise.spec.plan import plan_to_toml
 from meshwise.training.plan_choice import PLAN_FILE
 from meshwise.training.session import default_engine, end_sessions
-from meshwise.transfer.layout import whole
+from meshwise.transfer.sharded import whole
 
 PLANS = {
     "shard": mw.Plan(shard=2),

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from meshwise.api.check_script import DEFAULT_DEVICES, check_script
-from meshwise.compat.compiling import inside, uncompile
+from meshwise.compat.compiling import uncompile, unwrapped
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.proof import Proof, prove
 from meshwise.equivalence.trace import CheckSpec, Trace
@@ -20,8 +20,8 @@ from meshwise.machine.find import find_devices
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.plan import AXES, Plan, check_devices, plan_from_settings, plan_on
+from meshwise.spec.plan_file import read_plan
 from meshwise.training.job import Job
-from meshwise.training.plan_choice import read_plan
 from meshwise.workers.failure import user_traceback
 from meshwise.workers.join import join, started_by_launcher
 from meshwise.workers.launch import launch
@@ -113,7 +113,7 @@ def _found(given: Job | None, word: str, data: str | None, changes: dict[str, in
 def _uncompiled(make: Callable[[], nn.Module]) -> nn.Module:
     model = make()
     uncompile(model)
-    return inside(model)
+    return unwrapped(model)
 
 
 def as_written(plan: Plan, tell: Callable[[str], None]) -> Plan:

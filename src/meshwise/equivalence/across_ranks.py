@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwise.equivalence.sketches import sketch
 from meshwise.equivalence.tolerance import finite, precision_of
 from meshwise.equivalence.trace import Divergence, Named, Trace
-from meshwise.transfer.collectives import gather_objects, own_rank
+from meshwise.transfer.collectives import gather_objects, get_rank
 
 LACKS = float("inf")  # how much a rank differs from the others that lacks what they have
 TINY = torch.finfo(torch.float64).tiny
@@ -37,13 +37,13 @@ def to_rank_0(value: Any) -> list[Any]:
     written = io.BytesIO()
     _Arrays(written, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     parts = gather_objects(written.getvalue())
-    return [pickle.loads(part) for part in parts] if own_rank() == 0 else []
+    return [pickle.loads(part) for part in parts] if get_rank() == 0 else []
 
 
 def of_any_rank(named: dict[str, Any]) -> dict[str, Any]:
     """What any rank has, by name, from the first that has it: a divided optimizer keeps its state on one rank."""
     names = gather_objects(list(named))
-    earlier = {name for others in names[: own_rank()] for name in others}
+    earlier = {name for others in names[: get_rank()] for name in others}
     parts = to_rank_0({name: value for name, value in named.items() if name not in earlier})
     return {name: value for part in reversed(parts) for name, value in part.items()}
 

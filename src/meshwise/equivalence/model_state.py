@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from meshwise.compat.sharding import groups_of, sharded_modules
 from meshwise.equivalence.trace import Named, copied
-from meshwise.transfer.layout import whole
+from meshwise.transfer.sharded import full_tensor
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -38,17 +38,17 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def parameters_of(model: nn.Module) -> Named:
     """Copies of the parameters, each once."""
-    return {name: copied(whole(p)) for name, p in named_parameters(model)}
+    return {name: copied(full_tensor(p)) for name, p in named_parameters(model)}
 
 
 def buffers_of(model: nn.Module) -> Named:
     """Copies of the buffers."""
-    return {clean(name): copied(whole(b)) for name, b in model.named_buffers()}
+    return {clean(name): copied(full_tensor(b)) for name, b in model.named_buffers()}
 
 
 def gradients_of(model: nn.Module) -> Named:
     """Copies of the gradients that there are."""
-    return {name: copied(whole(p.grad)) for name, p in named_parameters(model) if p.grad is not None}
+    return {name: copied(full_tensor(p.grad)) for name, p in named_parameters(model) if p.grad is not None}
 
 
 def local_norms(model: nn.Module) -> dict[str, float]:
@@ -71,7 +71,7 @@ def optimizer_state_of(optimizer: Optimizer, model: nn.Module) -> dict[str, Name
     found: dict[str, Named] = {}
     for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state.get(p, {})
-        tensors = {key: copied(whole(value)) for key, value in state.items() if isinstance(value, Tensor)}
+        tensors = {key: copied(full_tensor(value)) for key, value in state.items() if isinstance(value, Tensor)}
         if tensors:
             found[names.get(id(p), f"unknown_param_{number}")] = tensors
     return found

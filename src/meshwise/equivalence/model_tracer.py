@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwise.compat.dispatch import operators_unseen, tensors_in
+from meshwise.compat.dispatch import tensors_in, without_interception
 from meshwise.equivalence.model_state import clean, local_norms
 from meshwise.equivalence.sketches import sketches
 from meshwise.equivalence.trace import Output
 from meshwise.equivalence.upcast import upcast
 from meshwise.training.keyed import Draw, KeyedDraws, Rows, by_reference, by_rows, on_one_device
-from meshwise.transfer.layout import whole
+from meshwise.transfer.sharded import full_tensor
 
 
 class ModelTracer:
@@ -146,8 +146,8 @@ class ModelTracer:
         micro = len(self._draws) - 1
         rows = self._rows[micro]
         number = self._calls[name] = self._calls.get(name, -1) + 1
-        with operators_unseen():  # selective recomputation counts the operators of a block
-            value = whole(tensor.detach())
+        with without_interception():  # selective recomputation counts the operators of a block
+            value = full_tensor(tensor.detach())
             found = sketches(value, rows.count)
         counts = int(rows.samples > 0)  # a padding sample is no entry
         shapes, each = (tuple(value.shape),) * counts, {layout: (s,) * counts for layout, s in found.items()}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from meshwise.compat.dispatch import name_of, operators_through
+from meshwise.compat.dispatch import intercept_operators, operator_name
 
 LOWER = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -30,7 +30,7 @@ def upcast(active: bool = True) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with operators_through(_in_float64):
+        with intercept_operators(_in_float64):
             yield
     finally:
         torch.set_default_dtype(before)
@@ -40,6 +40,6 @@ def _in_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if kwargs.get("dtype") in LOWER:
         kwargs = {**kwargs, "dtype": torch.float64}
     result = operator(*args, **kwargs)
-    if name_of(operator) == "lift_fresh" and result.dtype in LOWER:  # torch.tensor(..., dtype=torch.float32)
+    if operator_name(operator) == "lift_fresh" and result.dtype in LOWER:  # torch.tensor(..., dtype=torch.float32)
         return result.to(torch.float64)
     return result

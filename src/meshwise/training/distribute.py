@@ -32,7 +32,7 @@ from meshwise.training.session import default_engine
 from meshwise.training.split_loader import LoaderSpec, split_loader
 from meshwise.transfer import collectives
 from meshwise.transfer.prefetch import prefetch
-from meshwise.workers.join import open_session
+from meshwise.workers.join import rank_context
 
 
 def distribute(*objects: Any, plan: Plan | str | Path | None = None, streams: str = "whole") -> Any:
@@ -150,9 +150,9 @@ def sum(value: Number) -> Number:
 
 def rank() -> int:
     """This process's rank, from 0."""
-    return open_session().world.rank
+    return rank_context().world.rank
 
 
 def world_size() -> int:
     """How many ranks the run has."""
-    return open_session().world.size
+    return rank_context().world.size

@@ -39,7 +39,7 @@ from meshwise.training.watcher import Watcher
 from meshwise.training.weighing import Losses, StepWeights, split_weight, total_of, unpadded
 from meshwise.transfer import collectives
 from meshwise.workers.gate import StepGate
-from meshwise.workers.worker import midway
+from meshwise.workers.worker import in_progress
 
 Part = tuple[Any, BatchSlice]
 """A microbatch on this rank, and which slice of the global batch it is."""
@@ -158,7 +158,7 @@ class Engine:
         """
         outer = torch.get_rng_state()
         watcher, phases = self.watcher, self._phases
-        midway.add(name)
+        in_progress.add(name)
         self.used_padding = self.stopped = False
         if watcher is not None:
             watcher.loop_begins()
@@ -182,7 +182,7 @@ class Engine:
             if watcher is not None:
                 watcher.loop_ends()
             self.part = None
-            midway.discard(name)
+            in_progress.discard(name)
             torch.set_rng_state(outer)
 
     def begin(self, part: BatchSlice) -> None:

@@ -34,12 +34,12 @@ from meshwise.training.job import Job
 from meshwise.training.journal import Journal, Tell
 from meshwise.training.order import BatchSlice, epoch_order, epoch_slices, sequential_slices
 from meshwise.training.recording import Recording
-from meshwise.training.settings import Settings, overridden
+from meshwise.training.run_options import LOG_EVERY, RunOptions
 from meshwise.training.source import LoaderSettings, Reader, count_samples, reader
 from meshwise.training.weighing import Losses
 from meshwise.transfer.collectives import barrier
 from meshwise.transfer.prefetch import prefetch
-from meshwise.workers.join import Session, join
+from meshwise.workers.join import RankContext, join
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ class _Run:
     """One rank's run of a job."""
 
     job: Job
-    session: Session
-    settings: Settings
+    session: RankContext
+    options: RunOptions
+    plan: Plan
     folder: Path | None
     engine: Engine
     state: RunState
@@ -68,23 +69,23 @@ class _Run:
     saved_step: int = -1
 
 
-def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None = None) -> dict[str, Any]:
+def run_job(job: Job, options: RunOptions, folder: Path | None, tell: Tell | None = None) -> dict[str, Any]:
     """Run `job` on this rank. Collective: every rank calls it. Returns the rank's facts of the finished run.
 
     folder: the run folder, which exists; None keeps no records. tell: gets the messages of the run; the launcher by
     default. Raises UsageError for what cannot be run, LossError when the loss is not a number any more.
     """
     session = join()
-    job = overridden(job, settings)
-    check_fits(settings.plan, session.world)
+    plan = options.plan_on(session.world.size)
+    check_fits(plan, session.world)
     if tell is None and session.channel is not None:
         tell = session.channel.send
-    journal = Journal(folder, tell, session.world, scaled=settings.plan.dtypes.scaled)
+    journal = Journal(folder, tell, session.world, scaled=plan.dtypes.scaled)
     recording = Recording(session.world, folder, lambda text: journal.tell("say", text=text))
     status, run = "failed", None
-    engine = make_engine(session, journal, exact_random=settings.exact_random)
+    engine = make_engine(session, journal, exact_random=bool(options.exact_random))
     try:
-        run = _prepare(job, settings, folder, session, journal, engine)
+        run = _prepare(job, options, folder, session, journal, engine)
         _train(run)
         _finish(run)
         status = "stopped" if run.stopped else "finished"
@@ -108,7 +109,7 @@ def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None
     }
 
 
-def make_engine(session: Session, journal: Journal | None = None, *, exact_random: bool = False) -> Engine:
+def make_engine(session: RankContext, journal: Journal | None = None, *, exact_random: bool = False) -> Engine:
     """An engine for a job; notes on its plan go to the journal."""
 
     def notify(text: str) -> None:
@@ -119,15 +120,16 @@ def make_engine(session: Session, journal: Journal | None = None, *, exact_rando
 
 
 def _prepare(
-    job: Job, settings: Settings, folder: Path | None, session: Session, journal: Journal, engine: Engine
+    job: Job, options: RunOptions, folder: Path | None, session: RankContext, journal: Journal, engine: Engine
 ) -> _Run:
     train, test = _data(job, job.data(), "training set"), _data(job, job.test(), "test set") if job.test else None
-    state = begun(job, settings.plan, engine)
-    if settings.resume and folder is not None:
+    plan = options.plan_on(session.world.size)
+    state = begun(job, plan, engine)
+    if options.resume is not None and folder is not None:
         unpack(state, load_checkpoint(folder / names.CHECKPOINTS))
         journal.rewind(state.step)
-    run = _Run(job, session, settings, folder, engine, state, journal, train, test)
-    run.saved_step = state.step if settings.resume else -1
+    run = _Run(job, session, options, plan, folder, engine, state, journal, train, test)
+    run.saved_step = state.step if options.resume is not None else -1
     journal.tell("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
     return run
 
@@ -178,13 +180,13 @@ def _train_epoch(run: _Run) -> bool:
     in_epoch = -(-state.index // job.batch_size)
     steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size)
     pace = _Pace(run.train.samples * job.epochs, current().samples)
-    wanted = False
+    wanted, log_every = False, run.options.log_every or LOG_EVERY
     for parts in run.engine.batches("an epoch", _train_batches(run), job.batch_size, step=lambda: state.step + 1):
         losses = train_step(run.engine, job, state, parts)
         in_epoch += 1
         state.index = min(state.index + job.batch_size, run.train.samples)
         journal.note(state.epoch, state.step, losses)
-        if in_epoch % run.settings.log_every == 0 or in_epoch == steps:
+        if in_epoch % log_every == 0 or in_epoch == steps:
             wanted = journal.read(run.session.gate.wanted)
             journal.memory()
             _tell(run, "log", pace, in_epoch, steps)
@@ -192,7 +194,7 @@ def _train_epoch(run: _Run) -> bool:
                 break
         elif journal.due():
             _tell(run, "progress", pace, in_epoch, steps)
-        if run.settings.save_every and state.step % run.settings.save_every == 0:
+        if run.options.save_every and state.step % run.options.save_every == 0:
             _save(run)
     journal.read()
     return wanted or run.engine.stopped
@@ -228,7 +230,7 @@ def _update(job: Job, state: RunState) -> None:
 
 def _train_batches(run: _Run) -> Iterator[list[Part]]:
     """The microbatches of each step, on the device, with the next ones on their way."""
-    state, world, accumulate = run.state, run.engine.world, run.settings.plan.accumulate
+    state, world, accumulate = run.state, run.engine.world, run.plan.accumulate
     order = epoch_order(state.seed, state.epoch, run.train.samples)
     slices = list(epoch_slices(order, run.job.batch_size, world, accumulate, state.index))
     pairs = _read(run.train, [part for step in slices for part in step], state.epoch, world.device)
@@ -290,7 +292,7 @@ def _finish(run: _Run) -> None:
         barrier()  # without a launcher nobody waits for rank 0's files
 
 
-def _explain(error: BaseException, session: Session, run: _Run | None, recorder: Recorder) -> None:
+def _explain(error: BaseException, session: RankContext, run: _Run | None, recorder: Recorder) -> None:
     """Add to an error what its traceback does not say: rank, step, phase, and for memory how much of it."""
     if isinstance(error, MeshwiseError):
         return

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwise.spec.errors import PlanError, UsageError
-from meshwise.spec.plan import Plan, check_devices, plan_from_toml, plan_values
+from meshwise.spec.plan import Plan, check_devices
+from meshwise.spec.plan_file import read_plan
 from meshwise.spec.world import World
 from meshwise.training.engine import Engine
 
@@ -43,24 +44,6 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
         plan = engine.watcher.choose_plan(plan, world)
     program.plan = plan
     return plan
-
-
-def plan_text(file: str | Path) -> str:
-    """The text of a plan file. Raises PlanError, with the file's name, when it cannot be read or has other fields."""
-    try:
-        text = Path(file).read_text(encoding="utf-8-sig")  # some editors put a mark before the text
-        plan_values(text)
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise PlanError(f"{file}: no plan can be read ({why}). Name a plan file, such as a run's plan.toml.") from None
-    except PlanError as error:
-        raise PlanError(f"{file}: {error}") from None
-    return text
-
-
-def read_plan(file: str | Path, devices: int) -> Plan:
-    """The plan of a plan file on this many devices. Raises PlanError when it cannot be read."""
-    return plan_from_toml(plan_text(file), devices)
 
 
 def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Plan:

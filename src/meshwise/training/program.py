@@ -30,7 +30,7 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.block_spans import record_blocks
 from meshwise.transfer import collectives
-from meshwise.transfer.layout import lay_as
+from meshwise.transfer.sharded import shard_like
 from meshwise.transfer.tree import map_tensors
 
 
@@ -176,7 +176,7 @@ class Program:
         if not old and not any(id(p) in names for p in held):
             return  # its model may come later
         if old:
-            rebind(optimizer, names | old, now, lay_as)
+            rebind(optimizer, names | old, now, shard_like)
         if self.applied is not None:
             bind(self.applied, optimizer, self.world)
             self._bound.add(optimizer)

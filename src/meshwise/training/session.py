@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from meshwise.training.engine import Engine
 from meshwise.training.recording import record_script
-from meshwise.workers.join import join, open_session
+from meshwise.workers.join import join, rank_context
 
 _engines: list[Engine] = []
 """The process's own engine, and those of the sessions that are open inside it. The last one is the default."""
@@ -62,7 +62,7 @@ def _new() -> Engine:
 
 
 def _print(text: str) -> None:
-    channel = open_session().channel
+    channel = rank_context().channel
     if channel is not None:
         channel.send("say", text=text)
     else:
