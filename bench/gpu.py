@@ -152,7 +152,7 @@ def watched(job: str) -> dict[str, Any]:
         "verdict": report.verdict,
         "kinds": dict(report.kinds),
         "hidden communication s": [rank.hidden_seconds for rank in report.ranks],
-        "log thread s": [rank.watching_seconds for rank in report.ranks],
+        "log thread s": [rank.overhead_seconds for rank in report.ranks],
         "spans that end before they begin": int((spans["end"] < spans["start"]).sum()),
         "spans out of order": backwards,
         "clock error s": report.error_seconds,

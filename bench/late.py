@@ -21,9 +21,9 @@ from keep import keep
 import meshwise as mw
 from meshwise.records.folder import begin_session
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.book import book_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.spans import KIND
+from meshwise.timeline.step_table import step_table_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.timeline.sleeping import EVEN, measured, sleeping_run
@@ -44,17 +44,17 @@ def late(phase: str) -> dict[str, Any]:
         return mw.launch(function, *arguments, devices=f"{RANKS}xcpu")
 
     timeline, report, slept = measured(run, folder, STEPS, {1: {phase: MORE}}, RANKS)
-    book = book_of(timeline)
-    met = book.meetings
-    steps = met.beside & (met.step > (1 if phase == "optimizer" else 0))
+    table = step_table_of(timeline)
+    met = table.sync_points
+    steps = met.overlapped & (met.step > (1 if phase == "optimizer" else 0))
     named = met.rank[steps] == 1
     right = named & (met.phase[steps] == KIND[phase])
     off = [
-        abs(book.seconds[book.trained, rank, KIND[kind]] - numpy.array(slept[rank][kind]))
+        abs(table.seconds[table.trained, rank, KIND[kind]] - numpy.array(slept[rank][kind]))
         for rank in range(RANKS)
         for kind in EVEN
     ]
-    finding = next((f for f in report.findings if f.kind == "late-rank"), None)
+    finding = next((f for f in report.findings if f.kind == "straggler"), None)
     return {
         "steps": int(steps.sum()),
         "named": float(named.mean()),
@@ -77,8 +77,8 @@ def clean(runs: int) -> dict[str, Any]:
     findings = [f for report in reports for f in report.findings if f.kind not in ("compute", "idle")]
     return {
         "runs": runs,
-        "late ranks named": sum(f.kind == "late-rank" for f in findings),
-        "other findings": sorted({f.kind for f in findings if f.kind != "late-rank"}),
+        "late ranks named": sum(f.kind == "straggler" for f in findings),
+        "other findings": sorted({f.kind for f in findings if f.kind != "straggler"}),
         "waiting share, median": statistics.median(
             report.kinds["waiting"] / sum(report.kinds.values()) for report in reports
         ),

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 import meshwise as mw
 from meshwise.jobs.registry import find_job
 from meshwise.spec.plan import Plan
-from meshwise.timeline.record import Recorder
+from meshwise.timeline.recorder import Recorder
 from meshwise.training import loop
 from meshwise.training.job import Job
 from meshwise.training.journal import Journal

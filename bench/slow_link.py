@@ -18,7 +18,7 @@ from typing import Any
 from keep import keep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from meshwise.timeline.report import Report
+from meshwise.timeline.run_report import Report
 from tests.hosts import hosts, run_on, why_not
 from tests.timeline.sleeping import measured
 from tests.timeline.test_slow_link import bits_a_second
@@ -28,9 +28,9 @@ AHEAD = (0, 7, 400)
 SLOW = {1: {"backward": 100.0}}
 CASES: dict[str, tuple[list[str | None], dict[int, dict[str, float]], set[str]]] = {
     "links of 200 Mbit/s": (["200mbit"] * 3, {}, {"communication"}),
-    "rank 1 slow, links as they are": ([None] * 3, SLOW, {"late-rank 1 backward"}),
-    "rank 1 slow, links of 200 Mbit/s": (["200mbit"] * 3, SLOW, {"communication", "late-rank 1 backward"}),
-    "rank 1 slow, links of 1 Gbit/s": (["1gbit"] * 3, SLOW, {"communication", "late-rank 1 backward"}),
+    "rank 1 slow, links as they are": ([None] * 3, SLOW, {"straggler 1 backward"}),
+    "rank 1 slow, links of 200 Mbit/s": (["200mbit"] * 3, SLOW, {"communication", "straggler 1 backward"}),
+    "rank 1 slow, links of 1 Gbit/s": (["1gbit"] * 3, SLOW, {"communication", "straggler 1 backward"}),
     "rank 0's link 50 Mbit/s, others 1 Gbit/s": (["50mbit", "1gbit", "1gbit"], {}, {"communication"}),
     "rank 1's link 50 Mbit/s, others 1 Gbit/s": (["1gbit", "50mbit", "1gbit"], {}, {"communication"}),
     "rank 2's link 50 Mbit/s, others 1 Gbit/s": (["1gbit", "1gbit", "50mbit"], {}, {"communication"}),

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from meshwise.records.folder import begin_session, end_session, span_log
 from meshwise.records.lines import append_lines
 from meshwise.spec.world import World
-from meshwise.timeline.log import VERSION
 from meshwise.timeline.pack import pack
-from meshwise.timeline.record import Recorder, make_current
+from meshwise.timeline.recorder import Recorder, make_current
+from meshwise.timeline.span_log import VERSION
 from meshwise.training.block_spans import BLOCKS, record_blocks
 from meshwise.training.recording import Recording
 
@@ -147,7 +147,7 @@ def cost(pairs: int, blocks: bool, microbatches: int, samples: int) -> dict[str,
 
 
 def spans_while_off() -> float:
-    """What 20 spans cost a step while nothing is recorded, us: two looks at the clock each."""
+    """What 20 spans cost a step while nothing is recorded, us: two readings of the clock each."""
     recorder, steps = Recorder(on=False), 5_000
     began = time.perf_counter()
     for _ in range(steps * 20):

@@ -21,6 +21,7 @@ FLOORS = {
     "spec": 0,
     "compat": 1,
     "records": 1,
+    "terminal": 1,
     "timeline": 2,
     "workers": 2,
     "transfer": 3,
@@ -41,7 +42,7 @@ FLOORS = {
     "__init__": 12,
 }
 
-WITHOUT_TORCH = {"spec", "records"}
+WITHOUT_TORCH = {"spec", "records", "terminal"}
 WITH_PRIVATE_TORCH = {"compat"}
 # Files of parallel/ that techniques may import: a floor that they share, itself no technique.
 SHARED_BY_TECHNIQUES: set[str] = {"blocks", "record", "replay", "step_hooks"}

@@ -39,7 +39,7 @@ SEAMS = {
     "collectives of batch norms": "meshwise.parallel.batch_norm.collectives",
     "replicas are made": "meshwise.parallel.data.DataParallel.__init__",
     "backward of replicas": "meshwise.parallel.data.DataParallel.backward",
-    "mean of a bucket": "meshwise.transfer.collectives.mean_future",
+    "mean of a bucket": "meshwise.transfer.collectives.begin_mean",
     "asynchronous sum": "meshwise.transfer.collectives.begin_sum",
     "shards are made": "meshwise.parallel.shard.Sharded.__init__",
     "backward of shards": "meshwise.parallel.shard.Sharded.backward",
@@ -71,7 +71,7 @@ class Training:
 
     @property
     def rank(self) -> int:
-        return collectives.own_rank()
+        return collectives.get_rank()
 
 
 def replaced(patch: Any, seam: str, value: Any) -> None:

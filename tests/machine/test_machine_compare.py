@@ -11,7 +11,7 @@ from machine.machines import machines
 from rich.console import Console
 
 from meshwise.machine.compare import Change, compare
-from meshwise.machine.views.compare_text import compare_text
+from meshwise.machine.views.changes_text import changes_text
 from meshwise.spec.machine import Collective, Device, Link, Machine, Matmul
 from meshwise.spec.timings import Timings, fitted
 
@@ -130,7 +130,7 @@ def test_devices_collectives_and_versions() -> None:
 
 def shown(changes: list[Change], width: int = 100, colour: bool = False) -> str:
     console = Console(file=StringIO(), width=width, force_terminal=colour, color_system="standard" if colour else None)
-    console.print(compare_text(changes))
+    console.print(changes_text(changes))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -20,7 +20,12 @@ from meshwise.spec.plan import plan_from_toml
 OLD = Path(__file__).parent
 MACHINES = sorted(path.stem for path in (OLD / "machines").glob("*.toml"))
 PLANS = sorted(path.stem for path in (OLD / "plans").glob("*.toml"))
-RENAMED: dict[str, str] = {}
+RENAMED = {
+    "last_times": "last_arrivals",
+    "late_seconds": "straggler_seconds",
+    "meetings": "sync_points",
+    "watching_seconds": "overhead_seconds",
+}
 """Keys of --json that have another name since; CHANGELOG.md lists them."""
 CLOSE = {"rel": 1e-9, "abs": 1e-12}  # float64, and the same numbers in another order at most
 

@@ -25,7 +25,7 @@ from tests.parallel.zoo import ZOO, batches, build
 
 
 def here() -> World:
-    return World(rank=collectives.own_rank(), size=collectives.world_size())
+    return World(rank=collectives.get_rank(), size=collectives.world_size())
 
 
 @pytest.mark.parametrize(

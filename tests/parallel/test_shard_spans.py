@@ -10,7 +10,7 @@ from torch import nn
 from meshwise.parallel.apply import apply
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.timeline.record import WIDTH, Recorder, make_current
+from meshwise.timeline.recorder import WIDTH, Recorder, make_current
 from meshwise.transfer import collectives
 from tests.parallel.zoo import batches, build
 
@@ -18,7 +18,7 @@ from tests.parallel.zoo import batches, build
 def spans_of_a_step(plan: Plan) -> list[tuple[str, str, int, bool]]:
     """Lane, name, bytes and whether it has a number on all ranks, of each collective of a step."""
     model = build("mlp")
-    applied = apply(model, plan, World(rank=collectives.own_rank(), size=collectives.world_size()))
+    applied = apply(model, plan, World(rank=collectives.get_rank(), size=collectives.world_size()))
     batch, target = batches("mlp", 1)[0]
     for _ in range(2):  # in the first step ranks compare notes
         recorder = Recorder()

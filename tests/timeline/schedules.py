@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwise.timeline.spans import KIND, LANE, SPAN
-from meshwise.timeline.timeline import Clock, Rank, Session, Timeline
+from meshwise.timeline.timeline import Clock, Rank, RunSession, Timeline
 
 MS = 1_000_000
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -79,7 +79,7 @@ def timeline_of(rows: Sequence[tuple[int, ...]], ranks: int) -> Timeline:
         ("", "all-reduce"),
         ranks=tuple(Rank(rank, "cpu", "here", last, True) for rank in range(ranks)),
         clocks=tuple(Clock(rank) for rank in range(ranks)),
-        sessions=(Session(0, last, 1, "finished"),),
+        sessions=(RunSession(0, last, 1, "finished"),),
         facts={"job": "schedule", "status": "finished"},
     )
 

@@ -16,7 +16,7 @@ import meshwise as mw
 from meshwise.records.folder import begin_session, end_session
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
-from meshwise.timeline.report import Report
+from meshwise.timeline.run_report import Report
 from meshwise.timeline.timeline import Timeline
 from meshwise.training import own_loop
 from meshwise.workers.join import RUN_FOLDER

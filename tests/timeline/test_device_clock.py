@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.timeline.device_clock import DeviceClock
-from meshwise.timeline.record import WIDTH, Recorder
+from meshwise.timeline.recorder import WIDTH, Recorder
 
 
 @dataclass

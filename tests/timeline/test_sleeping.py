@@ -8,22 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwise.timeline.book import book_of
 from meshwise.timeline.spans import KIND
+from meshwise.timeline.step_table import step_table_of
 from tests.pool import Pool
 from tests.timeline.sleeping import EVEN, measured
 
 
 def test_reported_times_are_what_was_slept(pool: Callable[[int], Pool], tmp_path: Path) -> None:
     timeline, report, slept = measured(pool(3).run, tmp_path, 30, {2: {"forward": 15.0}}, ranks=3)
-    book = book_of(timeline)
+    table = step_table_of(timeline)
     assert timeline.missing == () and report.steps == 30
     for rank in range(3):
         for phase, seconds in slept[rank].items():
-            reported = book.seconds[book.trained, rank, KIND[phase]]
+            reported = table.seconds[table.trained, rank, KIND[phase]]
             off = np.median(np.abs(reported - np.array(seconds)))
             assert off <= max(0.002, 0.02 * np.median(seconds)), (rank, phase, off)
-    waited = [book.seconds[book.trained, rank, KIND["waiting"]] for rank in range(3)]
+    waited = [table.seconds[table.trained, rank, KIND["waiting"]] for rank in range(3)]
     assert np.median(waited[0]) == pytest.approx(0.015, abs=0.002)
     assert np.median(waited[2]) < 0.002
     parts = sum(part.seconds for part in report.goodput)
@@ -37,11 +37,11 @@ def test_twenty_milliseconds_more_are_named(pool: Callable[[int], Pool], tmp_pat
     named = 0.0
     for attempt in range(3):
         timeline, report, _ = measured(pool(3).run, tmp_path / str(attempt), 40, {1: {phase: 20.0}}, ranks=3)
-        met = book_of(timeline).meetings
+        met = step_table_of(timeline).sync_points
         # What one rank does after its last meeting is late for the next: 39 of 40 steps can show a late optimizer.
-        steps = met.beside & (met.step > (1 if phase == "optimizer" else 0))
+        steps = met.overlapped & (met.step > (1 if phase == "optimizer" else 0))
         named = max(named, float(((met.rank == 1) & (met.phase == KIND[phase]))[steps].mean()))
-        (late,) = [finding for finding in report.findings if finding.kind == "late-rank"]
+        (late,) = [finding for finding in report.findings if finding.kind == "straggler"]
         assert (late.rank, late.phase) == (1, phase)
         if named >= 0.95 and late.seconds == pytest.approx(0.020, rel=0.2):
             return
@@ -53,5 +53,5 @@ def test_no_rank_is_named_in_a_hundred_clean_runs(pool: Callable[[int], Pool], t
     named = []
     for number in range(100):
         _, report, _ = measured(pool(3).run, tmp_path / str(number), 20, {}, ranks=3)
-        named += [finding.sentence for finding in report.findings if finding.kind == "late-rank"]
+        named += [finding.sentence for finding in report.findings if finding.kind == "straggler"]
     assert named == []

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.timeline.report import Finding, Report
+from meshwise.timeline.run_report import Finding, Report
 from tests.hosts import NAMESPACES, Host, hosts, run_on, why_not
 from tests.timeline.sleeping import measured
 
@@ -118,7 +118,7 @@ def bus_bandwidth(report: Report) -> float:
 def test_a_slow_rank_on_fast_links_is_named(tmp_path: Path) -> None:
     report, found = run(tmp_path, None, {1: {"backward": 100.0}}, steps=14, size=1 << 18)
     assert clocks_are_right(report)
-    late = found["late-rank"]
+    late = found["straggler"]
     assert report.verdict == late.sentence
     assert (late.rank, late.phase) == (1, "backward") and late.seconds == pytest.approx(0.100, rel=0.2)
     assert "communication" not in found or found["communication"].seconds < 0.02  # what two busy cores make of it
@@ -128,8 +128,8 @@ def test_a_slow_rank_on_fast_links_is_named(tmp_path: Path) -> None:
 def test_slow_links_are_no_rank(tmp_path: Path) -> None:
     report, found = run(tmp_path, "100mbit", {}, steps=20, size=1 << 19)
     assert clocks_are_right(report)
-    assert report.verdict == found["communication"].sentence and "the links, not a rank" in report.verdict
-    assert "late-rank" not in found
+    assert report.verdict == found["communication"].sentence and "the links are slow, not a rank" in report.verdict
+    assert "straggler" not in found
     assert bus_bandwidth(report) == pytest.approx(100e6 / 8, rel=0.15)
 
 
@@ -137,7 +137,7 @@ def test_slow_links_are_no_rank(tmp_path: Path) -> None:
 def test_slow_links_and_a_slow_rank_are_both_found(tmp_path: Path) -> None:
     report, found = run(tmp_path, "100mbit", {1: {"backward": 100.0}}, steps=20, size=1 << 19)
     assert clocks_are_right(report)
-    late, communication = found["late-rank"], found["communication"]
+    late, communication = found["straggler"], found["communication"]
     assert (late.rank, late.phase) == (1, "backward") and late.seconds == pytest.approx(0.100, rel=0.2)
     # Counted once each: 2 MiB at 100 Mbit/s, and the sleep.
     assert communication.seconds == pytest.approx(4 / 3 * 2 * (1 << 20) / 12.5e6, rel=0.2)
@@ -151,4 +151,4 @@ def test_one_slow_link_is_no_slow_rank(tmp_path: Path, slow: int) -> None:
     report, found = run(tmp_path, rates, {}, steps=20, size=1 << 18)
     assert clocks_are_right(report)
     assert report.verdict == found["communication"].sentence
-    assert "late-rank" not in found and "imbalance" not in found
+    assert "straggler" not in found and "imbalance" not in found

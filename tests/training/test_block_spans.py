@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.timeline.record import WIDTH, Recorder, make_current
+from meshwise.timeline.recorder import WIDTH, Recorder, make_current
 from meshwise.training.block_spans import BLOCKS, record_blocks
 
 

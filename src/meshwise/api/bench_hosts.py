@@ -13,7 +13,7 @@ from meshwise.machine.measure.progress import SILENT, Progress, listener, sent_o
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.transfer.collectives import gather_objects
-from meshwise.workers.join import join, open_session, started_by_launcher
+from meshwise.workers.join import join, rank_context, started_by_launcher
 from meshwise.workers.launch import Listeners, launch
 from meshwise.workers.nodes import NodeOptions
 
@@ -38,10 +38,10 @@ def bench_hosts(
     arguments = (sizes_for([slot], sizes), seconds or SECONDS, tuple(what))
     measured, stopped = Measured(progress), None
     if started_by_launcher():
-        first = open_session().world.rank == 0
+        first = rank_context().world.rank == 0
         _measure_as_host(*arguments, measured.progress if first else SILENT)
         return measured.bench(merged(measured.machines), None) if first else None
-    met = None if nodes is None else nodes.meet(1)
+    met = None if nodes is None else nodes.rendezvous(1)
     if met is None:
         raise UsageError(
             "--hosts measures between hosts, and this one is alone. Start it on each: meshwise bench --hosts "

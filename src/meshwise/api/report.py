@@ -9,14 +9,14 @@ from meshwise.records import folder as names
 from meshwise.records.atomic import write_text
 from meshwise.spec.errors import UsageError
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.book import book_of
-from meshwise.timeline.compare import Comparison
-from meshwise.timeline.compare import compare as compare_books
+from meshwise.timeline.compare_runs import RunComparison
+from meshwise.timeline.compare_runs import compare as compare_books
 from meshwise.timeline.read import read_timeline
-from meshwise.timeline.report import Report
+from meshwise.timeline.run_report import Report
+from meshwise.timeline.step_table import step_table_of
 from meshwise.timeline.views.chrome_trace import write_chrome_trace
 from meshwise.timeline.views.html_page import page_html
-from meshwise.timeline.views.open_metrics import open_metrics
+from meshwise.timeline.views.openmetrics import openmetrics
 from meshwise.timeline.views.tensorboard import write_tensorboard
 
 RUNS = Path("runs")
@@ -39,14 +39,14 @@ def report(run: str | Path | None = None, *, steps: tuple[int, int] | None = Non
     return report_of(read_timeline(folder), str(folder), steps)
 
 
-def compare(first: str | Path, second: str | Path) -> Comparison:
+def compare(first: str | Path, second: str | Path) -> RunComparison:
     """Two runs, span kind by span kind. Raises UsageError when one of them is no run."""
     told = []
     for run in (first, second):
         folder = run_folder(run)
         timeline = read_timeline(folder)
-        book = book_of(timeline)
-        told.append((book, report_of(timeline, str(folder), book=book)))
+        table = step_table_of(timeline)
+        told.append((table, report_of(timeline, str(folder), table=table)))
     return compare_books(*told)
 
 
@@ -70,7 +70,7 @@ def report_files(
             elif kind == "trace":
                 write_chrome_trace(timeline, found, path, steps)
             elif kind == "openmetrics":
-                write_text(path, open_metrics(found))
+                write_text(path, openmetrics(found))
             else:
                 write_tensorboard(timeline, found, path)
             written.append(path)

@@ -27,8 +27,9 @@ from meshwise.spec.plan import Plan, plan_to_toml
 from meshwise.spec.world import World
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
-from meshwise.timeline.views.live import LiveView
-from meshwise.timeline.views.summary_text import RunSummary, summary_dict, summary_text
+from meshwise.timeline.run_summary import RunSummary, summary_dict
+from meshwise.timeline.views.live_progress import LiveView
+from meshwise.timeline.views.summary_text import summary_text
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
 from meshwise.training.own_plan import PLAN_FILE, check_for_own_loops
@@ -41,7 +42,7 @@ from meshwise.transfer.collectives import broadcast_object, gather_objects
 from meshwise.workers.join import join, started_by_launcher
 from meshwise.workers.launch import Listeners
 from meshwise.workers.launch import launch as launch_workers
-from meshwise.workers.nodes import NodeOptions, Nodes, machine_of
+from meshwise.workers.nodes import NodeOptions, Nodes, node_rank_of
 
 RUNS = Path("runs")
 ALONE = NodeOptions()
@@ -112,7 +113,7 @@ def run_request(
     if started_by_launcher():
         return _run_joined(request, console, given, folder, Path(out)), 0
     slots = _slots(request, machines)
-    nodes = machines.meet(len(slots))
+    nodes = machines.rendezvous(len(slots))
     plan = plan_of(request, nodes.size if nodes else len(slots))
     check_fits(plan, World(size=nodes.size if nodes else len(slots), device=slots[0].device))  # before a folder
     settings = settings_of(request, plan, resume=folder is not None)
@@ -121,7 +122,7 @@ def run_request(
     console.print(f"{job.name}  {plan}  {describe(slots)}", soft_wrap=True, markup=False, highlight=False)
     arguments = (given, request, settings, folder)
     results, code = supervise(_run_in_worker, arguments, slots, folder=folder, console=console, nodes=nodes)
-    return _closed(results, plan, slots, folder, console, machine=machine_of(nodes)), code
+    return _closed(results, plan, slots, folder, console, machine=node_rank_of(nodes)), code
 
 
 def _slots(request: RunRequest, machines: NodeOptions) -> list[WorkerSlot]:
@@ -177,11 +178,11 @@ def _opened(
 
     Machines that share a disk share the folder; the first of them keeps its run.json.
     """
-    machine = machine_of(nodes)
+    machine = node_rank_of(nodes)
     if folder is None and (nodes is None or machine == 0):
         folder = names.create_run_folder(out, name)
     elif folder is None and nodes is not None:
-        folder = out / str(nodes.hear("folder"))
+        folder = out / str(nodes.get("folder"))
         folder.mkdir(parents=True, exist_ok=True)
     assert folder is not None
     if names.is_kept_by(folder, machine):
@@ -199,7 +200,7 @@ def _opened(
         if plan is not None:
             write_text(folder / names.PLAN, plan_to_toml(plan))
     if nodes is not None and machine == 0:
-        nodes.tell("folder", folder.name)
+        nodes.set("folder", folder.name)
     return folder
 
 
@@ -243,7 +244,7 @@ def run_script(
         run_script_file(script, arguments)
         return 0
     slots = _slots(request, machines)
-    nodes = machines.meet(len(slots))
+    nodes = machines.rendezvous(len(slots))
     plan = _plan_of_script(request, World(size=nodes.size if nodes else len(slots), device=slots[0].device))
     folder = _opened(None, out, str(script), slots, began or time.time(), nodes, arguments=list(arguments))
     words = "" if plan is None else f"{plan}  "

@@ -27,7 +27,7 @@ from meshwise.machine.measure.progress import Progress
 from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.machine.views.bench_dict import bench_dict
 from meshwise.machine.views.bench_text import bench_text, done_text
-from meshwise.machine.views.compare_text import compare_text
+from meshwise.machine.views.changes_text import changes_text
 from meshwise.records.atomic import write_text
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option
@@ -100,7 +100,7 @@ def _compare(old: str, new: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(change) for change in compare_machines(before, after)], indent=2))
         return
-    Console().print(compare_text(compare_machines(before, after)), soft_wrap=True)
+    Console().print(changes_text(compare_machines(before, after)), soft_wrap=True)
 
 
 def _writable(path: Path) -> Path:

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from meshwise.api.report import compare, report_files, run_folder, step_range
 from meshwise.spec.errors import UsageError
-from meshwise.timeline.compare import comparison_dict
-from meshwise.timeline.report import report_dict
-from meshwise.timeline.views.compare_text import compare_text
+from meshwise.timeline.compare_runs import comparison_dict
+from meshwise.timeline.run_report import report_dict
 from meshwise.timeline.views.follow import follow
 from meshwise.timeline.views.mermaid import mermaid_gantt
-from meshwise.timeline.views.text import report_text
+from meshwise.timeline.views.report_text import report_text
+from meshwise.timeline.views.run_comparison_text import run_comparison_text
 
 app = typer.Typer()
 
@@ -54,7 +54,7 @@ def report(
         if as_json:
             print(json.dumps(comparison_dict(compared), indent=2))
         else:
-            console.print(compare_text(compared, None), soft_wrap=True)
+            console.print(run_comparison_text(compared, None), soft_wrap=True)
     else:
         asked = {"html": html, "trace": trace, "openmetrics": openmetrics, "tensorboard": tensorboard}
         kinds = [kind for kind, wanted in asked.items() if wanted]

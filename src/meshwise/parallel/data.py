@@ -172,8 +172,8 @@ class DataParallel:
                 if id(p) in self._kept:
                     gradient.add_(self._kept.pop(id(p)))
         if self._dtype is None or self._dtype == buffer.dtype:
-            return collectives.mean_future(buffer)
-        mean = collectives.mean_future(buffer.to(self._dtype))
+            return collectives.begin_mean(buffer)
+        mean = collectives.begin_mean(buffer.to(self._dtype))
         return mean.then(lambda done: buffer.copy_(done.value()))
 
     def _complete(self, armed: list[_Group], before: Gradients, versions: Sequence[int | None]) -> None:

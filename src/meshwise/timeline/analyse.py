@@ -9,13 +9,11 @@ import numpy as np
 
 from meshwise.spec.bandwidth import FACTORS, bus_bandwidth
 from meshwise.spec.errors import UsageError
-from meshwise.timeline.account import Whole, account_of
-from meshwise.timeline.arrivals import ABSENT
-from meshwise.timeline.book import HIDDEN, OF_STEP, Book, book_of, spans_of_session
+from meshwise.timeline.arrivals import ABSENT, Arrivals
+from meshwise.timeline.attribution import Whole, attribution_of
 from meshwise.timeline.findings import findings_of, verdict_of
 from meshwise.timeline.goodput import goodput_of
-from meshwise.timeline.late import cost_by_rank
-from meshwise.timeline.report import (
+from meshwise.timeline.run_report import (
     NOT_MEMORY,
     Bar,
     ClockReport,
@@ -24,9 +22,11 @@ from meshwise.timeline.report import (
     RankReport,
     Report,
     Series,
-    View,
+    StepWindow,
 )
 from meshwise.timeline.spans import KIND, KINDS, LANES
+from meshwise.timeline.step_table import HIDDEN, OF_STEP, StepTable, spans_of_session, step_table_of
+from meshwise.timeline.stragglers import cost_by_rank
 from meshwise.timeline.timeline import NO_PHASE, Counter, Spans, Timeline
 
 POINTS = 300
@@ -37,19 +37,19 @@ VIEW_STEPS = 5
 
 
 def report_of(
-    timeline: Timeline, folder: str = "", steps: tuple[int, int] | None = None, book: Book | None = None
+    timeline: Timeline, folder: str = "", steps: tuple[int, int] | None = None, table: StepTable | None = None
 ) -> Report:
-    """The report of a timeline. steps: the first and the last step of a view of one's own. book: its book, if known.
+    """The report of a timeline. steps: the first and the last step of a view of one's own. table: its table, if known.
 
     Raises UsageError when those steps are not there.
     """
-    book = book or book_of(timeline)
-    wall, goodput, waiting = goodput_of(timeline, book)
-    collectives = _collectives(timeline, book)
+    table = table or step_table_of(timeline)
+    wall, goodput, waiting = goodput_of(timeline, table)
+    collectives = _collectives(timeline, table.arrivals)
     error = max((clock.error for clock in timeline.clocks), default=0.0) / 1e9
-    findings = findings_of(book, error, goodput, collectives, timeline.counters)
-    seconds = book.step_seconds()[book.trained]
-    kinds = book.kind_seconds()[book.counted].sum(axis=0)
+    findings = findings_of(table, error, goodput, collectives, timeline.counters)
+    seconds = table.step_seconds()[table.trained]
+    kinds = table.kind_seconds()[table.counted].sum(axis=0)
     status = timeline.sessions[-1].status if timeline.sessions else str(timeline.facts.get("status", "unknown"))
     return Report(
         title=str(timeline.facts.get("job", folder)),
@@ -68,13 +68,13 @@ def report_of(
         goodput=goodput,
         waiting=waiting,
         kinds={kind: float(kinds[code]) for code, kind in enumerate(KINDS)},
-        ranks=_ranks(timeline, book),
+        ranks=_ranks(timeline, table),
         clocks=[ClockReport(c.rank, c.offset / 1e9, c.drift, c.error / 1e9, c.samples) for c in timeline.clocks],
         error_seconds=error,
         collectives=collectives,
-        series=_series(timeline, book),
+        series=_series(timeline, table),
         counters=[_thinned(counter) for counter in timeline.counters],
-        views=_views(timeline, book, steps),
+        views=_views(timeline, table, steps),
     )
 
 
@@ -94,15 +94,15 @@ def _throughput(timeline: Timeline, seconds: float) -> float | None:
     return None
 
 
-def _ranks(timeline: Timeline, book: Book) -> list[RankReport]:
-    cost = cost_by_rank(book.meetings)
-    column = {rank: at for at, rank in enumerate(book.ranks.tolist())}
+def _ranks(timeline: Timeline, table: StepTable) -> list[RankReport]:
+    cost = cost_by_rank(table.sync_points)
+    column = {rank: at for at, rank in enumerate(table.ranks.tolist())}
     reports = []
     for facts in timeline.ranks:
         at = column.get(facts.rank)
-        total = np.zeros(HIDDEN + 1) if at is None else book.seconds[book.counted, at].sum(axis=0)
-        done = book.trained & book.present[:, at] if at is not None else np.zeros(len(book.step), bool)
-        steps = book.seconds[done, at][:, OF_STEP].sum(axis=1) if at is not None else np.empty(0)
+        total = np.zeros(HIDDEN + 1) if at is None else table.seconds[table.counted, at].sum(axis=0)
+        done = table.trained & table.present[:, at] if at is not None else np.zeros(len(table.step), bool)
+        steps = table.seconds[done, at][:, OF_STEP].sum(axis=1) if at is not None else np.empty(0)
         memory, by_phase = _memory(timeline, facts.rank)
         reports.append(
             RankReport(
@@ -113,15 +113,15 @@ def _ranks(timeline: Timeline, book: Book) -> list[RankReport]:
                 seconds={kind: float(total[code]) for code, kind in enumerate(KINDS)},
                 hidden_seconds=float(total[HIDDEN]),
                 step_seconds=float(np.median(steps)) if len(steps) else 0.0,
-                last_times=int((book.meetings.rank == facts.rank).sum()),
-                meetings=len(book.meetings.rank),
-                late_seconds=cost.get(facts.rank, 0.0),
+                last_arrivals=int((table.sync_points.rank == facts.rank).sum()),
+                sync_points=len(table.sync_points.rank),
+                straggler_seconds=cost.get(facts.rank, 0.0),
                 memory=memory,
                 memory_by_phase=by_phase,
                 spans=len(timeline.of_rank(facts.rank)),
                 complete=facts.complete,
                 dropped=facts.dropped,
-                watching_seconds=facts.watching_seconds,
+                overhead_seconds=facts.overhead_seconds,
             )
         )
     return reports
@@ -138,44 +138,43 @@ def _memory(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str, 
     return peaks, by_phase
 
 
-def _collectives(timeline: Timeline, book: Book) -> list[CollectiveReport]:
+def _collectives(timeline: Timeline, arrivals: Arrivals) -> list[CollectiveReport]:
     """By name and size: the time from when each could begin, its last arrival or the end of the one before it."""
-    table = book.arrivals
-    use = table.complete
-    if not use.any() or len(table.ranks) < 2:
+    use = arrivals.complete
+    if not use.any() or len(arrivals.ranks) < 2:
         return []
-    ended, last = table.end[use].max(axis=1), table.last[use]
+    ended, last = arrivals.end[use].max(axis=1), arrivals.last[use]
     before = np.maximum.accumulate(np.concatenate([[ABSENT], ended[:-1]]))
     takes = np.maximum(ended - np.maximum(last, before), 0) / 1e9
-    sizes, names = table.bytes[use], table.name[use]
+    sizes, names = arrivals.bytes[use], arrivals.name[use]
     reports = []
     for name, size in sorted(set(zip(names.tolist(), sizes.tolist(), strict=True))):
         which = (names == name) & (sizes == size)
         seconds = float(np.median(takes[which]))
         text = timeline.names[name]
         known = text in FACTORS and size and seconds > 0
-        bus = bus_bandwidth(text, len(table.ranks), size, seconds) if known else None
+        bus = bus_bandwidth(text, len(arrivals.ranks), size, seconds) if known else None
         reports.append(CollectiveReport(text, size, int(which.sum()), seconds, bus))
     return sorted(reports, key=lambda report: -report.count * report.seconds)[:12]
 
 
-def _series(timeline: Timeline, book: Book) -> Series:
-    rows = np.flatnonzero(book.trained)
+def _series(timeline: Timeline, table: StepTable) -> Series:
+    rows = np.flatnonzero(table.trained)
     if not len(rows):
         return Series()
     chunks = np.array_split(rows, min(POINTS, len(rows)))
-    seconds, kinds = book.step_seconds(), book.kind_seconds()
+    seconds, kinds = table.step_seconds(), table.kind_seconds()
     loss = _loss_by_step(timeline)
     return Series(
-        step=[int(book.step[chunk[0]]) for chunk in chunks],
-        time=[float(book.start[chunk[0]]) / 1e9 for chunk in chunks],
+        step=[int(table.step[chunk[0]]) for chunk in chunks],
+        time=[float(table.start[chunk[0]]) / 1e9 for chunk in chunks],
         seconds=[float(seconds[chunk].mean()) for chunk in chunks],
         kinds={
             kind: [float(kinds[chunk, code].mean()) for chunk in chunks]
             for code, kind in enumerate(KINDS)
             if kinds[rows, code].any()
         },
-        loss=[_last_known(loss, book.step[chunk]) for chunk in chunks],
+        loss=[_last_known(loss, table.step[chunk]) for chunk in chunks],
     )
 
 
@@ -197,41 +196,41 @@ def _thinned(counter: Counter) -> CounterSeries:
     return CounterSeries(counter.rank, counter.name, (counter.time[keep] / 1e9).tolist(), counter.value[keep].tolist())
 
 
-def _views(timeline: Timeline, book: Book, steps: tuple[int, int] | None) -> list[View]:
-    rows = np.flatnonzero(book.trained)
-    if steps is None and book.present[rows].all(axis=1).any():  # of a run that goes on, what all have written
-        rows = rows[book.present[rows].all(axis=1)]
+def _views(timeline: Timeline, table: StepTable, steps: tuple[int, int] | None) -> list[StepWindow]:
+    rows = np.flatnonzero(table.trained)
+    if steps is None and table.present[rows].all(axis=1).any():  # of a run that goes on, what all have written
+        rows = rows[table.present[rows].all(axis=1)]
     if steps is not None:
-        inside = rows[(book.step[rows] >= steps[0]) & (book.step[rows] <= steps[1])]
+        inside = rows[(table.step[rows] >= steps[0]) & (table.step[rows] <= steps[1])]
         if not len(inside):
-            known = f"{book.step[rows].min()} to {book.step[rows].max()}" if len(rows) else "none"
+            known = f"{table.step[rows].min()} to {table.step[rows].max()}" if len(rows) else "none"
             raise UsageError(f"--steps {steps[0]}:{steps[1]}: the run has no such steps; it has {known}.")
-        return [_view("chosen", timeline, book, inside)]
+        return [_view("chosen", timeline, table, inside)]
     if not len(rows):
         return []
     many = max(1, min(VIEW_STEPS, BARS * len(rows) // max(len(timeline.spans), 1)))
     if len(rows) <= many:
-        return [_view("all", timeline, book, rows)]
-    seconds = book.step_seconds()[rows]
-    steady = np.flatnonzero(book.steady[rows])
+        return [_view("all", timeline, table, rows)]
+    seconds = table.step_seconds()[rows]
+    steady = np.flatnonzero(table.steady[rows])
     typical = steady[np.abs(seconds[steady] - np.median(seconds[steady])).argsort(kind="stable")[0]]
     slowest = steady[seconds[steady].argmax()]
     starts = {"typical": typical - many // 2, "slowest": slowest - many // 2, "first": 0, "last": len(rows) - many}
     return [
-        _view(name, timeline, book, rows[max(0, min(at, len(rows) - many)) :][:many]) for name, at in starts.items()
+        _view(name, timeline, table, rows[max(0, min(at, len(rows) - many)) :][:many]) for name, at in starts.items()
     ]
 
 
-def _view(name: str, timeline: Timeline, book: Book, rows: Whole) -> View:
-    """The spans of the steps in these rows of the book, as bars."""
-    first, last = int(book.step[rows].min()), int(book.step[rows].max())
+def _view(name: str, timeline: Timeline, table: StepTable, rows: Whole) -> StepWindow:
+    """The spans of the steps in these rows of the table, as bars."""
+    first, last = int(table.step[rows].min()), int(table.step[rows].max())
     spans = timeline.of_steps(first, last)
-    sessions = np.unique(book.session[rows])
+    sessions = np.unique(table.session[rows])
     spans = np.concatenate([spans_of_session(spans, timeline, session) for session in sessions.tolist()])
     start = int(spans["start"].min())
-    bars = [*_bars(spans, timeline.names, start), *_found_waiting(spans, timeline.names, book, start)]
+    bars = [*_bars(spans, timeline.names, start), *_found_waiting(spans, timeline.names, table, start)]
     end = float(spans["end"].max() - start) / 1e9
-    return View(name, first, last, start / 1e9, end, bars, _blocked(spans, book, start))
+    return StepWindow(name, first, last, start / 1e9, end, bars, _blocked(spans, table, start))
 
 
 def _bars(spans: Spans, names: Sequence[str], origin: int) -> list[Bar]:
@@ -251,10 +250,10 @@ def _bars(spans: Spans, names: Sequence[str], origin: int) -> list[Bar]:
     ]
 
 
-def _found_waiting(spans: Spans, names: Sequence[str], book: Book, origin: int) -> list[Bar]:
+def _found_waiting(spans: Spans, names: Sequence[str], table: StepTable, origin: int) -> list[Bar]:
     """The part of each collective in which its rank waited for the last one."""
     collective = spans[spans["kind"] == KIND["communication"]]
-    until = book.arrivals.waits_until(collective)
+    until = table.arrivals.waits_until(collective)
     waits = collective["start"] < until
     return [
         Bar(
@@ -273,12 +272,12 @@ def _found_waiting(spans: Spans, names: Sequence[str], book: Book, origin: int) 
     ]
 
 
-def _blocked(spans: Spans, book: Book, origin: int) -> list[Bar]:
+def _blocked(spans: Spans, table: StepTable, origin: int) -> list[Bar]:
     """When ranks waited or communicated with nothing to compute meanwhile."""
     bars = []
     for rank in np.unique(spans["rank"]):
         mine = spans[spans["rank"] == rank]
-        account = account_of(mine, book.arrivals)
+        account = attribution_of(mine, table.arrivals)
         cut = np.flatnonzero(np.diff(account.kind, prepend=-1) != 0)
         ends = np.append(account.start[cut[1:]], account.start[-1:] + account.length[-1:])
         for start, end, kind in zip(

@@ -1,221 +1,208 @@
 """What limited a run: a sentence each with its number, and the next thing to try.
 
-Shares are of the time of a step, mean over ranks, without the first step of a session. A finding is made from its
-LEAST share on; a late rank also needs to be late more often than chance makes one (see `late.CHANCE`) and by more than
-twice the error of the clocks.
+Shares are of the time of a step, mean over ranks, without the first step of a session. A finding is reported from its
+LEAST share on. A straggler must also be last more often than chance makes a rank last (see `stragglers.CHANCE`), and by
+more than twice the error of the clocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshwise.spec.units import bytes_text, percent_text, seconds_text
-from meshwise.timeline.book import Book
-from meshwise.timeline.late import late_ranks
-from meshwise.timeline.report import MEMORY, CollectiveReport, Finding, Part
+from meshwise.timeline.run_report import MEMORY, CollectiveReport, Finding, GoodputPart
 from meshwise.timeline.spans import KINDS
+from meshwise.timeline.step_table import StepTable
+from meshwise.timeline.stragglers import straggler_ranks
 from meshwise.timeline.timeline import Counter
 
-LEAST = {"late-rank": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0.10, "idle": 0.10, "stalls": 0.10}
+LEAST = {"straggler": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0.10, "idle": 0.10, "stalls": 0.10}
 LEAST_OF_RUN = {"checkpoint": 0.10, "evaluation": 0.30}
 STALL = 3.0
 FEWEST = 10
-"""Steps below which a run is too short to say who is late."""
+"""Steps below which a run is too short to name a straggler."""
 GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
 """Memory that grows by this share from third to third of a run's last three quarters is a finding, if there are so many
 steps and samples of it: allocators warm up for a while."""
 
-TRY_IF_LATE = {
+_SLOWER_COMPUTE = "Look for another program on its device, a lower clock, longer samples, or extra work on this rank."
+TRY_FOR_STRAGGLER = {
     "data": "Compare its data source with the others': slower storage, larger samples, fewer loader workers.",
     "transfer": "Compare the path from host to device with the others': meshwise run prints which cores it uses.",
-    "forward": "Look for another program on its device, a lower clock, longer samples, or work that it alone does.",
-    "backward": "Look for another program on its device, a lower clock, longer samples, or work that it alone does.",
+    "forward": _SLOWER_COMPUTE,
+    "backward": _SLOWER_COMPUTE,
     "optimizer": "Look for another program on its device or cores, a lower clock or throttling.",
     "evaluate": "Its part of the test set takes longer; look for other work on its device.",
     "checkpoint": "It saves while the others wait: save less often (--save-every), or to faster storage.",
-    "idle": "Its time goes by between the phases: look for work of the host in its loop, or another program.",
+    "idle": "Its time is spent between the phases: look for host work in its loop, or another program.",
 }
 
 
 @dataclass(frozen=True)
 class _Shares:
-    """Of the time of a step: seconds and share by kind, mean over ranks and steady steps."""
+    """The time of a step: seconds by kind, mean over ranks and steady steps."""
 
     steps: int
     seconds: dict[str, float]
     step: float
 
-    def bound(self, what: str, share: float) -> str:
-        """`Input-bound: ` where that is the largest part of a step, else `Input: `."""
-        computing = self.share("forward", "backward", "optimizer")
-        most = max(computing, self.share("communication"), self.share("waiting"), self.share("data", "transfer"))
-        return f"{what}-bound: " if share >= most else f"{what}: "
-
     def share(self, *kinds: str) -> float:
         return sum(self.seconds[kind] for kind in kinds) / self.step if self.step else 0.0
 
+    def bound(self, title: str, share: float) -> str:
+        """`Input-bound: ` where that is the largest part of a step, else `Input: `."""
+        computing = self.share("forward", "backward", "optimizer")
+        most = max(computing, self.share("communication"), self.share("waiting"), self.share("data", "transfer"))
+        return f"{title}-bound: " if share >= most else f"{title}: "
+
+    def of_step(self, share: float) -> str:
+        """`18 % of a step (1.6 ms)`."""
+        return f"{percent_text(share)} of a step ({seconds_text(share * self.step)})"
+
+    def finding(self, kind: str, phase: str | None, share: float, sentence: str, advice: str) -> Finding:
+        return Finding(kind, sentence, advice, share, share * self.step, phase=phase)
+
 
 def findings_of(
-    book: Book,
+    table: StepTable,
     error_seconds: float,
-    goodput: list[Part],
-    collectives: list[CollectiveReport],
-    counters: tuple[Counter, ...],
+    goodput: Sequence[GoodputPart],
+    collectives: Sequence[CollectiveReport],
+    counters: Sequence[Counter],
 ) -> list[Finding]:
-    """What limits a step, the largest share first; how computing stands, which is always told; growing memory."""
-    steady = book.steady
+    """What limits a step, the largest share first; then how much of it is computing; then growing memory."""
+    steady = table.steady
     if not steady.any():
         return []
-    mean = book.kind_seconds()[steady].mean(axis=0)
-    shares = _Shares(
-        int(steady.sum()), dict(zip(KINDS, mean.tolist(), strict=True)), float(book.step_seconds()[steady].mean())
-    )
-    late = _late(book, shares, error_seconds)
-    found = [*late, *_input(shares), *_communication(book, shares, collectives, late), *_imbalance(shares, late)]
-    found += [*_idle(shares), *_of_run(goodput), *_stalls(book)]
+    mean = table.kind_seconds()[steady].mean(axis=0)
+    seconds = dict(zip(KINDS, mean.tolist(), strict=True))
+    shares = _Shares(int(steady.sum()), seconds, float(table.step_seconds()[steady].mean()))
+    stragglers = list(_stragglers(table, shares, error_seconds))
+    found = [*stragglers, *_input(shares), *_communication(table, shares, collectives, stragglers)]
+    found += [*_imbalance(shares, stragglers), *_idle(shares), *_of_run(goodput), *_stalls(table)]
     return [*sorted(found, key=lambda finding: -finding.share), _computing(shares), *_memory(counters)]
 
 
-def verdict_of(findings: list[Finding]) -> str:
-    """The one sentence: the first finding's."""
+def verdict_of(findings: Sequence[Finding]) -> str:
+    """The one sentence: that of the first finding."""
     return findings[0].sentence if findings else "No step was recorded, so nothing limited one."
 
 
-def _late(book: Book, shares: _Shares, error_seconds: float) -> list[Finding]:
-    met = book.meetings
-    steady = np.isin(met.step, book.step[book.steady])
-    if shares.steps < FEWEST:
-        return []
-    found = []
-    for rank in late_ranks(met, book.arrivals.ranks):
-        of_rank = steady & (met.rank == rank)
-        counted = of_rank & met.beside if met.beside.any() else of_rank
-        by, cost = float(np.median(met.late[counted])), float(met.cost[of_rank].sum()) / shares.steps
-        if cost / shares.step < LEAST["late-rank"] or by < 2 * error_seconds:
+def _stragglers(table: StepTable, shares: _Shares, error_seconds: float) -> Iterator[Finding]:
+    points = table.sync_points
+    steady = np.isin(points.step, table.step[table.steady])
+    compared = steady & points.overlapped if points.overlapped.any() else steady
+    for rank in straggler_ranks(points, table.arrivals.ranks) if shares.steps >= FEWEST else ():
+        of_rank = steady & (points.rank == rank)
+        counted = of_rank & compared
+        delay, cost = float(np.median(points.delay[counted])), float(points.cost[of_rank].sum()) / shares.steps
+        share = cost / shares.step
+        if share < LEAST["straggler"] or delay < 2 * error_seconds:
             continue
-        by_phase = np.bincount(met.phase[of_rank], weights=met.cost[of_rank], minlength=len(KINDS))
+        by_phase = np.bincount(points.phase[of_rank], weights=points.cost[of_rank], minlength=len(KINDS))
         phase = KINDS[int(by_phase.argmax())]
-        often = counted.sum() / max((steady & met.beside).sum() if met.beside.any() else steady.sum(), 1)
         where = "between phases" if phase == "idle" else f"in {phase}"
+        often = counted.sum() / max(compared.sum(), 1)
         sentence = (
-            f"Rank {rank} is late: last in {percent_text(often)} of the steps, by {seconds_text(by)}, {where}. "
-            f"On time it would save {seconds_text(cost)} a step ({percent_text(cost / shares.step)})."
+            f"Rank {rank} is a straggler: last in {percent_text(often)} of the steps, by {seconds_text(delay)}, "
+            f"{where}. Without the delay a step would take {seconds_text(cost)} less ({percent_text(share)})."
         )
-        found.append(Finding("late-rank", sentence, TRY_IF_LATE[phase], cost / shares.step, cost, rank, phase))
-    return found
+        yield Finding("straggler", sentence, TRY_FOR_STRAGGLER[phase], share, cost, rank, phase)
 
 
-def _input(shares: _Shares) -> list[Finding]:
+def _input(shares: _Shares) -> Iterator[Finding]:
     share = shares.share("data", "transfer")
-    if share < LEAST["input"]:
-        return []
-    seconds = shares.seconds["data"] + shares.seconds["transfer"]
-    return [
-        Finding(
-            "input",
-            f"{shares.bound('Input', share)}{_of_step(share, seconds)} waits for a batch.",
-            "Read ahead with more loader workers (loader_workers of a Job, num_workers of a DataLoader).",
-            share,
-            seconds,
-            phase="data",
-        )
-    ]
+    if share >= LEAST["input"]:
+        sentence = f"{shares.bound('Input', share)}{shares.of_step(share)} is spent waiting for a batch."
+        advice = "Read ahead with more loader workers (loader_workers of a Job, num_workers of a DataLoader)."
+        yield shares.finding("input", "data", share, sentence, advice)
 
 
 def _communication(
-    book: Book, shares: _Shares, collectives: list[CollectiveReport], late: list[Finding]
-) -> list[Finding]:
-    share, seconds = shares.share("communication"), shares.seconds["communication"]
+    table: StepTable, shares: _Shares, collectives: Sequence[CollectiveReport], stragglers: Sequence[Finding]
+) -> Iterator[Finding]:
+    share = shares.share("communication")
     if share < LEAST["communication"]:
-        return []
-    spread = float(np.median(book.meetings.late)) if len(book.meetings.late) else 0.0
+        return
+    delays = table.sync_points.delay
+    why = f" on (ranks arrive within {seconds_text(float(np.median(delays)) if len(delays) else 0.0)})"
+    if shares.share("waiting") < share / 2:
+        why += ": the links are slow, not a rank"
+    if len(table.arrivals.ranks) < 2:
+        why = ", or waiting for ranks that left no log: the two cannot be told apart"
+    elif stragglers:
+        why = f" on, besides what rank {', '.join(str(found.rank) for found in stragglers)} costs: the links are slow"
     rates = [c for c in collectives if c.bus_bandwidth and c.bytes]
     largest = max(rates, key=lambda c: c.bytes * c.count, default=None)
     speed = ""
     if largest is not None and largest.bus_bandwidth:
         rate = bytes_text(largest.bus_bandwidth)
         speed = f" The largest part moves {bytes_text(largest.bytes)} at a bus bandwidth of {rate}/s."
-    links = f"(they come within {seconds_text(spread)})"
-    if shares.share("waiting") < share / 2:
-        links += ": the links, not a rank"
-    if len(book.arrivals.ranks) < 2:
-        links = "or waiting for ranks of which there is no log: that cannot be told"
-    elif late:
-        links = f"and so beside what rank {', '.join(str(finding.rank) for finding in late)} costs: that is the links"
     sentence = (
-        f"{shares.bound('Communication', share)}{_of_step(share, seconds)} is communication that "
-        f"no computing hides, counted from the last rank's arrival {links}.{speed}"
+        f"{shares.bound('Communication', share)}{shares.of_step(share)} is exposed communication (not overlapped with "
+        f"computing), from the last rank's arrival{why}.{speed}"
     )
     advice = (
         "Fewer reductions a sample: a larger batch (--batch-size), or accumulate (--accumulate, mw.accumulate); half "
         "the bytes: bf16 (--precision bf16)."
     )
-    return [Finding("communication", sentence, advice, share, seconds, phase="communication")]
+    yield shares.finding("communication", "communication", share, sentence, advice)
 
 
-def _imbalance(shares: _Shares, late: list[Finding]) -> list[Finding]:
-    explained = sum(finding.share for finding in late)
+def _imbalance(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Finding]:
     share = shares.share("waiting")
-    if share < LEAST["imbalance"] or explained > share / 2:
-        return []
-    sentence = (
-        f"Uneven: {_of_step(share, shares.seconds['waiting'])} waits for whichever rank comes last; none is it always."
-    )
-    advice = (
-        "Samples of unequal length: batch alike ones together. A shared or throttling machine: look for other programs."
-    )
-    return [Finding("imbalance", sentence, advice, share, shares.seconds["waiting"], phase="waiting")]
+    if share >= LEAST["imbalance"] and sum(finding.share for finding in stragglers) <= share / 2:
+        sentence = f"Load imbalance: {shares.of_step(share)} is spent waiting for the slowest rank, which varies."
+        advice = (
+            "Samples of unequal length: batch similar ones together. A shared or throttling machine: look for other "
+            "programs."
+        )
+        yield shares.finding("imbalance", "waiting", share, sentence, advice)
 
 
-def _idle(shares: _Shares) -> list[Finding]:
+def _idle(shares: _Shares) -> Iterator[Finding]:
     share = shares.share("idle")
-    if share < LEAST["idle"]:
-        return []
-    sentence = f"Between phases: {_of_step(share, shares.seconds['idle'])} is in none of them."
-    advice = "Look for work of the host in the loop: printing, .item(), logging, metrics."
-    return [Finding("idle", sentence, advice, share, shares.seconds["idle"], phase="idle")]
+    if share >= LEAST["idle"]:
+        sentence = f"Between phases: {shares.of_step(share)} is in none of them."
+        advice = "Look for host work in the training loop: printing, .item(), logging, metrics."
+        yield shares.finding("idle", "idle", share, sentence, advice)
 
 
-def _stalls(book: Book) -> list[Finding]:
+def _stalls(table: StepTable) -> Iterator[Finding]:
     """Steps far longer than usual that take much of the time."""
-    seconds, steps = book.step_seconds()[book.steady], book.step[book.steady]
+    seconds, steps = table.step_seconds()[table.steady], table.step[table.steady]
     usual = float(np.median(seconds))
-    long = seconds > STALL * usual
-    share = float((seconds[long] - usual).sum() / seconds.sum()) if len(seconds) else 0.0
+    beyond = np.where(seconds > STALL * usual, seconds - usual, 0.0)
+    share = float(beyond.sum() / seconds.sum())
     if len(seconds) < FEWEST or share < LEAST["stalls"]:
-        return []
+        return
     worst = int(steps[seconds.argmax()])
     sentence = (
-        f"Stalls: {percent_text(long.mean(), 1)} of the steps take more than {STALL:.0f} times the median of "
+        f"Stalls: {percent_text((beyond > 0).mean(), 1)} of the steps take more than {STALL:.0f} times the median of "
         f"{seconds_text(usual)}, and {percent_text(share)} of the time beyond it; the longest is step {worst} with "
         f"{seconds_text(float(seconds.max()))}."
     )
-    advice = (
-        f"Look at it: meshwise report RUN --steps {worst}. Often another program, a slow disk, or garbage collection."
-    )
-    return [Finding("stalls", sentence, advice, share, float((seconds[long] - usual).mean()))]
+    advice = f"See meshwise report RUN --steps {worst}. Often another program, a slow disk, or garbage collection."
+    yield Finding("stalls", sentence, advice, share, float(beyond[beyond > 0].mean()))
 
 
-def _of_run(goodput: list[Part]) -> list[Finding]:
+def _of_run(goodput: Sequence[GoodputPart]) -> Iterator[Finding]:
     parts = {part.name: part for part in goodput}
-    found = []
-    saving, evaluation = parts["saving"], parts["evaluation"]
-    if saving.share >= LEAST_OF_RUN["checkpoint"]:
-        sentence = f"Saving takes {percent_text(saving.share)} of the run ({seconds_text(saving.seconds)})."
-        advice = "Save less often (--save-every), or to faster storage."
-        found.append(Finding("checkpoint", sentence, advice, saving.share, saving.seconds, phase="checkpoint"))
-    if evaluation.share >= LEAST_OF_RUN["evaluation"]:
-        sentence = f"Evaluating takes {percent_text(evaluation.share)} of the run ({seconds_text(evaluation.seconds)})."
-        advice = "Evaluate less often, or on fewer samples."
-        found.append(Finding("evaluation", sentence, advice, evaluation.share, evaluation.seconds, phase="evaluate"))
-    return found
+    for kind, part, phase, verb, advice in (
+        ("checkpoint", "saving", "checkpoint", "Saving", "Save less often (--save-every), or to faster storage."),
+        ("evaluation", "evaluation", "evaluate", "Evaluating", "Evaluate less often, or on fewer samples."),
+    ):
+        share, seconds = parts[part].share, parts[part].seconds
+        if share >= LEAST_OF_RUN[kind]:
+            sentence = f"{verb} takes {percent_text(share)} of the run ({seconds_text(seconds)})."
+            yield Finding(kind, sentence, advice, share, seconds, phase=phase)
 
 
-def _memory(counters: tuple[Counter, ...]) -> list[Finding]:
+def _memory(counters: Sequence[Counter]) -> Iterator[Finding]:
     """Memory that grows all the time: the medians of a run's thirds rise by GROWTH each."""
-    found = []
     for counter in counters:
         late = slice(len(counter.value) // 4, None)
         value, step = counter.value[late], counter.step[late]
@@ -230,21 +217,14 @@ def _memory(counters: tuple[Counter, ...]) -> list[Finding]:
                 f"{bytes_text(slope)} every 1,000 steps."
             )
             advice = "Keep no graph alive: append loss.item() or loss.detach(), not loss."
-            found.append(Finding("memory", sentence, advice, 0.0, 0.0, counter.rank))
-    return found
+            yield Finding("memory", sentence, advice, 0.0, 0.0, counter.rank)
 
 
 def _computing(shares: _Shares) -> Finding:
     share = shares.share("forward", "backward", "optimizer")
-    seconds = share * shares.step
-    took = f"{seconds_text(seconds)} of {seconds_text(shares.step)}"
+    took = f"{seconds_text(share * shares.step)} of {seconds_text(shares.step)}"
     sentence = f"Computing takes {percent_text(share)} of a step ({took})."
     if share >= 0.8:
-        sentence = f"Compute-bound: {_of_step(share, seconds)} is forward, backward and optimizer."
+        sentence = f"Compute-bound: {shares.of_step(share)} is forward, backward and optimizer."
     advice = "To go faster: more devices, bf16 (--precision bf16), torch.compile, or a smaller model."
-    return Finding("compute", sentence, advice, share, seconds)
-
-
-def _of_step(share: float, seconds: float) -> str:
-    """`18 % of a step (1.6 ms)`."""
-    return f"{percent_text(share)} of a step ({seconds_text(seconds)})"
+    return shares.finding("compute", None, share, sentence, advice)

@@ -2,17 +2,17 @@
 
 useful       forward, backward and optimizer of steps that count
 evaluation   saving
-waiting      for data, transfers, communication that nothing hides, late ranks, and between phases
+waiting      for data, transfers, exposed communication, stragglers, and between phases
 starting     from the command to the first step of each session, and from the last span to its end
 lost         steps that were done again after a stop, and what followed a failed session's last span
 """
 
 from __future__ import annotations
 
-from meshwise.timeline.account import OUTSIDE, session_of
-from meshwise.timeline.book import Book
-from meshwise.timeline.report import Part
+from meshwise.timeline.attribution import OUTSIDE, session_of
+from meshwise.timeline.run_report import GoodputPart
 from meshwise.timeline.spans import KIND
+from meshwise.timeline.step_table import StepTable
 from meshwise.timeline.timeline import Timeline
 
 USEFUL = [KIND[kind] for kind in ("forward", "backward", "optimizer")]
@@ -20,19 +20,19 @@ WAITING = {
     "data": KIND["data"],
     "transfer": KIND["transfer"],
     "communication": KIND["communication"],
-    "late ranks": KIND["waiting"],
+    "stragglers": KIND["waiting"],
     "between phases": KIND["idle"],
 }
 
 
-def goodput_of(timeline: Timeline, book: Book) -> tuple[float, list[Part], list[Part]]:
+def goodput_of(timeline: Timeline, table: StepTable) -> tuple[float, list[GoodputPart], list[GoodputPart]]:
     """Wall seconds, their parts, and the parts of the waiting."""
     wall = sum(session.ended - session.began for session in timeline.sessions) / 1e9
-    counted = book.seconds[book.counted][:, :, :OUTSIDE].sum(axis=0)  # (ranks, kinds)
-    ranks = max(len(book.ranks), 1)
+    counted = table.seconds[table.counted][:, :, :OUTSIDE].sum(axis=0)  # (ranks, kinds)
+    ranks = max(len(table.ranks), 1)
     of_kind = counted.sum(axis=0) / ranks
     waiting = {name: float(of_kind[code]) for name, code in WAITING.items()}
-    starting, lost = _around(timeline, book)
+    starting, lost = _around(timeline, table)
     seconds = {
         "useful": float(of_kind[USEFUL].sum()),
         "evaluation": float(of_kind[KIND["evaluate"]]),
@@ -44,15 +44,15 @@ def goodput_of(timeline: Timeline, book: Book) -> tuple[float, list[Part], list[
     return wall, _parts(seconds, wall), _parts(waiting, wall)
 
 
-def _parts(seconds: dict[str, float], wall: float) -> list[Part]:
-    return [Part(name, value, value / wall if wall else 0.0) for name, value in seconds.items()]
+def _parts(seconds: dict[str, float], wall: float) -> list[GoodputPart]:
+    return [GoodputPart(name, value, value / wall if wall else 0.0) for name, value in seconds.items()]
 
 
-def _around(timeline: Timeline, book: Book) -> tuple[float, float]:
+def _around(timeline: Timeline, table: StepTable) -> tuple[float, float]:
     """Seconds before the steps and behind them, and seconds lost, mean over the ranks."""
-    starting = float(book.seconds[(book.step == 0) & ~book.lost][:, :, :OUTSIDE].sum())
-    lost = float(book.seconds[book.lost][:, :, :OUTSIDE].sum())
-    for rank in book.ranks.tolist():
+    starting = float(table.seconds[(table.step == 0) & ~table.lost][:, :, :OUTSIDE].sum())
+    lost = float(table.seconds[table.lost][:, :, :OUTSIDE].sum())
+    for rank in table.ranks.tolist():
         spans = timeline.of_rank(rank)
         session = session_of(spans["start"], timeline.sessions)
         for number, facts in enumerate(timeline.sessions):
@@ -65,6 +65,6 @@ def _around(timeline: Timeline, book: Book) -> tuple[float, float]:
                 lost += tail
             else:
                 starting += tail
-    if not len(book.ranks):
+    if not len(table.ranks):
         return sum(s.ended - s.began for s in timeline.sessions) / 1e9, 0.0
-    return float(starting / len(book.ranks)), float(lost / len(book.ranks))
+    return float(starting / len(table.ranks)), float(lost / len(table.ranks))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.timeline.record import WIDTH
+from meshwise.timeline.recorder import WIDTH
 
 Rows = NDArray[np.int64]
 """Shape (spans, WIDTH): code, start, end, step, bytes, collective."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.records.lines import read_lines
-from meshwise.timeline.log import VERSION
 from meshwise.timeline.pack import Column, unpack
+from meshwise.timeline.span_log import VERSION
 
 Kind = tuple[str, str, str]
 """Kind, lane and name of a span."""
@@ -34,7 +34,7 @@ class RankLog:
     counters: list[tuple[int, int, int, str, float]] = field(default_factory=list)
     round_trips: list[tuple[int, int, int]] = field(default_factory=list)
     end: int | None = None
-    watching_seconds: float = 0.0
+    overhead_seconds: float = 0.0
     dropped: int = 0
     damaged: int = 0
 
@@ -131,4 +131,4 @@ def _take(log: RankLog, line: dict[str, Any]) -> None:
         log.round_trips += [(int(sent), int(theirs), int(received)) for sent, theirs, received in line["clock"]]
     elif "end" in line:
         log.end = int(line["end"])
-        log.watching_seconds = float(line.get("cost", {}).get("cpu_seconds", 0.0))
+        log.overhead_seconds = float(line.get("cost", {}).get("cpu_seconds", 0.0))

@@ -21,7 +21,7 @@ from meshwise.timeline.arrivals import arrival_table
 from meshwise.timeline.pack import Column
 from meshwise.timeline.rank_log import RankLog, rank_of, read_rank_log
 from meshwise.timeline.spans import KIND, LANE, SPAN
-from meshwise.timeline.timeline import NO_PHASE, PER_SESSION, Clock, Counter, Rank, Session, Spans, Timeline
+from meshwise.timeline.timeline import NO_PHASE, PER_SESSION, Clock, Counter, Rank, RunSession, Spans, Timeline
 
 SILENT = 60.0  # seconds without any record after which a run that says it is running is taken for gone
 GONE = 10_000_000_000  # ns: of a run that says it is running, a rank silent for longer is taken for gone
@@ -143,14 +143,14 @@ def _ranks(logs: Sequence[RankLog], fits: Sequence[ClockFit], origins: Sequence[
             last,
             log.end is not None,
             log.dropped + (before.dropped if before else 0),
-            log.watching_seconds + (before.watching_seconds if before else 0.0),
+            log.overhead_seconds + (before.overhead_seconds if before else 0.0),
         )
     return [ranks[rank] for rank in sorted(ranks)]
 
 
 def _sessions(
     facts: dict[str, Any], began: Sequence[float], ranks: Sequence[Rank], spans: Spans, logs: Sequence[RankLog]
-) -> list[Session]:
+) -> list[RunSession]:
     said = facts.get("sessions") or [{"began": start, "ended": _ended(facts)} for start in began]
     sessions = []
     starts = [round((start - began[0]) * 1e9) for start in began] if began else []
@@ -165,7 +165,7 @@ def _sessions(
         steps = spans["step"][inside]
         first = int(steps[steps > 0].min()) if (steps > 0).any() else 0
         status = str(entry.get("status") or facts.get("status", "running"))
-        sessions.append(Session(start, max(end, start), first, status))
+        sessions.append(RunSession(start, max(end, start), first, status))
     return sessions
 
 
@@ -182,7 +182,7 @@ def _missing(
     logs: Sequence[RankLog],
     spans: Spans,
     ranks: Sequence[Rank],
-    sessions: Sequence[Session],
+    sessions: Sequence[RunSession],
 ) -> Iterable[str]:
     here = {log.rank for log in logs}
     absent = [rank for rank in range(world) if rank not in here]

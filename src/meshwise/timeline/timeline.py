@@ -42,7 +42,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Session:
+class RunSession:
     """One stretch in which the run's workers lived, in ns of the timeline's clock; a run that was gone on with has
     several. first_step: the first step in it, 0 when none was begun. status: finished, stopped, failed, running."""
 
@@ -62,7 +62,7 @@ class Rank:
     last: int
     complete: bool
     dropped: int = 0
-    watching_seconds: float = 0.0
+    overhead_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Timeline:
     counters: tuple[Counter, ...] = ()
     ranks: tuple[Rank, ...] = ()
     clocks: tuple[Clock, ...] = ()
-    sessions: tuple[Session, ...] = ()
+    sessions: tuple[RunSession, ...] = ()
     missing: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     source: str = "measured"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.parallel.blocks import blocks_of
-from meshwise.timeline.record import Mark, current
+from meshwise.timeline.recorder import Mark, current
 
 BLOCKS = "MESHWISE_BLOCKS"
 

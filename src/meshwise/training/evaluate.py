@@ -55,5 +55,5 @@ def _over_ranks(sums: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
     if not sums:
         return {}
     table = torch.stack([torch.stack(pair) for pair in sums.values()])  # (metrics, 2)
-    collectives.sum_over_ranks(table)
+    collectives.all_reduce(table)
     return {name: float(total / weight) for name, (total, weight) in zip(sums, table.tolist(), strict=True)}

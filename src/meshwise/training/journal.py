@@ -59,7 +59,7 @@ class Journal:
             return False
         rows = torch.stack([_totals(losses) for _, _, losses in self._pending])
         wish = torch.full((1, 2), float(stop), dtype=rows.dtype, device=rows.device)
-        ranks = collectives.gather_tensors(torch.cat([rows, wish])).cpu()  # (world, steps + 1, 2)
+        ranks = collectives.all_gather(torch.cat([rows, wish])).cpu()  # (world, steps + 1, 2)
         records = []
         for (epoch, step, _), row in zip(self._pending, ranks[:, :-1].unbind(1), strict=True):
             total, weight = row.sum(0).tolist()

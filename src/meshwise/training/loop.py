@@ -24,7 +24,7 @@ from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import bytes_text
 from meshwise.spec.world import World
-from meshwise.timeline.record import Recorder
+from meshwise.timeline.recorder import Recorder
 from meshwise.training.block_spans import record_blocks
 from meshwise.training.evaluate import evaluate
 from meshwise.training.exact import StepDraws
@@ -37,8 +37,8 @@ from meshwise.training.source import LoaderSettings, Reader, count_samples, read
 from meshwise.training.step import Part, StepContext, train_step
 from meshwise.transfer.collectives import barrier
 from meshwise.transfer.prefetch import prefetch
-from meshwise.workers.join import Session, join
-from meshwise.workers.worker import midway
+from meshwise.workers.join import RankContext, join
+from meshwise.workers.worker import in_progress
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Data:
 class _Run:
     """One rank's run of a job."""
 
-    session: Session
+    session: RankContext
     settings: Settings
     folder: Path | None
     context: StepContext
@@ -106,7 +106,7 @@ def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None
 
 
 def _prepare(
-    job: Job, settings: Settings, folder: Path | None, session: Session, journal: Journal, recorder: Recorder
+    job: Job, settings: Settings, folder: Path | None, session: RankContext, journal: Journal, recorder: Recorder
 ) -> _Run:
     world, plan = session.world, settings.plan
     train, test = _data(job, job.data(), "training set"), _data(job, job.test(), "test set") if job.test else None
@@ -177,7 +177,7 @@ def _train_epoch(run: _Run) -> bool:
     pace = _Pace(run.train.samples * job.epochs, run.samples)
     batches = _train_batches(run)
     stop = False
-    midway.add("an epoch")
+    in_progress.add("an epoch")
     while in_epoch < steps:
         if not run.session.gate.begin():
             stop = True
@@ -202,7 +202,7 @@ def _train_epoch(run: _Run) -> bool:
         if run.settings.save_every and state.step % run.settings.save_every == 0:
             _save(run)
     journal.read()
-    midway.clear()
+    in_progress.clear()
     return stop
 
 
@@ -270,7 +270,7 @@ def _finish(run: _Run) -> None:
         barrier()  # without a launcher nobody waits for rank 0's files
 
 
-def _explain(error: BaseException, session: Session, run: _Run | None, recorder: Recorder) -> None:
+def _explain(error: BaseException, session: RankContext, run: _Run | None, recorder: Recorder) -> None:
     """Add to an error what its traceback does not say: rank, step, phase, and for memory how much of it."""
     if isinstance(error, MeshwiseError):
         return

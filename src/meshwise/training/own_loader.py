@@ -137,7 +137,7 @@ def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
         while True:
             wanted = size if streams == "whole" else _length(part(0, size, world.size, world.rank))
             got = list(islice(stream, wanted))
-            counts = collectives.gather_tensors(torch.tensor(len(got))).tolist()
+            counts = collectives.all_gather(torch.tensor(len(got))).tolist()
             chosen, share = own(got, last, counts, world)
             if share.total == 0 or (loader.drop_last and share.total < size):
                 return

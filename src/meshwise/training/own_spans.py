@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from meshwise.timeline.record import Mark, current
+from meshwise.timeline.recorder import Mark, current
 
 LOSS_EVERY = 0.2  # seconds: reading each loss would cost more than it tells
 

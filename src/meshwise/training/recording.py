@@ -19,8 +19,8 @@ from meshwise.compat.reducer import default_store
 from meshwise.machine.memory import memory_counters
 from meshwise.records import folder as names
 from meshwise.spec.world import World
-from meshwise.timeline.log import Log
-from meshwise.timeline.record import Recorder, make_current
+from meshwise.timeline.recorder import Recorder, make_current
+from meshwise.timeline.span_log import SpanLog
 from meshwise.workers.clock import ClockProbe, ClockServer
 from meshwise.workers.join import LAUNCHED, RUN_FOLDER
 
@@ -42,7 +42,7 @@ class Recording:
         self._before = make_current(self.recorder)
         self._server: ClockServer | None = None
         self._probe: ClockProbe | None = None
-        self._log: Log | None = None
+        self._log: SpanLog | None = None
         if folder is None:
             return
         if world.size > 1:
@@ -58,7 +58,7 @@ class Recording:
         }
         path = names.span_log(folder, world.rank)
         sample = self._probe.sample if self._probe is not None else None
-        self._log = Log(path, self.recorder, head, sample_clock=sample, failed=say)
+        self._log = SpanLog(path, self.recorder, head, sample_clock=sample, failed=say)
 
     def _meet_clocks(self, world: World, clock: Callable[[], int], key: str) -> None:
         alone = world.local_size == world.size

@@ -19,7 +19,7 @@ from meshwise.parallel.apply import Applied
 from meshwise.parallel.precision import cast_batch, computing
 from meshwise.recovery.state import RunState
 from meshwise.spec.world import World
-from meshwise.timeline.record import Recorder
+from meshwise.timeline.recorder import Recorder
 from meshwise.training.draws import seed_draws
 from meshwise.training.exact import StepDraws
 from meshwise.training.job import Job
@@ -75,7 +75,7 @@ def train_step(run: StepContext, parts: Sequence[Part]) -> Losses:
 
 def _common_factor(world: World, losses: Losses, first: Tensor) -> Callable[[], Tensor]:
     """Begin to sum the weights over the ranks; the result turns gradients in units of `first` into the global mean."""
-    wait = collectives.begin_sum(torch.stack([torch.as_tensor(weight) for _, weight in losses]).sum())
+    wait = collectives.begin_sum(torch.stack([torch.as_tensor(weight) for _, weight in losses]).sum()).wait
     return lambda: first * world.size / wait()
 
 

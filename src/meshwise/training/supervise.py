@@ -17,11 +17,12 @@ from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.plan import Plan
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
-from meshwise.timeline.views.live import LiveView, Progress
-from meshwise.timeline.views.summary_text import RunSummary, metric_text
+from meshwise.timeline.run_summary import RunSummary
+from meshwise.timeline.views.live_progress import LiveView, Progress
+from meshwise.timeline.views.summary_text import metric_text
 from meshwise.workers.channel import Message
 from meshwise.workers.launch import Halt, Listeners, launch
-from meshwise.workers.nodes import Nodes, machine_of
+from meshwise.workers.nodes import Nodes, node_rank_of
 
 
 class Viewer:
@@ -89,7 +90,7 @@ def supervise(
     run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails.
     """
     halt = Halt()
-    keeps = folder if folder is not None and names.is_kept_by(folder, machine_of(nodes)) else None
+    keeps = folder if folder is not None and names.is_kept_by(folder, node_rank_of(nodes)) else None
     with LiveView(console) as view, forwarded_signals(halt, view):
         viewer = Viewer(view, [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], live=view.draws)
         listeners = Listeners(message=viewer.message, output=viewer.output)

@@ -14,9 +14,9 @@ from rich.console import Console, RenderableType
 
 from meshwise.records import folder as names
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.log import VERSION
 from meshwise.timeline.pack import pack
-from meshwise.timeline.report import Bar, Report, View
+from meshwise.timeline.run_report import Bar, Report, StepWindow
+from meshwise.timeline.span_log import VERSION
 from meshwise.timeline.spans import KINDS, LANES
 from meshwise.timeline.timeline import Timeline
 from tests.timeline.schedules import Schedule, Works, delayed, even, jittered, played
@@ -52,10 +52,10 @@ def bar(rank: int, kind: str, start: float, seconds: float, lane: str = "main", 
     return Bar(rank=rank, lane=lane, kind=kind, step=step, start=start, seconds=seconds, **facts)
 
 
-def view_of(*bars: Bar) -> View:
+def view_of(*bars: Bar) -> StepWindow:
     """A view of these bars, from 0."""
     end = max((bar.start + bar.seconds for bar in bars), default=0.0)
-    return View("typical", 1, max((bar.step for bar in bars), default=1), 0.0, end, list(bars))
+    return StepWindow("typical", 1, max((bar.step for bar in bars), default=1), 0.0, end, list(bars))
 
 
 def printed(what: RenderableType, width: int = 80, encoding: str = "utf-8", **options: Any) -> str:

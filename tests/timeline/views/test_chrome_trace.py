@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.arrivals import ABSENT, arrival_table
 from meshwise.timeline.spans import KIND, KINDS, LANE, LANES, SPAN
-from meshwise.timeline.timeline import Clock, Counter, Rank, Session, Timeline
+from meshwise.timeline.timeline import Clock, Counter, Rank, RunSession, Timeline
 from meshwise.timeline.views import chrome_trace
 from meshwise.timeline.views.chrome_trace import write_chrome_trace
 
@@ -136,7 +136,7 @@ def two_ranks() -> Timeline:
                 (rank, "communication", "communication", 1, t + 250_000 + late, t + 700_000, step, 2 * step),
                 (rank, "communication", "communication", 1, t + 300_000 + late, t + 800_000, step, 2 * step + 1),
             ]
-    ends = Session(0, 3_000_000, 1, "finished")
+    ends = RunSession(0, 3_000_000, 1, "finished")
     ranks = (Rank(0, "cpu", "here", 3_000_000, True), Rank(1, "cpu", "there", 3_000_000, True))
     time, step, none = np.array([1_500_000, 2_500_000]), np.array([1, 2]), np.array([-1, -1])
     counters = (

@@ -19,7 +19,7 @@ from rich.console import Console
 from meshwise.records.folder import begin_session, end_session, read_run
 from meshwise.spec.errors import UsageError
 from meshwise.timeline.views import follow as following
-from meshwise.timeline.views.follow import BLOCKS, LINE_EVERY, SILENT, follow, line_of, look, screen, silence
+from meshwise.timeline.views.follow import BLOCKS, LINE_EVERY, SILENT, follow, line_of, poll, screen, silence
 from tests.timeline.schedules import Schedule, delayed, even, jittered, played
 from tests.timeline.views.reports import plain, printed, write_folder
 
@@ -28,7 +28,7 @@ RUNS = {
     ranks: played(Schedule(ranks=ranks, steps=STEPS), delayed(jittered(even(), 4), ranks - 1, "forward", 6.0))
     for ranks in (2, 4, 8)
 }
-LATE = "is late: last in 100 % of the steps"
+LATE = "is a straggler: last in 100 % of the steps"
 
 
 class Clock:
@@ -67,8 +67,10 @@ def test_elsewhere_than_on_a_terminal_a_line_every_ten_seconds_and_the_report_at
     )
     lines = followed(tmp_path).splitlines()
     assert lines[0] == "running  No step yet: the workers are starting."
-    assert lines[1].startswith("running  step 20  43 ms a step  Rank 1 is late: last in 100 % of the steps, by 6.")
-    assert lines[2].startswith("running  step 30  43 ms a step  Rank 1 is late")
+    assert lines[1].startswith(
+        "running  step 20  43 ms a step  Rank 1 is a straggler: last in 100 % of the steps, by 6."
+    )
+    assert lines[2].startswith("running  step 30  43 ms a step  Rank 1 is a straggler")
     assert lines[3].startswith("gpt-125m finished · 60 steps of 43 ms")
     assert LATE in lines[4]
     assert any(line.startswith("goodput  ") for line in lines)
@@ -127,22 +129,22 @@ def test_a_run_that_had_died_before_is_told_at_once(tmp_path: Path) -> None:
     past = time.time() - 300
     for path in [tmp_path / "run.json", *(tmp_path / "spans").iterdir()]:
         os.utime(path, (past, past))
-    sight = look(tmp_path)
-    assert silence(sight).startswith("No log has grown for 5 min 0")
-    assert "No log has grown" in printed(screen(sight, Console(width=80, height=24)))
+    snapshot = poll(tmp_path)
+    assert silence(snapshot).startswith("No log has grown for 5 min 0")
+    assert "No log has grown" in printed(screen(snapshot, Console(width=80, height=24)))
     write_folder(tmp_path, RUNS[2], 21)
-    assert silence(look(tmp_path, sight)) == ""
+    assert silence(poll(tmp_path, snapshot)) == ""
 
 
 def test_files_that_are_half_written_leave_what_was_seen(tmp_path: Path) -> None:
     write_folder(tmp_path, RUNS[2], 20)
-    sight = look(tmp_path)
-    assert sight.report is not None and sight.report.steps == 20
+    snapshot = poll(tmp_path)
+    assert snapshot.report is not None and snapshot.report.steps == 20
     (tmp_path / "run.json").write_text('{"job": "gpt-1')
-    again = look(tmp_path, sight)
-    assert again.report is sight.report and again.running
+    again = poll(tmp_path, snapshot)
+    assert again.report is snapshot.report and again.running
     write_folder(tmp_path, RUNS[2], 25, half=True)
-    later = look(tmp_path, again)
+    later = poll(tmp_path, again)
     assert later.report is not None and later.report.steps == 24
 
 
@@ -151,36 +153,36 @@ def test_logs_cut_off_anywhere_are_no_error(tmp_path: Path, size: int) -> None:
     write_folder(tmp_path, RUNS[2], 20)
     log = tmp_path / "spans" / "rank1.jsonl"
     log.write_bytes(log.read_bytes()[:size])
-    sight = look(tmp_path)
-    assert sight.running
-    assert line_of(sight).startswith("running  ")
-    assert "gpt-125m running" in printed(screen(sight, Console(width=80, height=24)))
+    snapshot = poll(tmp_path)
+    assert snapshot.running
+    assert line_of(snapshot).startswith("running  ")
+    assert "gpt-125m running" in printed(screen(snapshot, Console(width=80, height=24)))
 
 
 def test_when_nothing_can_be_read_it_says_so_and_goes_on(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{")
-    sight = look(tmp_path)
-    assert sight.running and sight.report is None
-    assert line_of(sight) == "running  its files cannot be read yet"
-    assert "cannot be read yet" in printed(screen(sight, Console(width=80, height=24)))
+    snapshot = poll(tmp_path)
+    assert snapshot.running and snapshot.report is None
+    assert line_of(snapshot) == "running  its files cannot be read yet"
+    assert "cannot be read yet" in printed(screen(snapshot, Console(width=80, height=24)))
     write_folder(tmp_path, RUNS[2], 20)
-    assert look(tmp_path, sight).report is not None
+    assert poll(tmp_path, snapshot).report is not None
 
 
 def test_what_did_not_change_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_folder(tmp_path, RUNS[2], 20)
-    sight = look(tmp_path)
+    snapshot = poll(tmp_path)
     monkeypatch.setattr(following, "read_timeline", None)
-    assert look(tmp_path, sight) is sight
+    assert poll(tmp_path, snapshot) is snapshot
 
 
 def test_of_a_long_run_it_says_what_stretch_it_shows(tmp_path: Path) -> None:
     write_folder(tmp_path, RUNS[2], STEPS)
-    sight = look(tmp_path)
-    assert sight.report is not None and sight.report.steps == STEPS and sight.report.goodput == []
-    assert sight.report.ranks[0].steps == BLOCKS
-    assert sight.window == pytest.approx(BLOCKS * 0.043, rel=0.05)
-    text = printed(screen(sight, Console(width=80, height=24)))
+    snapshot = poll(tmp_path)
+    assert snapshot.report is not None and snapshot.report.steps == STEPS and snapshot.report.goodput == []
+    assert snapshot.report.ranks[0].steps == BLOCKS
+    assert snapshot.window == pytest.approx(BLOCKS * 0.043, rel=0.05)
+    text = printed(screen(snapshot, Console(width=80, height=24)))
     assert "running · 60 steps of 43 ms" in text
     assert "of the newest 2 s · Ctrl-C leaves; the run goes on" in text
     assert "goodput" not in text

@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.color import Color, ColorSystem
 
-from meshwise.timeline.account import OUTSIDE
+from meshwise.terminal.kind_marks import MARKS, NOT_FILLED
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.book import book_of
-from meshwise.timeline.report import Bar, View
+from meshwise.timeline.attribution import OUTSIDE
+from meshwise.timeline.run_report import Bar, StepWindow
 from meshwise.timeline.spans import KINDS
+from meshwise.timeline.step_table import step_table_of
 from meshwise.timeline.views.gantt_text import Piece, column_kinds, gantt_text, owned_pieces, step_nearest, step_times
-from meshwise.timeline.views.kind_marks import MARKS, NOT_FILLED
 from tests.timeline.schedules import Schedule, delayed, even, jittered, played
 from tests.timeline.views.reports import bar, printed, view_of
 
 MS = 1e-3
 
 
-def two_ranks() -> View:
+def two_ranks() -> StepWindow:
     """Rank 0 waits 8 ms in its backward for rank 1, which reads 8 ms longer."""
     bars = [
         bar(0, "data", 0, 4 * MS),
@@ -38,7 +38,7 @@ def two_ranks() -> View:
     return view_of(*bars)
 
 
-def rows(view: View, width: int, **options: bool) -> list[str]:
+def rows(view: StepWindow, width: int, **options: bool) -> list[str]:
     ranks = sorted({bar.rank for bar in view.bars})
     return [line.plain for line in gantt_text(view, ranks, width, **options)]
 
@@ -107,7 +107,7 @@ def test_only_the_bars_of_the_step_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("view", [view_of(), view_of(bar(0, "forward", 0.0, 0.0))])
-def test_nothing_gives_no_lines(view: View) -> None:
+def test_nothing_gives_no_lines(view: StepWindow) -> None:
     assert gantt_text(view, [0], 80) == []
     assert gantt_text(two_ranks(), [0], 80, step=7) == []
 
@@ -146,17 +146,17 @@ def test_on_a_terminal_rows_are_coloured_and_wait_in_another_way() -> None:
 
 def test_what_a_step_shows_is_what_the_accounts_say() -> None:
     timeline = played(Schedule(ranks=3, steps=8, gap=0.3), delayed(jittered(even(), 5), 1, "backward", 4.0))
-    book, report = book_of(timeline), report_of(timeline)
+    table, report = step_table_of(timeline), report_of(timeline)
     view = report.views[0]
     assert view.name in ("all", "first", "typical")
-    of_step = {step: row for row, step in enumerate(book.step.tolist())}
+    of_step = {step: row for row, step in enumerate(table.step.tolist())}
     for times in step_times(view):
         for rank in range(3):
             bars = [bar for bar in view.bars if bar.rank == rank and bar.step == times.step]
             got = dict.fromkeys(KINDS, 0.0)
             for piece in owned_pieces(bars):
                 got[piece.kind] += piece.end - piece.start
-            said = dict(zip(KINDS, book.seconds[of_step[times.step], rank, :OUTSIDE].tolist(), strict=True))
+            said = dict(zip(KINDS, table.seconds[of_step[times.step], rank, :OUTSIDE].tolist(), strict=True))
             del got["idle"], said["idle"]  # nothing is no bar
             assert got == pytest.approx(said, abs=2e-9)
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text, count_text, seconds_text
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.report import Report, report_dict
+from meshwise.timeline.run_report import Report, report_dict
 from meshwise.timeline.spans import KINDS
 from meshwise.timeline.timeline import Counter, Timeline
 from meshwise.timeline.views import html_page
@@ -224,7 +224,7 @@ def test_every_number_on_the_page_is_that_of_the_json(opened: Drawn, report: Rep
         assert text == ("unknown" if expected is None else WRITTEN[form](expected)), path
     paths = {path for path, *_ in opened.shown}
     assert {"verdict", "missing/0", "step_seconds", "goodput/0/share", "ranks/2/seconds/waiting", "title"} <= paths
-    assert {"ranks/2/rank", "ranks/2/steps", "ranks/2/meetings", "views/0/first_step", "views/0/last_step"} <= paths
+    assert {"ranks/2/rank", "ranks/2/steps", "ranks/2/sync_points", "views/0/first_step", "views/0/last_step"} <= paths
 
 
 @needs_browser

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshwise.spec.errors import UsageError
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.report import Bar, Report, View
+from meshwise.timeline.run_report import Bar, Report, StepWindow
 from meshwise.timeline.timeline import Timeline
 from meshwise.timeline.views.mermaid import MOST_BARS, mermaid_gantt
 from tests.timeline.schedules import Schedule, delayed, even, played
@@ -71,7 +71,7 @@ def bar(seconds: float, start: float = 0.0, **facts: object) -> Bar:
 
 def chart_of(*bars: Bar, title: str = "a job") -> Chart:
     report = dataclasses.replace(report_of(Timeline()), title=title)
-    return parsed(mermaid_gantt(report, View("chosen", 1, 1, 0.0, 1.0, list(bars))))
+    return parsed(mermaid_gantt(report, StepWindow("chosen", 1, 1, 0.0, 1.0, list(bars))))
 
 
 def test_one_step_of_the_typical_view_is_drawn_rank_by_rank() -> None:

@@ -203,7 +203,7 @@ def _exchanged(member: Member, size: int, to: list[int], by: list[int], counted:
     incoming = {(rank, member.rank): member.bytes(size) for rank in by}
 
     def call() -> None:
-        collectives.exchange(
+        collectives.send_receive(
             [(tensor, rank) for (_, rank), tensor in outgoing.items()],
             [(tensor, rank) for (rank, _), tensor in incoming.items()],
             member.group,

@@ -21,7 +21,7 @@ from meshwise.machine.measure.result import PathResult
 from meshwise.machine.measure.together import RanksSpec, measure_path
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import UsageError, nearest
-from meshwise.transfer.collectives import Group, broadcast_object, gather_objects, group_of, own_rank, world_size
+from meshwise.transfer.collectives import Group, broadcast_object, gather_objects, get_rank, group_of, world_size
 from meshwise.workers.join import join
 from meshwise.workers.launch import Listeners, launch
 
@@ -77,7 +77,7 @@ def measure_ranks(
     """
     _check(sizes, what)
     device = device or torch.device("cpu")
-    member = Member(own_rank(group), world_size(group), group, device)
+    member = Member(get_rank(group), world_size(group), group, device)
     if member.ranks < 2:
         return []
     if member.rank:

@@ -18,7 +18,7 @@ from meshwise.machine.measure.cases import Case, Maker, Member, checked
 from meshwise.machine.measure.result import PathResult, PathSpec, result_of
 from meshwise.machine.measure.timing import Sample, cuda_seconds, sample_of
 from meshwise.spec.units import bytes_text, seconds_text
-from meshwise.transfer.collectives import all_reduce, begin_exchange, gather_objects
+from meshwise.transfer.collectives import all_reduce, gather_objects, send_receive
 
 LEAST, MOST = 3, 100  # timed repeats of a size
 WARM_UP = 5  # calls at most; fewer when two in a row differ by less than STABLE
@@ -127,7 +127,7 @@ def _ping_pong(member: Member, one: int, other: int) -> float:
             start = time.perf_counter()
             turns = [([(sent, peer)], []), ([], [(got, peer)])]
             for sends, receives in turns if member.rank == one else reversed(turns):
-                begin_exchange(sends, receives, member.group)()
+                send_receive(sends, receives, member.group)
             if member.device.type == "cuda":
                 torch.cuda.synchronize(member.device)
             if number >= PING_PONGS // 4:

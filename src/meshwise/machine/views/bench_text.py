@@ -19,8 +19,8 @@ from meshwise.spec.bandwidth import DEFINITIONS, bus_bandwidth
 from meshwise.spec.machine import Device
 from meshwise.spec.timings import Timings, rate_at
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, percent_text, seconds_text
-from meshwise.timeline.views.kind_marks import fitting
-from meshwise.timeline.views.lines import columns, wrap
+from meshwise.terminal.kind_marks import fitting
+from meshwise.terminal.table import columns, wrap
 
 MOST_ROWS = 16
 """Copies that are told in a row each; more of them are told as a matrix."""

@@ -18,8 +18,8 @@ from meshwise.machine.discovery.host_facts import limits_that_hurt
 from meshwise.machine.views.links_text import KINDS, links_text, pcie_text
 from meshwise.spec.machine import HOST, Device, Host, Link, Machine, link_between
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text
-from meshwise.timeline.views.kind_marks import fitting
-from meshwise.timeline.views.lines import columns, wrap
+from meshwise.terminal.kind_marks import fitting
+from meshwise.terminal.table import columns, wrap
 
 MOST_SINGLE = 4
 """Devices that get a row each; of more, those that stand next to each other and are alike share one."""

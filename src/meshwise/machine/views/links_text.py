@@ -12,7 +12,7 @@ from rich.text import Text
 
 from meshwise.spec.machine import DEVICE, HOST, NODE, Link, Machine
 from meshwise.spec.units import bandwidth_text
-from meshwise.timeline.views.lines import columns
+from meshwise.terminal.table import columns
 
 KINDS = {"nvlink": "NVLink", "xgmi": "xGMI", "pcie": "PCIe", "c2c": "C2C", "network": "network", "memory": "memory"}
 CROSSES = {"": "", "bridge": "over the host's bridge", "socket": "over the other socket"}

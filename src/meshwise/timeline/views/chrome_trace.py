@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from meshwise.records.atomic import atomic_file
 from meshwise.spec.units import seconds_text
 from meshwise.timeline.arrivals import Arrivals, arrival_table, is_collective
-from meshwise.timeline.report import NOT_MEMORY, Report
+from meshwise.timeline.run_report import NOT_MEMORY, Report
 from meshwise.timeline.spans import KIND, KINDS, LANES, NO_COLLECTIVE
 from meshwise.timeline.timeline import Counter, Spans, Timeline
 

@@ -20,13 +20,13 @@ from rich.text import Text
 from meshwise.records import folder as names
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import count_text, seconds_text
+from meshwise.terminal.kind_marks import fitting
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
-from meshwise.timeline.report import Report
+from meshwise.timeline.run_report import Report
 from meshwise.timeline.timeline import Timeline
-from meshwise.timeline.views.kind_marks import fitting
-from meshwise.timeline.views.live import LiveView
-from meshwise.timeline.views.text import report_text
+from meshwise.timeline.views.live_progress import LiveView
+from meshwise.timeline.views.report_text import report_text
 
 BLOCKS = 40
 """Blocks of spans a rank that are read; a worker writes one a second."""
@@ -39,7 +39,7 @@ UNREADABLE = (UsageError, OSError, ValueError, LookupError, TypeError)  # of fil
 
 
 @dataclass(frozen=True)
-class Sight:
+class Snapshot:
     """What was seen of a run: its report (None: nothing could be read yet), whether run.json says that it goes on, the
     sizes of its files, and since when they have not changed (s, monotonic). window: seconds that the report is about,
     None for all of it."""
@@ -66,65 +66,65 @@ def follow(
     """
     names.read_run(folder)
     view = LiveView(console)  # guards the console: a terminal that goes away ends the drawing, with no traceback
-    looks = _looks(folder, every, stop, beside)
+    polls = _snapshots(folder, every, stop, beside)
     try:
-        over = _on_screen(looks, console) if view.draws else _in_lines(looks, view)
+        over = _on_screen(polls, console) if view.draws else _in_lines(polls, view)
         if over:
             console.print(report_text(report_of(read_timeline(folder), str(folder))))
     except KeyboardInterrupt:
         return
 
 
-def _looks(
+def _snapshots(
     folder: Path, every: float, stop: Callable[[], bool] | None, beside: Callable[[], object] | None
-) -> Iterator[Sight]:
-    """What is seen of the run, look by look, until it is over or `stop` says so."""
-    sight, called = None, -math.inf
+) -> Iterator[Snapshot]:
+    """What is seen of the run, poll by poll, until it is over or `stop` says so."""
+    snapshot, called = None, -math.inf
     while stop is None or not stop():
         began = time.monotonic()
-        sight = look(folder, sight)
-        if beside is not None and (began - called >= LINE_EVERY or not sight.running):
+        snapshot = poll(folder, snapshot)
+        if beside is not None and (began - called >= LINE_EVERY or not snapshot.running):
             beside()
             called = began
-        yield sight
-        if not sight.running:
+        yield snapshot
+        if not snapshot.running:
             return
-        _rest(began, every)
+        _sleep(began, every)
 
 
-def _on_screen(looks: Iterator[Sight], console: Console) -> bool:
-    """Draw each look; whether the run came to its end."""
+def _on_screen(polls: Iterator[Snapshot], console: Console) -> bool:
+    """Draw each poll; whether the run came to its end."""
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
-        for sight in looks:
-            if not sight.running:
+        for snapshot in polls:
+            if not snapshot.running:
                 return True
-            live.update(screen(sight, console), refresh=True)
+            live.update(screen(snapshot, console), refresh=True)
     return False
 
 
-def _in_lines(looks: Iterator[Sight], view: LiveView) -> bool:
+def _in_lines(polls: Iterator[Snapshot], view: LiveView) -> bool:
     """Print a line now and then; whether the run came to its end."""
     said, silent = -math.inf, False
-    for sight in looks:
-        if not sight.running:
+    for snapshot in polls:
+        if not snapshot.running:
             return True
         now = time.monotonic()
         if now - said >= LINE_EVERY:
-            view.say(line_of(sight))
+            view.say(line_of(snapshot))
             said = now
-        if silence(sight) and not silent:
-            view.say(silence(sight))
-        silent = bool(silence(sight))
+        if silence(snapshot) and not silent:
+            view.say(silence(snapshot))
+        silent = bool(silence(snapshot))
     return False
 
 
-def _rest(began: float, every: float) -> None:
-    """Until the next look: `every` seconds after this one began, later where looking takes long."""
+def _sleep(began: float, every: float) -> None:
+    """Until the next poll: `every` seconds after this one began, later where looking takes long."""
     took = time.monotonic() - began
     time.sleep(max(every - took, took / SHARE - took, 0.0))
 
 
-def look(folder: Path, before: Sight | None = None) -> Sight:
+def poll(folder: Path, before: Snapshot | None = None) -> Snapshot:
     """What there is to see now; files that cannot be read at the moment leave what was seen `before`."""
     sizes = _sizes(folder)
     now = time.monotonic()
@@ -135,14 +135,14 @@ def look(folder: Path, before: Sight | None = None) -> Sight:
         changed = now - max(0.0, time.time() - newest)
     else:
         changed = before.changed if sizes == before.sizes else now
-    seen = before or Sight(None, True, sizes, changed)
+    seen = before or Snapshot(None, True, sizes, changed)
     try:
         running = names.read_run(folder).get("status") == "running"
         timeline = read_timeline(folder, last_blocks=BLOCKS)
         report, window = _of_now(timeline, report_of(timeline, str(folder)), running)
     except UNREADABLE:
         return dataclasses.replace(seen, sizes=sizes, changed=changed)
-    return Sight(report, running, sizes, changed, window)
+    return Snapshot(report, running, sizes, changed, window)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -176,9 +176,9 @@ def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, 
     return part, window
 
 
-def silence(sight: Sight) -> str:
+def silence(snapshot: Snapshot) -> str:
     """What to say of a run whose logs do not grow; "" of one whose do."""
-    seconds = time.monotonic() - sight.changed
+    seconds = time.monotonic() - snapshot.changed
     if seconds <= SILENT:
         return ""
     return (
@@ -192,9 +192,9 @@ def _whole(seconds: float) -> str:
     return seconds_text(max(1, round(seconds))).replace(".0 s", " s")
 
 
-def line_of(sight: Sight) -> str:
+def line_of(snapshot: Snapshot) -> str:
     """The run in one line: `running  step 1,234  43 ms a step  Compute-bound: ...`."""
-    report = sight.report
+    report = snapshot.report
     if report is None:
         return "running  its files cannot be read yet"
     if not report.steps:
@@ -203,13 +203,13 @@ def line_of(sight: Sight) -> str:
     return f"{report.status}  {step}  {report.verdict}"
 
 
-def screen(sight: Sight, console: Console) -> RenderableType:
+def screen(snapshot: Snapshot, console: Console) -> RenderableType:
     """The report on the whole screen, and in the last line what is being watched."""
-    words = silence(sight)
-    of = "" if sight.window is None else f"of the newest {_whole(sight.window)} · "
+    words = silence(snapshot)
+    of = "" if snapshot.window is None else f"of the newest {_whole(snapshot.window)} · "
     foot = Text(words, "bold yellow") if words else Text(f"{of}Ctrl-C leaves; the run goes on", "dim")
     foot.plain = fitting(foot.plain, console.options.ascii_only)
     height = console.height - len(foot.wrap(console, console.width))
-    if sight.report is None:
+    if snapshot.report is None:
         return Group(Text("Its files cannot be read yet."), foot)
-    return Group(report_text(sight.report, None, height), foot)
+    return Group(report_text(snapshot.report, None, height), foot)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from meshwise.timeline.report import Bar, View
+from meshwise.terminal.kind_marks import fitting, legend, mark_of, style_of
+from meshwise.timeline.run_report import Bar, StepWindow
 from meshwise.timeline.spans import KINDS
-from meshwise.timeline.views.kind_marks import fitting, legend, mark_of, style_of
 
 MAIN, BESIDE = "main", "communication"
 NOTHING = ""
@@ -47,7 +47,7 @@ class StepTimes:
     seconds: float
 
 
-def step_times(view: View) -> list[StepTimes]:
+def step_times(view: StepWindow) -> list[StepTimes]:
     """When the steps of a view were, from the first rank's beginning to the last one's end, in their order."""
     times: dict[int, tuple[float, float]] = {}
     for bar in view.bars:
@@ -56,13 +56,13 @@ def step_times(view: View) -> list[StepTimes]:
     return [StepTimes(step, low, high - low) for step, (low, high) in sorted(times.items())]
 
 
-def step_nearest(view: View, seconds: float) -> int | None:
+def step_nearest(view: StepWindow, seconds: float) -> int | None:
     """The step of a view that took most nearly so long; None in an empty view."""
     return min(step_times(view), key=lambda times: abs(times.seconds - seconds)).step if view.bars else None
 
 
 def gantt_text(
-    view: View,
+    view: StepWindow,
     ranks: Sequence[int],
     width: int,
     *,

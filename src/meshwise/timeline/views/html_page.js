@@ -99,7 +99,7 @@ function head() {
 function findings() {
   if (!R.findings.length) return;
   section("What limits it", "Shares of a step, mean over ranks, without the first step.");
-  const colour = { "late-rank": "waiting", input: "data", imbalance: "waiting", compute: "backward", checkpoint: "checkpoint", evaluation: "evaluate", idle: "idle", memory: "lost", stalls: "lost" };
+  const colour = { "straggler": "waiting", input: "data", imbalance: "waiting", compute: "backward", checkpoint: "checkpoint", evaluation: "evaluate", idle: "idle", memory: "lost", stalls: "lost" };
   add(el("div", { class: "findings" }, ...R.findings.map((finding, i) =>
     el("div", { class: "card finding", style: `--kind: var(--${colour[finding.kind] || finding.kind})` },
       shown(`findings/${i}/sentence`, "text", "p"), el("p", { class: "advice" }, shown(`findings/${i}/advice`, "text"))))));
@@ -119,7 +119,7 @@ function ranks() {
   const heads = [["device", true], ["steps"], ["a step"], ["its time"], ...kinds.map((kind) => [kind === "communication" ? "comm." : kind]), ["comm. hidden"], ["came last"], ["which cost"], ["peak memory"]];
   add(table(heads, R.ranks.map((rank, i) => [named(i), shown(`ranks/${i}/steps`, "count"), shown(`ranks/${i}/step_seconds`, "seconds"), stack(kinds.map((kind) => [kind, rank.seconds[kind]])),
     ...kinds.map((kind) => shown(`ranks/${i}/seconds/${kind}`, "seconds")), shown(`ranks/${i}/hidden_seconds`, "seconds"),
-    el("span", {}, shown(`ranks/${i}/last_times`, "count"), el("span", { class: "soft" }, " of ", shown(`ranks/${i}/meetings`, "count"))), shown(`ranks/${i}/late_seconds`, "seconds"),
+    el("span", {}, shown(`ranks/${i}/last_arrivals`, "count"), el("span", { class: "soft" }, " of ", shown(`ranks/${i}/sync_points`, "count"))), shown(`ranks/${i}/straggler_seconds`, "seconds"),
     peak(i) ? shown(peak(i)[0], "bytes") : ""])));
   add(el("div", { class: "keys" }, ...kinds.map((kind) => el("span", { class: "key" }, swatch(kind), kind))));
 }
@@ -233,7 +233,7 @@ function watching() {
   const clock = (rank, key, as) => { const i = R.clocks.findIndex((one) => one.rank === rank); return i < 0 ? "" : shown(`clocks/${i}/${key}`, as); };
   add(table([["device", true], ["offset"], ["drift"], ["±"], ["round trips"], ["spans"], ["dropped"], ["processor time"]], R.ranks.map((rank, i) => [named(i),
     clock(rank.rank, "offset_seconds", "seconds"), clock(rank.rank, "drift", "drift"), clock(rank.rank, "error_seconds", "seconds"), clock(rank.rank, "samples", "count"),
-    shown(`ranks/${i}/spans`, "count"), shown(`ranks/${i}/dropped`, "count"), shown(`ranks/${i}/watching_seconds`, "seconds")])));
+    shown(`ranks/${i}/spans`, "count"), shown(`ranks/${i}/dropped`, "count"), shown(`ranks/${i}/overhead_seconds`, "seconds")])));
 }
 function drawAll() { return Promise.all(charts.map((draw) => draw())); }
 

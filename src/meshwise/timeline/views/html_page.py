@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from meshwise.spec.errors import UsageError
-from meshwise.timeline.report import Report, report_dict
+from meshwise.timeline.run_report import Report, report_dict
 
 PAGE = """<!doctype html>
 <html lang="en">

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import count_text, seconds_text
-from meshwise.timeline.report import Bar, RankReport, Report, View
+from meshwise.timeline.run_report import Bar, RankReport, Report, StepWindow
 
 MOST_BARS = 60
 IN_MICROSECONDS = 0.1  # s: what is shorter
@@ -30,7 +30,7 @@ class _Scale:
     unit: str
 
 
-def mermaid_gantt(report: Report, view: View | None = None) -> str:
+def mermaid_gantt(report: Report, view: StepWindow | None = None) -> str:
     """The Gantt chart of a view; by default of one step in the middle of the typical view, or of the view asked for.
 
     Of more than MOST_BARS bars the longest are drawn. Raises UsageError when the run has no steps.
@@ -63,7 +63,7 @@ def mermaid_gantt(report: Report, view: View | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _default(report: Report) -> View:
+def _default(report: Report) -> StepWindow:
     views = {view.name: view for view in report.views}
     if "chosen" in views:
         return views["chosen"]

@@ -13,8 +13,8 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from meshwise.spec.units import bytes_text, count_text, seconds_text
-from meshwise.timeline.report import MEMORY, RankReport, Report
-from meshwise.timeline.views.kind_marks import MARKS, fitting, mark_of, style_of
+from meshwise.terminal.kind_marks import MARKS, fitting, mark_of, style_of
+from meshwise.timeline.run_report import MEMORY, RankReport, Report
 
 MOST_ROWS = 8
 MOST_OUTLIERS = 4
@@ -109,7 +109,7 @@ def outliers(report: Report) -> list[RankReport]:
     is half more than the median."""
     named = [finding.rank for finding in report.findings if finding.rank is not None]
     for value in (
-        {rank.rank: rank.late_seconds for rank in report.ranks},
+        {rank.rank: rank.straggler_seconds for rank in report.ranks},
         {rank.rank: peak_bytes(rank) for rank in report.ranks},
     ):
         usual = median(value.values())
@@ -122,14 +122,14 @@ def outliers(report: Report) -> list[RankReport]:
 
 def _numbers(rank: RankReport) -> dict[str, float | None]:
     shares = shares_of(rank.seconds)
-    met = rank.meetings > 0
+    met = rank.sync_points > 0
     return {
         "step": rank.step_seconds if rank.steps else None,
         "compute": sum(shares[kind] for kind in COMPUTING) if shares else None,
         "comm": shares.get("communication"),
         "wait": shares.get("waiting"),
-        "last": float(rank.last_times) if met else None,
-        "cost": rank.late_seconds if met else None,
+        "last": float(rank.last_arrivals) if met else None,
+        "cost": rank.straggler_seconds if met else None,
         "memory": peak_bytes(rank) or None,
     }
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text, count_text, percent_text, seconds_text
+from meshwise.timeline.run_summary import RunSummary
 from meshwise.timeline.spans import KINDS
 
 OTHER = "other"
@@ -24,58 +23,6 @@ DEFAULT_WIDTH = 80
 BLOCKS = " ▏▎▍▌▋▊▉█"
 MOST_RANK_COLUMNS = 8
 MOST_BAR, LEAST_BAR = 24, 8
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """What a run did.
-
-    status: "finished" or "stopped". seconds: wall time of it all; train_seconds: of training and evaluating.
-    phases: seconds of each phase, a rank each; "communication" is the part that no computing hid.
-    memory: peak bytes a rank, None unknown. folder: where its records lie, "" for nowhere. verdict: what limited it.
-    """
-
-    job: str
-    plan: str
-    devices: tuple[str, ...]
-    status: str
-    epochs: int
-    steps: int
-    samples: int
-    seconds: float
-    train_seconds: float
-    samples_per_second: float
-    metrics: Mapping[str, float]
-    phases: tuple[Mapping[str, float], ...]
-    memory: tuple[int | None, ...]
-    folder: str
-    notes: tuple[str, ...]
-    verdict: str = ""
-
-
-def summary_dict(summary: RunSummary) -> dict[str, Any]:
-    """A summary as JSON knows it. A metric that is not a finite number is null."""
-    record = {field.name: getattr(summary, field.name) for field in fields(summary)}
-    return record | {
-        "devices": list(summary.devices),
-        "metrics": {name: value if math.isfinite(value) else None for name, value in summary.metrics.items()},
-        "phases": [dict(phases) for phases in summary.phases],
-        "memory": list(summary.memory),
-        "notes": list(summary.notes),
-    }
-
-
-def summary_from_dict(record: Mapping[str, Any]) -> RunSummary:
-    """The inverse of `summary_dict`; null metrics become NaN. Raises UsageError when a field is missing."""
-    names = [field.name for field in fields(RunSummary)]
-    missing = [name for name in names if name not in record]
-    if missing:
-        raise UsageError(f"this summary has no {', '.join(missing)}: it is none of a run, or of another version.")
-    values: dict[str, Any] = {
-        name: tuple(record[name]) if isinstance(record[name], list) else record[name] for name in names
-    }
-    values["metrics"] = {name: math.nan if value is None else value for name, value in record["metrics"].items()}
-    return RunSummary(**values)
 
 
 def summary_text(summary: RunSummary, width: int | None) -> RenderableType:

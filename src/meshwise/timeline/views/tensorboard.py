@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.spec.errors import UsageError
-from meshwise.timeline.report import NOT_MEMORY, Report, Series
+from meshwise.timeline.run_report import NOT_MEMORY, Report, Series
 from meshwise.timeline.timeline import Counter, Timeline
 
 Scalar = tuple[str, float, int, float]

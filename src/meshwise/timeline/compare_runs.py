@@ -1,0 +1,246 @@
+"""Two runs beside each other: what a step went into in both, and whether a difference is more than chance.
+
+A ratio's interval is a bootstrap over the steps of each run, in stretches of neighbouring steps (Künsch 1989,
+https://doi.org/10.1214/aos/1176347265) because neighbours are alike. It covers how steps of these two runs vary; how
+much a run differs from the same run another day, it cannot know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.spec.units import seconds_text
+from meshwise.timeline.run_report import Report
+from meshwise.timeline.spans import KINDS
+from meshwise.timeline.step_table import OF_STEP, StepTable
+
+SEED = 20260101
+RESAMPLES = 1000
+STRETCHES = 16
+"""Into how many stretches of neighbouring steps a run is cut at least."""
+FEWEST = 5
+"""Steps below which a run says nothing of chance."""
+MOST_STEPS = 4000
+"""Of longer runs every second, third ... step stands for all in the bootstrap: its intervals are wider for it."""
+CLOCK = 1e-9
+"""Seconds in which the logs count: what differs by less does not differ."""
+MOST_NAMED = 3
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TimeDifference:
+    """One kind of time, seconds a step: medians of both runs, second less first, and second over first.
+
+    ratio: None where the first is 0. low, high: its 95 % interval, None where it has none. clear: the interval holds
+    not 1 (where there is no ratio: the difference's holds not 0).
+    """
+
+    kind: str
+    first: float
+    second: float
+    difference: float
+    ratio: float | None
+    low: float | None
+    high: float | None
+    clear: bool
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of both runs as a whole. unit: share, samples/s, bytes or seconds. None is unknown."""
+
+    name: str
+    unit: str
+    first: float | None
+    second: float | None
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Two runs, by their names. ranks, steps: of each. step: None where one of them has no steps; kinds: then empty.
+
+    notes: what makes them hard to compare.
+    """
+
+    first: str
+    second: str
+    ranks: tuple[int, int]
+    steps: tuple[int, int]
+    verdict: str
+    step: TimeDifference | None
+    kinds: list[TimeDifference]
+    figures: list[Figure]
+    notes: list[str]
+
+
+def compare(first: tuple[StepTable, Report], second: tuple[StepTable, Report]) -> RunComparison:
+    """Two runs, step by step and as a whole. Runs without steps are compared as a whole alone."""
+    (table_a, report_a), (table_b, report_b) = first, second
+    names = _names(report_a, report_b)
+    step, kinds = None, []
+    if table_a.steady.any() and table_b.steady.any():
+        differences = _differences(table_a, table_b)
+        step, kinds = differences[0], differences[1:]
+    return RunComparison(
+        first=names[0],
+        second=names[1],
+        ranks=(len(report_a.ranks), len(report_b.ranks)),
+        steps=(report_a.steps, report_b.steps),
+        verdict=_verdict(names, (report_a, report_b), step, kinds),
+        step=step,
+        kinds=kinds,
+        figures=_figures(report_a, report_b),
+        notes=_notes(names, report_a, report_b),
+    )
+
+
+def comparison_dict(comparison: RunComparison) -> dict[str, Any]:
+    """The comparison as JSON knows it."""
+    return {"meshwise_comparison": 1, **dataclasses.asdict(comparison)}
+
+
+def _names(first: Report, second: Report) -> tuple[str, str]:
+    """The shortest that tell the runs apart: their titles, their folders' names, their folders, or first and second."""
+    for a, b in (
+        (first.title, second.title),
+        (Path(first.folder).name, Path(second.folder).name),
+        (first.folder, second.folder),
+    ):
+        if a and b and a != b:
+            return a, b
+    return "the first", "the second"
+
+
+def _differences(first: StepTable, second: StepTable) -> list[TimeDifference]:
+    """The step's, then those of the kinds that either run has, in the order of a step."""
+    tables = [_table(first), _table(second)]
+    there = np.flatnonzero(tables[0].any(axis=0) | tables[1].any(axis=0))
+    medians = [np.median(table, axis=0).tolist() for table in tables]
+    chance = [_resampled(table, seed) for seed, table in enumerate(tables)]
+    names = ["step", *(KINDS[code] for code in OF_STEP)]
+    return [
+        _difference(names[at], medians[0][at], medians[1][at], chance[0][:, at], chance[1][:, at])
+        for at in there.tolist()
+    ]
+
+
+def _table(table: StepTable) -> Seconds:
+    """Seconds of the steady steps: of the step, and of the kinds in it. Shape (steps, 1 + kinds)."""
+    of_step, of_kind = table.step_seconds()[table.steady], table.kind_seconds()[table.steady]
+    columns: Seconds = np.concatenate([of_step[:, None], of_kind[:, OF_STEP]], axis=1)
+    return columns
+
+
+def _resampled(table: Seconds, seed: int) -> Seconds:
+    """Medians of runs that chance would have made of the same stretches: shape (RESAMPLES, columns), or none of too
+    short a run."""
+    table = table[:: -(-len(table) // MOST_STEPS)]
+    steps = len(table)
+    if steps < FEWEST:
+        return np.empty((0, table.shape[1]))
+    long = max(1, steps // STRETCHES)
+    stretches = -(-steps // long)
+    begins = np.random.default_rng([SEED, seed]).integers(0, steps, (RESAMPLES, stretches))
+    medians = np.empty((RESAMPLES, table.shape[1]))
+    for at in range(RESAMPLES):
+        rows = ((begins[at][:, None] + np.arange(long)) % steps).ravel()[:steps]
+        medians[at] = np.median(table[rows], axis=0)
+    return medians
+
+
+def _difference(kind: str, first: float, second: float, by_a: Seconds, by_b: Seconds) -> TimeDifference:
+    low: float | None = None
+    high: float | None = None
+    clear = False
+    ratio = second / first if first > 0 else None
+    if len(by_a) and len(by_b):
+        if ratio is not None and (by_a > 0).all():
+            low, high = (float(edge) for edge in np.percentile(by_b / by_a, [2.5, 97.5]))
+            clear = not low <= 1 <= high
+        else:
+            least, most = np.percentile(by_b - by_a, [2.5, 97.5])
+            clear = not least <= 0 <= most
+    clear = clear and abs(second - first) >= CLOCK
+    return TimeDifference(kind, first, second, second - first, ratio, low, high, clear)
+
+
+def _figures(first: Report, second: Report) -> list[Figure]:
+    figures = [Figure("wall time", "seconds", first.wall_seconds, second.wall_seconds)]
+    if first.samples_per_second is not None or second.samples_per_second is not None:
+        figures.append(Figure("throughput", "samples/s", first.samples_per_second, second.samples_per_second))
+    shares = [{part.name: part.share for part in report.goodput} for report in (first, second)]
+    for name in dict.fromkeys([*shares[0], *shares[1]]):
+        figures.append(Figure(name, "share", shares[0].get(name), shares[1].get(name)))
+    peaks = [_peaks(first), _peaks(second)]
+    for name in dict.fromkeys([*peaks[0], *peaks[1]]):
+        figures.append(Figure(f"{name} memory", "bytes", peaks[0].get(name), peaks[1].get(name)))
+    return [figure for figure in figures if figure.first or figure.second]
+
+
+def _peaks(report: Report) -> dict[str, float]:
+    """The most bytes on any rank, by counter."""
+    peaks: dict[str, float] = {}
+    for rank in report.ranks:
+        for name, value in rank.memory.items():
+            peaks[name] = max(value, peaks.get(name, 0.0))
+    return peaks
+
+
+def _notes(names: tuple[str, str], first: Report, second: Report) -> list[str]:
+    notes = []
+    if len(first.ranks) != len(second.ranks):
+        notes.append(
+            f"{len(first.ranks)} and {len(second.ranks)} ranks: a step is not the same work in both; compare samples/s."
+        )
+    devices = [sorted({rank.device.partition(":")[0] for rank in report.ranks}) for report in (first, second)]
+    if devices[0] != devices[1] and all(devices):
+        notes.append(f"Different devices: {', '.join(devices[0])} and {', '.join(devices[1])}.")
+    for name, report in zip(names, (first, second), strict=True):
+        if 0 < report.steps < FEWEST:
+            notes.append(f"{name} has {report.steps} steps: too few to tell a difference from chance.")
+        if report.missing:
+            notes.append(f"{name} is not complete: {report.missing[0]}")
+    return notes
+
+
+def _verdict(
+    names: tuple[str, str], reports: tuple[Report, Report], step: TimeDifference | None, kinds: list[TimeDifference]
+) -> str:
+    """`B is 12 % slower a step (...): communication +3.1 ms (clear), backward +0.2 ms (within noise).`"""
+    if step is None or step.ratio is None:
+        without = [name for name, report in zip(names, reports, strict=True) if not report.steps] or [*names]
+        return f"Nothing to compare step by step: {' and '.join(without)} recorded no step."
+    times = f"{seconds_text(step.first)} to {seconds_text(step.second)}"
+    largest = sorted(kinds, key=lambda kind: (not kind.clear, -abs(kind.difference)))[:MOST_NAMED]
+    named = [kind for kind in largest if abs(kind.difference) >= 0.01 * step.first]
+    parts = ", ".join(f"{kind.kind} {signed(kind.difference)} ({clearly(kind)})" for kind in named)
+    tail = f": {parts}." if parts else "."
+    if not step.clear:
+        return f"No clear difference in the time of a step ({times}){tail}"
+    return f"{names[1]} is {change(step.ratio)} a step ({times}){tail}"
+
+
+def change(ratio: float) -> str:
+    """How much longer: `12 % slower`, `3.1 % faster`, `2.5 times as slow`."""
+    if not math.isfinite(ratio) or ratio >= 2:
+        return f"{ratio:.1f} times as slow"
+    share = abs(ratio - 1)
+    return f"{100 * share:.{1 if share < 0.0995 else 0}f} % {'slower' if ratio >= 1 else 'faster'}"
+
+
+def signed(seconds: float) -> str:
+    """`+3.1 ms` or `-85 µs`."""
+    return ("+" if seconds > 0 else "") + seconds_text(seconds)
+
+
+def clearly(difference: TimeDifference) -> str:
+    """In words whether a difference is more than chance."""
+    return "clear" if difference.clear else "within noise"

@@ -1,0 +1,207 @@
+"""The recorder: spans and counters of one rank, written down while the run goes on.
+
+Recording a span is two readings of the clock and one append; the log's thread drains, encodes and writes. On CUDA the
+marks of device work are events, read with `query` once they have passed, so that recording never synchronises. When
+nobody drains, the oldest spans are dropped and counted.
+
+One process is one rank and has one recorder: `current()`. It is off until someone wants to record.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from meshwise.compat.profiling import open_range
+from meshwise.timeline.device_clock import DeviceClock, DeviceMark
+from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE
+
+Mark = int | DeviceMark
+"""A moment: nanoseconds of the rank's clock, or a place in the device's stream."""
+Count = tuple[int, int, int, str, Any]
+"""A counter's value: when, in which step, at the end of which kind of phase (-1: of none), its name, the value."""
+WIDTH = 6
+"""Numbers a span: code, start, end, step, bytes, collective."""
+CAPACITY = 200_000  # spans that are kept for a log that does not drain: about 40 MB
+
+
+class Recorder:
+    """Records spans and counters of one rank. `on` may be changed at any time."""
+
+    def __init__(
+        self, device: str = "cpu", *, on: bool = True, clock: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
+        self.on = on
+        self.step = 0
+        self.phase = "idle"
+        self.clock = clock
+        self.names: list[tuple[str, str, str]] = []
+        """(kind, lane, name) of each code."""
+        self.dropped = 0
+        self.samples = 0
+        """Samples of the global batches that this rank has worked on."""
+        self.memory: Callable[[], Mapping[str, float]] | None = None
+        """Gives the bytes in use, by name; asked at the ends of the phases of a step when `want_memory` was called."""
+        self._codes: dict[tuple[str, str, str], int] = {}
+        self._rows: list[Any] = []
+        self._counters: list[Count] = []
+        self._collectives = 0
+        self._device = DeviceClock(clock) if device.startswith("cuda") else None
+        self._memory_wanted = self._memory_now = False
+
+    def begin_step(self, step: int) -> None:
+        """What is recorded from now on belongs to `step`."""
+        self.step = step
+        self._memory_now, self._memory_wanted = self._memory_wanted, False
+        if len(self._rows) > CAPACITY * WIDTH:
+            half = CAPACITY // 2
+            del self._rows[: half * WIDTH]
+            self.dropped += half
+
+    def want_memory(self) -> None:
+        """Take memory at the end of each phase of the next step."""
+        self._memory_wanted = True
+
+    def phase_ends(self, kind: str) -> None:
+        """A phase of this kind is over: memory is taken, if that is wanted in this step."""
+        if self._memory_now and self.memory is not None:
+            now = self.clock()
+            for name, value in self.memory().items():
+                self._counters.append((now, self.step, KIND[kind], name, value))
+
+    def mark(self, on_device: bool = True) -> Mark:
+        """Now, on the device's clock where the device runs behind the host."""
+        if self._device is not None and on_device and self.on:
+            return self._device.mark()
+        return self.clock()
+
+    def code(self, kind: str, name: str = "", lane: str = "main") -> int:
+        """The number that stands for a kind of span in the records of this rank."""
+        key = (kind, lane, name)
+        code = self._codes.get(key)
+        if code is None:
+            if kind not in KIND or lane not in LANE:
+                raise ValueError(f"no span is of kind {kind!r} on lane {lane!r}: see timeline/spans.py")
+            code = self._codes[key] = len(self.names)
+            self.names.append(key)
+        return code
+
+    def add(self, code: int, start: Mark, end: Mark, bytes: int = 0, collective: int = NO_COLLECTIVE) -> None:
+        if self.on:
+            self._rows.extend((code, start, end, self.step, bytes, collective))
+
+    def arrive(self) -> int:
+        """This rank enters its next collective. Ranks enter all of them in one order, so the number names it on all."""
+        self._collectives += 1
+        return self._collectives - 1
+
+    def count(self, name: str, value: Any, step: int | None = None) -> None:
+        """Note a counter's value now: a number, or a tensor of one number, which is read later and elsewhere."""
+        if self.on:
+            self._counters.append((self.clock(), self.step if step is None else step, -1, name, value))
+
+    def span(self, kind: str, name: str = "", *, on_device: bool = True, lane: str = "main") -> _Open:
+        """Record the body of a with-statement as one span."""
+        if not on_device and lane == "main":
+            lane = self.host_lane
+        return _Open(self, kind, self.code(kind, name, lane), on_device)
+
+    @property
+    def host_lane(self) -> str:
+        """Where work of the host is drawn: on the main lane when it is the host that computes."""
+        return "main" if self._device is None else "host"
+
+    @property
+    def lane_beside(self) -> str:
+        """Where what runs in a stream of its own is drawn: on the main lane when it is the host that computes."""
+        return "main" if self._device is None else "communication"
+
+    def collective(self, name: str, bytes: int, lane: str = "main", *, numbered: bool = True) -> _Blocking:
+        """Record the body of a with-statement as a collective that this rank waits for. numbered: one of all ranks."""
+        return _Blocking(self, self.code("communication", name, lane), bytes, numbered)
+
+    def drain(self) -> tuple[list[int], list[Count]]:
+        """Take what was recorded since the last time: span rows of WIDTH numbers each, flat, and counters.
+
+        May be called from another thread: one slice and one deletion are each done whole. Device work that still runs
+        stays for the next time.
+        """
+        end, count = len(self._rows), len(self._counters)
+        rows, counters = self._rows[:end], self._counters[:count]
+        del self._rows[:end]
+        del self._counters[:count]
+        return (rows if self._device is None else self._resolved(rows, self._device)), counters
+
+    def _resolved(self, rows: list[Any], device: DeviceClock) -> list[int]:
+        ready: list[int] = []
+        later: list[Any] = []
+        for at in range(0, len(rows), WIDTH):
+            row = rows[at : at + WIDTH]
+            marks = [mark for mark in row[1:3] if isinstance(mark, DeviceMark)]
+            if all(device.passed(mark) for mark in marks):
+                ready += [device.time(value) if isinstance(value, DeviceMark) else value for value in row]
+            else:
+                later += row
+        self._rows[:0] = later
+        return ready
+
+
+class _Open:
+    """A span that is still open."""
+
+    __slots__ = ("_before", "_code", "_kind", "_on_device", "_profiled", "_recorder", "_start")
+
+    def __init__(self, recorder: Recorder, kind: str, code: int, on_device: bool) -> None:
+        self._recorder, self._kind, self._code, self._on_device = recorder, kind, code, on_device
+
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        self._before, recorder.phase = recorder.phase, self._kind
+        self._profiled = open_range(self._kind)
+        self._start = recorder.mark(self._on_device)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        recorder = self._recorder
+        recorder.add(self._code, self._start, recorder.mark(self._on_device))
+        if self._profiled is not None:
+            self._profiled.__exit__(kind, error, trace)
+        if recorder._memory_now:
+            recorder.phase_ends(self._kind)
+        if error is None:
+            recorder.phase = self._before  # after an error the phase stays, to be named in the report
+
+
+class _Blocking:
+    """A collective that this rank is waiting for."""
+
+    __slots__ = ("_bytes", "_code", "_number", "_numbered", "_recorder", "_start")
+
+    def __init__(self, recorder: Recorder, code: int, bytes: int, numbered: bool) -> None:
+        self._recorder, self._code, self._bytes, self._numbered = recorder, code, bytes, numbered
+
+    def __enter__(self) -> None:
+        self._number = self._recorder.arrive() if self._numbered else NO_COLLECTIVE
+        self._start = self._recorder.mark()
+
+    def __exit__(self, *error: object) -> None:
+        recorder = self._recorder
+        recorder.add(self._code, self._start, recorder.mark(), self._bytes, self._number)
+
+
+_current = Recorder(on=False)
+
+
+def current() -> Recorder:
+    """The recorder of this process."""
+    return _current
+
+
+def make_current(recorder: Recorder) -> Recorder:
+    """Let `recorder` be that of this process; returns the one before."""
+    global _current
+    before, _current = _current, recorder
+    return before

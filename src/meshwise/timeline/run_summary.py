@@ -1,0 +1,47 @@
+"""What a run did, as plain data: what `mw.run` returns and `summary.json` holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run did.
+
+    status: "finished" or "stopped". seconds: wall time of it all; train_seconds: of training and evaluating.
+    phases: seconds of each phase, a rank each; "communication" is the part that no computing hid.
+    memory: peak bytes a rank, None unknown. folder: where its records lie, "" for nowhere. verdict: what limited it.
+    """
+
+    job: str
+    plan: str
+    devices: tuple[str, ...]
+    status: str
+    epochs: int
+    steps: int
+    samples: int
+    seconds: float
+    train_seconds: float
+    samples_per_second: float
+    metrics: Mapping[str, float]
+    phases: tuple[Mapping[str, float], ...]
+    memory: tuple[int | None, ...]
+    folder: str
+    notes: tuple[str, ...]
+    verdict: str = ""
+
+
+def summary_dict(summary: RunSummary) -> dict[str, Any]:
+    """A summary as JSON knows it. A metric that is not a finite number is null."""
+    record = {field.name: getattr(summary, field.name) for field in fields(summary)}
+    return record | {
+        "devices": list(summary.devices),
+        "metrics": {name: value if math.isfinite(value) else None for name, value in summary.metrics.items()},
+        "phases": [dict(phases) for phases in summary.phases],
+        "memory": list(summary.memory),
+        "notes": list(summary.notes),
+    }

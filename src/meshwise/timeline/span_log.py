@@ -1,0 +1,113 @@
+"""The log of a rank: what its recorder holds, written to a file by a thread of its own.
+
+One JSON object a line. The first says who writes and how its clock stood to the world's; `spans` are packed columns,
+`counters` and `clock` samples are plain; `end` comes last, and is missing when the worker was cut off. A run that is
+gone on with appends a new first line.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwise.records.lines import append_lines
+from meshwise.timeline.pack import as_rows, pack
+from meshwise.timeline.recorder import WIDTH, Count, Recorder
+
+VERSION = 2
+EVERY = 1.0  # seconds between writes, and samples of memory: what a killed worker loses at most
+CLOCK_EVERY = 10.0
+FIRST_ROUNDS, ROUNDS = 32, 8
+
+SampleClock = Callable[[int], Sequence[tuple[int, int, int]]]
+"""`sample(rounds)`: round trips to rank 0's clock as (sent, theirs, received), ns."""
+
+
+class SpanLog:
+    """Writes the log of one rank until it is closed."""
+
+    def __init__(
+        self,
+        path: Path,
+        recorder: Recorder,
+        head: dict[str, Any],
+        *,
+        sample_clock: SampleClock | None = None,
+        failed: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._path, self._recorder, self._sample_clock, self._failed = path, recorder, sample_clock, failed
+        self._names = 0
+        self._samples = 0
+        self._broken = False
+        self._closed = threading.Event()
+        self._looked_at_clock = time.monotonic()
+        self.cpu_seconds = 0.0
+        """What encoding and writing cost so far, in seconds of one core."""
+        self._write([{"log": VERSION, **head, "unix": time.time(), "clock": recorder.clock()}])
+        self._write(self._clock_lines(FIRST_ROUNDS))
+        self._thread = threading.Thread(target=self._run, name="meshwise-log", daemon=True)
+        self._thread.start()
+
+    def close(self, status: str) -> None:
+        """Write what is left and how the rank ended. May be called twice."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._thread.join(timeout=10)
+        self._write(self._lines())
+        cost = {"cpu_seconds": round(self.cpu_seconds, 4)}
+        self._write([*self._clock_lines(ROUNDS), {"end": self._recorder.clock(), "status": status, "cost": cost}])
+        self._recorder.on = False
+
+    def _run(self) -> None:
+        while not self._closed.wait(EVERY):
+            began = time.thread_time()
+            self._write(self._lines())
+            self._recorder.want_memory()
+            now = time.monotonic()
+            if now - self._looked_at_clock > CLOCK_EVERY:
+                self._looked_at_clock = now
+                self._write(self._clock_lines(ROUNDS))
+            self.cpu_seconds += time.thread_time() - began
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        if not lines or self._broken:
+            return
+        try:
+            append_lines(self._path, lines)
+        except OSError as error:
+            self._recorder.on, self._broken = False, True
+            self._failed(f"the timeline ends here: {self._path} cannot be written ({error.strerror}). The run goes on.")
+
+    def _lines(self) -> list[dict[str, Any]]:
+        recorder = self._recorder
+        rows, counters = recorder.drain()
+        lines: list[dict[str, Any]] = []
+        if rows:
+            line: dict[str, Any] = {"spans": len(rows) // WIDTH, "data": pack(as_rows(rows))}
+            names = recorder.names[self._names :]
+            if names:
+                line["names"] = names
+                self._names += len(names)
+            if recorder.dropped:
+                line["dropped"] = recorder.dropped
+            lines.append(line)
+        if recorder.samples != self._samples:
+            self._samples = recorder.samples
+            counters.append((recorder.clock(), recorder.step, -1, "samples", self._samples))
+        if counters:
+            lines.append({"counters": [_plain(counter) for counter in counters]})
+        return lines
+
+    def _clock_lines(self, rounds: int) -> list[dict[str, Any]]:
+        samples = self._sample_clock(rounds) if self._sample_clock is not None else ()
+        return [{"clock": [list(sample) for sample in samples]}] if samples else []
+
+
+def _plain(counter: Count) -> list[Any]:
+    """A counter as JSON knows it. A tensor is read here: on CUDA this thread waits for it, the training does not."""
+    *facts, value = counter
+    return [*facts, value if isinstance(value, (int, float)) else float(value)]

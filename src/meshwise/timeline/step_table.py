@@ -1,0 +1,124 @@
+"""The table of a run: seconds of each step, rank and kind, from the accounts of all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.timeline.arrivals import Arrivals, arrival_table
+from meshwise.timeline.attribution import (
+    OUTSIDE,
+    Attribution,
+    StepStarts,
+    Whole,
+    attribution_of,
+    session_of,
+    step_starts_of,
+)
+from meshwise.timeline.spans import KIND, KINDS
+from meshwise.timeline.stragglers import SyncPoints, sync_points_of
+from meshwise.timeline.timeline import PER_SESSION, Spans, Timeline
+
+Seconds = NDArray[np.float64]
+HIDDEN = OUTSIDE + 1
+"""The last column of `seconds`: communication under computing."""
+ASIDE = [KIND["evaluate"], KIND["checkpoint"]]
+OF_STEP = [code for code in range(len(KINDS)) if code not in ASIDE]
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """All accounts of a run; the steps in the order in which they were done.
+
+    step, session, start (ns): shape (steps,); step 0 is what came before a session's first. seconds: shape (steps,
+    ranks, kinds + 2). present: which rank did which step. lost: steps that were done again in a later session.
+    """
+
+    ranks: Whole
+    step: Whole
+    session: Whole
+    start: Whole
+    seconds: Seconds
+    present: NDArray[np.bool_]
+    lost: NDArray[np.bool_]
+    arrivals: Arrivals
+    sync_points: SyncPoints
+
+    @property
+    def counted(self) -> NDArray[np.bool_]:
+        """What counts: all after a session's start that was not done again later."""
+        return (self.step > 0) & ~self.lost
+
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        """Of it the steps, which have a backward; an evaluation behind the last step is none."""
+        return self.counted & (self.seconds[:, :, KIND["backward"]] > 0).any(axis=1)
+
+    @property
+    def steady(self) -> NDArray[np.bool_]:
+        """Those without the first of each session, which warms up, where five or more are left."""
+        first = np.concatenate([[True], np.diff(self.session) > 0]) | (np.concatenate([[0], self.step[:-1]]) == 0)
+        rest = self.trained & ~first
+        return rest if rest.sum() >= 5 else self.trained
+
+    def step_seconds(self) -> Seconds:
+        """Time of each step without evaluating and saving, mean over the ranks that did it: shape (steps,)."""
+        return _mean_over_ranks(self.seconds[:, :, OF_STEP].sum(axis=2), self.present)
+
+    def kind_seconds(self) -> Seconds:
+        """Seconds of each step by kind, mean over the ranks that did it: shape (steps, kinds)."""
+        return _mean_over_ranks(self.seconds[:, :, : len(KINDS)], self.present[:, :, None])
+
+
+def step_table_of(timeline: Timeline) -> StepTable:
+    """The table of a timeline."""
+    arrivals = arrival_table(timeline.spans, timeline.names)
+    ranks = np.unique(timeline.spans["rank"]).tolist()
+    spans = {rank: timeline.of_rank(rank) for rank in ranks}
+    accounts = {rank: attribution_of(spans[rank], arrivals, timeline.sessions) for rank in ranks}
+    windows = {rank: step_starts_of(spans[rank], timeline.sessions) for rank in ranks}
+    key, start, seconds, present = _table(ranks, accounts, windows)
+    met = arrivals.ranks.tolist()
+    sync_points = sync_points_of(arrivals, [spans[rank] for rank in met], [accounts[rank] for rank in met])
+    session, step = np.divmod(key, PER_SESSION)
+    return StepTable(
+        np.array(ranks), step, session, start, seconds, present, _lost(step, session), arrivals, sync_points
+    )
+
+
+def _table(
+    ranks: list[int], accounts: dict[int, Attribution], windows: dict[int, StepStarts]
+) -> tuple[Whole, Whole, Seconds, NDArray[np.bool_]]:
+    key = np.unique(np.concatenate([windows[rank].key for rank in ranks])) if ranks else np.empty(0, np.int64)
+    start = np.full(len(key), np.iinfo(np.int64).max)
+    seconds = np.zeros((len(key), len(ranks), HIDDEN + 1))
+    present = np.zeros((len(key), len(ranks)), bool)
+    for column, rank in enumerate(ranks):
+        row = np.searchsorted(key, windows[rank].key)
+        seconds[row, column] = accounts[rank].sums(windows[rank].start)
+        present[row, column] = True
+        start[row] = np.minimum(start[row], windows[rank].start)
+    return key, start, seconds, present
+
+
+def _lost(step: Whole, session: Whole) -> NDArray[np.bool_]:
+    """Steps that a later session did again."""
+    lost = np.zeros(len(step), bool)
+    for later in np.unique(session)[1:]:
+        again = step[(session == later) & (step > 0)]
+        if len(again):
+            lost |= (session < later) & (step >= again.min())
+    return lost
+
+
+def _mean_over_ranks(values: Seconds, present: NDArray[np.bool_]) -> Seconds:
+    count = np.maximum(present.sum(axis=1), 1)
+    mean: Seconds = (values * present).sum(axis=1) / count
+    return mean
+
+
+def spans_of_session(spans: Spans, timeline: Timeline, session: int) -> Spans:
+    """Those of `spans` that began in one session."""
+    return spans[session_of(spans["start"], timeline.sessions) == session] if timeline.sessions else spans

@@ -1,0 +1,156 @@
+"""Stragglers: which rank the others wait for, in which phase, and what that costs.
+
+Ranks synchronize in collectives. Between two sync points each rank works alone, and the slowest one makes the others
+wait. Its delay is how much longer it took than the median of the others since it left the last sync point, each on its
+own clock. The cost of a delay is found by replaying the collectives of the sync point without it: each begins when the
+last rank has arrived and the collective before it has ended, and takes as long as it took.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.timeline.arrivals import Arrivals
+from meshwise.timeline.attribution import OUTSIDE, Attribution, Whole
+from meshwise.timeline.spans import KIND, LANE
+from meshwise.timeline.timeline import Spans
+
+WORK = [KIND[k] for k in ("data", "transfer", "forward", "backward", "optimizer", "evaluate", "checkpoint", "idle")]
+Seconds = NDArray[np.float64]
+CHANCE = 1e-3
+"""Probability, a run, that a rank is called a straggler although all are late equally often."""
+
+
+@dataclass(frozen=True)
+class SyncPoints:
+    """Where ranks waited for each other, in order; every array has the shape (sync points,).
+
+    step: the step it belongs to. overlapped: at the end of a backward, whose collectives overlap with it. rank: which
+    rank was last, had all left the previous sync point together: a slow link keeps its rank there longer every time,
+    and is no straggler. delay: seconds that this rank took longer than the median of the others. phase: index in KINDS
+    of the phase with the largest delay. cost: seconds by which the sync point would have ended earlier without it.
+    """
+
+    step: Whole
+    overlapped: NDArray[np.bool_]
+    rank: Whole
+    delay: Seconds
+    phase: Whole
+    cost: Seconds
+
+
+_WHOLE, _SECONDS = np.empty(0, np.int64), np.empty(0, np.float64)
+NONE = SyncPoints(_WHOLE, np.empty(0, np.bool_), _WHOLE, _SECONDS, _WHOLE, _SECONDS)
+
+
+def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Sequence[Attribution]) -> SyncPoints:
+    """The sync points of a run. spans, attributions: of each rank of `arrivals`, in its order."""
+    use = arrivals.together
+    if len(arrivals.ranks) < 2 or not use.any():
+        return NONE
+    arrival, end, beside = arrivals.arrival[use], arrivals.end[use], arrivals.beside[use]
+    leaving = np.stack([_left(s, arrival[:, r], end[:, r], beside) for r, s in enumerate(spans)], axis=1)
+    # Collectives of one backward are left at one moment: they are one sync point.
+    point = np.concatenate([[0], np.cumsum(np.diff(leaving[:, 0]) > 0)])
+    last = np.flatnonzero(np.diff(point, append=point[-1] + 1))
+    left = np.maximum.accumulate(leaving[last], axis=0)
+    before = np.concatenate([[[int(s["start"][0]) for s in spans]], left[:-1]])
+    came = arrival[last]
+    rank = (came - before).argmax(axis=1)
+    delay = _excess(came - before, rank) / 1e9
+    work = np.stack(
+        [a.sums(before[:, r])[:, :OUTSIDE] for r, a in enumerate(attributions)], axis=1
+    )  # (m, ranks, kinds)
+    excess = np.stack([_excess(work[:, :, kind], rank) for kind in WORK], axis=1)
+    phase = np.array(WORK)[excess.argmax(axis=1)]
+    cost = _cost(arrival, end, before, point, rank)
+    return SyncPoints(arrivals.step[use][last], beside[last], arrivals.ranks[rank], delay, phase, cost)
+
+
+def _left(spans: Spans, arrival: Whole, end: Whole, beside: NDArray[np.bool_]) -> Whole:
+    """When a rank went on after each collective: at its end, or at the end of the backward that it overlaps with."""
+    backward = spans[(spans["kind"] == KIND["backward"]) & (spans["lane"] == LANE["main"])]
+    if not len(backward):
+        return end
+    at = np.maximum(np.searchsorted(backward["start"], arrival, side="right") - 1, 0)
+    within = beside & (backward["start"][at] <= arrival) & (arrival <= backward["end"][at])
+    return np.where(within, backward["end"][at], end)
+
+
+def _median_of_others(values: NDArray[Any], rank: Whole) -> Seconds:
+    """The median over the ranks but `rank`, a row each."""
+    others = np.ones(values.shape, bool)
+    others[np.arange(len(values)), rank] = False
+    result: Seconds = np.median(values[others].reshape(len(values), -1), axis=1)
+    return result
+
+
+def _excess(work: Seconds, rank: Whole) -> Seconds:
+    """What `rank` took longer than the others' median, a row each."""
+    result: Seconds = work[np.arange(len(work)), rank] - _median_of_others(work, rank)
+    return result
+
+
+def _cost(arrival: Whole, end: Whole, before: Whole, point: Whole, rank: Whole) -> Seconds:
+    """Replay each sync point without the delay of its last rank: how much earlier it would have ended, s."""
+    row, straggler = np.arange(len(arrival)), rank[point]
+    taken = arrival - before[point]
+    excess = np.maximum(taken[row, straggler] - _median_of_others(taken, straggler), 0)
+    on_time = arrival.astype(np.float64)
+    on_time[row, straggler] -= excess
+    begun, could_begin = arrival.max(axis=1).astype(np.float64), on_time.max(axis=1)
+    ended = end.max(axis=1).astype(np.float64)
+    first = np.flatnonzero(np.diff(point, prepend=-1))
+    count = np.diff(first, append=len(point))
+    real = np.full(len(first), -np.inf)
+    replayed = real.copy()
+    for position in range(int(count.max())):
+        has = count > position
+        at = first[has] + position
+        takes = np.maximum(ended[at] - np.maximum(begun[at], real[has]), 0)
+        real[has] = ended[at]
+        replayed[has] = np.maximum(could_begin[at], replayed[has]) + takes
+    saved: Seconds = np.maximum(real - replayed, 0) / 1e9
+    return saved
+
+
+def cost_by_rank(sync_points: SyncPoints) -> dict[int, float]:
+    """What the delays of each rank cost in all, s; a rank that was never last is left out."""
+    ranks, row = np.unique(sync_points.rank, return_inverse=True)
+    return dict(zip(ranks.tolist(), np.bincount(row, weights=sync_points.cost).tolist(), strict=True))
+
+
+def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
+    """The ranks that are last so often that chance would do it less than once in 1 / CHANCE runs.
+
+    Chance: every rank is the last one of a sync point with the same probability, independently. The bound on the
+    binomial tail is Chernoff's.
+    """
+    use = sync_points.overlapped if sync_points.overlapped.any() else np.ones(len(sync_points.overlapped), bool)
+    total, fair = int(use.sum()), 1 / max(len(ranks), 1)
+    found = []
+    for rank in ranks.tolist():
+        times = int((sync_points.rank[use] == rank).sum())
+        if total and times / total > fair and tail_bound(total, times, fair) * len(ranks) < CHANCE:
+            found.append(rank)
+    return found
+
+
+def tail_bound(total: int, times: int, fair: float) -> float:
+    """An upper bound on the probability of at least `times` of `total`, each with probability `fair`.
+
+    exp(-n KL(k/n, p)): Chernoff, 1952; Hoeffding, 1963, theorem 1.
+    """
+    share = times / total
+    if share <= fair:
+        return 1.0
+    divergence = share * math.log(share / fair)
+    if share < 1:
+        divergence += (1 - share) * math.log((1 - share) / (1 - fair))
+    return math.exp(-total * divergence)
