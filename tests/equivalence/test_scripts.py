@@ -216,11 +216,11 @@ def test_the_command_says_it_with_its_exit_code(
 
     code, said = run(SCRIPT, "--set", "shard=2", "train.py", "--epochs", "1")
     assert code == 0 and "equal: Plan(shard=2)" in said
-    code, said = run(wrong("learning rate times ranks"), "train.py", "--json", "--steps", "2")
+    code, said = run(wrong("learning rate times ranks"), "--json", "--steps", "2", "train.py")
     assert code == 1 and '"equal": false' in said
     code, said = run("1 / 0", "train.py")
     assert code == 1 and "ZeroDivisionError" in said
     code, said = run(wrong("plain backward"), "train.py")
     assert code == 2 and "mw.backward(loss) instead" in said
-    code, said = run(SCRIPT, "train.py", "--set", "accumulate=2")
+    code, said = run(SCRIPT, "--set", "accumulate=2", "train.py")
     assert code == 2 and "mw.accumulate()" in said

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.dispatch import intercept_operators, name_of, tensors_in
+from meshwise.compat.dispatch import intercept_operators, operator_name, tensors_in
 from meshwise.parallel.apply import Applied, apply
 from meshwise.parallel.precision import cast_batch, computing, gathered_narrow
 from meshwise.spec.errors import PlanError
@@ -50,10 +50,16 @@ def moved(name: str, plan: Plan) -> tuple[dict[str, int], dict[str, Tensor], Ten
     sizes: dict[str, int] = {}
 
     def seen(operator: Any, args: Any, kwargs: Any) -> Any:
-        if name_of(operator) in (GATHER, SCATTER, REDUCE):
-            sent = args[1] if name_of(operator) == GATHER else args[1] if name_of(operator) == SCATTER else args[0]
+        if operator_name(operator) in (GATHER, SCATTER, REDUCE):
+            sent = (
+                args[1]
+                if operator_name(operator) == GATHER
+                else args[1]
+                if operator_name(operator) == SCATTER
+                else args[0]
+            )
             total = sum(t.nbytes for t in tensors_in(sent))
-            sizes[name_of(operator)] = sizes.get(name_of(operator), 0) + total
+            sizes[operator_name(operator)] = sizes.get(operator_name(operator), 0) + total
         return operator(*args, **kwargs)
 
     for _ in range(2):  # the first backward of a data parallel run makes its reducer

@@ -11,7 +11,7 @@ from pytest import MonkeyPatch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.dispatch import intercept_operators, name_of
+from meshwise.compat.dispatch import intercept_operators, operator_name
 from meshwise.parallel import shard
 from meshwise.parallel.apply import apply
 from meshwise.parallel.shard import check_can_be_sharded, units_of
@@ -51,7 +51,7 @@ def held_and_sent(plan: Plan) -> tuple[int, Counter[str], Counter[str]]:
     seen: list[Counter[str]] = []
 
     def counted(operator: Any, args: Any, kwargs: Any) -> Any:
-        seen[-1][name_of(operator)] += 1
+        seen[-1][operator_name(operator)] += 1
         return operator(*args, **kwargs)
 
     for _ in range(2):

@@ -73,9 +73,11 @@ def node_rank_of(nodes: Nodes | None) -> int:
 class NodeOptions:
     """The machines that run together: how many, which this is, and where machine 0 is reached."""
 
-    nnodes: Annotated[int, Option("machines that take part")] = 1
-    node_rank: Annotated[int, Option("which of them this is, from 0")] = 0
-    rdzv: Annotated[str | None, Option("where machine 0 is reached by the others", metavar="HOST:PORT")] = None
+    nnodes: Annotated[int, Option("machines that take part", recorded=False)] = 1
+    node_rank: Annotated[int, Option("which of them this is, from 0", recorded=False)] = 0
+    rdzv: Annotated[
+        str | None, Option("where machine 0 is reached by the others", metavar="HOST:PORT", recorded=False)
+    ] = None
 
     def rendezvous(self, local_size: int) -> Nodes | None:
         """Meet the launchers of the other machines; None when there is one machine. Blocks until all are there."""

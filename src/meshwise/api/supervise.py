@@ -14,7 +14,6 @@ from rich.console import Console
 from meshwise.records import folder as names
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
-from meshwise.spec.plan import Plan
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.run_summary import RunSummary
@@ -129,15 +128,13 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def summarise(
-    results: Sequence[Mapping[str, Any]], plan: Plan, slots: Sequence[WorkerSlot], folder: Path
-) -> RunSummary:
+def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[WorkerSlot], folder: Path) -> RunSummary:
     """What a run did, from the facts that each rank returned and the records in its folder."""
     report = report_of(read_timeline(folder), str(folder))
     first = results[0]
     return RunSummary(
         job=first["job"],
-        plan=repr(plan),
+        plan=plan,
         devices=tuple(slot.name for slot in slots),
         status=first["status"],
         epochs=first["epochs"],
