@@ -17,7 +17,7 @@ field of the plan, a file of its own (`technique.py` says what is in it), and it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 from meshwise.compat.compiling import uncompile
 from meshwise.parallel.batch_norm import BATCH_NORM
 from meshwise.parallel.compiled import COMPILE
-from meshwise.parallel.data import DATA
+from meshwise.parallel.data import DATA, DataParallel
 from meshwise.parallel.deferred import PLACEMENT, START_VALUES, take_fakes
 from meshwise.parallel.offload import OFFLOAD
 from meshwise.parallel.offload_state import OFFLOAD_STATE
-from meshwise.parallel.precision import PRECISION
+from meshwise.parallel.precision import PRECISION, reduced_in
 from meshwise.parallel.rebind import names_of, rebind
 from meshwise.parallel.recompute import RECOMPUTE
 from meshwise.parallel.reduction import Reduction
@@ -86,7 +86,7 @@ class Applied:
             return self.reduction.backward(loss, reduce=reduce, factor=factor, whole=whole, value=value)
         loss.backward()
         if factor is not None:
-            scale_gradients(self.model, factor())
+            scale_gradients(self.model.parameters(), factor())
         return value
 
 
@@ -123,9 +123,15 @@ def apply(
         technique.apply(setup)
     applied = Applied(model, plan, setup.reduction, tuple(setup.notes), setup.coupled_gradients)
     for optimizer in optimizers:
-        rebind(optimizer, names, model)
+        rebind(optimizer, names, dict(model.named_parameters()))
         bind(applied, optimizer, world)
     return applied
+
+
+def reduction_of(named: Mapping[str, nn.Parameter], plan: Plan, *, piggyback_loss: bool = False) -> Reduction:
+    """What averages the gradients of replicated parameters, of one model or of several."""
+    dtype = reduced_in(plan.dtypes)
+    return DataParallel(list(named.items()), bucket_mb=plan.bucket_mb, piggyback_loss=piggyback_loss, dtype=dtype)
 
 
 def bind(applied: Applied, optimizer: Optimizer, world: World) -> None:
@@ -134,8 +140,8 @@ def bind(applied: Applied, optimizer: Optimizer, world: World) -> None:
         technique.bind(optimizer, applied.plan, world)
 
 
-def scale_gradients(model: nn.Module, factor: Tensor) -> None:
-    """Multiply every gradient of `model` by a scalar, in place."""
-    for p in model.parameters():
+def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply the gradient of every parameter by a scalar, in place."""
+    for p in parameters:
         if p.grad is not None:
             p.grad.mul_(factor.to(p.grad.dtype))

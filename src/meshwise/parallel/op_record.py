@@ -15,21 +15,16 @@ import torch
 from torch import Tensor
 
 from meshwise.compat import fake
-from meshwise.compat.dispatch import StorageMap, operator_name, tensors_in, without_interception, written_arguments
-from meshwise.parallel.op_replay import (
-    Entry,
-    RecordedOp,
-    ReplayMismatch,
-    SetGenerator,
-    StorageView,
-    mapped,
-    replay,
-    views_in,
-)
+from meshwise.compat.dispatch import StorageMap, operator_name, without_interception, written_arguments
+from meshwise.compat.tree import leaves_of, map_kind, map_leaves, map_tensors, tensors_in
+from meshwise.parallel.op_replay import Entry, RecordedOp, ReplayMismatch, SetGenerator, StorageView, replay
 from meshwise.spec.errors import UsageError
 
 Loaded = Callable[[Tensor, torch.device | str], Tensor]
 """(tensor that lies as the wanted one does, device) -> this rank's part of the wanted one."""
+
+PLAIN = (int, float, str, list, tuple, dict)
+"""What of an operator's arguments its digest keeps."""
 
 
 class OpRecord:
@@ -57,7 +52,7 @@ class OpRecord:
         for tensor in tensors_in(written_arguments(operator, args, kwargs)):
             if not fake.is_fake(tensor):
                 raise ReplayMismatch(f"{operator_name(operator)} writes a tensor that was made outside of it.")
-        before, after = mapped((args, kwargs), self.known), None
+        before, after = map_kind((Tensor, torch.UntypedStorage), self.known, (args, kwargs)), None
         random = fake.is_random(operator)
         if random:
             generator = kwargs.get("generator") or fake.own_generator(_device(args, kwargs))
@@ -68,7 +63,7 @@ class OpRecord:
             result = after = self._compute(operator, before)
             if not any(True for _ in tensors_in(after)):
                 return after
-            result = mapped(after, lambda v: self.mode.fake_of(v) if isinstance(v, Tensor) else v)
+            result = map_tensors(self.mode.fake_of, after)
         self._add(operator, before, result, random)
         if random:
             self._tick(generator)
@@ -76,10 +71,10 @@ class OpRecord:
 
     def _add(self, operator: Any, before: Any, result: Any, random: bool) -> None:
         arguments, keywords = before
-        reads = {view.storage for view in views_in(before)}
-        views = mapped(result, self._view_of)
-        made = {view.storage for view in views_in(views)} - reads
-        written = {view.storage for view in views_in(written_arguments(operator, arguments, keywords))}
+        reads = {view.storage for view in leaves_of(StorageView, before)}
+        views = map_tensors(self._view_of, result)
+        made = {view.storage for view in leaves_of(StorageView, views)} - reads
+        written = {view.storage for view in leaves_of(StorageView, written_arguments(operator, arguments, keywords))}
         self.entries.append(
             RecordedOp(
                 operator,
@@ -143,11 +138,11 @@ class OpRecord:
         with without_interception():
             try:
                 torch.default_generator.set_state(self.start)
-                replay(self.entries, {view.storage for view in views_in(before)}, found.__setitem__)
+                replay(self.entries, {view.storage for view in leaves_of(StorageView, before)}, found.__setitem__)
             finally:
                 for generator, state in states.items():
                     generator.set_state(state)
-            args, kwargs = mapped(before, lambda v: v.of(found[v.storage]) if isinstance(v, StorageView) else v)
+            args, kwargs = map_kind(StorageView, lambda view: view.of(found[view.storage]), before)
             with torch.no_grad():
                 return operator(*args, **kwargs)
 
@@ -156,8 +151,8 @@ class OpRecord:
         told = hashlib.sha256()
         for entry in self.entries:
             if isinstance(entry, RecordedOp):
-                plain = mapped((entry.args, entry.kwargs), lambda v: v if isinstance(v, int | float | str) else None)
-                sizes = [view.size for view in views_in((entry.args, entry.result))]
+                plain = map_leaves(lambda v: None, (entry.args, entry.kwargs), lambda v: not isinstance(v, PLAIN))
+                sizes = [view.size for view in leaves_of(StorageView, (entry.args, entry.result))]
                 told.update(f"{entry.name}{sizes}{plain}".encode())
         return told.hexdigest()
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.compat.tree import leaves_of, map_kind
+
 DRAWS = {"normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_"}
 FILLS = DRAWS | {"zero_", "fill_", "copy_"}
 """Operators in view that read nothing of what they write, when they write the whole of it."""
@@ -73,7 +75,7 @@ class RecordedOp:
     def fills(self) -> bool:
         """Whether the first argument is wholly written, and not read."""
         first = self.args[0] if self.args else None
-        others = {view.storage for view in views_in((self.args[1:], self.kwargs))}
+        others = {view.storage for view in leaves_of(StorageView, (self.args[1:], self.kwargs))}
         return isinstance(first, StorageView) and self.name in FILLS and first.whole and first.storage not in others
 
 
@@ -86,26 +88,6 @@ class SetGenerator:
 
 
 Entry = RecordedOp | SetGenerator
-
-
-def views_in(values: Any) -> list[StorageView]:
-    """Every StorageView in the arguments or the result of an operator."""
-    if isinstance(values, StorageView):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return []
-    return [view for value in values for view in views_in(value)]
-
-
-def mapped(values: Any, function: Callable[[Any], Any]) -> Any:
-    """Arguments or a result of an operator with `function` applied to all that is no list, tuple or dictionary."""
-    if isinstance(values, dict):
-        return {key: mapped(value, function) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return type(values)(mapped(value, function) for value in values)
-    return function(values)
 
 
 @dataclass(frozen=True)
@@ -180,8 +162,6 @@ def _run(call: RecordedOp, storages: dict[int, torch.UntypedStorage], rng_only: 
     def real(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.clone()  # what came from outside stays as it is
-        if not isinstance(value, StorageView):
-            return value
         if value.storage not in storages:
             storages[value.storage] = torch.UntypedStorage(value.nbytes, device=value.device)
         return value.of(storages[value.storage])
@@ -189,9 +169,11 @@ def _run(call: RecordedOp, storages: dict[int, torch.UntypedStorage], rng_only: 
     if rng_only:
         view: StorageView = call.args[0]
         scratch = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=view.device)
-        call.operator(scratch, *mapped(call.args[1:], real), **mapped(call.kwargs, real))
+        args, kwargs = map_kind((Tensor, StorageView), real, (call.args[1:], call.kwargs))
+        call.operator(scratch, *args, **kwargs)
         return
-    result = call.operator(*mapped(call.args, real), **mapped(call.kwargs, real))
+    args, kwargs = map_kind((Tensor, StorageView), real, (call.args, call.kwargs))
+    result = call.operator(*args, **kwargs)
     _take(call, call.result, result, storages)
 
 

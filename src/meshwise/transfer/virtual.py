@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwise.compat.dispatch import intercept_operators, operator_name, tensors_in, written_arguments
+from meshwise.compat.dispatch import intercept_operators, operator_name, written_arguments
+from meshwise.compat.tree import tensors_in
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
 from meshwise.transfer.copy import moved_to
