@@ -44,6 +44,7 @@ PUBLIC = [
     "run",
     "save",
     "scatter",
+    "session",
     "sum",
     "to",
     "virtual_devices",

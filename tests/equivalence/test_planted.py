@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def weighted_by_ranks(patch: Any) -> None:
 
 def weights_of_one_rank(patch: Any) -> None:
     """The mean over what each rank counts, averaged over the ranks."""
-    replaced(patch, "asynchronous sum", lambda tensor: lambda: tensor * collectives.world_size())
+    replaced(patch, "asynchronous sum", lambda tensor: SimpleNamespace(wait=lambda: tensor * collectives.world_size()))
 
 
 def after_start(change: Callable[[Any, Any], None]) -> Plant:
@@ -145,7 +146,7 @@ def turned_around(patch: Any) -> None:
 
 def draws_of_their_own(patch: Any) -> None:
     def uniform(self: Any, name: str, shape: Any, device: Any) -> Any:
-        generator = torch.Generator().manual_seed(1 + collectives.own_rank())
+        generator = torch.Generator().manual_seed(1 + collectives.get_rank())
         return torch.rand(shape, generator=generator, dtype=torch.float64)
 
     replaced(patch, "random numbers", uniform)
@@ -154,7 +155,7 @@ def draws_of_their_own(patch: Any) -> None:
 def starts_of_their_own(patch: Any) -> None:
     def scale(model: Any, optimizer: Any) -> None:
         for p in model.parameters():
-            p.data.mul_(1 + collectives.own_rank())
+            p.data.mul_(1 + collectives.get_rank())
 
     at_start(patch, before=scale)
 

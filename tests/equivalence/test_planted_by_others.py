@@ -65,7 +65,7 @@ def summed_by_hand_as_well(patch: Any) -> None:
     def backward(real: Any, self: Any, loss: Tensor, **more: Any) -> Any:
         value = real(self, loss, **more)
         for _, p in self._named:
-            collectives.sum_over_ranks(p.grad)
+            collectives.all_reduce(p.grad)
         return value
 
     around(patch, "backward of replicas", backward)
@@ -197,7 +197,7 @@ def shards_of_each_other(patch: Any) -> None:
     def load(model: Any, optimizer: Any) -> None:
         part = model.net[2].weight.to_local()
         with torch.no_grad():
-            part.copy_(collectives.all_gather(part.detach().contiguous())[1 - collectives.own_rank()])
+            part.copy_(collectives.all_gather(part.detach().contiguous())[1 - collectives.get_rank()])
 
     at_start(patch, before=load)
 
@@ -302,7 +302,7 @@ def padding_counts_in_statistics(patch: Any) -> None:
 
 def backward_of_statistics_is_local(patch: Any) -> None:
     """The backward of a batch norm over all ranks uses the sums of its own samples."""
-    alone = SimpleNamespace(all_gather=collectives.all_gather, sum_over_ranks=lambda tensor: tensor)
+    alone = SimpleNamespace(all_gather=collectives.all_gather, all_reduce=lambda tensor: tensor)
     replaced(patch, "collectives of batch norms", alone)
 
 
@@ -310,7 +310,7 @@ def buffer_of_rank_1(patch: Any) -> None:
     """A buffer is not sent to the other ranks: one of them has counted on its own. Nothing is computed from it."""
 
     def count(model: Any, inputs: Any) -> None:
-        if model.training and collectives.own_rank() == 1:
+        if model.training and collectives.get_rank() == 1:
             model.seen.add_(1)
 
     before_division(patch, lambda model: model.register_forward_pre_hook(count))
@@ -443,7 +443,7 @@ def ranks_evaluate_apart(patch: Any) -> None:
     def over_ranks(real: Any, sums: Any) -> dict[str, float]:
         result: dict[str, float] = real(sums)
         own = {name: float(total / weight) for name, (total, weight) in sums.items()}
-        return own if collectives.own_rank() == 1 else result
+        return own if collectives.get_rank() == 1 else result
 
     around(patch, "metrics over ranks", over_ranks)
 

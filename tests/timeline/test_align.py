@@ -149,7 +149,7 @@ def skewed_run(folder: str, skews: list[int], steps: int) -> None:
         recording.recorder.begin_step(step)
         with recording.recorder.span("forward"):
             time.sleep(0.001)
-        collectives.sum_over_ranks(torch.ones(1000))
+        collectives.all_reduce(torch.ones(1000))
     collectives.barrier()
     recording.close()
 

@@ -66,55 +66,41 @@ def same(found: Tensor | None, expected: Tensor) -> bool:
     )  # complex zeros may differ in their sign
 
 
-def every_collective(dtype: torch.dtype, layout: str, begun: bool) -> list[str]:
+def every_collective(dtype: torch.dtype, layout: str) -> list[str]:
     """The collectives that give this rank something else than one process computes."""
-    rank, ranks = collectives.own_rank(), collectives.world_size()
+    rank, ranks = collectives.get_rank(), collectives.world_size()
     all_of_them = [tensor_of(at, ranks, dtype, layout) for at in range(ranks)]
     own, rows, last = all_of_them[rank], len(all_of_them[0]) // ranks, ranks - 1
     mine = slice(rank * rows, (rank + 1) * rows)
-
-    def do(name: str, *arguments: Any, **more: Any) -> Any:
-        if begun:
-            return getattr(collectives, f"begin_{name}")(*arguments, **more)()
-        return getattr(collectives, name)(*arguments, **more)
 
     def writable(tensor: Tensor) -> Tensor:
         return tensor.clone(memory_format=torch.preserve_format)
 
     sums = summed(all_of_them)
-    sent = do("send", own, (rank + 1) % ranks) if rank % 2 == 0 else None
-    got = do("receive", writable(own), (rank - 1) % ranks) if rank % 2 else all_of_them[rank]
-    counts = [[(at + to) % 3 * rows for to in range(ranks)] for at in range(ranks)]
-    uneven = [torch.cat([part] * 3)[: sum(counts[at])] for at, part in enumerate(all_of_them)]
-    pieces = [torch.split(uneven[at], counts[at])[rank] for at in range(ranks)]
-    received = [counts[at][rank] for at in range(ranks)]
+    if rank % 2 == 0:
+        collectives.send(own, (rank + 1) % ranks)
+        got = own
+    else:
+        got = collectives.receive(writable(own), (rank - 1) % ranks)
+    swapped = writable(own)
+    collectives.send_receive([(own, ranks - 1 - rank)], [(swapped, ranks - 1 - rank)])
     checks = {
-        "all_reduce": same(do("all_reduce", writable(own)), sums),
-        "all_gather": same(do("all_gather", own), torch.stack(all_of_them)),
-        "reduce_scatter": same(do("reduce_scatter", own), sums[mine]),
-        "broadcast": same(do("broadcast", writable(own), last), all_of_them[last]),
-        "all_to_all": same(do("all_to_all", own), torch.cat([t[mine] for t in all_of_them])),
-        "uneven all_to_all": same(
-            do("all_to_all", uneven[rank], send=counts[rank], receive=received), torch.cat(pieces)
-        ),
-        "send and receive": sent is None and same(got, all_of_them[rank - 1] if rank % 2 else own),
+        "all_reduce": same(collectives.all_reduce(writable(own)), sums),
+        "a sum that is begun": same(collectives.begin_sum(writable(own)).wait(), sums),
+        "all_gather": same(collectives.all_gather(own), torch.stack(all_of_them)),
+        "reduce_scatter": same(collectives.reduce_scatter(own), sums[mine]),
+        "broadcast": same(collectives.broadcast(writable(own), last), all_of_them[last]),
+        "all_to_all": same(collectives.all_to_all(own), torch.cat([t[mine] for t in all_of_them])),
+        "send and receive": same(got, all_of_them[rank - rank % 2]),
+        "send_receive": same(swapped, all_of_them[ranks - 1 - rank]),
     }
-    gathered = do("gather", own, last)
-    checks["gather"] = same(gathered, torch.stack(all_of_them)) if rank == last else gathered is None
-    parts = torch.stack(all_of_them) if rank == last else None
-    checks["scatter"] = same(do("scatter", writable(own), parts, last), own)
     return [name for name, right in checks.items() if not right]
 
 
 def of_all_kinds(layout: str, direct_from: int) -> list[str]:
     before, compat.DIRECT_FROM = compat.DIRECT_FROM, direct_from
     try:
-        return [
-            f"{name} of {dtype}, begun: {begun}"
-            for dtype in DTYPES
-            for begun in (False, True)
-            for name in every_collective(dtype, layout, begun)
-        ]
+        return [f"{name} of {dtype}" for dtype in DTYPES for name in every_collective(dtype, layout)]
     finally:
         compat.DIRECT_FROM = before
 
@@ -129,7 +115,7 @@ def test_every_collective_is_right_for_every_dtype(
 
 
 def reductions() -> list[str]:
-    rank, ranks = collectives.own_rank(), collectives.world_size()
+    rank, ranks = collectives.get_rank(), collectives.world_size()
     everyone = torch.arange(1, 2 * ranks + 1).view(ranks, 2).flip(0)
     expected = {"sum": everyone.sum(0), "max": everyone.amax(0), "min": everyone.amin(0), "product": everyone.prod(0)}
     bools = everyone > ranks
@@ -148,7 +134,7 @@ def test_every_reduction_is_right(pool: Callable[[int], Pool]) -> None:
 
 
 def chunks_of_a_chain() -> list[bool]:
-    rank, size = collectives.own_rank(), 3 * compat.CHUNK + 5
+    rank, size = collectives.get_rank(), 3 * compat.CHUNK + 5
     found = []
     for source in range(collectives.world_size()):
         expected = torch.arange(size).to(torch.uint8) + source
@@ -175,7 +161,7 @@ def in_groups() -> dict[str, Any]:
     rank = dist.get_rank()
     groups = [collectives.group_of(ranks) for ranks in ([0, 1], [2, 3])]
     own = groups[rank // 2]
-    peer = 1 - collectives.own_rank(own)
+    peer = 1 - collectives.get_rank(own)
     recorder = Recorder()
     before = make_current(recorder)
     with comm_log() as log:
@@ -186,7 +172,7 @@ def in_groups() -> dict[str, Any]:
             "broadcast": collectives.broadcast(torch.tensor([rank]), 1, own).item(),
         }
         box = torch.zeros(1, dtype=torch.int64)
-        collectives.exchange([(torch.tensor([rank]), peer)], [(box, peer)], own)
+        collectives.send_receive([(torch.tensor([rank]), peer)], [(box, peer)], own)
         collectives.barrier(own)
     make_current(before)
     rows, _ = recorder.drain()
@@ -210,7 +196,7 @@ def test_a_group_is_on_its_own_and_its_spans_have_no_number(pool: Callable[[int]
                 ("all-reduce", both, both, 4, "gloo", True),
                 ("all-gather", both, both, 16, "gloo", True),
                 ("broadcast", f"rank {first + 1}", both, 8, "gloo", True),
-                ("exchange", f"rank {rank}", f"rank {peer}", 8, "gloo", True),
+                ("send-receive", f"rank {rank}", f"rank {peer}", 8, "gloo", True),
                 ("barrier", both, both, 0, "gloo", True),
             ],
         }
@@ -221,26 +207,25 @@ def recorded() -> tuple[list[tuple[int, str, int]], list[tuple[str, int]]]:
     recorder = Recorder()
     before = make_current(recorder)
     with comm_log() as log:
-        for begun in ("begin_", ""):
-            for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "gather"):
-                wait = getattr(collectives, begun + name)(tensor)
-                _ = wait() if begun else None
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "begin_sum"):
+            result = getattr(collectives, name)(tensor)
+        result.wait()
         collectives.send(tensor, 1) if rank == 0 else collectives.receive(tensor, 0)
+        collectives.broadcast_tensors([tensor, tensor])
     make_current(before)
     rows, _ = recorder.drain()
     spans = [(rows[at + 5], recorder.names[rows[at]][2], rows[at + 4]) for at in range(0, len(rows), WIDTH)]
-    assert ranks == 2
+    assert ranks == 2 and all(moved.seconds > 0 for moved in log)
     return sorted(spans), [(moved.operation, moved.bytes) for moved in log]
 
 
 def test_every_collective_leaves_its_span_and_its_line_in_the_log(pool: Callable[[int], Pool]) -> None:
-    names = ["all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "gather"]
-    sizes = [32, 64, 32, 32, 32, 64]
-    moved = list(zip(names, sizes, strict=True)) * 2
+    names = ["all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "all-reduce"]
+    moved = list(zip(names, [32, 64, 32, 32, 32, 32], strict=True))
     for rank, (spans, log) in enumerate(pool(2).run(recorded)):
-        last = ("send" if rank == 0 else "receive", 32)
-        assert spans == [(NO_COLLECTIVE, *last), *((at, *move) for at, move in enumerate(moved))]
-        assert log == [*moved, last]
+        point = ("send" if rank == 0 else "receive", 32)
+        assert spans == [(NO_COLLECTIVE, *point), *((at, *move) for at, move in enumerate(moved)), (6, "broadcast", 64)]
+        assert log == [*moved, point, ("broadcast", 64)]
 
 
 @pytest.mark.parametrize(
@@ -250,10 +235,8 @@ def test_every_collective_leaves_its_span_and_its_line_in_the_log(pool: Callable
         (lambda: collectives.broadcast(torch.ones(1), 3), "source 3 of 1 ranks"),
         (lambda: collectives.reduce_scatter(torch.tensor(1.0)), "cannot be divided equally over 1 ranks"),
         (lambda: collectives.send(torch.ones(1), 0), "is this rank itself"),
-        (lambda: collectives.all_to_all(torch.ones(2), send=[2]), "one side alone"),
-        (lambda: collectives.all_to_all(torch.ones(2), send=[1], receive=[2]), "add up to those of the tensor"),
+        (lambda: collectives.all_to_all(torch.tensor(1.0)), "cannot be divided equally over 1 ranks"),
         (lambda: collectives.all_gather(torch.ones(2), out=torch.ones(2)), "contiguous tensor of shape (1, 2)"),
-        (lambda: collectives.scatter(torch.ones(2)), "Give rank 0 parts of shape (1, 2)"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_moves(call: Callable[[], Any], said: str) -> None:
@@ -265,10 +248,7 @@ def test_what_cannot_be_is_said_before_anything_moves(call: Callable[[], Any], s
 def test_a_world_of_one_has_what_it_gave() -> None:
     tensor = torch.arange(4.0)
     assert collectives.all_reduce(tensor) is tensor
-    assert collectives.begin_all_gather(tensor)().equal(tensor.view(1, 4))
+    assert collectives.all_gather(tensor).equal(tensor.view(1, 4))
     assert collectives.reduce_scatter(tensor).equal(tensor)
     assert collectives.all_to_all(tensor).equal(tensor)
-    gathered = collectives.gather(tensor)
-    assert gathered is not None and gathered.equal(tensor.view(1, 4))
-    assert collectives.scatter(torch.zeros(4), tensor.view(1, 4)).equal(tensor)
-    assert collectives.mean_future(tensor.clone()).wait().equal(tensor)
+    assert collectives.begin_mean(tensor.clone()).wait().equal(tensor)

@@ -1,4 +1,4 @@
-"""For a world of one every collective is a plain return. Several ranks: tests/training/test_own_loop.py."""
+"""For a world of one every collective is a plain return. Several ranks: tests/training/test_distribute.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def no_group() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("collective", [collectives.sum_over_ranks, collectives.mean_over_ranks])
+@pytest.mark.parametrize("collective", [collectives.all_reduce, collectives.mean_over_ranks])
 def test_a_sum_and_a_mean_over_one_rank_are_the_tensor_itself(collective: Callable[[Any], Any]) -> None:
     tensor = torch.tensor([1.0, 2.0])
     assert collective(tensor) is tensor
@@ -29,13 +29,13 @@ def test_a_sum_and_a_mean_over_one_rank_are_the_tensor_itself(collective: Callab
 
 def test_a_sum_that_is_begun_is_there_at_once() -> None:
     tensor = torch.tensor(3.0)
-    assert collectives.begin_sum(tensor)() is tensor
+    assert collectives.begin_sum(tensor).wait() is tensor
 
 
 def test_gathering_from_one_rank_gives_one_row() -> None:
     tensor = torch.arange(6).view(2, 3)
-    assert collectives.gather_tensors(tensor).shape == (1, 2, 3)
-    assert collectives.gather_tensors(torch.tensor(5)).tolist() == [5]
+    assert collectives.all_gather(tensor).shape == (1, 2, 3)
+    assert collectives.all_gather(torch.tensor(5)).tolist() == [5]
     assert collectives.gather_objects({"a": 1}) == [{"a": 1}]
 
 
@@ -54,15 +54,15 @@ def on_every_rank() -> Any:
     recorder = Recorder()
     before = make_current(recorder)
     begun = collectives.begin_sum(torch.tensor(rank + 1))
-    future = collectives.mean_future(own.clone())
+    future = collectives.begin_mean(own.clone())
     broadcast = [torch.tensor(rank + 1.0), torch.nn.Parameter(own.clone())]
     collectives.broadcast_tensors(broadcast)  # type: ignore[arg-type]
     found = {
-        "sum": collectives.sum_over_ranks(own.clone()).tolist(),
+        "sum": collectives.all_reduce(own.clone()).tolist(),
         "mean": collectives.mean_over_ranks(own.clone()).tolist(),
-        "begun": begun().item(),
+        "begun": begun.wait().item(),
         "future": future.wait().tolist(),
-        "gathered": collectives.gather_tensors(own).tolist(),
+        "gathered": collectives.all_gather(own).tolist(),
         "objects": collectives.gather_objects((rank, "x")),
         "object": collectives.broadcast_object({"from": rank}),
         "broadcast": [tensor.tolist() for tensor in broadcast],

@@ -13,7 +13,7 @@ import torch
 from meshwise.equivalence.proof import Proof, prove
 from meshwise.equivalence.script import watch_script
 from meshwise.equivalence.script_seen import Seen, check_same_steps, check_seen, with_unsummed
-from meshwise.equivalence.seen import Ask
+from meshwise.equivalence.trace import CheckSpec
 from meshwise.equivalence.under_plan import Draws
 from meshwise.jobs.script import run_script_file
 from meshwise.machine.find import find_devices
@@ -22,7 +22,7 @@ from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, plan_to_toml
 from meshwise.spec.world import World
-from meshwise.training.own_plan import PLAN_FILE, check_for_own_loops
+from meshwise.training.plan_choice import PLAN_FILE, check_for_scripts
 from meshwise.workers.launch import launch
 
 DEFAULT_DEVICES = "2xcpu"
@@ -50,7 +50,7 @@ def check_script(
     slots = find_devices(parse_devices(words))
     if plan is not None:
         check_fits(plan, World(size=len(slots), device=slots[0].device))
-        check_for_own_loops(plan)
+        check_for_scripts(plan)
     task = (script.resolve(), list(arguments), steps, 2 * len(slots) + 1, seed or 0)
     with tempfile.TemporaryDirectory(prefix="meshwise-check-") as folder:
         tell(f"one device, {steps} steps")
@@ -62,7 +62,7 @@ def check_script(
     check_same_steps(one, many, script)
     sides = with_unsummed(one, many)
     assert sides[0] is not None and sides[1] is not None and many.plan is not None
-    return prove(script.name, Ask(many.plan, steps), words, sides[0], sides[1])
+    return prove(script.name, CheckSpec(many.plan, steps), words, sides[0], sides[1])
 
 
 def _ran(

@@ -93,7 +93,7 @@ class _Normalize(torch.autograd.Function):
         of_bias, of_weight = sums.clone().unbind()
         if not ctx.counts:
             sums.zero_()
-        plain, along = (collectives.sum_over_ranks(sums) / total).unbind()
+        plain, along = (collectives.all_reduce(sums) / total).unbind()
         if ctx.counts:
             gradient = gradient - _along(plain, x) - unit * _along(along, x)
         result = gradient * _along(scale if weight is None else scale * weight, x)

@@ -132,6 +132,11 @@ class DataParallel:
                     p.grad = None
         self.unreduced = False
 
+    def close(self) -> None:
+        """Let go of the parameters: reducers and their hooks hold one another."""
+        self._named, self._meter = [], None
+        self._groups.clear()
+
     def _run(self, loss: Tensor, watch: bool) -> list[int]:
         """Run the backward. With `watch`, returns the indices of the parameters in the order they were reached."""
         order: list[int] = []
@@ -172,8 +177,8 @@ class DataParallel:
                 if id(p) in self._kept:
                     gradient.add_(self._kept.pop(id(p)))
         if self._dtype is None or self._dtype == buffer.dtype:
-            return collectives.mean_future(buffer)
-        mean = collectives.mean_future(buffer.to(self._dtype))
+            return collectives.begin_mean(buffer)
+        mean = collectives.begin_mean(buffer.to(self._dtype))
         return mean.then(lambda done: buffer.copy_(done.value()))
 
     def _complete(self, armed: list[_Group], before: Gradients, versions: Sequence[int | None]) -> None:

@@ -30,7 +30,6 @@ from meshwise.parallel.blocks import called_in, repeated_blocks
 from meshwise.spec.errors import PlanError
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import agree
-from meshwise.transfer.traced import recorded
 
 SMALL = 4096  # elements: below, a collective of its own costs more than keeping the layer's parameters gathered
 _made = itertools.count()  # every rank shards its models in the same order
@@ -79,7 +78,7 @@ class Sharded:
                 self._names[len(self._groups)] = [names[id(p)] for p in group.parameters]
                 if self._mixed:
                     group.gather_as_stored([i for i, name in enumerate(self._names[len(self._groups)]) if name in wide])
-                group.around_collectives(recorded)
+                group.around_collectives(collectives.recorded)
                 group.before_reducing(functools.partial(self._before, len(self._groups)))
                 self._groups.append(group)
         self._key = f"meshwise/shard/{next(_made)}"
@@ -129,7 +128,7 @@ class Sharded:
             self.unreduced = self.unreduced and any(group.waiting() for group in self._groups)
         else:
             self.unreduced = True
-        return None if mean is None else mean()
+        return None if mean is None else mean.wait()
 
     def reduce_now(self) -> None:
         """Reduce what waits: for gradients that every backward so far kept local. Collective."""
@@ -140,6 +139,9 @@ class Sharded:
                 group.reduce_now()
         self._finish(fresh)
         self.unreduced = False
+
+    def close(self) -> None:
+        """Nothing to let go of: the model's hooks hold this, not the other way about."""
 
     def _start(self) -> None:
         self._backwards += 1

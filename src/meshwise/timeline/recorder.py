@@ -118,9 +118,9 @@ class Recorder:
         """Where what runs in a stream of its own is drawn: on the main lane when it is the host that computes."""
         return "main" if self._device is None else "communication"
 
-    def collective(self, name: str, bytes: int) -> _Blocking:
-        """Record the body of a with-statement as a collective that this rank waits for."""
-        return _Blocking(self, self.code("communication", name), bytes)
+    def collective(self, name: str, bytes: int, lane: str = "main", *, numbered: bool = True) -> _Blocking:
+        """Record the body of a with-statement as a collective that this rank waits for. numbered: one of all ranks."""
+        return _Blocking(self, self.code("communication", name, lane), bytes, numbered)
 
     def drain(self) -> tuple[list[int], list[Count]]:
         """Take what was recorded since the last time: span rows of WIDTH numbers each, flat, and counters.
@@ -178,13 +178,13 @@ class _Open:
 class _Blocking:
     """A collective that this rank is waiting for."""
 
-    __slots__ = ("_bytes", "_code", "_number", "_recorder", "_start")
+    __slots__ = ("_bytes", "_code", "_number", "_numbered", "_recorder", "_start")
 
-    def __init__(self, recorder: Recorder, code: int, bytes: int) -> None:
-        self._recorder, self._code, self._bytes = recorder, code, bytes
+    def __init__(self, recorder: Recorder, code: int, bytes: int, numbered: bool) -> None:
+        self._recorder, self._code, self._bytes, self._numbered = recorder, code, bytes, numbered
 
     def __enter__(self) -> None:
-        self._number = self._recorder.arrive()
+        self._number = self._recorder.arrive() if self._numbered else NO_COLLECTIVE
         self._start = self._recorder.mark()
 
     def __exit__(self, *error: object) -> None:

@@ -1,9 +1,10 @@
 """Collectives over all ranks or a group: the one seam through which our own code communicates between processes.
 
-Every function is a plain return for a world of one, and records a span otherwise, with the number that the collective
-has on every rank. `begin_...` returns a function that waits for the result. Tensors of any dtype, layout and size are
-right, also under gloo (compat/collectives.py says how). Under `null_collectives` nothing moves. Ranks of a group are
-counted within it. Not covered: the broadcast of start values that DDP makes itself.
+Every function is a plain return for a world of one. Otherwise it records a span, with its bytes and with the number
+that a collective over all ranks has on each of them (all enter it in one order; one over a group, a send and a receive
+have none), and a row of each open `comm_log`. Tensors of any dtype, layout and size are right, also under gloo
+(compat/collectives.py says how). Ranks of a group are counted within it. Not covered: the broadcast of start values
+that DDP makes itself.
 
 `direct`: gloo's all-gather (of two ranks), all-to-all, reduce-scatter and broadcast are replaced by sends and receives
 where those reach more of the link's rate; False leaves them to the backend, as DDP and FSDP2 use it.
@@ -12,183 +13,95 @@ where those reach more of the link's rate; False leaves them to the backend, as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
+from meshwise.compat import collectives as backend
+from meshwise.compat.collectives import Group as Group
+from meshwise.compat.collectives import Pairs
+from meshwise.spec.errors import UsageError, nearest
 from meshwise.timeline.recorder import current
-from meshwise.transfer import calls
-from meshwise.transfer.null import null_group, null_world
-from meshwise.transfer.traced import Group as Group
-from meshwise.transfer.traced import begun_future, later, now
-from meshwise.transfer.traced import own_rank as own_rank
-from meshwise.transfer.traced import ranks_of as ranks_of
-from meshwise.transfer.traced import world_size as world_size
+from meshwise.transfer.comm_log import OPEN, note
+from meshwise.transfer.stopwatch import Seconds, Stopwatch
+
+Ends = tuple[int | None, int | None]
+"""The rank of the group that the bytes come from and the one that they go to; None for all of its ranks."""
+EVERYONE: Ends = (None, None)
+_HOST = torch.device("cpu")
+
+
+def world_size(group: Group = None) -> int:
+    """How many ranks the run has, or the group; 1 outside a process group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def get_rank(group: Group = None) -> int:
+    """This process among the ranks of the group."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def ranks_of(group: Group) -> tuple[int, ...]:
+    """The ranks of a group, as the world counts them."""
+    return tuple(range(world_size())) if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 def group_of(ranks: Sequence[int]) -> Group:
     """A group of these ranks, sorted; the others get one that they are no members of. Collective over all ranks."""
-    chosen = sorted(set(ranks))
-    if null_world() is not None or not dist.is_initialized():
-        return null_group(chosen)
-    group: dist.ProcessGroup = dist.new_group(chosen)
+    group: Group = dist.new_group(sorted(set(ranks))) if dist.is_initialized() else None
     return group
 
 
 def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None) -> Tensor:
     """`tensor` reduced over the ranks, in place. op: `sum`, `max`, `min` or `product`; a sum of bools is `or`."""
-    return now(calls.all_reduce(tensor, op, group))
+    _check_op(op)
+    if world_size(group) > 1:
+        _run("all-reduce", tensor.nbytes, tensor.device, group, partial(backend.all_reduce, tensor, op, group))
+    return tensor
 
 
-def begin_all_reduce(tensor: Tensor, op: str = "sum", group: Group = None) -> Callable[[], Tensor]:
-    """Begin `all_reduce`; call the result to wait for it."""
-    return later(calls.all_reduce(tensor, op, group))
+def begin_sum(tensor: Tensor) -> Future[Tensor]:
+    """Begin to sum `tensor` over all ranks, in place; the future gives it."""
+    return _begin_sum(tensor)
 
 
-def all_gather(tensor: Tensor, group: Group = None, *, out: Tensor | None = None, direct: bool = True) -> Tensor:
-    """`tensor` of every rank, stacked: shape (ranks, *tensor.shape). out: a contiguous tensor to write it into."""
-    return now(calls.all_gather(tensor, group, out, direct))
+def begin_mean(tensor: Tensor) -> Future[Tensor]:
+    """Begin to average `tensor` over all ranks, in place; the future gives it. Dividing first keeps fp16 in range."""
+    return _begin_sum(tensor.div_(world_size()))
 
 
-def begin_all_gather(
-    tensor: Tensor, group: Group = None, *, out: Tensor | None = None, direct: bool = True
-) -> Callable[[], Tensor]:
-    """Begin `all_gather`; call the result to wait for it."""
-    return later(calls.all_gather(tensor, group, out, direct))
+def _begin_sum(tensor: Tensor) -> Future[Tensor]:
+    """The span of the sum ends when the sum is there."""
+    if world_size() == 1:
+        there: Future[Tensor] = Future()
+        there.set_result(tensor)
+        return there
+    recorder = current()
+    number, start = recorder.arrive(), recorder.mark()
+    code = recorder.code("communication", "all-reduce", "communication")
+    watch = Stopwatch(tensor.is_cuda) if OPEN else None
+    took: list[Seconds] = []
 
+    def ended(done: Future[object]) -> Tensor:
+        recorder.add(code, start, recorder.mark(), tensor.nbytes, number)
+        if watch is not None:
+            took.append(watch.stop())
+        done.value()  # raises what went wrong
+        return tensor
 
-def reduce_scatter(
-    tensor: Tensor, op: str = "sum", group: Group = None, *, out: Tensor | None = None, direct: bool = True
-) -> Tensor:
-    """This rank's part of the first dimension of `tensor`, reduced over the ranks. UsageError for unequal parts."""
-    return now(calls.reduce_scatter(tensor, op, group, out, direct))
+    def seconds() -> float:
+        future.wait()
+        return took[0]() if callable(took[0]) else took[0]
 
-
-def begin_reduce_scatter(
-    tensor: Tensor, op: str = "sum", group: Group = None, *, out: Tensor | None = None, direct: bool = True
-) -> Callable[[], Tensor]:
-    """Begin `reduce_scatter`; call the result to wait for it."""
-    return later(calls.reduce_scatter(tensor, op, group, out, direct))
-
-
-def broadcast(tensor: Tensor, source: int = 0, group: Group = None, *, direct: bool = True) -> Tensor:
-    """`tensor` of rank `source`, on every rank, in place."""
-    return now(calls.broadcast(tensor, source, group, direct))
-
-
-def begin_broadcast(tensor: Tensor, source: int = 0, group: Group = None) -> Callable[[], Tensor]:
-    """Begin `broadcast`, always the backend's own; call the result to wait for it."""
-    return later(calls.broadcast(tensor, source, group, False))
-
-
-def all_to_all(
-    tensor: Tensor,
-    group: Group = None,
-    *,
-    send: Sequence[int] | None = None,
-    receive: Sequence[int] | None = None,
-    out: Tensor | None = None,
-    direct: bool = True,
-) -> Tensor:
-    """Part i of `tensor` goes to rank i; part i of the result is what rank i had for this one.
-
-    send, receive: rows of the parts, both or none; without them the first dimension is divided equally.
-    """
-    return now(calls.all_to_all(tensor, group, send, receive, out, direct))
-
-
-def begin_all_to_all(
-    tensor: Tensor,
-    group: Group = None,
-    *,
-    send: Sequence[int] | None = None,
-    receive: Sequence[int] | None = None,
-    out: Tensor | None = None,
-    direct: bool = True,
-) -> Callable[[], Tensor]:
-    """Begin `all_to_all`; call the result to wait for it."""
-    return later(calls.all_to_all(tensor, group, send, receive, out, direct))
-
-
-def send(tensor: Tensor, target: int, group: Group = None) -> None:
-    """Send `tensor` to rank `target`, which calls `receive`."""
-    begin_send(tensor, target, group)()
-
-
-def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[], None]:
-    """Begin `send`; call the result to wait until `tensor` may be written again."""
-    return later(calls.exchange([(tensor, target)], [], group, "send"))
-
-
-def receive(tensor: Tensor, source: int, group: Group = None) -> Tensor:
-    """Write what rank `source` sends into `tensor`, of the same shape and dtype."""
-    return begin_receive(tensor, source, group)()
-
-
-def begin_receive(tensor: Tensor, source: int, group: Group = None) -> Callable[[], Tensor]:
-    """Begin `receive`; call the result to wait for it."""
-    return later(calls.receive(tensor, source, group))
-
-
-def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: Group = None) -> None:
-    """Send (tensor, rank) pairs and receive into (contiguous tensor, rank) pairs, all at once."""
-    begin_exchange(sends, receives, group)()
-
-
-def begin_exchange(
-    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: Group = None
-) -> Callable[[], None]:
-    """Begin `exchange`; call the result to wait for it."""
-    return later(calls.exchange(sends, receives, group))
-
-
-def gather(tensor: Tensor, target: int = 0, group: Group = None) -> Tensor | None:
-    """`tensor` of every rank, stacked, on rank `target`; None on the others."""
-    return now(calls.gather(tensor, target, group))
-
-
-def begin_gather(tensor: Tensor, target: int = 0, group: Group = None) -> Callable[[], Tensor | None]:
-    """Begin `gather`; call the result to wait for it."""
-    return later(calls.gather(tensor, target, group))
-
-
-def scatter(out: Tensor, parts: Tensor | None = None, source: int = 0, group: Group = None) -> Tensor:
-    """Write part i of rank `source`'s `parts`, of shape (ranks, *out.shape), into `out` of rank i."""
-    return now(calls.scatter(out, parts, source, group))
-
-
-def begin_scatter(
-    out: Tensor, parts: Tensor | None = None, source: int = 0, group: Group = None
-) -> Callable[[], Tensor]:
-    """Begin `scatter`; call the result to wait for it."""
-    return later(calls.scatter(out, parts, source, group))
-
-
-def barrier(group: Group = None) -> None:
-    """Wait until every rank is here."""
-    now(calls.barrier(group))
-
-
-def begin_barrier(group: Group = None) -> Callable[[], None]:
-    """Begin `barrier`; call the result to wait for the others."""
-    return later(calls.barrier(group))
-
-
-def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The sum of `tensor` over all ranks, in place. Blocks the stream (CPU: the caller) until it is there."""
-    return all_reduce(tensor)
-
-
-def begin_sum(tensor: Tensor) -> Callable[[], Tensor]:
-    """Begin to sum `tensor` over all ranks in place; call the result to wait for it."""
-    return begin_all_reduce(tensor)
-
-
-def mean_future(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    """Begin to average `tensor` over all ranks in place; the future gives it. Dividing first keeps fp16 in range."""
-    return begun_future(calls.all_reduce(tensor.div_(world_size()), "sum", None))
+    future: Future[Tensor] = backend.begin_all_reduce(tensor, "sum", None).then(ended)
+    if watch is not None:
+        _log("all-reduce", tensor.nbytes, tensor.device, None, seconds)
+    return future
 
 
 def mean_over_ranks(tensor: Tensor) -> Tensor:
@@ -196,36 +109,175 @@ def mean_over_ranks(tensor: Tensor) -> Tensor:
     return all_reduce(tensor).div_(world_size())
 
 
-def gather_tensors(tensor: Tensor) -> Tensor:
-    """`tensor` of every rank, stacked: shape (world size, *tensor.shape)."""
-    return all_gather(tensor)
+def all_gather(tensor: Tensor, group: Group = None, *, out: Tensor | None = None, direct: bool = True) -> Tensor:
+    """`tensor` of every rank, stacked: shape (ranks, *tensor.shape). out: a contiguous tensor to write it into."""
+    into = _out("all_gather", out, (world_size(group), *tensor.shape), tensor)
+    if len(into) == 1:
+        return into.copy_(tensor.detach())
+    _run("all-gather", into.nbytes, tensor.device, group, partial(backend.all_gather, into, tensor, group, direct))
+    return into
+
+
+def reduce_scatter(
+    tensor: Tensor, op: str = "sum", group: Group = None, *, out: Tensor | None = None, direct: bool = True
+) -> Tensor:
+    """This rank's part of the first dimension of `tensor`, reduced over the ranks. UsageError for unequal parts."""
+    _check_op(op)
+    into = _out("reduce_scatter", out, (_rows("reduce_scatter", tensor, group), *tensor.shape[1:]), tensor)
+    if world_size(group) == 1:
+        return into.copy_(tensor.detach())
+    _run(
+        "reduce-scatter",
+        tensor.nbytes,
+        tensor.device,
+        group,
+        lambda: backend.reduce_scatter(into, tensor, op, group, direct),
+    )
+    return into
+
+
+def broadcast(tensor: Tensor, source: int = 0, group: Group = None, *, direct: bool = True) -> Tensor:
+    """`tensor` of rank `source`, on every rank, in place."""
+    _check_rank("broadcast", "source", source, group)
+    if world_size(group) > 1:
+        ends = (source, None)
+        _run(
+            "broadcast",
+            tensor.nbytes,
+            tensor.device,
+            group,
+            lambda: backend.broadcast(tensor, source, group, direct),
+            ends,
+        )
+    return tensor
+
+
+def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
+    """Write rank 0's values into `tensors` of every rank, one after the other, as one collective."""
+
+    def each() -> None:
+        for tensor in tensors:
+            backend.broadcast(tensor, 0, None, direct=True)
+
+    if tensors and world_size() > 1:
+        _run("broadcast", sum(tensor.nbytes for tensor in tensors), tensors[0].device, None, each, (0, None))
+
+
+def all_to_all(tensor: Tensor, group: Group = None, *, out: Tensor | None = None, direct: bool = True) -> Tensor:
+    """Part i of the first dimension of `tensor` goes to rank i; part i of the result comes from rank i."""
+    _rows("all_to_all", tensor, group)
+    into = _out("all_to_all", out, tuple(tensor.shape), tensor)
+    if world_size(group) == 1:
+        return into.copy_(tensor.detach())
+    _run("all-to-all", tensor.nbytes, tensor.device, group, partial(backend.all_to_all, into, tensor, group, direct))
+    return into
+
+
+def send(tensor: Tensor, target: int, group: Group = None) -> None:
+    """Send `tensor` to rank `target`, which calls `receive`."""
+    send_receive([(tensor, target)], [], group, "send")
+
+
+def receive(tensor: Tensor, source: int, group: Group = None) -> Tensor:
+    """Write what rank `source` sends into `tensor`, of the same shape and dtype."""
+    send_receive([], [(tensor, source)], group, "receive")
+    return tensor
+
+
+def send_receive(sends: Pairs, receives: Pairs, group: Group = None, kind: str = "send-receive") -> None:
+    """Send (tensor, rank) pairs and receive into (tensor, rank) pairs, all at once.
+
+    Bytes are those that this rank sends, or those that it receives where these are more.
+    """
+    own = get_rank(group)
+    for what, pairs in (("target", sends), ("source", receives)):
+        for _, rank in pairs:
+            _check_rank(kind, what, rank, group)
+            if rank == own:
+                raise UsageError(f"{kind}: {what} {rank} is this rank itself. Copy the tensor instead.")
+    size = max(sum(tensor.nbytes for tensor, _ in pairs) for pairs in (sends, receives))
+    target, source = (pairs[0][1] if len(pairs) == 1 else own for pairs in (sends, receives))
+    device = next((tensor.device for tensor, _ in [*sends, *receives]), _HOST)
+    ends = (own, target) if sends else (source, own)
+    _run(kind, size, device, group, partial(backend.send_receive, sends, receives, group), ends)
+
+
+def barrier(group: Group = None) -> None:
+    """Wait until every rank is here."""
+    if world_size(group) > 1:
+        _run("barrier", 0, _HOST, group, partial(dist.barrier, group))
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
     """`value` of every rank, in rank order; any value that pickle takes."""
-    size = world_size(group)
-    if size == 1 or null_world() is not None:
-        return [value] * size
-    parts: list[Any] = [None] * size
-    if group is not None:
-        dist.all_gather_object(parts, value, group=calls.real(group))
-        return parts
-    with current().collective("all-gather", 0):
-        dist.all_gather_object(parts, value)
+    parts: list[Any] = [value] * world_size(group)
+    if len(parts) > 1:
+        with recorded("all-gather", 0, group, "main"):
+            dist.all_gather_object(parts, value, group=group)
     return parts
 
 
 def broadcast_object(value: Any) -> Any:
     """Rank 0's `value`, on every rank."""
-    if world_size() == 1 or null_world() is not None:
-        return value
     box = [value]
-    with current().collective("broadcast", 0):
-        dist.broadcast_object_list(box, src=0)
+    if world_size() > 1:
+        with recorded("broadcast", 0, None, "main"):
+            dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def broadcast_tensors(tensors: list[Tensor]) -> None:
-    """Write rank 0's values into `tensors` of every rank."""
-    if tensors:
-        now(calls.broadcast_all(tensors))
+def recorded(kind: str, size: int, group: Group, lane: str | None = None) -> AbstractContextManager[None]:
+    """Record the body of a with-statement as a collective that this rank waits for: on an accelerator in another
+    stream, unless `lane` says otherwise."""
+    everyone = world_size(group) == world_size()
+    return current().collective(kind, size, lane or current().lane_beside, numbered=everyone)
+
+
+def _run(
+    kind: str, size: int, device: torch.device, group: Group, call: Callable[[], object], ends: Ends = EVERYONE
+) -> None:
+    """Carry out a collective and wait for it: on a CPU until it is there, on an accelerator in its stream."""
+    watch = Stopwatch(device.type == "cuda") if OPEN else None
+    with current().collective(kind, size, numbered=None in ends and world_size(group) == world_size()):
+        call()
+    if watch is not None:
+        _log(kind, size, device, group, watch.stop(), ends)
+
+
+def _log(kind: str, size: int, device: torch.device, group: Group, seconds: Seconds, ends: Ends = EVERYONE) -> None:
+    ranks = ranks_of(group)
+    everyone = "all ranks" if group is None else f"ranks {','.join(map(str, ranks))}"
+    source, target = (everyone if end is None else f"rank {ranks[end]}" for end in ends)
+    note(kind, source, target, size, backend.backend_of(device, group), seconds)
+
+
+def _check_op(op: str) -> None:
+    if op not in backend.OPS:
+        raise UsageError(f"op={op!r}: not a reduction.{nearest(op, backend.OPS)} Use one of {', '.join(backend.OPS)}.")
+
+
+def _check_rank(verb: str, what: str, rank: int, group: Group) -> None:
+    if not 0 <= rank < world_size(group):
+        raise UsageError(f"{verb}: {what} {rank} of {world_size(group)} ranks. Use 0 to {world_size(group) - 1}.")
+
+
+def _rows(verb: str, tensor: Tensor, group: Group) -> int:
+    """Rows of each rank's part."""
+    size = world_size(group)
+    if tensor.dim() == 0 or len(tensor) % size:
+        raise UsageError(
+            f"{verb}: a tensor of shape {tuple(tensor.shape)} cannot be divided equally over {size} ranks. "
+            f"Pad its first dimension to a multiple of {size}."
+        )
+    return len(tensor) // size
+
+
+def _out(verb: str, out: Tensor | None, shape: tuple[int, ...], tensor: Tensor) -> Tensor:
+    if out is None:
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    if tuple(out.shape) != shape or out.dtype != tensor.dtype or not out.is_contiguous():
+        raise UsageError(
+            f"{verb}: out= is {tuple(out.shape)} of {out.dtype}. Pass a contiguous tensor of shape {shape} of "
+            f"{tensor.dtype}, or none."
+        )
+    return out

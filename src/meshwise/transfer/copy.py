@@ -9,7 +9,6 @@ the way. Corruption of such copies is real (pytorch issue 132397: zeros under an
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +18,14 @@ from torch import Tensor, nn
 from meshwise.spec.errors import TransferError, UsageError
 from meshwise.spec.machine import Machine
 from meshwise.spec.units import bytes_text
-from meshwise.transfer import exchange
+from meshwise.transfer import interop
 from meshwise.transfer.checksum import first_difference
 from meshwise.transfer.comm_log import OPEN, note
+from meshwise.transfer.devices import DEVICE_SETS, as_device, device_of, device_set, empty_like, name_of, plainly
 from meshwise.transfer.overlap import overlapping, repeats, torchs_check_is_sure
 from meshwise.transfer.path import AUTO, STAGED, choose
-from meshwise.transfer.place import WORLDS, as_device, device_of, empty_like, name_of, plainly, world
-from meshwise.transfer.staging import seconds_between, staged
+from meshwise.transfer.staging import staged
+from meshwise.transfer.stopwatch import Seconds, Stopwatch
 from meshwise.transfer.tree import map_leaves
 
 # This torch knows no two devices between which a path would have to be chosen.
@@ -50,7 +50,7 @@ def copy(
     writing `src`. Otherwise both may be used at once on their current streams, and by the host. Overlapping memory is
     copied through a temporary. Raises UsageError for what cannot be, TransferError when `verify` finds a difference.
     """
-    if path == AUTO and not (verify or OPEN or WORLDS or links or stream):
+    if path == AUTO and not (verify or OPEN or DEVICE_SETS or links or stream):
         try:  # the common case; each look at a tensor costs some 50 ns, and 1 µs where caches are cold
             if (
                 dst.numel() == src.numel()  # then what torch would broadcast differs in leading dims of 1 alone
@@ -95,12 +95,12 @@ def to(
 def _is_leaf(item: Any) -> bool:
     if isinstance(item, set | frozenset):
         return any(isinstance(one, Tensor) for one in item)
-    return isinstance(item, nn.Module) or exchange.is_array(item)
+    return isinstance(item, nn.Module) or interop.is_array(item)
 
 
 def moved_to(leaf: Any, target: torch.device, operation: str, *, own: bool = False, **how: Any) -> Tensor:
     """A tensor or array on `target`; itself where it is there, unless `own` memory is wanted. how: as for `move`."""
-    tensor = exchange.from_array(leaf)
+    tensor = interop.from_array(leaf)
     if device_of(tensor) == target and not own:
         return tensor
     if tensor.layout != torch.strided:
@@ -124,7 +124,7 @@ def move(
     non_blocking: bool = False,
 ) -> Tensor:
     """As `copy`, under the name of another operation in the log."""
-    src = exchange.from_array(src)
+    src = interop.from_array(src)
     src = _check(dst, src, stream)
     source, target = device_of(src), device_of(dst)
     size = src.numel() * src.element_size()
@@ -200,38 +200,37 @@ def _run(
     non_blocking: bool,
 ) -> None:
     """Copy by `way`, and tell the log. row: operation, source, target, bytes."""
-    began = time.perf_counter()
-    timed: Callable[[], float] | None = None
+    watch = Stopwatch(on_cuda=False)
     if way == STAGED:
-        timed = staged(dst, src)
+        seconds = staged(dst, src)
     elif dst.is_cuda or src.is_cuda:
-        timed = _on_stream(dst, src, stream, non_blocking)
+        seconds = _on_stream(dst, src, stream, non_blocking)
     else:
         dst.copy_(src)
-    open_one = world()
+        seconds = watch.stop()
+    open_one = device_set()
     if open_one is not None and open_one.on_copy is not None and row[1] != row[2]:
         open_one.on_copy(dst, src, way)
     if OPEN:
-        note(*row, way, timed or time.perf_counter() - began)
+        note(*row, way, seconds)
 
 
-def _on_stream(dst: Tensor, src: Tensor, stream: torch.cuda.Stream | None, non_blocking: bool) -> Callable[[], float]:
+def _on_stream(dst: Tensor, src: Tensor, stream: torch.cuda.Stream | None, non_blocking: bool) -> Seconds:
     """torch's own copy, which makes the current streams of both devices wait for each other; the rest is timing."""
     owner = src.device if src.is_cuda else dst.device  # torch copies between devices on the source's stream
     current = torch.cuda.current_stream(owner)
     run = stream or current
-    start, end = (torch.cuda.Event(enable_timing=bool(OPEN)) for _ in range(2))
     if stream is not None:
         stream.wait_stream(current)
     with torch.cuda.stream(run):
-        start.record(run)
+        watch = Stopwatch(bool(OPEN), run)
         dst.copy_(src, non_blocking=stream is not None or (non_blocking and dst.is_cuda))
-        end.record(run)
+        seconds = watch.stop(run)
     if stream is not None:
         for tensor in (dst, src):
             if tensor.is_cuda:
                 tensor.record_stream(stream)
-    return lambda: seconds_between(start, end)
+    return seconds
 
 
 def _verify(dst: Tensor, src: Tensor, way: str, what: str) -> None:

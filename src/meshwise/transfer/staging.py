@@ -8,13 +8,14 @@ copy, and a write to the source on its current stream too.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from meshwise.transfer.checksum import raw_bytes
+from meshwise.transfer.stopwatch import Seconds, Stopwatch
 
 PARTS = 32
 """Chunks of a large copy: the first leg's first and the second leg's last chunk have nothing to overlap with, so that
@@ -29,10 +30,10 @@ def chunk_bytes(size: int) -> int:
     return min(max(size // PARTS, SMALLEST), LARGEST)
 
 
-def staged(dst: Tensor, src: Tensor) -> Callable[[], float] | None:
-    """Copy through the host, any layout and dtype. Returns what waits and gives the seconds, on CUDA, else None."""
+def staged(dst: Tensor, src: Tensor) -> Seconds:
+    """Copy through the host, any layout and dtype. Returns the seconds, on CUDA what waits for them."""
     if src.numel() == 0:
-        return None
+        return 0.0
     dst, src = dst.detach(), src.detach()
     sent = src.to(dst.dtype) if dst.element_size() < src.element_size() else src  # the fewer bytes travel
     sent = sent.resolve_conj().resolve_neg().contiguous()
@@ -52,12 +53,14 @@ def _chunks(dst: Tensor, src: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         yield number % 2, dst[start : start + step], src[start : start + step]
 
 
-def _host_legs(dst: Tensor, src: Tensor) -> None:
+def _host_legs(dst: Tensor, src: Tensor) -> Seconds:
+    watch = Stopwatch(on_cuda=False)
     buffers = torch.empty(2, min(chunk_bytes(src.numel()), src.numel()), dtype=torch.uint8)
     for which, there, here in _chunks(dst, src):
         buffer = buffers[which][: here.numel()]
         buffer.copy_(here)
         there.copy_(buffer)
+    return watch.stop()
 
 
 @dataclass
@@ -84,16 +87,15 @@ def _lane(source: torch.device, target: torch.device) -> _Lane:
         return _lanes[key]
 
 
-def _cuda_legs(dst: Tensor, src: Tensor) -> Callable[[], float]:
+def _cuda_legs(dst: Tensor, src: Tensor) -> Seconds:
     here, there = torch.cuda.current_stream(src.device), torch.cuda.current_stream(dst.device)
     lane = _lane(src.device, dst.device)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with lane.lock:
         _make_buffers(lane, min(chunk_bytes(src.numel()), src.numel()))
         lane.out.wait_stream(here)  # src is written
         lane.back.wait_stream(there)  # dst is not used any more
         lane.back.wait_stream(here)  # only for the clock: it starts when both ends are ready
-        start.record(lane.back)
+        watch = Stopwatch(True, lane.back)
         for which, target, source in _chunks(dst, src):
             buffer = lane.buffers[which][: source.numel()]
             lane.out.wait_event(lane.emptied[which])
@@ -104,13 +106,13 @@ def _cuda_legs(dst: Tensor, src: Tensor) -> Callable[[], float]:
             with torch.cuda.stream(lane.back):
                 target.copy_(buffer, non_blocking=True)
             lane.emptied[which].record(lane.back)
-        end.record(lane.back)
+        seconds = watch.stop(lane.back)
         here.wait_stream(lane.out)
         there.wait_stream(lane.back)
     # The caching allocator must not hand the memory to others before the side streams are done with it.
     src.record_stream(lane.out)
     dst.record_stream(lane.back)
-    return lambda: seconds_between(start, end)
+    return seconds
 
 
 def _make_buffers(lane: _Lane, size: int) -> None:
@@ -119,10 +121,3 @@ def _make_buffers(lane: _Lane, size: int) -> None:
         for event in lane.emptied:
             event.synchronize()
         lane.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-
-
-def seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    """Waits for `end`."""
-    end.synchronize()
-    milliseconds: float = start.elapsed_time(end)
-    return milliseconds / 1e3

@@ -226,7 +226,7 @@ def _exchanged(place: Place, size: int, to: list[int], by: list[int], counted: i
             fill(tensor, _key(place, number, place.rank, rank))
 
     def call() -> None:
-        collectives.exchange(
+        collectives.send_receive(
             [(tensor, rank) for rank, tensor in outgoing.items()],
             [(tensor, rank) for rank, tensor in incoming.items()],
             place.group,

@@ -19,7 +19,7 @@ from meshwise.machine.measure.result import PathResult
 from meshwise.machine.measure.timing import Sample, sample_of
 from meshwise.spec.timings import fitted
 from meshwise.spec.units import bytes_text, seconds_text
-from meshwise.transfer.collectives import all_reduce, begin_exchange, gather_objects
+from meshwise.transfer.collectives import all_reduce, gather_objects, send_receive
 
 LEAST, MOST = 3, 100  # timed repeats of a size
 WARM_UP = 5  # calls at most; fewer when two in a row differ by less than STABLE
@@ -156,7 +156,7 @@ def _ping_pong(place: Place, one: int, other: int) -> float:
             start = time.perf_counter()
             turns = [([(sent, peer)], []), ([], [(got, peer)])]
             for sends, receives in turns if place.rank == one else reversed(turns):
-                begin_exchange(sends, receives, place.group)()
+                send_receive(sends, receives, place.group)
             if place.device.type == "cuda":
                 torch.cuda.synchronize(place.device)
             if number >= PING_PONGS // 4:

@@ -1,0 +1,152 @@
+"""The launcher's side of a run: start the workers, show what they say, pass on Ctrl-C, keep the outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshwise.records import folder as names
+from meshwise.spec.devices import WorkerSlot
+from meshwise.spec.errors import WorkerFailed
+from meshwise.timeline.analyse import report_of
+from meshwise.timeline.read import read_timeline
+from meshwise.timeline.run_summary import RunSummary
+from meshwise.timeline.views.live_progress import LiveView, Progress
+from meshwise.timeline.views.summary_text import metric_text
+from meshwise.workers.channel import Message
+from meshwise.workers.launch import Halt, Listeners, launch
+from meshwise.workers.nodes import Nodes, node_rank_of
+
+
+class Viewer:
+    """Turns the messages of a run into what a person sees."""
+
+    def __init__(self, view: LiveView, devices: Sequence[str], *, live: bool) -> None:
+        self._view, self._live = view, live
+        self._devices = tuple(devices)
+        self._memory: list[int | None] = [None] * len(devices)
+        self._job = ""
+
+    def message(self, rank: int, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "began":
+            self._job = message["job"]
+        elif kind == "memory" and rank < len(self._memory):
+            self._memory[rank] = message["bytes"]
+        elif kind == "log" or (kind == "progress" and self._live):
+            self._view.update(self._progress(message))
+        elif kind == "evaluated":
+            self._view.print(metrics_line(message))
+        elif kind == "say":
+            self._view.print(message["text"])
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        """As `message`, of this very process: for a run that joined a foreign launcher."""
+        self.message(0, {"kind": kind, **facts})
+
+    def output(self, stream: str, text: str) -> None:
+        self._view.print(text.rstrip("\n"))
+
+    def _progress(self, message: Message) -> Progress:
+        return Progress(
+            job=self._job,
+            phase="train",
+            epoch=message["epoch"],
+            epochs=message["epochs"],
+            step=message["step"],
+            steps=message["steps"],
+            loss=message["loss"],
+            samples_per_second=message["samples_per_second"],
+            seconds_left=message["seconds_left"],
+            memory=tuple(self._memory),
+            devices=self._devices,
+        )
+
+
+def metrics_line(message: Mapping[str, Any]) -> str:
+    """`epoch 1/5  test accuracy 95.20 %  loss 0.1612`."""
+    parts = [metric_text(name, value) for name, value in message["metrics"].items()]
+    return f"epoch {message['epoch']}/{message['epochs']}  test {'  '.join(parts)}"
+
+
+def supervise(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    slots: Sequence[WorkerSlot],
+    *,
+    folder: Path | None,
+    console: Console,
+    nodes: Nodes | None = None,
+) -> tuple[list[Any], int]:
+    """Launch `function` on the slots and show the run. Returns the results in rank order and the exit code.
+
+    run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails.
+    """
+    halt = Halt()
+    keeps = folder if folder is not None and names.is_kept_by(folder, node_rank_of(nodes)) else None
+    with LiveView(console) as view, forwarded_signals(halt, view):
+        viewer = Viewer(view, [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], live=view.draws)
+        listeners = Listeners(message=viewer.message, output=viewer.output)
+        try:
+            results = launch(function, arguments, slots, folder=folder, listeners=listeners, nodes=nodes, halt=halt)
+        except WorkerFailed as error:
+            if keeps:
+                names.end_session(keeps, "stopped" if error.rank is None else "failed", str(error))
+            raise
+    stopped = halt.wanted.is_set()
+    if keeps:
+        names.end_session(keeps, "stopped" if stopped else "finished")
+    return results, 128 + halt.signal if stopped else 0
+
+
+@contextlib.contextmanager
+def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a closed terminal stop all ranks after the same step; a second Ctrl-C ends them at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        if halt.wanted.is_set() and number == signal.SIGINT:
+            halt.at_once.set()
+        elif not halt.wanted.is_set():
+            halt.signal = number
+            halt.wanted.set()
+
+    signals = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    before = {number: signal.signal(number, stop) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[WorkerSlot], folder: Path) -> RunSummary:
+    """What a run did, from the facts that each rank returned and the records in its folder."""
+    report = report_of(read_timeline(folder), str(folder))
+    first = results[0]
+    return RunSummary(
+        job=first["job"],
+        plan=plan,
+        devices=tuple(slot.name for slot in slots),
+        status=first["status"],
+        epochs=first["epochs"],
+        steps=first["steps"],
+        samples=first["samples"],
+        seconds=report.wall_seconds,
+        train_seconds=min((sum(rank.seconds.values()) for rank in report.ranks), default=0.0),
+        samples_per_second=report.samples_per_second or 0.0,
+        metrics=first["metrics"],
+        phases=tuple(dict(rank.seconds) for rank in report.ranks),
+        verdict=report.verdict,
+        memory=tuple(result["memory"] for result in results),
+        folder=str(folder),
+        notes=tuple(first["notes"]),
+    )

@@ -1,0 +1,33 @@
+"""How large a difference is a fault, and relative to what."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+LIMIT = 1e-9
+FLOOR = 1e-3  # of the largest value of a kind: what is smaller is measured by it
+
+
+def ratio(difference: Tensor, scale: Tensor) -> float:
+    """The largest of `difference` over `scale`."""
+    if not difference.numel() or not bool((difference != 0).any()):
+        return 0.0
+    return finite(float((difference / scale).max()))
+
+
+def finite(value: float) -> float:
+    """What is not a number differs as much as can be."""
+    return math.inf if math.isnan(value) else value
+
+
+def precision_of(tensor: Tensor) -> str:
+    """The lower precision that holds every value of a float64 `tensor` exactly; empty where there is none."""
+    if not tensor.is_floating_point() or not bool((tensor != 0).any()):
+        return ""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if torch.equal(tensor.to(dtype).double(), tensor):
+            return str(dtype).removeprefix("torch.")
+    return ""

@@ -1,0 +1,75 @@
+"""Files of a script: `save` writes what one device would write, under every plan, and `load` reads it.
+
+Where a plan divides parameters or the optimizer's state, the parts are gathered on rank 0. Models and optimizers that
+were distributed take whole tensors in their `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise.compat.reducer import default_store
+from meshwise.records.atomic import write_with
+from meshwise.recovery.collect import collected
+from meshwise.spec.errors import UsageError
+from meshwise.spec.world import World
+from meshwise.training.session import default_engine, process_engine
+from meshwise.transfer.agreement import wait_for_all
+
+GRACE = 60.0  # seconds in which all ranks must come to a file
+
+
+def save(thing: Any, path: str | Path) -> None:
+    """`torch.save`, once: rank 0 writes, whole or not at all; the others go on.
+
+    thing: state_dicts, or anything that holds them. Under a plan that divides them every rank calls it.
+    """
+    engine, path = default_engine(), _redirected(path)
+    world, plan, name, saves = engine.world, engine.plan, str(path.resolve()), process_engine().saves
+    saves[name] += 1
+    if plan.state_divided:
+        if isinstance(thing, nn.Module | torch.optim.Optimizer):
+            raise UsageError(f"mw.save under {plan}: write its state, mw.save(thing.state_dict(), path).")
+        _all_come(f"meshwise/saves/{name}/{saves[name]}", world, f"mw.save({path}) under {plan}")
+        thing = collected(thing)
+    if world.rank == 0:
+        write_with(path, lambda file: torch.save(thing, file))
+        if world.size > 1:
+            default_store().set(f"meshwise/saved/{name}/{saves[name]}", "1")
+
+
+def load(path: str | Path) -> Any:
+    """`torch.load` onto the CPU. Every rank calls it, and no rank goes on before all have read.
+
+    Waits for a `mw.save` to the same path that rank 0 has not finished.
+    """
+    redirected = _redirected(path)
+    engine = process_engine()
+    path = redirected if redirected.exists() or str(redirected.resolve()) in engine.saves else Path(path)
+    world, name = engine.world, str(path.resolve())
+    if world.size > 1 and name in engine.saves:
+        default_store().wait([f"meshwise/saved/{name}/{engine.saves[name]}"])
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    engine.loads += 1
+    _all_come(f"meshwise/loaded/{engine.loads}", world, f"mw.load({path})")
+    return loaded
+
+
+def _all_come(key: str, world: World, what: str) -> None:
+    if world.size == 1:
+        return
+    default_store().add(key, 1)
+    if not wait_for_all(key, world.size, GRACE):
+        raise UsageError(f"{what} was not called on every rank. Call it on all.")
+
+
+def _redirected(path: str | Path) -> Path:
+    """While a script is checked, what it saves lies in a folder of the check."""
+    watcher = default_engine().watcher
+    if watcher is None:
+        return Path(path)
+    return watcher.folder / str(Path(path).resolve()).lstrip("/").replace("/", "_")

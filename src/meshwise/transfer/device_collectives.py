@@ -1,0 +1,238 @@
+"""Broadcast, scatter, gather and all-reduce over a list of devices in one process.
+
+    parts = scatter(batch, ["cuda:0", "cuda:1"])
+    all_reduce(gradients)                      the same bits on every device
+
+All go through the one copy function, so each leg is in the log, finds its own path and can be verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.cuda.nccl as nccl
+from torch import Tensor
+
+from meshwise.spec.errors import UsageError, nearest
+from meshwise.spec.machine import Machine
+from meshwise.transfer.comm_log import note
+from meshwise.transfer.copy import move, moved_to
+from meshwise.transfer.devices import as_device, device_of, empty_like, name_of, plainly
+from meshwise.transfer.interop import from_array, is_array
+from meshwise.transfer.overlap import overlapping, repeats
+from meshwise.transfer.stopwatch import Stopwatch
+
+Device = str | torch.device | int
+
+
+def broadcast(
+    tensor: Tensor, devices: Sequence[Device], *, links: Machine | None = None, verify: bool = False
+) -> list[Tensor]:
+    """A copy of `tensor` on each device, in their order, each in memory of its own. Gradients come back added."""
+    how: dict[str, Any] = {"links": links, "verify": verify}
+    return [moved_to(tensor, device, "broadcast", own=True, **how) for device in _devices("broadcast", devices)]
+
+
+def scatter(
+    tensor: Tensor,
+    devices: Sequence[Device],
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    links: Machine | None = None,
+    verify: bool = False,
+) -> list[Tensor]:
+    """A part of `tensor` along `dim` for each device, in their order, each in memory of its own.
+
+    Parts differ by at most one and the larger ones come first, as in `torch.tensor_split`, unless `sizes` says how
+    many each gets; a part may be empty. Gradients flow back. Raises UsageError for sizes that do not add up.
+    """
+    places, tensor = _devices("scatter", devices), _tensor("scatter", tensor)
+    dim = _dim("scatter", dim, tensor.dim())
+    length = tensor.shape[dim]
+    if sizes is None:
+        parts = tensor.tensor_split(len(places), dim)
+    elif len(sizes) != len(places) or sum(sizes) != length or min(sizes) < 0:
+        raise UsageError(
+            f"scatter with sizes {list(sizes)}: {len(places)} devices need as many sizes, none below 0, that add up "
+            f"to {length}, the length of dim {dim}."
+        )
+    else:
+        parts = tensor.split(list(sizes), dim)
+    how: dict[str, Any] = {"links": links, "verify": verify}
+    return [moved_to(part, device, "scatter", own=True, **how) for part, device in zip(parts, places, strict=True)]
+
+
+def gather(
+    tensors: Sequence[Tensor], device: Device, dim: int = 0, *, links: Machine | None = None, verify: bool = False
+) -> Tensor:
+    """The tensors in their order, joined along `dim` on `device`. Gradients flow back to where they came from.
+
+    Raises UsageError where dtypes, or shapes other than along `dim`, differ.
+    """
+    target = as_device(device)
+    tensors = [_tensor("gather", tensor) for tensor in tensors]
+    dim = _joinable(tensors, dim)
+    how: dict[str, Any] = {"links": links, "verify": verify}
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return torch.cat([moved_to(tensor, target, "gather", **how) for tensor in tensors], dim)
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    whole = empty_like(torch.empty(shape, dtype=tensors[0].dtype, device="meta"), target)
+    start = 0
+    for tensor in tensors:
+        move(whole.narrow(dim, start, tensor.shape[dim]), tensor, "gather", **how)
+        start += tensor.shape[dim]
+    return whole
+
+
+def all_reduce(
+    tensors: Sequence[Tensor], op: str = "sum", *, links: Machine | None = None, verify: bool = False
+) -> list[Tensor]:
+    """Reduce tensors of equal shape, one a device, in place: each then holds the same bits. Returns them as a list.
+
+    op: `sum`, `mean`, `product`, `min` or `max`. Each device reduces its slice of the elements in the list's order,
+    in the tensors' dtype, and hands it to all: 2 (n - 1) / n of the bytes leave each of n devices, as in a ring, and
+    the result does not depend on time. Distinct CUDA devices sum by NCCL unless `verify` or `links` is given; its
+    result is the same on all too, in an order of its own. No gradients.
+    """
+    every = _reducible(list(tensors), op)
+    with torch.no_grad():
+        if op == "sum" and not verify and links is None and _by_nccl(every):
+            return every
+        _reduce_slices(every, _OPERATIONS[op], {"links": links, "verify": verify}, mean=op == "mean")
+    return every
+
+
+_OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": Tensor.add_,
+    "mean": Tensor.add_,
+    "product": Tensor.mul_,
+    "min": lambda total, term: torch.minimum(total, term, out=total),
+    "max": lambda total, term: torch.maximum(total, term, out=total),
+}
+
+
+_NCCL_DTYPES = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+}
+
+
+def _reduce_slices(
+    tensors: list[Tensor], reduce: Callable[[Tensor, Tensor], Tensor], how: dict[str, Any], *, mean: bool
+) -> None:
+    """Reduce-scatter, then all-gather: device k reduces slice k."""
+    flat = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+    sliced = [tensor.view(-1).tensor_split(len(flat)) for tensor in flat]
+    totals = []
+    for number, owner in enumerate(flat):
+        terms = [slices[number] for slices in sliced]
+        if not terms[0].numel():
+            continue
+        place = device_of(owner)
+        total = moved_to(terms[0], place, "all-reduce", own=True, **how)
+        for term in terms[1:]:
+            reduce(total, moved_to(term, place, "all-reduce", **how))
+        totals.append((number, total.div_(len(flat)) if mean else total))
+    for number, total in totals:
+        for slices in sliced:
+            move(slices[number], total, "all-reduce", **how)
+    for tensor, contiguous in zip(tensors, flat, strict=True):
+        if tensor is not contiguous:
+            tensor.copy_(contiguous)
+
+
+def _by_nccl(tensors: list[Tensor]) -> bool:
+    """Sum by NCCL where all are dense on distinct CUDA devices; False where it is not for them."""
+    distinct = len({tensor.device for tensor in tensors}) == len(tensors) > 1
+    if not (distinct and all(tensor.is_cuda for tensor in tensors) and nccl.is_available(tensors)):
+        return False
+    if tensors[0].dtype not in _NCCL_DTYPES:
+        return False  # torch raises "Unconvertible NCCL type" for the others
+    # One call, many devices: its time is what the first of them saw.
+    stream = torch.cuda.current_stream(tensors[0].device)
+    watch = Stopwatch(True, stream)
+    nccl.all_reduce(tensors)
+    names = [name_of(tensor.device) for tensor in tensors]
+    note("all-reduce", names[0], f"{len(names)} devices", tensors[0].nbytes, "nccl", watch.stop(stream))
+    return True
+
+
+def _devices(verb: str, devices: Sequence[Device]) -> list[torch.device]:
+    if isinstance(devices, str) or not len(devices):
+        raise UsageError(f"{verb} to {devices!r}: write a list of devices, such as ['cuda:0', 'cuda:1'].")
+    return [as_device(device) for device in devices]
+
+
+def _tensor(verb: str, value: Any) -> Tensor:
+    """A tensor, or an array of another library as one."""
+    if isinstance(value, Tensor) or is_array(value):
+        return from_array(value)
+    raise UsageError(f"{verb} of {type(value).__name__}: write a tensor or an array.")
+
+
+def _dim(verb: str, dim: int, dims: int) -> int:
+    if not -dims <= dim < dims:
+        what = f"dims 0 to {dims - 1}" if dims else "no dim; unsqueeze it"
+        raise UsageError(f"{verb} along dim {dim}: the tensor has {what}.")
+    return dim % dims
+
+
+def _joinable(tensors: Sequence[Tensor], dim: int) -> int:
+    if not tensors:
+        raise UsageError("gather of no tensors: there is nothing to join.")
+    first = tensors[0]
+    dim = _dim("gather", dim, first.dim())
+    for tensor in tensors[1:]:
+        same = tensor.dim() == first.dim() and all(
+            ours == its for at, (ours, its) in enumerate(zip(first.shape, tensor.shape, strict=False)) if at != dim
+        )
+        if not same or tensor.dtype != first.dtype:
+            raise UsageError(
+                f"gather of {first.dtype} {tuple(first.shape)} and {tensor.dtype} {tuple(tensor.shape)} along dim "
+                f"{dim}: dtypes and all other dims must be equal."
+            )
+    return dim
+
+
+def _reducible(tensors: list[Tensor], op: str) -> list[Tensor]:
+    if op not in _OPERATIONS:
+        raise UsageError(f"all_reduce by {op!r}: not known.{nearest(op, _OPERATIONS)} Write {', '.join(_OPERATIONS)}.")
+    if not tensors:
+        raise UsageError("all_reduce of no tensors: write one a device.")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise UsageError(f"all_reduce of {type(tensor).__name__}: it works in place, on tensors. Convert it first.")
+        if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+            raise UsageError("all_reduce of a parameter that requires a gradient. Write it under torch.no_grad().")
+    first = tensors[0]
+    for tensor in tensors[1:]:
+        if tensor.shape != first.shape or tensor.dtype != first.dtype:
+            raise UsageError(
+                f"all_reduce of {first.dtype} {tuple(first.shape)} and {tensor.dtype} {tuple(tensor.shape)}: "
+                "shapes and dtypes must be equal."
+            )
+    if len({tensor.data_ptr() for tensor in tensors}) < len(tensors) and first.numel():
+        raise UsageError("all_reduce of one tensor twice: they share memory. Clone it for each place.")
+    with plainly():
+        if any(overlapping(one, other) for one, other in combinations(tensors, 2)):
+            raise UsageError("all_reduce of views that share memory. Clone them first.")
+        if any(repeats(tensor) for tensor in tensors):
+            raise UsageError("all_reduce of an expanded tensor: its elements share memory. Clone it first.")
+    if first.dtype == torch.bool or (op == "mean" and not (first.is_floating_point() or first.is_complex())):
+        raise UsageError(f"all_reduce by {op} of {first.dtype}: has no such {op}. Convert it, to float or int, first.")
+    if first.is_complex() and op in ("min", "max"):
+        raise UsageError(
+            f"all_reduce by {op} of {first.dtype}: complex numbers have no order. Write torch.view_as_real."
+        )
+    return tensors

@@ -1,0 +1,119 @@
+"""Where a tensor lives: a real device, the host's memory, or one of the virtual devices that are open.
+
+A virtual device is a number that is kept for a storage on the host, so `cpu:1` is a place of its own while
+`meshwise.transfer.virtual` has it open. LoaderSpec `cpu` is the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from meshwise.compat.dispatch import StorageMap
+from meshwise.spec.errors import UsageError
+from meshwise.spec.machine import HOST
+
+UNDECIDED = -1
+"""Made inside an operator or a backward for no device in particular: it joins the first device it meets."""
+
+Hook = Callable[[Tensor, Tensor, str], object]
+"""(dst, src, path), called after the bytes were moved and before they are checked."""
+
+
+@dataclass
+class DeviceSet:
+    """The virtual devices of one block: how many, where each storage lives, what to call at each copy."""
+
+    count: int
+    places: StorageMap = field(default_factory=StorageMap)
+    on_copy: Hook | None = None
+    paused: bool = False
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """In here operators are plain ones of the host: for the copy itself, and for looking at what it did."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+
+DEVICE_SETS: list[DeviceSet] = []
+"""The virtual devices that are open: none, or one."""
+
+
+def device_set() -> DeviceSet | None:
+    """The virtual devices that are open, if any."""
+    return DEVICE_SETS[-1] if DEVICE_SETS else None
+
+
+def plainly() -> AbstractContextManager[None]:
+    """In here operators know nothing of virtual devices, where some are open."""
+    return DEVICE_SETS[-1].quiet() if DEVICE_SETS else nullcontext()
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """Where the tensor lives: `cuda:0`, a virtual `cpu:1`, or `cpu` for the host's memory."""
+    if not DEVICE_SETS:
+        return tensor.device
+    with DEVICE_SETS[-1].quiet():
+        device = tensor.device
+        place = DEVICE_SETS[-1].places.get(tensor) if device.type == "cpu" else None
+    return device if place is None or place == UNDECIDED else torch.device("cpu", place)
+
+
+@lru_cache(maxsize=1024)
+def name_of(device: torch.device) -> str:
+    """The device as a machine's links name it: `host`, `cuda:0`, `cpu:1`."""
+    return HOST if str(device) == "cpu" else str(device)
+
+
+def as_device(word: str | torch.device | int) -> torch.device:
+    """The device that is meant: `cuda` is the current one, `cpu` the host. Raises UsageError for what is not here."""
+    try:
+        device = torch.device(word)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"device {word!r}: not a device. Write cpu, cuda:0, or cpu:1 for a virtual one.") from error
+    if device.type == "cpu":
+        return _host_or_virtual(device)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        index = torch.cuda.current_device() if str(device) == "cuda" and count else device.index or 0
+        if index >= count:
+            raise UsageError(f"device {word}: torch sees {count} CUDA devices here. `meshwise devices` lists them.")
+        return torch.device("cuda", index)
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or kind.type != device.type:
+        raise UsageError(f"device {word}: this torch has none here. `meshwise devices` lists what is here.")
+    return device
+
+
+def _host_or_virtual(device: torch.device) -> torch.device:
+    index: int | None = device.index  # torch types it as never None
+    open_one = device_set()
+    if open_one is None:
+        if index:
+            raise UsageError(f"device {device}: a virtual device. Open it with mw.virtual_devices({index + 1}).")
+        return torch.device("cpu")
+    if index is not None and index >= open_one.count:
+        last = open_one.count - 1
+        raise UsageError(f"device {device}: the virtual devices are cpu:0 to cpu:{last}; cpu is the host.")
+    return device
+
+
+def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Memory on `device` for a copy of `tensor`: its shape, dtype and, where they are dense, its strides."""
+    open_one = device_set()
+    if open_one is None or device.type != "cpu":
+        return torch.empty_like(tensor, device=device, requires_grad=False)
+    with open_one.quiet():
+        made = torch.empty_like(tensor, device="cpu", requires_grad=False)
+        if device.index is not None:
+            open_one.places.set(made, device.index)
+    return made

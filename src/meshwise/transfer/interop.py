@@ -1,0 +1,144 @@
+"""Arrays of NumPy, CuPy, Numba and JAX as tensors and back, without a copy where the protocols allow it.
+
+DLPack is asked first, since it also orders the two libraries' streams; then `__cuda_array_interface__` (version 3,
+whose `stream` is waited for here, since torch does not). A copy that could not be avoided is told in the log. What
+shares memory shares writes: do not write into a tensor that came from JAX, whose arrays never change.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.dlpack
+from torch import Tensor
+
+from meshwise.spec.errors import UsageError, nearest
+from meshwise.spec.machine import HOST
+from meshwise.transfer.comm_log import OPEN, note
+
+LIBRARIES = ("numpy", "cupy", "jax", "numba")
+
+
+def is_array(value: Any) -> bool:
+    """An array of another library: NumPy, or with one of the two protocols."""
+    kind = type(value)
+    return isinstance(value, np.ndarray) or hasattr(kind, "__dlpack__") or hasattr(kind, "__cuda_array_interface__")
+
+
+def from_array(array: Any) -> Tensor:
+    """The array as a tensor on its own device, sharing its memory where it can. A tensor is returned as it is.
+
+    A read-only, byte-swapped or backwards NumPy array is copied. Raises UsageError for what is no array.
+    """
+    if isinstance(array, Tensor):
+        return array
+    if isinstance(array, np.ndarray):
+        return _from_numpy(array)
+    kind = type(array)
+    if hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__"):
+        try:
+            tensor: Tensor = torch.utils.dlpack.from_dlpack(array)
+            return tensor
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            if not hasattr(kind, "__cuda_array_interface__") and not hasattr(kind, "__array__"):
+                raise UsageError(f"{_name(array)} by DLPack: {error}. Copy it within its own library first.") from error
+    if getattr(array, "__cuda_array_interface__", None) is not None:
+        return _from_cuda_interface(array)
+    if hasattr(kind, "__dlpack__") or hasattr(kind, "__array__"):
+        return _copied(np.asarray(array), _name(array))
+    raise UsageError(
+        f"{_name(array)}: no tensor, and no array with __dlpack__ or __cuda_array_interface__. Write torch.as_tensor."
+    )
+
+
+def to_array(tensor: Tensor, library: str) -> Any:
+    """The tensor as an array of `numpy`, `cupy`, `jax` or `numba`, sharing its memory where it can.
+
+    NumPy gets a copy of a tensor on a device, CuPy and Numba one on the current device of a tensor on the host.
+    Gradients stay behind. Raises UsageError for another library, one that is missing, or a dtype it does not have.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if library == "numpy":
+        return _to_numpy(plain)
+    if library not in LIBRARIES:
+        raise UsageError(f"to_array to {library!r}: not a library.{nearest(library, LIBRARIES)} Known: {LIBRARIES}.")
+    if library == "jax":
+        return _library("jax.dlpack", "jax").from_dlpack(plain.contiguous())
+    if not plain.is_cuda:
+        if not torch.cuda.is_available():
+            raise UsageError(f"to_array to {library}: needs a CUDA device; torch sees none. Write 'numpy'.")
+        began = time.perf_counter()
+        moved = plain.to("cuda")
+        _tell(HOST, str(moved.device), moved, began)
+        plain = moved
+    if library == "cupy":
+        return _library("cupy", "cupy-cuda12x").from_dlpack(plain)
+    return _library("numba.cuda", "numba").as_cuda_array(plain)
+
+
+def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    backwards = any(stride < 0 for stride in array.strides)
+    if not array.flags.writeable or backwards or not array.dtype.isnative:
+        return _copied(array, "numpy")
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"a numpy array of {array.dtype}: torch has no such dtype, or strides. {error}") from error
+
+
+def _copied(array: np.ndarray[Any, Any], name: str) -> Tensor:
+    began = time.perf_counter()
+    try:
+        tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{name} array of {array.dtype}: torch has no such dtype. {error}") from error
+    _tell(f"{HOST} ({name})", HOST, tensor, began)
+    return tensor
+
+
+def _from_cuda_interface(array: Any) -> Tensor:
+    facts = array.__cuda_array_interface__
+    if facts.get("mask") is not None:
+        raise UsageError(f"{_name(array)}: a masked array. Fill its mask first; torch has none.")
+    if not torch.cuda.is_available():
+        raise UsageError(f"{_name(array)}: its memory is on a CUDA device, and this torch sees none.")
+    stream = facts.get("stream")
+    if stream is not None:
+        if stream == 0:  # ruled out by version 3 of the protocol, as it could mean either default stream
+            raise UsageError(f"{_name(array)}: __cuda_array_interface__ with stream 0, which means nothing. Write 1.")
+        # 1 is the legacy default stream, which is torch's default one; 2 the default stream of the thread.
+        owner = torch.cuda.default_stream() if stream == 1 else torch.cuda.ExternalStream(stream)
+        torch.cuda.current_stream().wait_stream(owner)
+    return torch.as_tensor(array, device="cuda")
+
+
+def _to_numpy(plain: Tensor) -> np.ndarray[Any, Any]:
+    began = time.perf_counter()
+    here = plain.cpu()
+    if plain.device != here.device:
+        _tell(str(plain.device), HOST, here, began)
+    try:
+        array: np.ndarray[Any, Any] = here.numpy()
+    except TypeError as error:
+        raise UsageError(f"to_array of {plain.dtype}: NumPy has no such dtype. Write tensor.float() first.") from error
+    return array
+
+
+def _library(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"to_array needs {module.split('.')[0]}: pip install {package}") from error
+
+
+def _tell(source: str, target: str, tensor: Tensor, began: float) -> None:
+    if OPEN:
+        note("convert", source, target, tensor.nbytes, "copied", time.perf_counter() - began)
+
+
+def _name(array: Any) -> str:
+    return f"{type(array).__module__.split('.')[0]}.{type(array).__name__}"
