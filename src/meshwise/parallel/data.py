@@ -12,6 +12,8 @@ DistributedDataParallel does the reducing, driven from outside, so that the mode
 
 `.grad` after a backward is the mean over ranks of what each rank had there: gradients kept back by earlier local
 backwards are part of it, and those already reduced stay what they are, since their mean is themselves.
+
+Tested in tests/parallel/test_equal_steps.py.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from meshwise.transfer.agreement import agree
 
 Gradients = list[Tensor | None]
 _made = itertools.count()  # every rank makes its reductions in the same order
-LATE_GRACE = 30.0  # seconds in which all ranks must have met a parameter that is new to the reduction
+LATE_GRACE = 30.0  # seconds in which all ranks must have reached a parameter that is new to the reduction
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class DataParallel:
                 p.grad = None
 
     def _finish_unarmed(self, armed: Sequence[_Group], factor: Callable[[], Tensor] | None) -> None:
-        """Weigh what no reducer has weighed, and put back the gradients that were laid aside."""
+        """Weigh what no reducer has weighed, and put back the gradients that were set aside."""
         if factor is None:
             return
         done = {id(p) for group in armed for p in group.parameters}

@@ -1,8 +1,8 @@
 """The one optimizer hook: who is called before and after a step, in which order, and once for each step.
 
 An optimizer may call `super().step()`: only the outermost step of an optimizer is one, whichever classes torch has put
-its hooks into. A step that raises leaves nothing behind: who was called before it is told that it failed, as soon as
-the error leaves `optimizer.step` (or at the next step, where no subscriber is of this optimizer alone).
+its hooks into. A step that raises leaves nothing behind: those called before it are called again with `failed`, as soon
+as the error leaves `optimizer.step` (or at the next step, where no subscriber is of this optimizer alone).
 
 Around a step, from the outside: subscribers of all optimizers of the process, then the program's own hooks, then
 subscribers of this one optimizer. So the program's hooks (clipping, an EMA) see all gradients and all new parameters.
@@ -86,7 +86,7 @@ def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 class _Step:
     """A step that has begun, and whom it has called so far.
 
-    frame: tells torch's call of this step, which calls the hooks too, from all others that are running.
+    frame: identifies torch's call of this step, which calls the hooks too, among all that are running.
     """
 
     frame: tuple[int, int]
