@@ -29,7 +29,7 @@ from meshwise.timeline.recorder import Recorder, current
 from meshwise.training.draws import seed_draws
 from meshwise.training.engine import Engine, Part
 from meshwise.training.evaluate import evaluate
-from meshwise.training.exact import StepDraws
+from meshwise.training.exact import ExactDraws
 from meshwise.training.job import Job
 from meshwise.training.journal import Journal, Tell
 from meshwise.training.order import BatchSlice, epoch_order, epoch_slices, sequential_slices
@@ -116,7 +116,7 @@ def make_engine(session: RankContext, journal: Journal | None = None, *, exact_r
         if journal is not None:
             journal.tell("say", text=text)
 
-    return Engine(session.world, session.gate, notify, draws=StepDraws(exact=exact_random))
+    return Engine(session.world, session.gate, notify, draws=ExactDraws() if exact_random else None)
 
 
 def _prepare(
@@ -147,9 +147,9 @@ def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
     return RunState(model, optimizer, scheduler, loss_scaler(engine.world.device, plan.dtypes), job.seed)
 
 
-def _unkeyed(draws: StepDraws) -> tuple[str, ...]:
+def _unkeyed(draws: ExactDraws | None) -> tuple[str, ...]:
     """What exact draws could not be exact in."""
-    if not draws.unkeyed:
+    if draws is None or not draws.unkeyed:
         return ()
     return (
         f"--exact-random: {', '.join(sorted(draws.unkeyed))} cannot be keyed, so each rank draws on its own there.",
