@@ -16,7 +16,6 @@ import torch
 from meshwise.machine.memory import memory_facts, peak_bytes
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.fits import check_fits
-from meshwise.parallel.precision import loss_scaler
 from meshwise.parallel.shard import note_what_was_not_gathered
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint, save_checkpoint
@@ -144,7 +143,12 @@ def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
     optimizer = job.optimizer(model.parameters())
     engine.add_optimizer(optimizer)
     scheduler = job.scheduler(optimizer) if job.scheduler else None
-    return RunState(model, optimizer, scheduler, loss_scaler(engine.world.device, plan.dtypes), job.seed)
+    return RunState(model, optimizer, scheduler, loss_scaler(engine.world.device, plan), job.seed)
+
+
+def loss_scaler(device: str, plan: Plan) -> torch.amp.GradScaler:
+    """Scales the loss where float16 is computed in; passes everything through otherwise."""
+    return torch.amp.GradScaler(device.split(":")[0], enabled=plan.dtypes.scaled)
 
 
 def _unkeyed(draws: ExactDraws | None) -> tuple[str, ...]:
