@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from meshwise.machine.memory import memory_facts, peak_bytes
+from meshwise.parallel.apply import check_fits
 from meshwise.parallel.deferred import constructed
-from meshwise.parallel.fits import check_fits
 from meshwise.parallel.shard import note_what_was_not_gathered
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint, save_checkpoint
