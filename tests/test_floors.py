@@ -44,7 +44,7 @@ FLOORS = {
 
 WITHOUT_TORCH = {"spec", "records", "terminal"}
 WITH_PRIVATE_TORCH = {"compat"}
-PRIVATE_OF_THE_STANDARD_LIBRARY = {"_exit", "_fields", "_asdict", "_replace"}
+PRIVATE_OF_THE_STANDARD_LIBRARY = {"_exit", "_getframe", "_fields", "_asdict", "_replace"}
 # Files of parallel/ that techniques may import: a floor that they share, itself no technique.
 SHARED_BY_TECHNIQUES = {"technique", "blocks", "buckets", "mesh", "op_record", "op_replay", "rebind", "reduction"}
 SHARED_BY_TECHNIQUES |= {"shard_units", "step_hooks"}

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.spec import plan_devices
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import AXES, Plan
-from meshwise.spec.plan_devices import check_devices, on_one_device
+from meshwise.spec.plan_devices import check_devices, factorisations, on_one_device
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_what_is_proposed_fills_the_devices_and_is_a_plan(data: int, shard: int,
 
 @pytest.mark.parametrize(("number", "count"), [(1, 3), (8, 3), (12, 2), (7, 4)])
 def test_every_way_to_divide_devices_over_axes_is_tried_once(number: int, count: int) -> None:
-    ways = list(plan_devices._factors(number, count))
+    ways = list(factorisations(number, count))
     wanted = [w for w in _tuples(number, count) if math.prod(w) == number]
     assert sorted(ways) == sorted(wanted)
 
