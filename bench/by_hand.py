@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import meshwise as mw
-from meshwise.compat.dispatch import operators_through, tensors_in
+from meshwise.compat.dispatch import intercept_operators, tensors_in
 from meshwise.parallel.apply import apply
 from meshwise.spec.plan import Plan
 from meshwise.workers.join import join
@@ -109,7 +109,7 @@ def counted(step: Step) -> dict[str, Any]:
             operators[name] += 1
         return operator(*args, **kwargs)
 
-    with operators_through(seen):
+    with intercept_operators(seen):
         step()
     return {"collectives": dict(sorted(collectives.items())), "operators": operators}
 

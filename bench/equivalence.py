@@ -30,7 +30,7 @@ from keep import RESULTS, keep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from meshwise.api.check import as_written
-from meshwise.equivalence.sizes import LIMIT
+from meshwise.equivalence.tolerance import LIMIT
 from meshwise.spec.plan import Plan
 from tests.equivalence.jobs_to_check import checked, job_named
 from tests.equivalence.plans_to_check import NAMES, STEPS, Case, cases

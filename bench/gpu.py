@@ -26,7 +26,7 @@ from torch.utils.data import Subset
 import meshwise as mw
 from meshwise.api.bench import bench
 from meshwise.api.check import check
-from meshwise.api.run import run_request
+from meshwise.api.run import start_job
 from meshwise.jobs.registry import find_job
 from meshwise.machine.file.write import machine_to_toml
 from meshwise.machine.judge import sentence
@@ -38,8 +38,7 @@ from meshwise.timeline.spans import LANES
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
 from meshwise.training.order import epoch_order
-from meshwise.training.request import RunRequest
-from meshwise.training.settings import Settings
+from meshwise.training.run_options import RunOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 from copies import on_gpus
@@ -99,7 +98,7 @@ def run(job: str, precision: str) -> dict[str, Any]:
     """A whole run on all GPUs: final metrics, seconds, throughput, peak memory."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as out:
-        summary, _ = run_request(RunRequest(job, "all", precision=precision), Console(quiet=True), out=out)
+        summary, _ = start_job(RunOptions(job, devices="all", precision=precision, out=out), Console(quiet=True))
     return {
         "metrics": dict(summary.metrics),
         "seconds": time.perf_counter() - start,
@@ -132,7 +131,7 @@ def peaks_of(name: str, plan: Plan) -> dict[str, Any]:
     job = replace(job, epochs=1, test=None, data=lambda: Subset(find_job(name).data(), range(10 * job.batch_size)))
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    run_job(job, Settings(plan), None)
+    run_job(job, RunOptions(plan=plan), None)
     return {
         "allocated bytes": torch.cuda.max_memory_allocated(),
         "reserved bytes": torch.cuda.max_memory_reserved(),

@@ -16,16 +16,16 @@ from typing import Any
 from keep import keep
 from rich.console import Console
 
-from meshwise.api.run import run_request
+from meshwise.api.run import start_job
 from meshwise.jobs.text import bigram_entropy, read_files
-from meshwise.training.request import RunRequest
+from meshwise.training.run_options import RunOptions
 
 
 def run(job: str, devices: str) -> dict[str, Any]:
     """Run a job as the command line does; its final metrics and its seconds."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as out:
-        summary, code = run_request(RunRequest(job, devices), Console(quiet=True), out=out)
+        summary, code = start_job(RunOptions(job, devices=devices, out=out), Console(quiet=True))
     assert code == 0
     seconds = time.perf_counter() - start
     print(f"{job:10} {devices}  {dict(summary.metrics)}  {seconds:.0f} s", flush=True)

@@ -32,7 +32,7 @@ from meshwise.training.job import Job
 from meshwise.training.journal import Journal
 from meshwise.training.order import epoch_order, part
 from meshwise.training.recording import Recording
-from meshwise.training.settings import Settings
+from meshwise.training.run_options import RunOptions
 from meshwise.training.step import train_step
 from meshwise.workers.join import join
 
@@ -43,7 +43,7 @@ def our_step(job: Job, recorder: Recorder, log_every: int = 100) -> Step:
     """One turn of our loop: gate, data, step, losses noted; read and written down every `log_every` steps."""
     session = join()
     journal = Journal(None, None, session.world, scaled=False)
-    settings = Settings(Plan(data=session.world.size), log_every=log_every)
+    settings = RunOptions(plan=Plan(data=session.world.size), log_every=log_every)
     run = loop._prepare(job, settings, None, session, journal, recorder)
     batches = loop._train_batches(run)
 

@@ -1,7 +1,7 @@
 """Tutorial 1 with a loop of one's own: MNIST, 784-128-10, Adam, and the two lines that bring it to many devices.
 
 python examples/01_mnist.py                                  on one device
-meshwise run examples/01_mnist.py --devices 2xcpu            on two: the same numbers
+meshwise run --devices 2xcpu examples/01_mnist.py            on two: the same numbers
 """
 
 import argparse

@@ -3,7 +3,7 @@
 A mean over unequal parts needs its weight: `mw.backward(loss, weight=tokens)`. Without it, peers are off by 7 %.
 
 python examples/04_token_mean.py
-meshwise run examples/04_token_mean.py --devices 2xcpu
+meshwise run --devices 2xcpu examples/04_token_mean.py
 """
 
 import contextlib

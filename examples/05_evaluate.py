@@ -1,7 +1,7 @@
 """The mean over 21 samples is 11, on any number of devices: nothing is padded, nothing counts twice.
 
 python examples/05_evaluate.py
-meshwise run examples/05_evaluate.py --devices 4xcpu
+meshwise run --devices 4xcpu examples/05_evaluate.py
 """
 
 import torch

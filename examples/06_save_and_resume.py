@@ -1,7 +1,7 @@
 """Save in the middle of an epoch and go on from there, on another number of devices if need be.
 
 python examples/06_save_and_resume.py --stop-after 7 --state state.pt
-meshwise run examples/06_save_and_resume.py --devices 2xcpu --state state.pt
+meshwise run --devices 2xcpu examples/06_save_and_resume.py --state state.pt
 """
 
 import argparse

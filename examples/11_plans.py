@@ -1,8 +1,8 @@
 """A loop of one's own under any plan: the plan is said where the script is run, and no line of it changes.
 
 python examples/11_plans.py                                       on one device
-meshwise run examples/11_plans.py --devices 2xcpu --set shard=2   each of two holds half of the model: the same numbers
-meshwise check examples/11_plans.py --set shard=2                 proves that they are
+meshwise run --devices 2xcpu --set shard=2 examples/11_plans.py   each of two holds half of the model: the same numbers
+meshwise check --set shard=2 examples/11_plans.py                 proves that they are
 """
 
 import torch

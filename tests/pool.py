@@ -46,7 +46,7 @@ def serve(address: Any) -> None:
 def fresh() -> None:
     """Forget what an earlier case has distributed."""
     own_loop._own.__init__()  # type: ignore[misc]
-    worker.midway.clear()
+    worker.in_progress.clear()
     torch.set_default_dtype(torch.float32)
 
 

@@ -32,8 +32,8 @@ _HOMES = {
     "meshwise.training.own_loop": ["accumulate", "backward", "distribute", "rank", "sum", "world_size"],
     "meshwise.transfer.comm_log": ["comm_log"],
     "meshwise.transfer.copy": ["copy", "to"],
-    "meshwise.transfer.many": ["all_reduce", "broadcast", "gather", "scatter"],
-    "meshwise.transfer.place": ["device_of"],
+    "meshwise.transfer.device_collectives": ["all_reduce", "broadcast", "gather", "scatter"],
+    "meshwise.transfer.devices": ["device_of"],
     "meshwise.transfer.virtual": ["virtual_devices"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

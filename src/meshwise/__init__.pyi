@@ -28,9 +28,9 @@ from meshwise.training.own_loop import world_size as world_size
 from meshwise.transfer.comm_log import comm_log as comm_log
 from meshwise.transfer.copy import copy as copy
 from meshwise.transfer.copy import to as to
-from meshwise.transfer.many import all_reduce as all_reduce
-from meshwise.transfer.many import broadcast as broadcast
-from meshwise.transfer.many import gather as gather
-from meshwise.transfer.many import scatter as scatter
-from meshwise.transfer.place import device_of as device_of
+from meshwise.transfer.device_collectives import all_reduce as all_reduce
+from meshwise.transfer.device_collectives import broadcast as broadcast
+from meshwise.transfer.device_collectives import gather as gather
+from meshwise.transfer.device_collectives import scatter as scatter
+from meshwise.transfer.devices import device_of as device_of
 from meshwise.transfer.virtual import virtual_devices as virtual_devices

@@ -57,7 +57,7 @@ def _verbs() -> None:
 def main() -> None:
     """The command `meshwise`."""
     try:
-        code = app(script_arguments_apart(sys.argv[1:]), standalone_mode=False)
+        code = app(sys.argv[1:], standalone_mode=False)
     except MeshwiseError as error:
         _say(error)
         code = error.exit_code
@@ -75,33 +75,6 @@ def main() -> None:
         code = error.exit_code
     _flush()
     sys.exit(code)
-
-
-LAUNCH_FLAGS = ("--blocks",)
-LAUNCH_OPTIONS = ("--devices", "--plan", "--set", "--out", "--nnodes", "--node-rank", "--rdzv")
-CHECK_FLAGS = ("--json",)
-CHECK_OPTIONS = ("--devices", "--plan", "--set", "--steps", "--seed")
-
-
-def script_arguments_apart(words: list[str]) -> list[str]:
-    """`words` with a `--` before the arguments of an own-loop script, so that its options are not taken for ours.
-
-    Options of the launcher are ours before the script's name and directly behind it.
-    """
-    options, flags = (CHECK_OPTIONS, CHECK_FLAGS) if words[:1] == ["check"] else (LAUNCH_OPTIONS, LAUNCH_FLAGS)
-    values = (
-        i
-        for i, word in enumerate(words)
-        if word.endswith(".py") and not word.startswith("-") and not (i and words[i - 1] in options)
-    )
-    at = next(values, None)
-    if at is None:
-        return words
-    end = at + 1
-    while end < len(words) and words[end].split("=")[0] in (*options, *flags):
-        end += 1 if "=" in words[end] or words[end] in flags else 2
-    rest = words[end:]
-    return [*words[:end], *(rest if rest[:1] == ["--"] else ["--", *rest])]
 
 
 def _say(error: MeshwiseError) -> None:

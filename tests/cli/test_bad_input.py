@@ -73,7 +73,9 @@ SENTENCES = {
     "mine.py:job --batch-size -5": "batch_size=-5 must be a whole number of at least 1",
     "mine.py:job --epochs many": "Invalid value for '--epochs'",
     "mine.py:job --log-every 0": "--log-every 0: must be at least 1",
-    "mine.py:job --speed fast": "'--speed fast' is no option of a job",
+    "mine.py:job --speed fast": "No such option: --speed",
+    "mine.py:job fast": "Got unexpected extra argument",
+    "--speed fast mine.py": "No such option: --speed",
     "mine.py:job --data folder": "is a finished Job",
     "mine.py:job --nnodes 2 --node-rank 2 --rdzv here:1": "machines are counted from 0 to 1",
     "mine.py:job --node-rank 1": "--node-rank 1 of --nnodes 1: machines are counted from 0 to 0",
@@ -83,9 +85,9 @@ SENTENCES = {
     "mine.py:job --precision bf16 --set precision=fp32": "precision is set by --precision bf16 and by --set precision=",
     "mnist-mlp --data nowhere": "DataError",
     "--resume nowhere": "nowhere: no run folder",
-    "": "say what to run",
+    "": "no job is given. Use meshwise run mnist-mlp",
     "missing.py": "missing.py: no such file",
-    "--epochs 3 mine.py": "--epochs 3: mine.py keeps its own loop",
+    "--epochs 3 mine.py": "--epochs 3: mine.py is a script, and this is an option of jobs",
 }
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.dispatch import name_of, operators_through, tensors_in
+from meshwise.compat.dispatch import intercept_operators, operator_name, tensors_in
 from meshwise.equivalence.one_device import opened
-from meshwise.equivalence.seen import Ask, cuts_of, order_of
+from meshwise.equivalence.trace import CheckSpec, batch_ranges, order_of
 from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import current
 from meshwise.training.loop import begun
@@ -88,13 +88,13 @@ def effect_of(job: Job, plan: Plan) -> Effect:
 
     context = StepContext(replace(job, loss=loss), applied, state, world, current())
     samples, read = opened(job, job.data(), "training set")
-    cut = cuts_of(samples, job.batch_size, Ask(plan, 2))[0]
+    cut = batch_ranges(samples, job.batch_size, CheckSpec(plan, 2))[0]
     order = order_of(job.seed, cut, samples)[: cut.stop]
     shares = next(iter(epoch_slices(order, cut.stop - cut.start, world, plan.accumulate, cut.start)))
     parts = list(zip(read((s.indices for s in shares), cut.epoch), shares, strict=True))
     applied.model.train()
     train_step(context, parts)
-    with operators_through(counter):
+    with intercept_operators(counter):
         train_step(context, parts)
     effect.parameters = sum(_held(p) for p in applied.model.parameters())
     effect.largest = max(p.numel() for p in applied.model.parameters())
@@ -106,7 +106,7 @@ def effect_of(job: Job, plan: Plan) -> Effect:
 
 def _counter(effect: Effect, inside: list[bool]) -> Any:
     def counted(operator: Any, args: Any, kwargs: Any) -> Any:
-        name = name_of(operator)
+        name = operator_name(operator)
         (effect.forward if inside[0] else effect.backward)[name] += 1
         if "c10d" in str(operator):
             effect.moved[name] += sum(t.nbytes for t in tensors_in(args[1] if name in (GATHER, SCATTER) else args[0]))

@@ -17,7 +17,7 @@ from torch.utils.data import Subset
 
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.proof import Proof, prove
-from meshwise.equivalence.seen import Ask, Side
+from meshwise.equivalence.trace import CheckSpec, Trace
 from meshwise.equivalence.under_plan import under_plan
 from meshwise.jobs.registry import find_job
 from meshwise.spec.plan import Plan
@@ -260,27 +260,27 @@ def job_named(name: str, seed: int = 0) -> Job:
     return OWN[name](seed) if name in OWN else built_in(name, seed)
 
 
-_references: dict[Any, Side] = {}
+_references: dict[Any, Trace] = {}
 
 
-def reference(name: str, seed: int, ask: Ask) -> Side:
+def reference(name: str, seed: int, spec: CheckSpec) -> Trace:
     """One device, once for all plans that cut a step alike on as many devices."""
-    plain = Plan(data=ask.plan.devices, accumulate=ask.plan.accumulate)
-    key = name, seed, replace(ask, plan=plain if ask.lifted else replace(ask.plan, data=ask.plan.devices, shard=1))
+    plain = Plan(data=spec.plan.devices, accumulate=spec.plan.accumulate)
+    key = name, seed, replace(spec, plan=plain if spec.upcast else replace(spec.plan, data=spec.plan.devices, shard=1))
     if key not in _references:
         for other in [other for other in _references if other[:2] != key[:2]]:
             del _references[other]
-        _references[key] = one_device(job_named(name, seed), ask)
+        _references[key] = one_device(job_named(name, seed), spec)
     return _references[key]
 
 
-def followed(name: str, seed: int, ask: Ask, draws: Any, plant: Callable[[Any], Any] | None) -> Side | None:
+def followed(name: str, seed: int, spec: CheckSpec, draws: Any, plant: Callable[[Any], Any] | None) -> Trace | None:
     """The plan's side, in a worker; `plant` patches our own code in it for as long as it runs."""
     if plant is None:
-        return under_plan(job_named(name, seed), ask, draws)
+        return under_plan(job_named(name, seed), spec, draws)
     with MonkeyPatch.context() as patch:
         plant(patch)
-        return under_plan(job_named(name, seed), ask, draws)
+        return under_plan(job_named(name, seed), spec, draws)
 
 
 def checked(
@@ -297,10 +297,10 @@ def checked(
     if plant is not None:
         for module in (sys.modules[plant.__module__], seams):  # workers cannot import the tests' modules
             cloudpickle.register_pickle_by_value(module)
-    asks = [Ask(plan, steps), *([Ask(plan, steps, plan.precision)] if rounding else [])]
+    asks = [CheckSpec(plan, steps), *([CheckSpec(plan, steps, plan.precision)] if rounding else [])]
     sides = []
-    for ask in asks:
-        one = reference(name, seed, ask)
+    for spec in asks:
+        one = reference(name, seed, spec)
         draws = [step.draws for step in one.steps]
-        sides.append((one, pool(plan.devices).run(followed, name, seed, ask, draws, plant)[0]))
+        sides.append((one, pool(plan.devices).run(followed, name, seed, spec, draws, plant)[0]))
     return prove(name, asks[0], f"{plan.devices}xcpu", *sides[0], sides[1] if rounding else None)

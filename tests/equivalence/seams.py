@@ -71,7 +71,7 @@ class Training:
 
     @property
     def rank(self) -> int:
-        return collectives.own_rank()
+        return collectives.get_rank()
 
 
 def replaced(patch: Any, seam: str, value: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from meshwise.equivalence.proof import Proof
 from meshwise.spec.plan import Plan
 from tests.equivalence.jobs_to_check import checked
 
@@ -27,6 +28,10 @@ JOBS = (
 OWN = ("plain", "dropped", "recomputed", "tied", "counting", "weighed", "biased", "normed")
 
 
+ALLOWED: dict[str, set[str]] = {}
+"""Modules whose outputs are not compared, because their rows are not the samples."""
+
+
 def cases() -> list[Any]:
     """Every job on 2 and 3 workers, whole and cut in two; `make test` runs a few, `make suite` all, on more seeds."""
     found = []
@@ -46,7 +51,13 @@ def test_the_plan_is_equal(name: str, devices: int, accumulate: int, seed: int, 
     assert proof.cause is None
     kinds = {compared.kind: compared.count for compared in proof.comparison.kinds}
     assert kinds["gradients"] and kinds["module outputs"] and kinds["parameters"] and kinds["evaluation"] > 1
-    assert all(text.startswith("outputs of") or "rounding" in text for text in proof.comparison.left_out)
+    assert left_out_outputs(proof) == ALLOWED.get(name, set())
+    assert all("rounding" in text for text in proof.comparison.left_out if not text.startswith("outputs of"))
+
+
+def left_out_outputs(proof: Proof) -> set[str]:
+    """Modules of which some output was not compared."""
+    return {text.split()[2] for text in proof.comparison.left_out if text.startswith("outputs of")}
 
 
 PLANS = {

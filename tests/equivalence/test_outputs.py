@@ -2,39 +2,85 @@
 
 from __future__ import annotations
 
-import math
+from itertools import accumulate, pairwise
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from meshwise.equivalence.outputs import outputs_apart
-from meshwise.equivalence.prints import prints_of
-from meshwise.equivalence.seen import Output
-from meshwise.equivalence.watch import merged
+from meshwise.equivalence.model_tracer import merged
+from meshwise.equivalence.outputs import output_difference
+from meshwise.equivalence.sketches import sketches
+from meshwise.equivalence.tolerance import LIMIT
+from meshwise.equivalence.trace import Output
 
 sizes = st.integers(0, 5)
 shapes = st.lists(sizes, max_size=4).map(tuple)
 
 
-def seen(shape: tuple[int, ...], rows: int, counts: bool = True, wide: bool = False) -> Output:
-    value = torch.randn((*shape, *([4100] if wide else [])), dtype=torch.float64)
-    prints = {layout: (p,) if counts else () for layout, p in prints_of(value, rows).items()}
-    return Output(0, "m", "M", 0, (tuple(value.shape),) if counts else (), (rows,) if counts else (), prints)
+def output(value: Tensor, rows: int, counts: bool = True) -> Output:
+    kept = {layout: (s,) if counts else () for layout, s in sketches(value, rows).items()}
+    return Output(0, "m", "M", 0, (tuple(value.shape),) if counts else (), (rows,) if counts else (), kept)
+
+
+def random(shape: tuple[int, ...], wide: bool = False) -> Tensor:
+    return torch.randn((*shape, *([4100] if wide else [])), dtype=torch.float64)
 
 
 @settings(max_examples=100)
 @given(shapes, sizes, st.lists(st.tuples(shapes, sizes, st.booleans()), min_size=1, max_size=4), st.booleans())
-def test_no_shape_makes_it_fail(shape: tuple[int, ...], rows: int, ranks: list, wide: bool) -> None:
-    (plan,) = merged([[seen(s, r, counts, wide)] for s, r, counts in ranks])
-    sizes = outputs_apart(seen(shape, rows, wide=wide), plan)
-    assert sizes is None or all(math.isinf(size) or size >= 0 for size in sizes)
+def test_random_values_of_any_shape_are_never_equal(shape: tuple[int, ...], rows: int, ranks: list, wide: bool) -> None:
+    """Whatever the shapes are: a difference, or not to be compared, unless there is nothing in them."""
+    (plan,) = merged([[output(random(s, wide), r, counts)] for s, r, counts in ranks])
+    value = random(shape, wide)
+    found = output_difference(output(value, rows), plan)
+    assert found is None or (found[0] > LIMIT and found[1] > 0) or not value.numel()
 
 
 @settings(max_examples=100)
-@given(sizes, st.lists(sizes, min_size=1, max_size=4), shapes, st.booleans())
-def test_ranks_with_other_shares_than_one_device(rows: int, ranks: list[int], rest: tuple[int, ...], mid: bool) -> None:
-    """As many samples as one device, more, or fewer; sequences of one length, or each rank's own."""
-    (plan,) = merged([[seen((own, *((r + 1,) if mid else ()), *rest), own)] for r, own in enumerate(ranks)])
-    sizes = outputs_apart(seen((rows, *((len(ranks),) if mid else ()), *rest), rows), plan)
-    assert sizes is None or all(math.isinf(size) or size >= 0 for size in sizes)
+@given(st.lists(sizes, min_size=1, max_size=4), shapes, st.integers(0, 1), st.booleans())
+def test_the_slices_of_the_ranks_are_equal_to_the_whole(
+    counts: list[int], rest: tuple[int, ...], dim: int, changed: bool
+) -> None:
+    """Each rank has its samples, in dim 0 or 1; one changed value is found, and by its size."""
+    total = sum(counts)
+    shape = (total, *rest) if dim == 0 else (7, total, *rest)
+    whole = torch.randn(shape, dtype=torch.float64)
+    parts = [whole.narrow(dim, start, stop - start).clone() for start, stop in pairwise(accumulate(counts, initial=0))]
+    full = max(parts, key=Tensor.numel)
+    if changed and full.numel():
+        full.view(-1)[-1] += 1e-3
+    (plan,) = merged([[output(part, count, count > 0)] for part, count in zip(parts, counts, strict=True)])
+    found = output_difference(output(whole, total), plan)
+    if total == 0:
+        assert found is None
+    elif changed and full.numel():
+        assert found is not None and 1e-4 < found[1] < 1e-2
+    else:
+        assert found == (0.0, 0.0)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4), st.booleans())
+def test_ranks_that_pad_to_their_own_length_are_compared_as_far_as_they_go(
+    ranks: list[tuple[int, int]], changed: bool
+) -> None:
+    """Samples and positions of each rank; one device pads to the longest. What differs is unknown, not a difference."""
+    longest = 1 + max(length for _, length in ranks)
+    whole = torch.randn(sum(count for count, _ in ranks), longest, 3, dtype=torch.float64)
+    starts = accumulate((count for count, _ in ranks), initial=0)
+    parts = [whole[start : start + n, :length].clone() for start, (n, length) in zip(starts, ranks, strict=False)]
+    if changed:
+        parts[-1][-1, -1] += 1e-3
+    (plan,) = merged([[output(part, len(part))] for part in parts])
+    assert output_difference(output(whole, len(whole)), plan) == (None if changed else (0.0, 0.0))
+
+
+def test_what_is_alike_on_every_rank_is_compared_whole() -> None:
+    """A table that does not belong to the samples."""
+    table = torch.randn(7, 3, dtype=torch.float64)
+    (plan,) = merged([[output(table, 2)], [output(table, 3)]])
+    assert output_difference(output(table, 5), plan) == (0.0, 0.0)
+    (plan,) = merged([[output(table, 2)], [output(table + 1e-3, 3)]])
+    assert output_difference(output(table, 5), plan) is None

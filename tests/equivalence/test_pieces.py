@@ -1,4 +1,4 @@
-"""The pieces of a check, each alone: lifted casts, keyed draws, prints, what is compared and what is left out."""
+"""The pieces of a check, each alone: casts to float64, keyed draws, sketches, what is compared and what is left out."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwise.equivalence.cause import CAUSES
+from meshwise.equivalence.causes import CauseKind
 from meshwise.equivalence.compare import compare
-from meshwise.equivalence.lifted import lifted
+from meshwise.equivalence.model_tracer import merged
 from meshwise.equivalence.one_device import one_device
-from meshwise.equivalence.prints import prints_of
-from meshwise.equivalence.seen import Ask, Cut, Output, cuts_of, microbatches
-from meshwise.equivalence.sizes import LIMIT
-from meshwise.equivalence.watch import merged
+from meshwise.equivalence.sketches import sketches
+from meshwise.equivalence.tolerance import LIMIT
+from meshwise.equivalence.trace import BatchRange, CheckSpec, Output, batch_ranges, microbatches
+from meshwise.equivalence.upcast import upcast
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.training.keyed import (
@@ -53,31 +53,31 @@ from tests.equivalence.jobs_to_check import job_of, layers, plain
         lambda x: torch.nn.functional.softmax(x.bfloat16(), -1),
     ],
 )
-def test_casts_are_lifted(cast: Any) -> None:
+def test_casts_give_float64(cast: Any) -> None:
     x = torch.rand(3, dtype=torch.float64)
-    assert cast(x).dtype != torch.float64 or cast(x).dtype == x.dtype
-    with lifted():
+    assert cast(x).dtype in (torch.float32, torch.float16, torch.bfloat16), "this is a cast"
+    with upcast():
         assert cast(x).dtype == torch.float64
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_what_is_no_cast_stays() -> None:
-    with lifted():
+def test_what_is_not_a_cast_stays() -> None:
+    with upcast():
         assert torch.zeros(3, dtype=torch.int64).dtype == torch.int64
         assert torch.rand(4, dtype=torch.float64).view(torch.int64).dtype == torch.int64
         assert torch.zeros(2).bool().dtype == torch.bool
 
 
-def test_a_backward_is_lifted_too() -> None:
+def test_casts_in_a_backward_give_float64_too() -> None:
     """What is recomputed casts again, in the backward."""
     x = torch.rand(3, dtype=torch.float64, requires_grad=True)
 
     def cube(x: Tensor) -> Tensor:
         return (x.float() ** 3).sum() + torch.zeros(2, dtype=torch.float32).sum()
 
-    with lifted():
+    with upcast():
         y = checkpoint(cube, x, use_reentrant=False)
-    with lifted():
+    with upcast():
         y.backward()
     torch.testing.assert_close(x.grad, 3 * x.detach() ** 2, rtol=1e-15, atol=0)
 
@@ -133,7 +133,7 @@ def test_other_keys_draw_other_numbers() -> None:
     assert all(not torch.equal(first, draw(*key)) for key in [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
 
 
-def test_a_draw_that_cannot_be_keyed_is_told() -> None:
+def test_a_draw_that_cannot_be_keyed_is_reported() -> None:
     draws = KeyedDraws((0, 0, 0), Rows(0, 4, 4, 4), on_one_device)
     with draws.first():
         torch.multinomial(torch.ones(3), 1)
@@ -145,11 +145,11 @@ def test_a_draw_that_cannot_be_keyed_is_told() -> None:
     assert other.unkeyed == {"rand of shape (2, 3)"}
 
 
-def test_prints_tell_rows_apart_by_their_size() -> None:
+def test_sketches_differ_as_much_as_their_rows() -> None:
     x = torch.randn(4, 7000, dtype=torch.float64)
     y = x.clone()
     y[2] += 1e-6 * torch.randn(7000, dtype=torch.float64)
-    apart = (prints_of(x, 4)["0"] - prints_of(y, 4)["0"]).norm(dim=1)
+    apart = (sketches(x, 4)["0"] - sketches(y, 4)["0"]).norm(dim=1)
     assert apart[[0, 1, 3]].max() == 0
     assert 0.5 < float(apart[2] / (x - y)[2].norm()) < 2
 
@@ -158,25 +158,34 @@ def test_the_outputs_of_ranks_are_joined_in_their_order() -> None:
     x = torch.randn(5, 3, dtype=torch.float64)
 
     def seen(part: Tensor) -> Output:
-        prints = {k: (v,) for k, v in prints_of(part, len(part)).items()}
-        return Output(0, "m", "Linear", 0, (tuple(part.shape),), (len(part),), prints)
+        kept = {k: (v,) for k, v in sketches(part, len(part)).items()}
+        return Output(0, "m", "Linear", 0, (tuple(part.shape),), (len(part),), kept)
 
     (joined,) = merged([[seen(x[:2])], [seen(x[2:])]])
     assert joined.rows == (2, 3) and joined.shapes == ((2, 3), (3, 3))
-    torch.testing.assert_close(torch.cat(joined.prints["0"]), prints_of(x, 5)["0"])
+    torch.testing.assert_close(torch.cat(joined.sketches["0"]), sketches(x, 5)["0"])
 
 
 def test_the_last_step_is_ragged() -> None:
-    assert cuts_of(100, 16, Ask(Plan(data=3))) == [Cut(0, 0, 16), Cut(0, 16, 32), Cut(0, 32, 39)]
-    assert cuts_of(20, 16, Ask(Plan(data=2), steps=4)) == [Cut(0, 0, 16), Cut(0, 16, 20), Cut(1, 0, 16), Cut(1, 16, 20)]
-    shares = microbatches(Cut(0, 32, 39), torch.arange(100), 2)
+    assert batch_ranges(100, 16, CheckSpec(Plan(data=3))) == [
+        BatchRange(0, 0, 16),
+        BatchRange(0, 16, 32),
+        BatchRange(0, 32, 39),
+    ]
+    assert batch_ranges(20, 16, CheckSpec(Plan(data=2), steps=4)) == [
+        BatchRange(0, 0, 16),
+        BatchRange(0, 16, 20),
+        BatchRange(1, 0, 16),
+        BatchRange(1, 16, 20),
+    ]
+    shares = microbatches(BatchRange(0, 32, 39), torch.arange(100), 2)
     assert [(share.samples, share.total) for share in shares] == [(4, 7), (3, 7)]
 
 
 def test_one_device_is_a_plain_loop() -> None:
     """The reference against a loop written here, and the caller's random numbers stay as they were."""
     before = torch.get_rng_state()
-    side = one_device(plain(), Ask(Plan(), steps=2))
+    side = one_device(plain(), CheckSpec(Plan(), steps=2))
     assert torch.equal(torch.get_rng_state(), before)
     job = plain()
     with torch.random.fork_rng():
@@ -194,12 +203,12 @@ def test_one_device_is_a_plain_loop() -> None:
     optimizer.step()
     for name, p in model.named_parameters():
         torch.testing.assert_close(side.steps[0].parameters[name], p.detach(), rtol=1e-12, atol=1e-15)
-    assert side.steps[0].ready[0].startswith("4.") and side.steps[0].ready[-1].startswith("0.")
+    assert side.steps[0].ready_order[0].startswith("4.") and side.steps[0].ready_order[-1].startswith("0.")
 
 
 def test_the_smallest_fault_is_seen_and_rounding_is_not() -> None:
     job = job_of(layers)
-    one, other = one_device(job, Ask(Plan(), steps=1)), one_device(job, Ask(Plan(), steps=1))
+    one, other = one_device(job, CheckSpec(Plan(), steps=1)), one_device(job, CheckSpec(Plan(), steps=1))
     assert compare(one, other).equal
     gradient = other.steps[0].gradients["2.weight"]
     gradient[0, 0] += 0.5 * LIMIT * gradient.abs().max()
@@ -212,14 +221,14 @@ def test_the_smallest_fault_is_seen_and_rounding_is_not() -> None:
 
 def test_what_is_not_a_number_is_a_fault() -> None:
     job = job_of(layers)
-    one, other = one_device(job, Ask(Plan(), steps=1)), one_device(job, Ask(Plan(), steps=1))
+    one, other = one_device(job, CheckSpec(Plan(), steps=1)), one_device(job, CheckSpec(Plan(), steps=1))
     other.steps[0].parameters["2.bias"][1] = float("nan")
     first = compare(one, other).first
     assert first is not None and (first.kind, first.name) == ("parameters", "2.bias")
 
 
 def test_every_cause_says_what_it_means() -> None:
-    assert all(text and not text.endswith(".") for text in CAUSES.values())
+    assert all(text and not text.endswith(".") for text in (kind.meaning for kind in CauseKind))
 
 
 def test_a_model_that_memory_does_not_hold_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,5 +236,5 @@ def test_a_model_that_memory_does_not_hold_is_refused_with_numbers(monkeypatch: 
     with pytest.raises(
         UsageError, match=r"about 58.1 KiB for a model of 1.2 KiB in it, and 43.9 KiB are free. Use --steps 2"
     ):
-        one_device(plain(), Ask(Plan(), 3))
-    one_device(plain(), Ask(Plan(), 2))
+        one_device(plain(), CheckSpec(Plan(), 3))
+    one_device(plain(), CheckSpec(Plan(), 2))

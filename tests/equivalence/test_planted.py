@@ -146,7 +146,7 @@ def turned_around(patch: Any) -> None:
 
 def draws_of_their_own(patch: Any) -> None:
     def uniform(self: Any, name: str, shape: Any, device: Any) -> Any:
-        generator = torch.Generator().manual_seed(1 + collectives.own_rank())
+        generator = torch.Generator().manual_seed(1 + collectives.get_rank())
         return torch.rand(shape, generator=generator, dtype=torch.float64)
 
     replaced(patch, "random numbers", uniform)
@@ -155,7 +155,7 @@ def draws_of_their_own(patch: Any) -> None:
 def starts_of_their_own(patch: Any) -> None:
     def scale(model: Any, optimizer: Any) -> None:
         for p in model.parameters():
-            p.data.mul_(1 + collectives.own_rank())
+            p.data.mul_(1 + collectives.get_rank())
 
     at_start(patch, before=scale)
 

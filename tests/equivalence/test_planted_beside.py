@@ -106,12 +106,12 @@ def first_group(training: Any) -> dict[str, Any]:
 
 
 def rank_1_clips_wider(patch: Any) -> None:
-    around(patch, "clipping", lambda real, ps, norm: real(ps, norm * (1 + collectives.own_rank())))
+    around(patch, "clipping", lambda real, ps, norm: real(ps, norm * (1 + collectives.get_rank())))
 
 
 def untied_on_rank_1(patch: Any) -> None:
     def change(model: Any) -> None:
-        if collectives.own_rank() == 1:
+        if collectives.get_rank() == 1:
             model.right.weight = nn.Parameter(model.left.weight.detach().clone())
 
     before_division(patch, change)
@@ -119,7 +119,7 @@ def untied_on_rank_1(patch: Any) -> None:
 
 def another_activation_on_rank_1(patch: Any) -> None:
     def change(model: Any) -> None:
-        if collectives.own_rank() == 1:
+        if collectives.get_rank() == 1:
             model[1] = nn.Hardtanh()
 
     before_division(patch, change)
@@ -127,7 +127,7 @@ def another_activation_on_rank_1(patch: Any) -> None:
 
 def metrics_of_rank_1_are_moved(patch: Any) -> None:
     def over_ranks(real: Any, sums: Any) -> dict[str, float]:
-        return {name: value + 1e-6 * collectives.own_rank() for name, value in real(sums).items()}
+        return {name: value + 1e-6 * collectives.get_rank() for name, value in real(sums).items()}
 
     around(patch, "metrics over ranks", over_ranks)
 
@@ -223,7 +223,7 @@ def after_backward(change: Callable[[dict[str, nn.Parameter]], None]) -> Callabl
 
 
 def lost_on_rank_1(named: Any) -> None:
-    if collectives.own_rank() == 1:
+    if collectives.get_rank() == 1:
         named["net.2.weight"].grad = None
 
 
@@ -236,7 +236,7 @@ def three_times_one(named: Any) -> None:
 
 
 def reduced_in_half(named: Any) -> None:
-    """Not by a cast of torch: those are lifted in a backward."""
+    """Not by a cast of torch: those become float64 in a backward."""
     for p in named.values():
         values = p.grad.numpy()
         values[...] = values.astype(np.float16)

@@ -197,7 +197,7 @@ def shards_of_each_other(patch: Any) -> None:
     def load(model: Any, optimizer: Any) -> None:
         part = model.net[2].weight.to_local()
         with torch.no_grad():
-            part.copy_(collectives.all_gather(part.detach().contiguous())[1 - collectives.own_rank()])
+            part.copy_(collectives.all_gather(part.detach().contiguous())[1 - collectives.get_rank()])
 
     at_start(patch, before=load)
 
@@ -310,7 +310,7 @@ def buffer_of_rank_1(patch: Any) -> None:
     """A buffer is not sent to the other ranks: one of them has counted on its own. Nothing is computed from it."""
 
     def count(model: Any, inputs: Any) -> None:
-        if model.training and collectives.own_rank() == 1:
+        if model.training and collectives.get_rank() == 1:
             model.seen.add_(1)
 
     before_division(patch, lambda model: model.register_forward_pre_hook(count))
@@ -443,7 +443,7 @@ def ranks_evaluate_apart(patch: Any) -> None:
     def over_ranks(real: Any, sums: Any) -> dict[str, float]:
         result: dict[str, float] = real(sums)
         own = {name: float(total / weight) for name, (total, weight) in sums.items()}
-        return own if collectives.own_rank() == 1 else result
+        return own if collectives.get_rank() == 1 else result
 
     around(patch, "metrics over ranks", over_ranks)
 

@@ -15,7 +15,7 @@ from meshwise import cli
 from meshwise.equivalence.proof import Proof, prove
 from meshwise.equivalence.script import watch_script
 from meshwise.equivalence.script_seen import Seen, check_same_steps, check_seen, with_unsummed
-from meshwise.equivalence.seen import Ask
+from meshwise.equivalence.trace import CheckSpec
 from meshwise.jobs.script import run_script_file
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, plan_to_toml
@@ -68,7 +68,7 @@ def proof(text: str, pool: Any, plan: Plan | None = None, *arguments: str, size:
     one, many = sides(text, pool, plan, *arguments, size=size)
     first, second = with_unsummed(one, many)
     assert first is not None and second is not None and many.plan is not None
-    return prove("train.py", Ask(many.plan, STEPS), f"{size}xcpu", first, second)
+    return prove("train.py", CheckSpec(many.plan, STEPS), f"{size}xcpu", first, second)
 
 
 PLANS = {
@@ -195,10 +195,10 @@ def test_a_script_ends_where_it_would_train_on_for_long(pool: Any) -> None:
     assert one.backwards == many.backwards < 50
 
 
-def test_floats_of_any_kind_are_lifted() -> None:
+def test_floats_of_any_kind_become_float64() -> None:
     Path("train.py").write_text(SCRIPT + "\nassert loss.dtype == torch.float64, loss.dtype\n")
     seen = watched("train.py", [], 5, None, ".", None)
-    assert seen.side is not None and all(t.dtype == torch.float64 for t in seen.side.initial.values())
+    assert seen.side is not None and all(t.dtype == torch.float64 for t in seen.side.initial_parameters.values())
     assert torch.get_default_dtype() == torch.float32
 
 
@@ -216,11 +216,11 @@ def test_the_command_says_it_with_its_exit_code(
 
     code, said = run(SCRIPT, "--set", "shard=2", "train.py", "--epochs", "1")
     assert code == 0 and "equal: Plan(shard=2)" in said
-    code, said = run(wrong("learning rate times ranks"), "train.py", "--json", "--steps", "2")
+    code, said = run(wrong("learning rate times ranks"), "--json", "--steps", "2", "train.py")
     assert code == 1 and '"equal": false' in said
     code, said = run("1 / 0", "train.py")
     assert code == 1 and "ZeroDivisionError" in said
     code, said = run(wrong("plain backward"), "train.py")
     assert code == 2 and "mw.backward(loss) instead" in said
-    code, said = run(SCRIPT, "train.py", "--set", "accumulate=2")
+    code, said = run(SCRIPT, "--set", "accumulate=2", "train.py")
     assert code == 2 and "mw.accumulate()" in said

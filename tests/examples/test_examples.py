@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import nbclient
@@ -26,11 +27,10 @@ def alone(name: str, *words: str, folder: Path) -> list[str]:
     return run(str(EXAMPLES / name), *words, folder=folder).splitlines()
 
 
-def on_two(name: str, *words: str, folder: Path) -> list[str]:
-    """What rank 0 prints; the first line is the launcher's."""
-    return run("-m", "meshwise", "run", str(EXAMPLES / name), "--devices", "2xcpu", *words, folder=folder).splitlines()[
-        1:
-    ]
+def on_two(name: str, *words: str, folder: Path, options: Sequence[str] = ()) -> list[str]:
+    """What rank 0 prints; the first line is the launcher's. words: the script's own."""
+    command = ["-m", "meshwise", "run", "--devices", "2xcpu", *options, str(EXAMPLES / name), *words]
+    return run(*command, folder=folder).splitlines()[1:]
 
 
 def numbers(lines: list[str]) -> list[float]:
@@ -58,7 +58,7 @@ def test_a_job_runs_on_two_devices(name: str, tmp_path: Path) -> None:
 def test_an_own_loop_prints_and_saves_the_same_when_it_is_sharded(tmp_path: Path) -> None:
     one = alone("11_plans.py", folder=tmp_path)
     saved = torch.load(tmp_path / "plans.pt", weights_only=True)
-    two = on_two("11_plans.py", "--set", "shard=2", folder=tmp_path)
+    two = on_two("11_plans.py", folder=tmp_path, options=["--set", "shard=2"])
     assert len(numbers(one)) == 10 and numbers(two) == pytest.approx(numbers(one), abs=2e-4)
     torch.testing.assert_close(torch.load(tmp_path / "plans.pt", weights_only=True), saved, rtol=1e-3, atol=3e-4)
 

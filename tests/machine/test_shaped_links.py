@@ -30,9 +30,9 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "all-reduce": lambda tensor: collectives.all_reduce(tensor),
     "send from 0 to 1": lambda tensor: (
         collectives.send(tensor, 1)
-        if collectives.own_rank() == 0
+        if collectives.get_rank() == 0
         else collectives.receive(tensor, 0)
-        if collectives.own_rank() == 1
+        if collectives.get_rank() == 1
         else None
     ),
     "broadcast": lambda tensor: collectives.broadcast(tensor),

@@ -19,13 +19,13 @@ from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.loop import run_job
-from meshwise.training.settings import Settings
+from meshwise.training.run_options import RunOptions
 from meshwise.transfer import collectives
 from tests.parallel.zoo import ZOO, batches, build
 
 
 def here() -> World:
-    return World(rank=collectives.own_rank(), size=collectives.world_size())
+    return World(rank=collectives.get_rank(), size=collectives.world_size())
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_what_cannot_be_is_refused_before_anything_is_touched(plan: Plan, says: 
 def losses(plan: Plan) -> list[float]:
     job = replace(find_job("gpt:tiny"), batch_size=4, epochs=1, test=None)
     job = replace(job, data=lambda: Subset(find_job("gpt:tiny").data(), range(12)))
-    return run_job(job, Settings(plan, log_every=1), folder=None)["losses"]
+    return run_job(job, RunOptions(plan=plan, log_every=1), folder=None)["losses"]
 
 
 @pytest.mark.parametrize("more", [{"recompute": "full"}, {"recompute": "selective"}, {"offload": ("activations",)}])

@@ -19,7 +19,7 @@ SPLITS = {2: [5, 3], 4: [3, 2, 1, 2]}
 
 
 def here() -> World:
-    return World(rank=collectives.own_rank(), size=collectives.world_size())
+    return World(rank=collectives.get_rank(), size=collectives.world_size())
 
 
 def make(momentum: float | None, affine: bool) -> nn.Module:

@@ -34,7 +34,7 @@ def captured_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def here() -> World:
-    return World(rank=collectives.own_rank(), size=collectives.world_size())
+    return World(rank=collectives.get_rank(), size=collectives.world_size())
 
 
 def trained(plan: Plan, name: str = "transformer", backend: str = "aot_eager") -> tuple[list[Tensor], int, int]:

@@ -59,7 +59,7 @@ def test_values_and_random_numbers_after_are_those_of_a_plain_construction(name:
 
 def laid(name: str, plan: Plan) -> tuple[list[str], bool, int, int]:
     """What differs from a plain construction, and the bytes of this rank's parts. Only rank 0 has the right seed."""
-    rank = collectives.own_rank()
+    rank = collectives.get_rank()
     torch.manual_seed(0 if rank == 0 or name == "looking" else 100 + rank)
     with deferred():
         model = MAKERS[name]()
@@ -99,7 +99,7 @@ def trained(name: str, plan: Plan) -> list[float]:
     with deferred():
         model = ZOO[name].make().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    world = World(rank=collectives.own_rank(), size=collectives.world_size())
+    world = World(rank=collectives.get_rank(), size=collectives.world_size())
     applied = apply(model, plan, world, optimizers=[optimizer])
     losses = []
     for batch, target in batches(name, 3):
@@ -176,7 +176,7 @@ def filled(plan: Plan) -> tuple[int, int, int]:
         model = Deep()
     largest = max(p.nbytes for p in model.parameters())
     whole = sum(p.nbytes for p in model.parameters())
-    world = World(rank=collectives.own_rank(), size=collectives.world_size())
+    world = World(rank=collectives.get_rank(), size=collectives.world_size())
     return live_peak(lambda: apply(model, plan, world)), largest, whole
 
 
@@ -232,8 +232,8 @@ def test_an_error_of_the_constructor_is_its_own() -> None:
 
 def other_on_each_rank() -> None:
     with deferred():
-        model = nn.Linear(4, 4 + random.Random(collectives.own_rank()).randrange(100))
-    apply(model, Plan(shard=2), World(rank=collectives.own_rank(), size=2))
+        model = nn.Linear(4, 4 + random.Random(collectives.get_rank()).randrange(100))
+    apply(model, Plan(shard=2), World(rank=collectives.get_rank(), size=2))
 
 
 def test_constructors_that_part_are_refused(pool: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.dispatch import name_of, operators_through, tensors_in
+from meshwise.compat.dispatch import intercept_operators, operator_name, tensors_in
 from meshwise.parallel.apply import Applied, apply
 from meshwise.parallel.precision import cast_batch, computing, gathered_narrow
 from meshwise.spec.errors import PlanError
@@ -23,7 +23,7 @@ GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduc
 
 
 def here() -> World:
-    return World(rank=collectives.own_rank(), size=collectives.world_size())
+    return World(rank=collectives.get_rank(), size=collectives.world_size())
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -50,16 +50,22 @@ def moved(name: str, plan: Plan) -> tuple[dict[str, int], dict[str, Tensor], Ten
     sizes: dict[str, int] = {}
 
     def seen(operator: Any, args: Any, kwargs: Any) -> Any:
-        if name_of(operator) in (GATHER, SCATTER, REDUCE):
-            sent = args[1] if name_of(operator) == GATHER else args[1] if name_of(operator) == SCATTER else args[0]
+        if operator_name(operator) in (GATHER, SCATTER, REDUCE):
+            sent = (
+                args[1]
+                if operator_name(operator) == GATHER
+                else args[1]
+                if operator_name(operator) == SCATTER
+                else args[0]
+            )
             total = sum(t.nbytes for t in tensors_in(sent))
-            sizes[name_of(operator)] = sizes.get(name_of(operator), 0) + total
+            sizes[operator_name(operator)] = sizes.get(operator_name(operator), 0) + total
         return operator(*args, **kwargs)
 
     for _ in range(2):  # the first backward of a data parallel run makes its reducer
         model.zero_grad()
         sizes.clear()
-        with operators_through(seen):
+        with intercept_operators(seen):
             output, loss = forward(name, model, plan, own_share(name))
             applied.backward(loss)
     return sizes, {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}, output.detach()

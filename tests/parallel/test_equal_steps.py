@@ -25,7 +25,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def here() -> World:
-    return World(rank=collectives.own_rank(), size=collectives.world_size())
+    return World(rank=collectives.get_rank(), size=collectives.world_size())
 
 
 def facts_of(model: nn.Module) -> Facts:

@@ -68,7 +68,7 @@ def test_dtypes_are_converted_and_it_is_said(tmp_path: Path) -> None:
 
 
 def sharded(folder: Path, when: str) -> list[Any]:
-    rank, size = collectives.own_rank(), collectives.world_size()
+    rank, size = collectives.get_rank(), collectives.world_size()
     torch.manual_seed(rank)
     with deferred():
         model = Transformer()

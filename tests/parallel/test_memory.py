@@ -17,7 +17,7 @@ from tests.parallel.test_deferred import live_peak
 
 def peak(plan: Plan, samples: int) -> int:
     """The most bytes that a rank holds in the second step of eight layers of 1 MB, on `samples` samples a rank."""
-    world = World(rank=collectives.own_rank(), size=collectives.world_size() if plan.devices > 1 else 1)
+    world = World(rank=collectives.get_rank(), size=collectives.world_size() if plan.devices > 1 else 1)
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Tanh()) for _ in range(8)])
     applied = apply(model, plan, world)

@@ -31,7 +31,7 @@ PLANS = {"shard": Plan(shard=2), "data": Plan(data=2), "zero1": Plan(data=2, zer
 
 def trained(name: str, plan: Plan | None) -> list[Tensor]:
     """The parameters after three steps on one batch after another; without a plan, by a plain loop."""
-    world = World(rank=collectives.own_rank(), size=collectives.world_size())
+    world = World(rank=collectives.get_rank(), size=collectives.world_size())
     model = build(name)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizers = [torch.optim.SGD(trainable, lr=0.1)] if trainable else []

@@ -40,7 +40,7 @@ def moved_bytes(plan: Plan) -> tuple[int, int]:
     (batch, _), *_ = batches("transformer", 1)
     plain = kept_bytes(build("transformer"), batch)
     model: Any = build("transformer")
-    applied = apply(model, plan, World(rank=collectives.own_rank(), size=collectives.world_size()))
+    applied = apply(model, plan, World(rank=collectives.get_rank(), size=collectives.world_size()))
     moved: Moved = model.forward.args[-1]
     applied.backward(model(batch).sum())
     with torch.no_grad():
@@ -123,7 +123,7 @@ def with_recompute(plan: Plan) -> tuple[int, int, int]:
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0].nbytes))
         layer.rise.register_forward_hook(lambda *_: ran.append(1))
-    applied = apply(model, plan, World(rank=collectives.own_rank(), size=collectives.world_size()))
+    applied = apply(model, plan, World(rank=collectives.get_rank(), size=collectives.world_size()))
     moved: Moved = model.forward.args[-1]
     applied.backward(model(batch).sum())
     return moved.bytes, sum(inputs), len(ran)

@@ -95,7 +95,7 @@ def test_parameters_need_parts() -> None:
 
 def trained(plan: Plan, late: bool, clip: float | None) -> tuple[list[float], list[Any], int]:
     """Losses, parameters and the norm of the last step; and the bytes of state that moved."""
-    world = World(rank=collectives.own_rank(), size=collectives.world_size())
+    world = World(rank=collectives.get_rank(), size=collectives.world_size())
     torch.manual_seed(0)
     if late:
         with deferred():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.compat.dispatch import name_of, operators_through
+from meshwise.compat.dispatch import intercept_operators, operator_name
 from meshwise.parallel.apply import apply
 from meshwise.parallel.recompute import recompute_blocks
 from meshwise.spec.errors import PlanError
@@ -28,10 +28,10 @@ def run_twice(recompute: Any) -> Counter[str]:
     seen: Counter[str] = Counter()
 
     def counted(operator: Any, args: Any, kwargs: Any) -> Any:
-        seen[name_of(operator)] += 1
+        seen[operator_name(operator)] += 1
         return operator(*args, **kwargs)
 
-    with operators_through(counted):
+    with intercept_operators(counted):
         loss.backward()
     return seen
 

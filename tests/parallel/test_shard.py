@@ -11,7 +11,7 @@ from pytest import MonkeyPatch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.dispatch import name_of, operators_through
+from meshwise.compat.dispatch import intercept_operators, operator_name
 from meshwise.parallel import shard
 from meshwise.parallel.apply import apply
 from meshwise.parallel.shard import check_can_be_sharded, units_of
@@ -24,7 +24,7 @@ from tests.pool import CaseFailed
 
 
 def here() -> World:
-    return World(rank=collectives.own_rank(), size=collectives.world_size())
+    return World(rank=collectives.get_rank(), size=collectives.world_size())
 
 
 def held_bytes(model: nn.Module) -> int:
@@ -51,13 +51,13 @@ def held_and_sent(plan: Plan) -> tuple[int, Counter[str], Counter[str]]:
     seen: list[Counter[str]] = []
 
     def counted(operator: Any, args: Any, kwargs: Any) -> Any:
-        seen[-1][name_of(operator)] += 1
+        seen[-1][operator_name(operator)] += 1
         return operator(*args, **kwargs)
 
     for _ in range(2):
         for run in ("forward", "backward"):
             seen.append(Counter())
-            with operators_through(counted):
+            with intercept_operators(counted):
                 if run == "forward":
                     loss = ZOO["transformer"].score(model(batch), target)
                 else:

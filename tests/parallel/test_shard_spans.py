@@ -18,7 +18,7 @@ from tests.parallel.zoo import batches, build
 def spans_of_a_step(plan: Plan) -> list[tuple[str, str, int, bool]]:
     """Lane, name, bytes and whether it has a number on all ranks, of each collective of a step."""
     model = build("mlp")
-    applied = apply(model, plan, World(rank=collectives.own_rank(), size=collectives.world_size()))
+    applied = apply(model, plan, World(rank=collectives.get_rank(), size=collectives.world_size()))
     batch, target = batches("mlp", 1)[0]
     for _ in range(2):  # in the first step ranks compare notes
         recorder = Recorder()

@@ -19,7 +19,7 @@ from tests.parallel.zoo import ZOO, batches, build
 
 
 def here() -> World:
-    return World(rank=collectives.own_rank(), size=collectives.world_size())
+    return World(rank=collectives.get_rank(), size=collectives.world_size())
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

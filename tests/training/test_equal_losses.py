@@ -19,7 +19,7 @@ from meshwise.jobs.registry import find_job
 from meshwise.spec.plan import Plan
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
-from meshwise.training.settings import Settings
+from meshwise.training.run_options import RunOptions
 
 STEPS = 50
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
@@ -95,7 +95,7 @@ def tolerance(name: str, precision: str) -> torch.Tensor:
 
 
 def ours(name: str, plan: Plan) -> list[float]:
-    return run_job(small_job(name), Settings(plan, log_every=17), folder=None)["losses"][:STEPS]
+    return run_job(small_job(name), RunOptions(plan=plan, log_every=17), folder=None)["losses"][:STEPS]
 
 
 def cases() -> list[Any]:

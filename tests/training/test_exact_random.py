@@ -13,7 +13,7 @@ import meshwise as mw
 from meshwise.spec.plan import Plan
 from meshwise.training.keyed import Rows, by_rows
 from meshwise.training.loop import run_job
-from meshwise.training.settings import Settings
+from meshwise.training.run_options import RunOptions
 
 
 class Net(nn.Module):
@@ -40,7 +40,7 @@ def losses(plan: Plan, exact: bool = True) -> Any:
         data=lambda: (x, x.sum(2)),
         batch_size=8,
     )
-    result = run_job(job, Settings(replace(plan, precision="fp64"), log_every=1, exact_random=exact), None)
+    result = run_job(job, RunOptions(plan=replace(plan, precision="fp64"), log_every=1, exact_random=exact), None)
     assert any(note.startswith("dropout:") for note in result["notes"]) is (not exact and plan.devices > 1)
     assert not any("--exact-random" in note for note in result["notes"])
     return result["losses"]

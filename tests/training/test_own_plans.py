@@ -17,7 +17,7 @@ from meshwise.api.run import _run_script_in_worker
 from meshwise.spec.plan import plan_to_toml
 from meshwise.training import own_loop
 from meshwise.training.own_plan import PLAN_FILE
-from meshwise.transfer.layout import whole
+from meshwise.transfer.sharded import whole
 
 PLANS = {
     "shard": mw.Plan(shard=2),

@@ -11,7 +11,7 @@ from torch import nn
 from meshwise.spec.plan import Plan
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
-from meshwise.training.settings import Settings
+from meshwise.training.run_options import RunOptions
 
 
 def samples() -> Any:
@@ -36,7 +36,7 @@ def losses(plan: Plan) -> list[float]:
         epochs=3,
         clip_norm=0.1,
     )
-    return run_job(job, Settings(plan), folder=None)["losses"]
+    return run_job(job, RunOptions(plan=plan), folder=None)["losses"]
 
 
 @pytest.mark.parametrize("plan", [Plan(data=2, precision="fp64"), Plan(shard=2, precision="fp64", accumulate=2)])

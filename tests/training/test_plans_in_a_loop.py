@@ -21,7 +21,7 @@ from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint
 from meshwise.spec.plan import Plan
 from meshwise.training.loop import run_job
-from meshwise.training.settings import Settings
+from meshwise.training.run_options import RunOptions
 from tests.pool import CaseFailed
 
 
@@ -79,8 +79,8 @@ PLANS = {
 }
 
 
-def settings(plan: Plan, **more: Any) -> Settings:
-    return Settings(replace(plan, precision="fp64"), log_every=1, **more)
+def settings(plan: Plan, **more: Any) -> RunOptions:
+    return RunOptions(plan=replace(plan, precision="fp64"), log_every=1, **more)
 
 
 def trained(plan: Plan, folder: str, **more: Any) -> Any:
@@ -182,7 +182,7 @@ def test_a_run_saved_under_one_plan_goes_on_under_another(
 
 
 def resumed(plan: Plan, folder: str) -> Any:
-    return trained(plan, folder, resume=True)
+    return trained(plan, folder, resume=folder)
 
 
 @pytest.mark.parametrize("name", ["shard", quick("zero1", ())])

@@ -16,7 +16,7 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
-from meshwise.training.settings import Settings
+from meshwise.training.run_options import RunOptions
 
 
 def small() -> Job:
@@ -25,7 +25,7 @@ def small() -> Job:
 
 
 def losses(plan: Plan) -> Any:
-    return run_job(small(), Settings(plan), None)["losses"]
+    return run_job(small(), RunOptions(plan=plan), None)["losses"]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -16,7 +16,7 @@ from torch import nn
 import meshwise as mw
 from meshwise.spec.plan import Plan
 from meshwise.training.loop import run_job
-from meshwise.training.settings import Settings
+from meshwise.training.run_options import RunOptions
 
 
 def dropout_job(epochs: int = 3) -> mw.Job:
@@ -47,17 +47,19 @@ def first_steps(folder: str, devices: int, steps: int) -> Any:
         return job.loss(model, batch)
 
     try:
-        run_job(replace(job, loss=loss), Settings(Plan(data=devices), save_every=1, log_every=1), Path(folder))
+        run_job(replace(job, loss=loss), RunOptions(plan=Plan(data=devices), save_every=1, log_every=1), Path(folder))
     except InterruptedError:
         return True
 
 
 def the_rest(folder: str, devices: int) -> Any:
-    return run_job(dropout_job(), Settings(Plan(data=devices), resume=True, log_every=1), Path(folder))["losses"]
+    return run_job(dropout_job(), RunOptions(plan=Plan(data=devices), resume=folder, log_every=1), Path(folder))[
+        "losses"
+    ]
 
 
 def whole(devices: int) -> Any:
-    return run_job(dropout_job(), Settings(Plan(data=devices), log_every=4), None)["losses"]
+    return run_job(dropout_job(), RunOptions(plan=Plan(data=devices), log_every=4), None)["losses"]
 
 
 def on(pool: Any, devices: int, case: Any, *arguments: Any) -> Any:
@@ -77,12 +79,12 @@ def test_a_run_goes_on_with_another_number_of_devices(pool: Any, tmp_path: Path)
     plain = replace(dropout_job(), model=lambda: nn.Linear(6, 1))
 
     def begin(folder: str) -> Any:
-        run_job(replace(plain, epochs=1), Settings(Plan(data=2), log_every=1), Path(folder))
+        run_job(replace(plain, epochs=1), RunOptions(plan=Plan(data=2), log_every=1), Path(folder))
 
     def go_on(folder: str, devices: int) -> Any:
-        return run_job(plain, Settings(Plan(data=devices), resume=True), Path(folder))["losses"]
+        return run_job(plain, RunOptions(plan=Plan(data=devices), resume=folder), Path(folder))["losses"]
 
-    want = run_job(plain, Settings(Plan(data=1)), None)["losses"][6:]
+    want = run_job(plain, RunOptions(plan=Plan(data=1)), None)["losses"][6:]
     pool(2).run(begin, str(tmp_path / "two"))
     for devices in (1, 2, 3):
         folder = tmp_path / str(devices)
@@ -91,13 +93,13 @@ def test_a_run_goes_on_with_another_number_of_devices(pool: Any, tmp_path: Path)
 
 
 def test_final_weights_load_in_plain_pytorch(tmp_path: Path) -> None:
-    run_job(dropout_job(1), Settings(Plan()), tmp_path)
+    run_job(dropout_job(1), RunOptions(plan=Plan()), tmp_path)
     model = dropout_job().model()
     model.load_state_dict(load_file(tmp_path / "weights.safetensors"))
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    run_job(dropout_job(1), Settings(Plan()), tmp_path)
+    run_job(dropout_job(1), RunOptions(plan=Plan()), tmp_path)
     other = replace(dropout_job(), model=lambda: nn.Linear(6, 1))
     with pytest.raises(mw.CheckpointError, match=r"of another model: it lacks bias, weight; it has 0\.bias"):
-        run_job(other, Settings(Plan(), resume=True), tmp_path)
+        run_job(other, RunOptions(plan=Plan(), resume=tmp_path), tmp_path)

@@ -68,7 +68,7 @@ def same(found: Tensor | None, expected: Tensor) -> bool:
 
 def every_collective(dtype: torch.dtype, layout: str) -> list[str]:
     """The collectives that give this rank something else than one process computes."""
-    rank, ranks = collectives.own_rank(), collectives.world_size()
+    rank, ranks = collectives.get_rank(), collectives.world_size()
     all_of_them = [tensor_of(at, ranks, dtype, layout) for at in range(ranks)]
     own, rows, last = all_of_them[rank], len(all_of_them[0]) // ranks, ranks - 1
     mine = slice(rank * rows, (rank + 1) * rows)
@@ -115,7 +115,7 @@ def test_every_collective_is_right_for_every_dtype(
 
 
 def reductions() -> list[str]:
-    rank, ranks = collectives.own_rank(), collectives.world_size()
+    rank, ranks = collectives.get_rank(), collectives.world_size()
     everyone = torch.arange(1, 2 * ranks + 1).view(ranks, 2).flip(0)
     expected = {"sum": everyone.sum(0), "max": everyone.amax(0), "min": everyone.amin(0), "product": everyone.prod(0)}
     bools = everyone > ranks
@@ -134,7 +134,7 @@ def test_every_reduction_is_right(pool: Callable[[int], Pool]) -> None:
 
 
 def chunks_of_a_chain() -> list[bool]:
-    rank, size = collectives.own_rank(), 3 * compat.CHUNK + 5
+    rank, size = collectives.get_rank(), 3 * compat.CHUNK + 5
     found = []
     for source in range(collectives.world_size()):
         expected = torch.arange(size).to(torch.uint8) + source
@@ -161,7 +161,7 @@ def in_groups() -> dict[str, Any]:
     rank = dist.get_rank()
     groups = [collectives.group_of(ranks) for ranks in ([0, 1], [2, 3])]
     own = groups[rank // 2]
-    peer = 1 - collectives.own_rank(own)
+    peer = 1 - collectives.get_rank(own)
     recorder = Recorder()
     before = make_current(recorder)
     with comm_log() as log:

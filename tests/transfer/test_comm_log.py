@@ -7,7 +7,7 @@ import math
 import pytest
 
 from meshwise.transfer import comm_log as module
-from meshwise.transfer.comm_log import Moved, comm_log, note, totals
+from meshwise.transfer.comm_log import Transfer, comm_log, note, totals
 
 
 def test_without_an_open_log_nothing_is_kept() -> None:
@@ -25,7 +25,7 @@ def test_a_log_lists_what_began_in_its_block_and_nested_ones_get_all() -> None:
             note("all-reduce", "rank 0", "2 ranks", 2000, "gloo", 2e-3)
         note("copy", "cuda:0", "cuda:1", 3000, "peer", 3e-3)
     note("copy", "host", "cuda:0", 1, "direct", 1.0)
-    assert list(inner) == [Moved("all-reduce", "rank 0", "2 ranks", 2000, "gloo", 2e-3)]
+    assert list(inner) == [Transfer("all-reduce", "rank 0", "2 ranks", 2000, "gloo", 2e-3)]
     assert [move.bytes for move in outer] == [1000, 2000, 3000]
     assert outer[-1].path == "peer" and [move.path for move in outer[:2]] == ["direct", "gloo"]
 

@@ -17,7 +17,7 @@ from torch.utils import _python_dispatch
 from meshwise.spec.errors import TransferError
 from meshwise.transfer.checksum import raw_bytes
 from meshwise.transfer.copy import copy
-from meshwise.transfer.many import all_reduce, broadcast, gather, scatter
+from meshwise.transfer.device_collectives import all_reduce, broadcast, gather, scatter
 from meshwise.transfer.virtual import VirtualDevices, virtual_devices
 
 TRANSFERS, SEEDS = 1000, range(20)
@@ -109,7 +109,7 @@ def transfers(devices: VirtualDevices, draw: random.Random, count: int) -> Itera
     for _ in range(count):
         source, target = draw.sample(list(devices), 2)
         src = random_source(draw)
-        devices.world.places.set(src, source.index)
+        devices.device_set.places.set(src, source.index)
         kind = draw.random()
         if kind < 0.8:
             dst = torch.empty(src.shape, dtype=src.dtype, device=target)
@@ -193,7 +193,7 @@ def test_one_bit_flipped_in_a_large_copy_is_located(size: int, path: str, monkey
         src = torch.empty(size, dtype=torch.uint8).random_(generator=torch.Generator().manual_seed(1))
         dst = torch.empty(size, dtype=torch.uint8)
         for index, tensor in enumerate((src, dst)):
-            devices.world.places.set(tensor, index)
+            devices.device_set.places.set(tensor, index)
         monkeypatch.setattr(Tensor, "copy_", copy_)
         with pytest.raises(TransferError) as caught:
             for _ in range(20):  # until the coin falls

@@ -17,7 +17,7 @@ from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.machine import Machine
 from meshwise.transfer.collectives import gather_objects
 from meshwise.workers.channel import Message
-from meshwise.workers.join import join, open_session, started_by_launcher
+from meshwise.workers.join import join, rank_context, started_by_launcher
 from meshwise.workers.launch import Listeners, launch
 from meshwise.workers.nodes import NodeOptions
 
@@ -42,11 +42,11 @@ def bench_hosts(
     slot = _slot()
     arguments = (sizes_for([slot], sizes), seconds or SECONDS, tuple(what))
     if started_by_launcher():
-        if open_session().world.rank:
+        if rank_context().world.rank:
             tell, heard.done = (lambda text: None), (lambda result: None)
         found = _be_a_host(*arguments, heard.path, tell)
         return _bench(found, heard, began, None) if join().world.rank == 0 else None
-    nodes = None if machines is None else machines.meet(1)
+    nodes = None if machines is None else machines.rendezvous(1)
     if nodes is None:
         raise UsageError(
             "--hosts measures between hosts, and this one is alone. Start it on each: meshwise bench --hosts "

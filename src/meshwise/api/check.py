@@ -10,10 +10,10 @@ from pathlib import Path
 from torch import nn
 
 from meshwise.api.check_script import DEFAULT_DEVICES, check_script
-from meshwise.compat.compiling import inside, uncompile
+from meshwise.compat.compiling import uncompile, unwrapped
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.proof import Proof, prove
-from meshwise.equivalence.seen import Ask, Side
+from meshwise.equivalence.trace import CheckSpec, Trace
 from meshwise.equivalence.under_plan import Draws, under_plan
 from meshwise.jobs.registry import find_job
 from meshwise.machine.find import find_devices
@@ -42,8 +42,8 @@ def check(
 ) -> Proof:
     """Prove that a plan computes what one device computes, or name the first module that does not, and why.
 
-    Both sides train in float64, with the model's casts lifted, from the same start on the same samples; the last step
-    has a ragged batch. A difference above 1e-9 of a tensor's size is a fault.
+    Both sides train in float64, casts inside the model too, from the same start on the same samples; the last step has
+    a ragged batch. A difference above 1e-9 of a tensor's size is a fault.
 
     job: a Job, or a word as on the command line; a script.py that keeps its own loop is run with `arguments` (of the
     other options it knows plan, devices, steps and seed). plan: a Plan or a plan file; without one, replicas on all
@@ -67,20 +67,20 @@ def check(
     word, where = job if isinstance(job, str) else "", None if data is None else str(data)
     changes = {"batch_size": batch_size, "seed": seed}
     found = _found(of_code, word, where, changes)
-    asks = [Ask(chosen, steps)]
+    specs = [CheckSpec(chosen, steps)]
     if rounding and chosen.precision != "fp64":
-        asks.append(Ask(chosen, steps, chosen.precision))
+        specs.append(CheckSpec(chosen, steps, chosen.precision))
     tell(f"one device, {steps} steps")
     if slots[0].device == "cpu":
-        references = [_alone(found, ask) for ask in asks]
+        references = [_alone(found, spec) for spec in specs]
     else:
-        (references,) = launch(_one_device, (of_code, word, where, changes, asks), slots[:1])
+        (references,) = launch(_one_device, (of_code, word, where, changes, specs), slots[:1])
     tell(f"{chosen}, {words}")
     draws = [[step.draws for step in side.steps] for side in references]
-    results = launch(_under_plan, (of_code, word, where, changes, asks, draws), slots)
-    sides: list[Side] = results[0]
-    rounded = (references[1], sides[1]) if len(asks) > 1 else None
-    return prove(found.name, asks[0], words, references[0], sides[0], rounded)
+    results = launch(_under_plan, (of_code, word, where, changes, specs, draws), slots)
+    sides: list[Trace] = results[0]
+    rounded = (references[1], sides[1]) if len(specs) > 1 else None
+    return prove(found.name, specs[0], words, references[0], sides[0], rounded)
 
 
 def plan_of_words(file: str | None, settings: list[str], devices: str | None) -> Plan:
@@ -113,7 +113,7 @@ def _found(given: Job | None, word: str, data: str | None, changes: dict[str, in
 def _uncompiled(make: Callable[[], nn.Module]) -> nn.Module:
     model = make()
     uncompile(model)
-    return inside(model)
+    return unwrapped(model)
 
 
 def as_written(plan: Plan, tell: Callable[[str], None]) -> Plan:
@@ -123,28 +123,33 @@ def as_written(plan: Plan, tell: Callable[[str], None]) -> Plan:
     return replace(plan, compile=False)
 
 
-def _alone(job: Job, ask: Ask) -> Side:
+def _alone(job: Job, spec: CheckSpec) -> Trace:
     """`one_device` in this process. Raises WorkerFailed, as a worker would, where the user's program raises."""
     try:
-        return one_device(job, ask)
+        return one_device(job, spec)
     except MeshwiseError:
         raise
     except Exception as error:
-        words = [f"one device, in {ask.precision}, failed: {type(error).__name__}: {error}"]
+        words = [f"one device, in {spec.precision}, failed: {type(error).__name__}: {error}"]
         words += [*getattr(error, "__notes__", []), *user_traceback(error).rstrip().splitlines()]
         raise WorkerFailed("\n".join(words), rank=0) from error
 
 
 def _one_device(
-    given: Job | None, word: str, data: str | None, changes: dict[str, int | None], asks: list[Ask]
-) -> list[Side]:
+    given: Job | None, word: str, data: str | None, changes: dict[str, int | None], specs: list[CheckSpec]
+) -> list[Trace]:
     job = _found(given, word, data, changes)
-    return [one_device(job, ask, join().world.device) for ask in asks]
+    return [one_device(job, spec, join().world.device) for spec in specs]
 
 
 def _under_plan(
-    given: Job | None, word: str, data: str | None, changes: dict[str, int | None], asks: list[Ask], draws: list[Draws]
-) -> list[Side | None]:
+    given: Job | None,
+    word: str,
+    data: str | None,
+    changes: dict[str, int | None],
+    specs: list[CheckSpec],
+    draws: list[Draws],
+) -> list[Trace | None]:
     join()
     job = _found(given, word, data, changes)
-    return [under_plan(job, ask, drawn) for ask, drawn in zip(asks, draws, strict=True)]
+    return [under_plan(job, spec, drawn) for spec, drawn in zip(specs, draws, strict=True)]

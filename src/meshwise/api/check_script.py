@@ -13,7 +13,7 @@ import torch
 from meshwise.equivalence.proof import Proof, prove
 from meshwise.equivalence.script import watch_script
 from meshwise.equivalence.script_seen import Seen, check_same_steps, check_seen, with_unsummed
-from meshwise.equivalence.seen import Ask
+from meshwise.equivalence.trace import CheckSpec
 from meshwise.equivalence.under_plan import Draws
 from meshwise.jobs.script import run_script_file
 from meshwise.machine.find import find_devices
@@ -62,7 +62,7 @@ def check_script(
     check_same_steps(one, many, script)
     sides = with_unsummed(one, many)
     assert sides[0] is not None and sides[1] is not None and many.plan is not None
-    return prove(script.name, Ask(many.plan, steps), words, sides[0], sides[1])
+    return prove(script.name, CheckSpec(many.plan, steps), words, sides[0], sides[1])
 
 
 def _ran(

@@ -10,22 +10,20 @@ from rich.console import Console
 
 from meshwise.api.check import check as check_plan
 from meshwise.api.check import plan_of_words
+from meshwise.commands.script_command import ScriptCommand, is_script
 from meshwise.equivalence.views.check_dict import check_dict
 from meshwise.equivalence.views.check_text import check_text
 from meshwise.jobs.script import refuse_job_options
-from meshwise.spec.errors import UsageError
 
 app = typer.Typer()
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(cls=ScriptCommand)
 def check(
     context: typer.Context,
     job: Annotated[
         str,
-        typer.Argument(
-            help="mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or an own-loop script.py and its arguments"
-        ),
+        typer.Argument(help="mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments"),
     ],
     plan: Annotated[
         str | None, typer.Option(metavar="FILE", help="a plan file; default: replicas on all devices")
@@ -48,11 +46,9 @@ def check(
     Exit code 0: equal. 1: different. 2: refused.
     """
     console = Console(stderr=True)
-    script = job.endswith(".py")
+    script = is_script(job)
     if script:
         refuse_job_options(job, {"batch_size": batch_size, "data": data})
-    elif context.args:
-        raise UsageError(f"'{' '.join(context.args)}' is no option of a job. See meshwise check --help.")
     said = plan is not None or settings
     chosen = plan_of_words(plan, settings or [], devices) if said or not script else None
     proof = check_plan(

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 
-def inside(module: nn.Module) -> nn.Module:
+def unwrapped(module: nn.Module) -> nn.Module:
     """The module that torch.compile has wrapped; one that it has not is itself."""
     inner: Any = module
     while (frame := _frame()) is not None and isinstance(inner, frame.OptimizedModule):
@@ -28,7 +28,7 @@ def uncompile(model: nn.Module) -> bool:
     frame, found = _frame(), False
     for module in model.modules() if frame is not None else ():
         changed: Any = module
-        if inside(module) is not module:
+        if unwrapped(module) is not module:
             changed.forward, found = changed._orig_mod.__call__, True
         elif changed._compiled_call_impl is not None:
             changed._compiled_call_impl, found = None, True

@@ -37,19 +37,19 @@ def _handled(self: _Through, func: Any, types: Any, args: Any = (), kwargs: Any 
 _Through.__torch_dispatch__ = _handled  # type: ignore[assignment]
 
 
-def operators_through(handler: Handler) -> AbstractContextManager[Any]:
+def intercept_operators(handler: Handler) -> AbstractContextManager[Any]:
     """While it is entered, each operator of this thread calls `handler` instead; inside, operators run as always."""
     mode: AbstractContextManager[Any] = _Through(handler)
     return mode
 
 
-def operators_unseen() -> AbstractContextManager[Any]:
+def without_interception() -> AbstractContextManager[Any]:
     """While it is entered, no dispatch mode sees an operator: what only looks on must not be taken for the program."""
     unseen: AbstractContextManager[Any] = _disable_current_modes()
     return unseen
 
 
-def name_of(operator: Any) -> str:
+def operator_name(operator: Any) -> str:
     """`add_` of `aten.add_.Tensor`."""
     return str(operator._schema.name).split("::")[-1]
 
@@ -65,7 +65,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
         yield from tensors_in(list(values.values()))
 
 
-def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that the operator writes: `self` of add_, `out`."""
     found: list[Tensor] = []
     for index, argument in enumerate(operator._schema.arguments):
@@ -74,7 +74,7 @@ def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return found
 
 
-class StorageFacts:
+class StorageMap:
     """A value by storage, forgotten with it: views share it, and a new storage at the same address does not."""
 
     def __init__(self) -> None:

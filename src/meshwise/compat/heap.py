@@ -17,7 +17,7 @@ def _find() -> Any:
 _trim = _find()
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Give the pages of freed memory back, where the C library can. Takes some milliseconds."""
     if _trim is not None:
         _trim(0)

@@ -2,7 +2,7 @@
 
 A difference is relative to the larger of the tensor's own largest value and a thousandth of the largest among all
 tensors of its kind in that step: a gradient that is zero but for rounding has no size of its own. Above `LIMIT` it is
-a fault.
+a fault. So are ranks that differ from each other in what should be one value, even where rank 0 is right.
 
 Left out of parameters and optimizer state: elements whose gradient was zero but for rounding in some step (below
 1e-8 of the largest gradient, yet not zero on both sides). Adam turns that noise into whole steps.
@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwise.equivalence.outputs import outputs_apart
-from meshwise.equivalence.seen import Named, Side, Step
-from meshwise.equivalence.sizes import FLOOR, LIMIT, finite, ratio
+from meshwise.equivalence.outputs import output_difference
+from meshwise.equivalence.tolerance import FLOOR, LIMIT, finite, ratio
+from meshwise.equivalence.trace import Divergence, Named, StepTrace, Trace, by_tensor
+from meshwise.spec.words import some
 
 NOISE = 1e-8  # of the largest gradient
 
@@ -48,10 +49,10 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that both sides have, and how far apart they are in it.
+    """One thing that both sides have, and how much they differ in it.
 
-    kind: one of `KINDS`. step: from 1; 0 before the first. name: parameter, module, metric. relative, absolute: how far
-    apart; infinite where one side lacks it. facts: what else is known of it.
+    kind: one of `KINDS`. step: from 1; 0 before the first. name: parameter, module, metric. relative, absolute: the
+    size of the difference; infinite where one side lacks it. facts: what else is known of it.
     """
 
     kind: str
@@ -94,21 +95,21 @@ class Comparison:
         return self.first is None
 
 
-def compare(one: Side, plan: Side) -> Comparison:
-    """Compare the reference `one` with the side of a plan."""
-    found = list(_before(one, plan))
+def compare(reference: Trace, actual: Trace) -> Comparison:
+    """Compare one device with a plan."""
+    found = [_over_ranks(d, actual.rank_divergence) for d in _start(reference, actual)]
     noise: dict[str, Tensor] = {}
-    apart_layouts: Counter[str] = Counter()
-    for number, (mine, other) in enumerate(zip(one.steps, plan.steps, strict=bool(plan.steps)), 1):
+    not_compared: Counter[str] = Counter()
+    for number, (mine, other) in enumerate(zip(reference.steps, actual.steps, strict=bool(actual.steps)), 1):
         found += _samples(number, mine, other)
-        made = [_with_ranks(_number("loss", number, "loss", mine.loss, other.loss), other.apart, "loss")]
-        made += _gradients(number, mine, other)
-        outputs = list(_outputs(number, mine, other, apart_layouts))
-        found += outputs if any(d.fault for d in made) else _of_samples(outputs, apart_layouts)
-        found += made
+        gradients = [_over_ranks(d, other.rank_divergence) for d in _gradients(number, mine, other)]
+        outputs = list(_outputs(number, mine, other, not_compared))
+        found += outputs if any(d.fault for d in gradients) else _of_samples(outputs, not_compared)
+        found += gradients
         _note_noise(noise, mine.gradients, other.gradients)
-        found += _after(number, mine, other, noise)
-    found += _evaluation(one, plan) if plan.steps else ()
+        found += [_over_ranks(d, other.rank_divergence) for d in _after(number, mine, other, noise)]
+    if actual.steps:
+        found += [_over_ranks(d, actual.rank_divergence) for d in _evaluation(reference, actual)]
     kinds = []
     for kind in KINDS:
         of_kind = [d for d in found if d.kind == kind]
@@ -116,31 +117,36 @@ def compare(one: Side, plan: Side) -> Comparison:
         if of_kind:
             kinds.append(Compared(kind, len(of_kind), sum(d.fault for d in of_kind), largest))
     first = next((d for d in found if d.fault), None)
-    left_out = tuple(_left_out(apart_layouts, noise, one.unkeyed | plan.unkeyed))
-    return Comparison(tuple(kinds), tuple(found), first, one.modules, left_out)
+    left_out = tuple(_left_out(not_compared, noise, reference.unkeyed | actual.unkeyed))
+    return Comparison(tuple(kinds), tuple(found), first, reference.modules, left_out)
 
 
-def _before(one: Side, plan: Side) -> Iterator[Difference]:
-    mine, others = set(one.tied), set(plan.tied)
-    for name in sorted(name.removeprefix("module ") for name in plan.apart if name.startswith("module ")):
-        yield Difference("modules", 0, name, math.inf, 0.0, {"ranks apart": math.inf})
-    on_some = {tuple(key.removeprefix("tied weights ").split(" = ")) for key in plan.apart if key.startswith("tied ")}
-    for group in sorted(mine | others | on_some):
-        same = group in mine and group in others
-        facts = {} if same else {"tied": "one device" if group in mine else "the plan"}
-        difference = Difference("tied weights", 0, " = ".join(group), 0.0 if same else math.inf, 0.0, facts)
-        yield _with_ranks(difference, plan.apart, "tied weights")
-    for difference in _named("initial parameters", 0, one.initial, plan.initial):
-        yield _with_ranks(difference, plan.apart, "parameter")
-    for difference in _named("initial buffers", 0, one.initial_buffers, plan.initial_buffers):
-        yield _with_ranks(difference, plan.apart, "buffer")
+def _over_ranks(difference: Difference, divergence: Divergence) -> Difference:
+    """Ranks that differ in what should be one value are a fault, even where rank 0 is right."""
+    ranks = divergence.get((difference.kind, difference.name), 0.0)
+    if ranks <= LIMIT:
+        return difference
+    return replace(
+        difference, relative=max(difference.relative, ranks), facts={**difference.facts, "ranks apart": ranks}
+    )
 
 
-def _samples(step: int, mine: Step, other: Step) -> Iterator[Difference]:
-    for number, (wanted, ranks) in enumerate(zip(mine.samples, other.samples, strict=False)):
-        want = [index for part in wanted for index in part]
-        got = [index for part in ranks for index in part]
-        yield _indices("sample order", step, f"microbatch {number + 1}", want, got)
+def _start(reference: Trace, actual: Trace) -> Iterator[Difference]:
+    diverging = [[name for of, name in sorted(actual.rank_divergence) if of == kind] for kind in KINDS[:2]]
+    yield from (Difference("modules", 0, name, 0.0, 0.0) for name in diverging[0])
+    mine, others = ({" = ".join(group) for group in side.tied} for side in (reference, actual))
+    for group in sorted(mine | others | set(diverging[1])):
+        one_side = group in mine ^ others
+        facts = {"tied": "one device" if group in mine else "the plan"} if one_side else {}
+        yield Difference("tied weights", 0, group, math.inf if one_side else 0.0, 0.0, facts)
+    yield from _tensors("initial parameters", 0, reference.initial_parameters, actual.initial_parameters)
+    yield from _tensors("initial buffers", 0, reference.initial_buffers, actual.initial_buffers)
+
+
+def _samples(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
+    for number, sides in enumerate(zip(mine.samples, other.samples, strict=False), 1):
+        want, got = ([index for part in ranks for index in part] for ranks in sides)
+        yield _indices("sample order", step, f"microbatch {number}", want, got)
     if len(mine.samples) != len(other.samples):
         facts = {"one device": len(mine.samples), "the plan": len(other.samples)}
         yield Difference("sample order", step, "number of microbatches", math.inf, 0.0, facts)
@@ -153,115 +159,101 @@ def _indices(kind: str, step: int, name: str, want: Sequence[int], got: Sequence
     return Difference(kind, step, name, math.inf if wrong else 0.0, float(wrong), facts if wrong else {})
 
 
-def _outputs(step: int, mine: Step, other: Step, apart: Counter[str]) -> Iterator[Difference]:
+def _outputs(step: int, mine: StepTrace, other: StepTrace, not_compared: Counter[str]) -> Iterator[Difference]:
     theirs = {output.key: output for output in other.outputs}
     for output in mine.outputs:
         match = theirs.get(output.key)
-        where = output.module or "the model"
-        if match is None:
-            apart[f"{where} ({output.kind}): under the plan its forward hooks saw no such call"] += 1
-            continue
-        sizes = outputs_apart(output, match)
+        sizes = None if match is None else output_difference(output, match)
         if sizes is None:
             single = bool(output.shapes) and math.prod(output.shapes[0]) == 1
-            what = "one number of the whole batch, such as a loss in it" if single else "not that of single samples"
-            apart[f"{where} ({output.kind}): {what}"] += 1
+            why = "one number of the whole batch, such as a loss in it" if single else "not that of single samples"
+            why = "under the plan its forward hooks saw no such call" if match is None else why
+            not_compared[f"{output.module or 'the model'} ({output.kind}): {why}"] += 1
         else:
             facts = {"class": output.kind, "microbatch": output.microbatch + 1, "call": output.number + 1}
             yield Difference("module outputs", step, output.module, *sizes, facts)
 
 
-def _of_samples(outputs: Iterable[Difference], apart: Counter[str]) -> Iterator[Difference]:
-    """The outputs of a step whose loss and gradients are equal: what differs among them was taken for rows of samples,
-    and is none (the tokens of an expert, as many as there are samples by chance)."""
+def _of_samples(outputs: Iterable[Difference], not_compared: Counter[str]) -> Iterator[Difference]:
+    """The outputs of a step whose loss and gradients are equal: what differs among them was taken for rows of samples
+    by mistake (the tokens of an expert, as many as there are samples by chance)."""
     for difference in outputs:
         if difference.fault:
             where = f"{difference.name or 'the model'} ({difference.facts['class']})"
-            apart[f"{where}: its rows are not those of the samples, since nothing made of them differs"] += 1
+            not_compared[f"{where}: its rows are not those of the samples, since nothing made of them differs"] += 1
         else:
             yield difference
 
 
-def _gradients(step: int, mine: Step, other: Step) -> Iterator[Difference]:
-    """In backward order: as they became ready on one device."""
-    order = [*mine.ready, *(name for name in mine.gradients if name not in mine.ready)]
+def _gradients(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
+    """The loss, and gradients in backward order: as they became ready on one device."""
+    yield from _numbers("loss", step, {"loss": mine.loss}, {"loss": other.loss})
+    order = dict.fromkeys([*mine.ready_order, *mine.gradients])
     wanted = {name: mine.gradients[name] for name in order if name in mine.gradients}
-    for difference in _named("gradients", step, wanted, other.gradients, facts=_gradient_facts):
-        yield _with_ranks(difference, other.apart, "gradient")
-    yield _number("gradient norm", step, "all gradients", _norm(wanted), _norm(other.gradients))
-    if mine.clipped or other.clipped:
-        for difference in _named("clipped gradients", step, mine.clipped, other.clipped, facts=_gradient_facts):
-            yield _with_ranks(difference, other.apart, "clipped gradient")
+    yield from _tensors("gradients", step, wanted, other.gradients, facts=_gradient_facts)
+    norms = [{"all gradients": _norm(gradients)} for gradients in (wanted, other.gradients)]
+    yield from _numbers("gradient norm", step, *norms)
+    clipped = mine.clipped_gradients, other.clipped_gradients
+    yield from _tensors("clipped gradients", step, *clipped, facts=_gradient_facts)
 
 
-def _with_ranks(difference: Difference, found: Mapping[str, float], what: str) -> Difference:
-    """Ranks that are apart in what should be one value, `what NAME`, are a fault, even where rank 0 is right."""
-    apart = found.get(f"{what} {difference.name}", 0.0)
-    if apart <= LIMIT:
-        return difference
-    larger = max(difference.relative, apart)
-    return replace(difference, relative=larger, facts={**difference.facts, "ranks apart": apart})
+def _after(step: int, mine: StepTrace, other: StepTrace, noise: Named) -> Iterator[Difference]:
+    rates = [{f"group {n}": rate for n, rate in enumerate(side.learning_rates)} for side in (mine, other)]
+    yield from _numbers("learning rate", step, *rates)
+    sides = [by_tensor(side.optimizer_state) for side in (mine, other)]
+    for key in sorted({name.rsplit(" ", 1)[1] for state in sides for name in state}):
+        states = [{n: t for n, t in state.items() if n.endswith(f" {key}")} for state in sides]
+        of_key = {f"{name} {key}": mask for name, mask in noise.items()}
+        yield from _tensors("optimizer state", step, *states, noise=of_key)
+    yield from _tensors("parameters", step, mine.parameters, other.parameters, noise=noise)
+    yield from _tensors("buffers", step, mine.buffers, other.buffers)
+    yield from _numbers("scheduler", step, mine.scheduler, other.scheduler)
 
 
-def _after(step: int, mine: Step, other: Step, noise: Named) -> Iterator[Difference]:
-    for number in range(max(len(mine.rates), len(other.rates))):
-        rates = [side.rates[number] if number < len(side.rates) else math.nan for side in (mine, other)]
-        yield _with_ranks(_number("learning rate", step, f"group {number}", *rates), other.apart, "learning rate")
-    keys = {key for state in (*mine.optimizer.values(), *other.optimizer.values()) for key in state}
-    for key in sorted(keys):
-        states = [{n: s[key] for n, s in side.optimizer.items() if key in s} for side in (mine, other)]
-        for difference in _named("optimizer state", step, *states, noise=noise):
-            named = replace(difference, name=f"{difference.name} {key}")
-            yield _with_ranks(named, other.apart, "optimizer state")
-    for difference in _named("parameters", step, mine.parameters, other.parameters, noise=noise):
-        yield _with_ranks(difference, other.apart, "parameter")
-    for difference in _named("buffers", step, mine.buffers, other.buffers):
-        yield _with_ranks(difference, other.apart, "buffer")
-    for name in sorted(mine.scheduler.keys() | other.scheduler.keys()):
-        numbers = [side.scheduler.get(name, math.nan) for side in (mine, other)]
-        yield _with_ranks(_number("scheduler", step, name, *numbers), other.apart, "scheduler")
+def _evaluation(reference: Trace, actual: Trace) -> Iterator[Difference]:
+    steps = len(reference.steps)
+    if reference.evaluated or actual.evaluated:
+        yield _indices("evaluation", steps, "samples", sorted(reference.evaluated), sorted(actual.evaluated))
+    yield from _numbers("evaluation", steps, reference.evaluation, actual.evaluation)
 
 
-def _evaluation(one: Side, plan: Side) -> Iterator[Difference]:
-    steps = len(one.steps)
-    if one.evaluated or plan.evaluated:
-        yield _indices("evaluation", steps, "samples", sorted(one.evaluated), sorted(plan.evaluated))
-    for name in sorted(one.evaluation.keys() | plan.evaluation.keys()):
-        numbers = [side.evaluation.get(name, math.nan) for side in (one, plan)]
-        yield _with_ranks(_number("evaluation", steps, name, *numbers), plan.apart, "evaluation")
+def _numbers(kind: str, step: int, mine: Mapping[str, float], others: Mapping[str, float]) -> Iterator[Difference]:
+    """Numbers by name; what one side lacks is not a number there."""
+    for name in sorted(mine.keys() | others.keys()):
+        one, plan = mine.get(name, math.nan), others.get(name, math.nan)
+        apart = 0.0 if one == plan else finite(abs(one - plan))
+        relative = finite(apart / max(abs(one), torch.finfo(torch.float64).tiny)) if apart else 0.0
+        yield Difference(kind, step, name, relative, apart, {"one device": one, "the plan": plan})
 
 
-def _number(kind: str, step: int, name: str, mine: float, other: float) -> Difference:
-    facts = {"one device": mine, "the plan": other}
-    if mine == other:
-        return Difference(kind, step, name, 0.0, 0.0, facts)
-    size = max(abs(mine), torch.finfo(torch.float64).tiny)
-    return Difference(kind, step, name, finite(abs(mine - other) / size), finite(abs(mine - other)), facts)
-
-
-def _named(
-    kind: str, step: int, mine: Named, others: Named, *, noise: Named | None = None, facts: Any = None
+def _tensors(
+    kind: str,
+    step: int,
+    mine: Named,
+    others: Named,
+    *,
+    noise: Mapping[str, Tensor] | None = None,
+    facts: Callable[[Tensor, Tensor], dict[str, float]] | None = None,
 ) -> Iterator[Difference]:
-    """Tensors by name. `facts(mine, other)` says more of those that differ."""
+    """Tensors by name. noise: elements that are not compared. `facts(mine, other)` says more of those that differ."""
     most = max((float(t.abs().max()) for t in mine.values() if t.numel() and t.is_floating_point()), default=0.0)
-    for name in [*mine, *(name for name in others if name not in mine)]:
+    for name in dict.fromkeys([*mine, *others]):
         if name not in mine or name not in others:
-            lacks = "one device" if name not in mine else "the plan"
-            yield Difference(kind, step, name, math.inf, 0.0, {"lacking": lacks})
+            lacks = {"lacking": "one device" if name not in mine else "the plan"}
+            yield Difference(kind, step, name, math.inf, 0.0, lacks)
             continue
-        a, b = mine[name], others[name]
+        a, b = mine[name].double(), others[name].double()
         if a.shape != b.shape:
             shapes = {"one device": tuple(a.shape), "the plan": tuple(b.shape)}
             yield Difference(kind, step, name, math.inf, 0.0, shapes)
             continue
-        a, b = a.double(), b.double()
         apart = (a - b).abs()
-        if noise is not None and name in noise and noise[name].shape == apart.shape:
+        if noise and name in noise and noise[name].shape == apart.shape:
             apart = apart.masked_fill(noise[name], 0.0)
-        own = float(a.abs().max()) if a.numel() else 0.0
+        own, largest = (float(t.abs().max()) if t.numel() else 0.0 for t in (a, apart))
         relative = ratio(apart, torch.tensor(max(own, FLOOR * most), dtype=torch.float64))
         more = facts(a, b) if facts is not None and not relative <= LIMIT else {}
-        yield Difference(kind, step, name, relative, finite(float(apart.max())) if apart.numel() else 0.0, more)
+        yield Difference(kind, step, name, relative, finite(largest), more)
 
 
 def _gradient_facts(mine: Tensor, other: Tensor) -> dict[str, float]:
@@ -280,24 +272,23 @@ def _note_noise(noise: Named, mine: Named, others: Named) -> None:
     most = max((float(t.abs().max()) for t in mine.values() if t.numel()), default=0.0)
     for name in mine.keys() & others.keys():
         a, b = mine[name].abs(), others[name].abs()
-        if a.shape != b.shape:
-            continue
-        larger = torch.maximum(a, b)
-        small = (larger <= NOISE * most) & (larger > 0)
-        noise[name] = small | noise[name] if name in noise else small
+        if a.shape == b.shape:
+            larger = torch.maximum(a, b)
+            small = (larger <= NOISE * most) & (larger > 0)
+            noise[name] = small | noise[name] if name in noise else small
 
 
-def _left_out(apart: Counter[str], noise: Named, unkeyed: set[str]) -> Iterator[str]:
-    for where, calls in apart.items():
+def _left_out(not_compared: Counter[str], noise: Named, unkeyed: set[str]) -> Iterator[str]:
+    for where, calls in not_compared.items():
         yield f"outputs of {where} ({calls} call{'s' * (calls > 1)})."
     small = {name: int(mask.sum()) for name, mask in noise.items() if bool(mask.any())}
     if small:
         count, total = sum(small.values()), sum(mask.numel() for mask in noise.values())
         many = [name for name, few in small.items() if few * 10 > noise[name].numel()]
-        where = f", most of them in {', '.join(many[:3])}{' and others' if len(many) > 3 else ''}" if many else ""
+        where = f", most of them in {some(many)}" if many else ""
         yield (
             f"{count:,} of {total:,} values of the parameters after a step{where}: "
             "their gradients are so small that rounding is much of them."
         )
     for name in sorted(unkeyed):
-        yield f"draws of {name}: it is not keyed, so ranks draw on their own."
+        yield f"draws of {name}: it is not keyed, so ranks draw different numbers."

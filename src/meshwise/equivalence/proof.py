@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwise.equivalence.cause import Cause, cause_of, module_of
+from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.compare import Comparison, compare
-from meshwise.equivalence.seen import Ask, Side
+from meshwise.equivalence.diagnosis import cause_of, module_of
+from meshwise.equivalence.trace import CheckSpec, Trace
 from meshwise.spec.plan import Plan
 
 ROUNDED = ("loss", "gradients", "gradient norm", "parameters", "buffers", "evaluation")
@@ -45,18 +46,20 @@ class Proof:
         return self.comparison.equal
 
 
-def prove(job: str, ask: Ask, devices: str, one: Side, plan: Side, rounded: tuple[Side, Side] | None = None) -> Proof:
+def prove(
+    job: str, spec: CheckSpec, devices: str, one: Trace, plan: Trace, rounded: tuple[Trace, Trace] | None = None
+) -> Proof:
     """Compare the sides. rounded: one device and the plan, in the plan's own precision."""
     comparison = compare(one, plan)
     first = comparison.first
     return Proof(
         job,
-        ask.plan,
+        spec.plan,
         devices,
         tuple(sum(len(part) for micro in step.samples for part in micro) for step in one.steps),
         comparison,
         module_of(first, comparison) if first is not None else "",
-        cause_of(comparison, one, plan, ask.plan),
+        cause_of(comparison, one, plan, spec.plan),
         () if rounded is None else _rounding(one, *rounded),
         notes_of(plan.notes),
     )
@@ -67,7 +70,7 @@ def notes_of(notes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(note for note in notes if not note.startswith("dropout:"))
 
 
-def _rounding(reference: Side, one: Side, plan: Side) -> tuple[Rounding, ...]:
+def _rounding(reference: Trace, one: Trace, plan: Trace) -> tuple[Rounding, ...]:
     sides = [{c.kind: c.largest for c in compare(reference, side).kinds} for side in (one, plan)]
     found = []
     for kind in ROUNDED:

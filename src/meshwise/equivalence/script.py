@@ -1,6 +1,6 @@
 """A script that keeps its own loop, watched: what `distribute`, `backward`, `step` and `mw.sum` see, as one side.
 
-The script runs as it is, from the same seeds, with all its casts lifted. Every loop over a distributed loader is cut
+The script runs as it is, from the same seeds, with all its casts upcast(). Every loop over a distributed loader is cut
 short, and its last batch made ragged: a training loop when the wanted steps are made, an evaluation after three
 batches. Later epochs have one batch, so that an evaluation behind them is seen; a script that trains on after `AFTER`
 such batches ends there, on all ranks together.
@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwise.compat.reducer import default_store
-from meshwise.equivalence.left_behind import agreed, conclude, look_back
-from meshwise.equivalence.lifted import lifted
-from meshwise.equivalence.one_device import begun_side
-from meshwise.equivalence.over_ranks import models_apart, numbers_apart, tensors_apart
+from meshwise.equivalence.across_ranks import numbers_diverge, start_diverges, tensors_diverge
+from meshwise.equivalence.collect import collect_run, collect_step, slices_of_ranks
+from meshwise.equivalence.model_state import buffers_of, gradients_of, learning_rates_of, parameters_of
+from meshwise.equivalence.model_tracer import ModelTracer
+from meshwise.equivalence.one_device import trace_of
 from meshwise.equivalence.script_seen import Seen
-from meshwise.equivalence.seen import Step
+from meshwise.equivalence.trace import StepTrace
 from meshwise.equivalence.under_plan import Draws
-from meshwise.equivalence.watch import Watch, buffers_of, gradients_of, parameters_of, rates_of
+from meshwise.equivalence.upcast import upcast
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, at_precision
 from meshwise.spec.world import World
@@ -53,9 +54,9 @@ class _Watching:
         self.seen = Seen()
         self._world, self._steps, self._ragged, self._seed = world, steps, ragged, seed
         self._reference = draws
-        self._watch: Watch | None = None
+        self._watch: ModelTracer | None = None
         self._model: nn.Module | None = None
-        self._step = Step()
+        self._step = StepTrace()
         self._rows: list[Rows] = []
         self._now: tuple[Rows, list[list[int]]] | None = None
         self._forward: contextlib.ExitStack | None = None
@@ -119,7 +120,7 @@ class _Watching:
             self._start()
         elif self._since_step == 0 and self._made <= self._steps:
             self._changed_between_steps()
-        (parts,), (rows,) = agreed([share], self._world)
+        (parts,), (rows,) = slices_of_ranks([share], self._world)
         self._now = rows, parts
         self._batches += 1
         self._since_step += 1
@@ -133,9 +134,9 @@ class _Watching:
         if not own.models:
             raise UsageError("mw.distribute was given no model before the first batch. Give it the model that trains.")
         self._model = own.models[0] if len(own.models) == 1 else own.models
-        self._watch = Watch(self._model, self._seed, lift=True)
-        side = self.seen.side = begun_side(self._model)
-        side.apart = models_apart(side)
+        self._watch = ModelTracer(self._model, self._seed, upcast=True)
+        side = self.seen.side = trace_of(self._model)
+        side.rank_divergence = start_diverges(side)
         self._begin_step()
 
     def _changed_between_steps(self) -> None:
@@ -143,15 +144,15 @@ class _Watching:
         if self._world.size == 1 or self._model is None or self.seen.side is None or not self.seen.side.steps:
             return
         apart = {
-            **tensors_apart("parameter", parameters_of(self._model)),
-            **tensors_apart("buffer", buffers_of(self._model)),
+            **tensors_diverge("parameters", parameters_of(self._model)),
+            **tensors_diverge("buffers", buffers_of(self._model)),
         }
         step = self.seen.side.steps[-1]
-        step.apart = {**step.apart, **{name: max(far, step.apart.get(name, 0.0)) for name, far in apart.items()}}
+        step.rank_divergence |= {key: max(far, step.rank_divergence.get(key, 0.0)) for key, far in apart.items()}
 
     def _begin_step(self) -> None:
         assert self._watch is not None
-        self._step, self._rows, self._since_step = Step(), [], 0
+        self._step, self._rows, self._since_step = StepTrace(), [], 0
         reference = None
         if self._reference is not None:
             reference = self._reference[self._made] if self._made < len(self._reference) else []
@@ -171,7 +172,7 @@ class _Watching:
         self._forward.close()
         self._forward = None
         if forget:  # it had no backward
-            self._watch.forget()
+            self._watch.discard()
             self._rows.pop()
 
     # A step.
@@ -193,7 +194,7 @@ class _Watching:
         self._step.samples.append(self._now[1])
         if reduce:
             self._step.gradients = gradients_of(self._model)
-            self._step.ready = list(dict.fromkeys(self._watch.ready))
+            self._step.ready_order = list(dict.fromkeys(self._watch.ready))
         self._open()
 
     def lost(self, loss: Tensor) -> None:
@@ -208,7 +209,8 @@ class _Watching:
                 )
             self._meet("optimizer.step")
             self._close(forget=True)
-            self._step.rates, self._step.clipped = rates_of(optimizer), gradients_of(self._model)
+            self._step.learning_rates = learning_rates_of(optimizer)
+            self._step.clipped_gradients = gradients_of(self._model)
             _widen_state(optimizer)
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -218,8 +220,8 @@ class _Watching:
         if self._made <= self._steps and self.seen.side is not None:
             plan = self.seen.plan
             divided = plan is not None and plan.state_divided and not plan.parameters_divided
-            look_back(self._step, self._watch, self._model, optimizer, divided=divided)
-            self._step.apart |= numbers_apart("loss", {"loss": self._step.loss})
+            collect_step(self._step, self._watch, self._model, optimizer, None, divided=divided)
+            self._step.rank_divergence |= numbers_diverge("loss", {"loss": self._step.loss})
             self.seen.side.steps.append(self._step)
         self._a_step = self._since_step
         self._begin_step()
@@ -251,8 +253,8 @@ class _Watching:
         self._meet("the end of the script")
         side, watch = self.seen.side, self._watch
         if side is not None and watch is not None:
-            conclude(side, watch)
-            side.apart |= numbers_apart("evaluation", side.evaluation)
+            collect_run(side, watch)
+            side.rank_divergence |= numbers_diverge("evaluation", side.evaluation)
         return self.seen
 
     def _meet(self, where: str) -> None:
@@ -270,7 +272,7 @@ class _Watching:
 
 
 def _widen_state(optimizer: Optimizer) -> None:
-    """An optimizer that has stepped in float32 before its model was lifted."""
+    """An optimizer that has stepped in float32 before its model was upcast()."""
     for p, entry in optimizer.state.items():
         for key, value in entry.items() if isinstance(entry, dict) else ():
             if isinstance(value, Tensor) and value.is_floating_point() and value.ndim and value.dtype != p.dtype:
@@ -292,7 +294,7 @@ def watch_script(
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:
-        with lifted(), watching:
+        with upcast(), watching:
             script()
     except ScriptEnds:
         pass

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from meshwise.equivalence.cause import UNSUMMED
-from meshwise.equivalence.seen import Side
+from meshwise.equivalence.diagnose_evaluation import UNSUMMED
+from meshwise.equivalence.trace import Trace
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.training.keyed import Draw
@@ -23,7 +23,7 @@ class Seen:
     """
 
     plan: Plan | None = None
-    side: Side | None = None
+    side: Trace | None = None
     draws: list[list[list[Draw]]] = field(default_factory=list)
     backwards: int = 0
     loops: int = 0
@@ -53,7 +53,7 @@ def check_seen(seen: Seen, script: Path) -> None:
 
 def check_same_steps(one: Seen, many: Seen, script: Path) -> None:
     """Raises UsageError for a script that makes another number of steps under the plan."""
-    counts = [len(side.steps) for side in (one.side, many.side) if isinstance(side, Side)]
+    counts = [len(side.steps) for side in (one.side, many.side) if isinstance(side, Trace)]
     if counts[0] != counts[1]:
         raise UsageError(
             f"{script}: made {counts[0]} optimizer steps on one device and {counts[1]} under the plan, so they cannot "
@@ -61,7 +61,7 @@ def check_same_steps(one: Seen, many: Seen, script: Path) -> None:
         )
 
 
-def with_unsummed(one: Seen, plan: Seen) -> tuple[Side | None, Side | None]:
+def with_unsummed(one: Seen, plan: Seen) -> tuple[Trace | None, Trace | None]:
     """Both sides, with what a loop without `mw.sum` would give: of one rank alone under the plan."""
     sides = []
     for seen, number in ((one, 1.0), (plan, math.nan)):

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.equivalence.left_behind import agreed, conclude, look_back
-from meshwise.equivalence.one_device import begun_side, opened
-from meshwise.equivalence.over_ranks import cannot_train, models_apart, numbers_apart
-from meshwise.equivalence.seen import Ask, Cut, Side, Step, cuts_of, order_of, test_samples
-from meshwise.equivalence.watch import Watch, gradients_of, rates_of
+from meshwise.equivalence.across_ranks import cannot_train, numbers_diverge, start_diverges
+from meshwise.equivalence.collect import collect_run, collect_step, slices_of_ranks
+from meshwise.equivalence.model_state import gradients_of, learning_rates_of
+from meshwise.equivalence.model_tracer import ModelTracer
+from meshwise.equivalence.one_device import opened, trace_of
+from meshwise.equivalence.trace import BatchRange, CheckSpec, StepTrace, Trace, batch_ranges, order_of, test_samples
 from meshwise.parallel.apply import Applied
 from meshwise.spec.plan import at_precision
 from meshwise.spec.world import World
@@ -39,7 +40,7 @@ Draws = Sequence[Sequence[Sequence[Draw]]]
 class _Watched:
     """An `Applied` whose backward is watched: after the one that reduces, `seen` is called."""
 
-    def __init__(self, applied: Applied, watch: Watch, seen: Callable[[], None]) -> None:
+    def __init__(self, applied: Applied, watch: ModelTracer, seen: Callable[[], None]) -> None:
         self._applied, self._watch, self._seen = applied, watch, seen
 
     def __getattr__(self, name: str) -> Any:
@@ -53,54 +54,59 @@ class _Watched:
         return value
 
 
-def under_plan(job: Job, ask: Ask, draws: Draws) -> Side | None:
-    """Train `job` under the plan of `ask`, and evaluate it. Collective; rank 0 gets what all saw, the others None.
+def under_plan(job: Job, spec: CheckSpec, draws: Draws) -> Trace | None:
+    """Train `job` under the plan of `spec`, and evaluate it. Collective; rank 0 gets what all saw, the others None.
 
     draws: the random draws of one device, so that this side makes the same.
     """
     world = join().world
-    plan = at_precision(ask.plan, ask.precision)
+    plan = at_precision(spec.plan, spec.precision)
     applied, state = begun(job, plan, world)
-    watch = Watch(applied.model, job.seed, lift=ask.lifted)
-    side = begun_side(applied.model)
+    watch = ModelTracer(applied.model, job.seed, upcast=spec.upcast)
+    side = trace_of(applied.model)
     side.notes = applied.notes
-    side.apart = models_apart(side)
-    if any(gather_objects(cannot_train(side.apart))):
+    side.rank_divergence = start_diverges(side)
+    if any(gather_objects(cannot_train(side.rank_divergence))):
         return side if world.rank == 0 else None
-    step = Step()
+    step = StepTrace()
 
     def gradients_are_there() -> None:
-        step.gradients, step.ready = gradients_of(applied.model), list(dict.fromkeys(watch.ready))
+        step.gradients, step.ready_order = gradients_of(applied.model), list(dict.fromkeys(watch.ready))
 
     def optimizer_steps(*_: Any) -> None:
-        step.rates = rates_of(state.optimizer)
+        step.learning_rates = learning_rates_of(state.optimizer)
         if job.clip_norm is not None:
-            step.clipped = gradients_of(applied.model)
+            step.clipped_gradients = gradients_of(applied.model)
 
     state.optimizer.register_step_pre_hook(optimizer_steps)
     watched: Any = _Watched(applied, watch, gradients_are_there)
     divided = plan.state_divided and not plan.parameters_divided
-    context = StepContext(replace(job, loss=watch.loss(job.loss)), watched, state, world, current())
+
+    def traced_loss(model: Any, batch: Any) -> Any:
+        with watch.forward():
+            return job.loss(model, batch)
+
+    context = StepContext(replace(job, loss=traced_loss), watched, state, world, current())
     samples, read = opened(job, job.data(), "training set")
     applied.model.train()
-    for number, cut in enumerate(cuts_of(samples, job.batch_size, ask)):
-        step = Step()
-        shares = _shares(job, cut, samples, world, ask)
-        step.samples, rows = agreed(shares, world)
+    for number, cut in enumerate(batch_ranges(samples, job.batch_size, spec)):
+        step = StepTrace()
+        shares = _shares(job, cut, samples, world, spec)
+        step.samples, rows = slices_of_ranks(shares, world)
         watch.begin(number, rows, draws[number] if number < len(draws) else [])
         parts = list(prefetch(zip(read((s.indices for s in shares), cut.epoch), shares, strict=True), world.device))
         step.loss = _mean(train_step(context, parts))
-        look_back(step, watch, applied.model, state.optimizer, state.scheduler, divided=divided)
+        collect_step(step, watch, applied.model, state.optimizer, state.scheduler, divided=divided)
         if world.rank == 0:
             side.steps.append(step)
     _evaluate(job, context, watch, side)
-    conclude(side, watch)
+    collect_run(side, watch)
     return side if world.rank == 0 else None
 
 
-def _shares(job: Job, cut: Cut, samples: int, world: World, ask: Ask) -> list[BatchSlice]:
+def _shares(job: Job, cut: BatchRange, samples: int, world: World, spec: CheckSpec) -> list[BatchSlice]:
     order = order_of(job.seed, cut, samples)[: cut.stop]
-    return next(iter(epoch_slices(order, cut.stop - cut.start, world, ask.plan.accumulate, cut.start)))
+    return next(iter(epoch_slices(order, cut.stop - cut.start, world, spec.plan.accumulate, cut.start)))
 
 
 def _mean(losses: Sequence[tuple[Tensor, Tensor | float]]) -> float:
@@ -111,16 +117,16 @@ def _mean(losses: Sequence[tuple[Tensor, Tensor | float]]) -> float:
     return float(sum(total for total, _ in ranks) / sum(weight for _, weight in ranks))
 
 
-def _evaluate(job: Job, context: StepContext, watch: Watch, side: Side) -> None:
+def _evaluate(job: Job, context: StepContext, watch: ModelTracer, side: Trace) -> None:
     if job.test is None:
         return
     samples, read = opened(job, job.test(), "test set")
     shares = sequential_slices(test_samples(samples, job.batch_size), job.batch_size, context.world)
-    counted, rows = agreed(shares, context.world)
+    counted, rows = slices_of_ranks(shares, context.world)
     batches = prefetch(zip(read((s.indices for s in shares), 0), shares, strict=True), context.world.device)
-    metrics = None if job.metrics is None else watch.measured(job.metrics, rows)
-    measured = replace(job, loss=watch.measured(job.loss, rows), metrics=metrics)
+    metrics = None if job.metrics is None else watch.keyed(job.metrics, rows)
+    measured = replace(job, loss=watch.keyed(job.loss, rows), metrics=metrics)
     side.evaluation = evaluate(replace(context, job=measured), batches)
-    side.apart |= numbers_apart("evaluation", side.evaluation)
-    side.stand_ins = {max(parts, key=len)[0]: parts.count([]) for parts in counted if any(parts)}
+    side.rank_divergence |= numbers_diverge("evaluation", side.evaluation)
+    side.padding_ranks = {max(parts, key=len)[0]: parts.count([]) for parts in counted if any(parts)}
     side.evaluated = [index for parts in counted for part in parts for index in part]

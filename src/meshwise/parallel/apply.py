@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwise.compat.compiling import inside, uncompile
+from meshwise.compat.compiling import uncompile, unwrapped
 from meshwise.parallel.batch_norm import join_batch_norms
 from meshwise.parallel.compiled import compile_blocks
 from meshwise.parallel.data import DataParallel
@@ -42,7 +42,7 @@ from meshwise.parallel.zero1 import DividedOptimizer
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
-from meshwise.transfer.layout import lay_as
+from meshwise.transfer.sharded import shard_like
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def apply(
         model.to(world.device)
         collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
     joined = join_batch_norms(model, counts) if counts is not None and world.size > 1 else []
-    compiled = compile_blocks(inside(model)) if plan.compile or was_compiled else []
-    recomputed = recompute_blocks(inside(model), plan.recompute)
+    compiled = compile_blocks(unwrapped(model)) if plan.compile or was_compiled else []
+    recomputed = recompute_blocks(unwrapped(model), plan.recompute)
     if "activations" in plan.offload:
         offload_activations(model)
     contiguous = lay_contiguously(model) if plan.parameters_divided else []
@@ -118,7 +118,7 @@ def apply(
     )
     applied = Applied(model, plan, reduction, notes, bool(joined))
     for optimizer in optimizers:
-        rebind(optimizer, names, model, lay_as)
+        rebind(optimizer, names, model, shard_like)
         bind(applied, optimizer, world)
     return applied
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from meshwise.compat.compiling import inside
+from meshwise.compat.compiling import unwrapped
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -16,7 +16,7 @@ def called_in(model: nn.Module) -> list[nn.Module]:
     """`model`, or what it holds where it is a list or dictionary of models, which is never called itself."""
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         return [root for child in model.children() for root in called_in(child)]
-    return [inside(model)]
+    return [unwrapped(model)]
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwise.compat import fake
-from meshwise.compat.dispatch import operators_unseen, tensors_in
-from meshwise.compat.heap import give_back
+from meshwise.compat.dispatch import tensors_in, without_interception
+from meshwise.compat.heap import trim_heap
 from meshwise.compat.sharding import with_local
 from meshwise.parallel.record import Record, record_of
 from meshwise.parallel.replay import Place, Unlike, replay
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.transfer import collectives
-from meshwise.transfer.layout import part_of
+from meshwise.transfer.sharded import local_slices
 from meshwise.transfer.tree import map_tensors
 
 LARGE = 8 << 20  # bytes: holes of this size in the heap would add up to a good part of a large model
@@ -101,7 +101,7 @@ def hold(model: nn.Module) -> Held | None:
         held.tensors[key] = record.known(t)
         held.own[key] = fake.own_attributes(t)
         if id(t) not in metas:
-            with operators_unseen():
+            with without_interception():
                 meta = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
             metas[id(t)] = nn.Parameter(meta, t.requires_grad) if isinstance(t, nn.Parameter) else meta
         _put(model, key, metas[id(t)], held.own[key])
@@ -150,7 +150,7 @@ def fill(held: Held, model: nn.Module, device: torch.device | str, *, parts: tor
 
     def finished(number: int, storage: torch.UntypedStorage) -> None:
         if storage.nbytes() >= LARGE:
-            give_back()
+            trim_heap()
         made: dict[Place, Tensor] = {}
         for place, to in wanted[number]:
             whole = made.setdefault(place, place.of(storage))
@@ -192,7 +192,7 @@ def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
     whole = whole.to(like.dtype)
     if not isinstance(like, DTensor):
         return whole.to(device)
-    return with_local(like, whole[part_of(like)].clone(memory_format=torch.contiguous_format).to(device))
+    return with_local(like, whole[local_slices(like)].clone(memory_format=torch.contiguous_format).to(device))
 
 
 def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:

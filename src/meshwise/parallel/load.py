@@ -24,7 +24,7 @@ from meshwise.parallel.record import record_of
 from meshwise.parallel.replay import Place
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import some
-from meshwise.transfer.layout import part_of
+from meshwise.transfer.sharded import local_slices
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {
@@ -62,7 +62,7 @@ class _Stored:
 
     def part(self, like: Tensor, device: torch.device | str) -> Tensor:
         """This rank's part, as `like` lies, in its dtype."""
-        bounds = part_of(like)
+        bounds = local_slices(like)
         with safe_open(self.file, "pt") as opened:  # closed at once: pages of a mapped file count as memory in use
             read = opened.get_slice(self.name)[bounds] if bounds else opened.get_tensor(self.name)
             local = torch.empty(read.shape, dtype=like.dtype).copy_(read)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshwise.transfer.layout import lay_as
+from meshwise.transfer.sharded import shard_like
 
 
 def lay_what_a_model_loads(model: nn.Module) -> None:
@@ -26,7 +26,7 @@ def _lay_parameters(module: nn.Module, state: dict[str, Any], prefix: str, *unus
     for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
         value = state.get(prefix + name)
         if isinstance(value, Tensor) and value.shape == p.shape:  # torch tells what has another shape
-            state[prefix + name] = lay_as(value, p)
+            state[prefix + name] = shard_like(value, p)
 
 
 def lay_what_an_optimizer_loads(optimizer: Optimizer) -> None:
@@ -48,4 +48,4 @@ def _lay_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _laid(value: Any, p: Tensor) -> Any:
-    return lay_as(value, p) if isinstance(value, Tensor) and value.ndim > 0 else value
+    return shard_like(value, p) if isinstance(value, Tensor) and value.ndim > 0 else value

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.compat.dispatch import StorageFacts
+from meshwise.compat.dispatch import StorageMap
 from meshwise.compat.reducer import version
 from meshwise.parallel.blocks import called_in
 
@@ -94,7 +94,7 @@ class _Kept:
     window: int
     sent: list[weakref.ref[_OnHost]] = field(default_factory=list)
     fetched: list[weakref.ref[_OnHost]] = field(default_factory=list)
-    known: StorageFacts = field(default_factory=StorageFacts)
+    known: StorageMap = field(default_factory=StorageMap)
 
     def to_host(self, tensor: Tensor) -> Tensor | _View:
         """Called by autograd with what it would keep. Views of one storage send it once."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwise.compat import fake
-from meshwise.compat.dispatch import StorageFacts, name_of, operators_unseen, tensors_in, written_by
+from meshwise.compat.dispatch import StorageMap, operator_name, tensors_in, without_interception, written_arguments
 from meshwise.parallel.replay import Call, Entry, Place, Turn, Unlike, mapped, places_in, replay
 from meshwise.spec.errors import UsageError
 
@@ -34,7 +34,7 @@ class Record:
         self.given: dict[int, Given] = {}
         """By storage: what gives this rank's part of a tensor that was loaded, so that it is not replayed."""
         self.given_after = 0
-        self._storages = StorageFacts()
+        self._storages = StorageMap()
         self._count = 0
         self._last: dict[torch.Generator, bytes] = {torch.default_generator: _key(torch.default_generator)}
         self._marks: dict[bytes, int] = {self._last[torch.default_generator]: -1}
@@ -45,9 +45,9 @@ class Record:
         self.left = _key(torch.default_generator)
 
     def _handle(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        for tensor in written_by(operator, args, kwargs):
+        for tensor in written_arguments(operator, args, kwargs):
             if not fake.is_fake(tensor):
-                raise Unlike(f"{name_of(operator)} writes a tensor that was made outside of it.")
+                raise Unlike(f"{operator_name(operator)} writes a tensor that was made outside of it.")
         before, after = mapped((args, kwargs), self.known), None
         random = fake.is_random(operator)
         if random:
@@ -74,7 +74,7 @@ class Record:
         self.entries.append(
             Call(
                 operator,
-                name_of(operator),
+                operator_name(operator),
                 arguments,
                 keywords,
                 places,
@@ -121,7 +121,7 @@ class Record:
 
     def _tick(self, generator: torch.Generator) -> None:
         """Each random operator leaves the generator in a state of its own, so that one put back is known again."""
-        with operators_unseen():
+        with without_interception():
             torch.rand(1, generator=generator, device=generator.device)
         key = self._last[generator] = _key(generator)
         if generator is torch.default_generator:
@@ -131,7 +131,7 @@ class Record:
         """What an operator gives on the values that its arguments will have."""
         found: dict[int, torch.UntypedStorage] = {}
         states = {generator: generator.get_state() for generator in self._last}
-        with operators_unseen():
+        with without_interception():
             try:
                 torch.default_generator.set_state(self.start)
                 replay(self.entries, {place.storage for place in places_in(before)}, found.__setitem__)
@@ -198,5 +198,5 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 
 
 def _key(generator: torch.Generator) -> bytes:
-    with operators_unseen():
+    with without_interception():
         return generator.get_state().numpy().tobytes()

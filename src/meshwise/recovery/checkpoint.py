@@ -43,11 +43,11 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     Rank 0 verifies the file. Where every rank sees it, each maps it into memory and reads what it needs; else rank 0
     sends it.
     """
-    path, size = collectives.broadcast_object(_verified(folder) if collectives.own_rank() == 0 else None)
+    path, size = collectives.broadcast_object(_verified(folder) if collectives.get_rank() == 0 else None)
     sees = path.exists() and path.stat().st_size == size
     if all(collectives.gather_objects(sees)):
         return _read(path)
-    return dict(collectives.broadcast_object(_read(path) if collectives.own_rank() == 0 else None))
+    return dict(collectives.broadcast_object(_read(path) if collectives.get_rank() == 0 else None))
 
 
 def _verified(folder: Path) -> tuple[Path, int]:

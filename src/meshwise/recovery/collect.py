@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwise.transfer import collectives
-from meshwise.transfer.layout import whole
+from meshwise.transfer.sharded import full_tensor
 from meshwise.transfer.tree import map_leaves, map_tensors
 
 
@@ -32,11 +32,11 @@ def collected(thing: Any) -> Any:
     Every rank gives a tree of the same form; optimizers' states may have entries on some ranks alone.
     """
     seen: dict[int, Tensor] = {}
-    first = collectives.own_rank() == 0
+    first = collectives.get_rank() == 0
 
     def gathered(tensor: Tensor) -> Tensor:
         if id(tensor) not in seen:  # tied tensors stay tied
-            full = whole(tensor)
+            full = full_tensor(tensor)
             seen[id(tensor)] = full.detach().cpu() if first else torch.empty(0)
         return seen[id(tensor)]
 
@@ -58,11 +58,11 @@ def _joined_state(state: dict[Any, Any]) -> dict[Any, Any]:
     complete = dict(state)
     for key in sorted({key for forms in ranks for key in forms} - ranks[0].keys()):
         owner = next(rank for rank, forms in enumerate(ranks) if key in forms)
-        if collectives.own_rank() == 0:
+        if collectives.get_rank() == 0:
             complete[key] = _received(ranks[owner][key], owner)
-        elif collectives.own_rank() == owner:
+        elif collectives.get_rank() == owner:
             map_tensors(_sent, state[key])
-    own = complete if collectives.own_rank() == 0 else {k: v for k, v in state.items() if k in ranks[0]}
+    own = complete if collectives.get_rank() == 0 else {k: v for k, v in state.items() if k in ranks[0]}
     return dict(sorted(own.items()))
 
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
+
+from meshwise.spec.errors import UsageError
 
 P = ParamSpec("P")
 Options = TypeVar("Options")
@@ -27,6 +29,7 @@ class Option:
 
     name: the option, where it is not the field's name with dashes. argument: a word without a name (`JOB`).
     scripts: whether a user's own script has the option too; False is an option of jobs alone.
+    recorded: whether run.json keeps it, for a run that is resumed.
     """
 
     help: str
@@ -34,14 +37,36 @@ class Option:
     metavar: str | None = None
     argument: bool = False
     scripts: bool = True
+    recorded: bool = True
 
 
 def options_of(kind: type) -> Iterator[tuple[str, Any, Option]]:
-    """The name, the type and the `Option` of each field of a dataclass that has one."""
-    for name, annotated in get_type_hints(kind, include_extras=True).items():
-        for option in get_args(annotated):
+    """The name, the type and the `Option` of each field of a dataclass that has one, inherited fields last."""
+    hints = get_type_hints(kind, include_extras=True)
+    for name in (name for each in kind.__mro__ for name in vars(each).get("__annotations__", ())):
+        for option in get_args(hints[name]):
             if isinstance(option, Option):
-                yield name, get_args(annotated)[0], option
+                yield name, get_args(hints[name])[0], option
+
+
+def given_options(options: Any) -> Iterator[tuple[str, Any, Option]]:
+    """The name, the value and the `Option` of each field of an options dataclass that differs from its default."""
+    defaults = {field.name: field.default for field in fields(options)}
+    for name, _, option in options_of(type(options)):
+        value = getattr(options, name)
+        if value != defaults[name]:
+            yield name, value, option
+
+
+def refuse_options_of_jobs(script: str, options: Any) -> None:
+    """Raises UsageError for an option that is given and that only jobs have."""
+    for name, value, option in given_options(options):
+        if not option.scripts:
+            words = option_name(name, option) + ("" if value is True else f" {value}")
+            raise UsageError(
+                f"{words}: {script} is a script, and this is an option of jobs. Write the script's own options behind "
+                "its name, or make a Job of it."
+            )
 
 
 def option_name(field: str, option: Option) -> str:
@@ -59,7 +84,9 @@ def takes(options: Callable[P, Options]) -> Callable[[Callable[[Options], R]], C
 
         assert isinstance(options, type)
         signature, hints = inspect.signature(options), get_type_hints(options)
+        order = [name for name, *_ in options_of(options)]
         parameters = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values()]
+        parameters.sort(key=lambda p: order.index(p.name) if p.name in order else len(order))
         returned = get_type_hints(function).get("return", signature.empty)
         described = [f"{name}: {option.help}." for name, _, option in options_of(options)]
         with_fields.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.dispatch import name_of, operators_through
+from meshwise.compat.dispatch import intercept_operators, operator_name
 from meshwise.training.draws import mixed
 
 Uniform = Callable[[Sequence[int], torch.device], Tensor]
@@ -72,11 +72,11 @@ class KeyedDraws:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Its backward, which may recompute parts of the forward."""
-        with operators_through(self._handle):
+        with intercept_operators(self._handle):
             yield
 
     def _handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = name_of(func)
+        name = operator_name(func)
         draw = DRAWS.get(name)
         if draw is None or kwargs.get("generator") is not None or any(isinstance(a, DTensor) for a in args):
             if torch.Tag.nondeterministic_seeded in func.tags and not name.startswith("_scaled_dot_product"):

@@ -32,13 +32,13 @@ from meshwise.training.job import Job
 from meshwise.training.journal import Journal, Tell
 from meshwise.training.order import BatchSlice, epoch_order, epoch_slices, sequential_slices
 from meshwise.training.recording import Recording
-from meshwise.training.settings import Settings, overridden
+from meshwise.training.run_options import LOG_EVERY, RunOptions
 from meshwise.training.source import LoaderSettings, Reader, count_samples, reader
 from meshwise.training.step import Part, StepContext, train_step
 from meshwise.transfer.collectives import barrier
 from meshwise.transfer.prefetch import prefetch
-from meshwise.workers.join import Session, join
-from meshwise.workers.worker import midway
+from meshwise.workers.join import RankContext, join
+from meshwise.workers.worker import in_progress
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Data:
 class _Run:
     """One rank's run of a job."""
 
-    session: Session
-    settings: Settings
+    session: RankContext
+    options: RunOptions
     folder: Path | None
     context: StepContext
     journal: Journal
@@ -66,23 +66,23 @@ class _Run:
     saved_step: int = -1
 
 
-def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None = None) -> dict[str, Any]:
+def run_job(job: Job, options: RunOptions, folder: Path | None, tell: Tell | None = None) -> dict[str, Any]:
     """Run `job` on this rank. Collective: every rank calls it. Returns the rank's facts of the finished run.
 
     folder: the run folder, which exists; None keeps no records. tell: gets the messages of the run; the launcher by
     default. Raises UsageError for what cannot be run, LossError when the loss is not a number any more.
     """
     session = join()
-    job = overridden(job, settings)
-    check_fits(settings.plan, session.world)
+    plan = options.plan_on(session.world.size)
+    check_fits(plan, session.world)
     if tell is None and session.channel is not None:
         tell = session.channel.send
-    journal = Journal(folder, tell, session.world, scaled=settings.plan.dtypes.scaled)
+    journal = Journal(folder, tell, session.world, scaled=plan.dtypes.scaled)
     recording = Recording(session.world, folder, lambda text: journal.tell("say", text=text))
     recorder, status = recording.recorder, "failed"
     run: _Run | None = None
     try:
-        run = _prepare(job, settings, folder, session, journal, recorder)
+        run = _prepare(job, options, folder, session, journal, recorder)
         _train(run)
         _finish(run)
         status = "stopped" if run.stopped else "finished"
@@ -101,32 +101,33 @@ def run_job(job: Job, settings: Settings, folder: Path | None, tell: Tell | None
         "metrics": run.metrics,
         "losses": journal.losses,
         "memory": peak_bytes(session.world.device),
-        "notes": (*_notes(run.context.applied, settings), *_unkeyed(run.context.draws)),
+        "notes": (*_notes(run.context.applied, options), *_unkeyed(run.context.draws)),
     }
 
 
 def _prepare(
-    job: Job, settings: Settings, folder: Path | None, session: Session, journal: Journal, recorder: Recorder
+    job: Job, options: RunOptions, folder: Path | None, session: RankContext, journal: Journal, recorder: Recorder
 ) -> _Run:
-    world, plan = session.world, settings.plan
+    world = session.world
+    plan = options.plan_on(world.size)
     train, test = _data(job, job.data(), "training set"), _data(job, job.test(), "test set") if job.test else None
     applied, state = begun(job, plan, world)
     record_blocks(applied.model)
-    if settings.resume and folder is not None:
+    if options.resume is not None and folder is not None:
         unpack(state, load_checkpoint(folder / names.CHECKPOINTS))
         journal.rewind(state.step)
-    context = StepContext(job, applied, state, world, recorder, StepDraws(exact=settings.exact_random))
-    run = _Run(session, settings, folder, context, journal, train, test)
-    run.saved_step = state.step if settings.resume else -1
-    for note in _notes(applied, settings) if world.rank == 0 else ():
+    context = StepContext(job, applied, state, world, recorder, StepDraws(exact=options.exact_random))
+    run = _Run(session, options, folder, context, journal, train, test)
+    run.saved_step = state.step if options.resume is not None else -1
+    for note in _notes(applied, options) if world.rank == 0 else ():
         journal.tell("say", text=note)
     journal.tell("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
     return run
 
 
-def _notes(applied: Applied, settings: Settings) -> tuple[str, ...]:
+def _notes(applied: Applied, options: RunOptions) -> tuple[str, ...]:
     """What the plan says of itself, but for what exact draws make untrue."""
-    return tuple(note for note in applied.notes if not (settings.exact_random and note.startswith("dropout:")))
+    return tuple(note for note in applied.notes if not (options.exact_random and note.startswith("dropout:")))
 
 
 def begun(job: Job, plan: Plan, world: World) -> tuple[Applied, RunState]:
@@ -176,8 +177,8 @@ def _train_epoch(run: _Run) -> bool:
     steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size)
     pace = _Pace(run.train.samples * job.epochs, run.samples)
     batches = _train_batches(run)
-    stop = False
-    midway.add("an epoch")
+    stop, log_every = False, run.options.log_every or LOG_EVERY
+    in_progress.add("an epoch")
     while in_epoch < steps:
         if not run.session.gate.begin():
             stop = True
@@ -191,7 +192,7 @@ def _train_epoch(run: _Run) -> bool:
         run.samples += parts[0][1].total
         recorder.samples = run.samples
         journal.note(state.epoch, state.step, losses)
-        if in_epoch % run.settings.log_every == 0 or in_epoch == steps:
+        if in_epoch % log_every == 0 or in_epoch == steps:
             stop = journal.read(run.session.gate.wanted)
             journal.memory()
             _tell(run, "log", pace, in_epoch, steps)
@@ -199,10 +200,10 @@ def _train_epoch(run: _Run) -> bool:
                 break
         elif journal.due():
             _tell(run, "progress", pace, in_epoch, steps)
-        if run.settings.save_every and state.step % run.settings.save_every == 0:
+        if run.options.save_every and state.step % run.options.save_every == 0:
             _save(run)
     journal.read()
-    midway.clear()
+    in_progress.clear()
     return stop
 
 
@@ -211,7 +212,7 @@ def _train_batches(run: _Run) -> Iterator[list[Part]]:
     state, job, world = run.context.state, run.context.job, run.context.world
     order = epoch_order(state.seed, state.epoch, run.train.samples)
     shares: list[list[BatchSlice]] = list(
-        epoch_slices(order, job.batch_size, world, run.settings.plan.accumulate, state.index)
+        epoch_slices(order, job.batch_size, world, run.context.applied.plan.accumulate, state.index)
     )
     read = run.train.read((share.indices for step in shares for share in step), state.epoch)
     pairs = prefetch(zip(read, (share for step in shares for share in step), strict=True), world.device)
@@ -270,7 +271,7 @@ def _finish(run: _Run) -> None:
         barrier()  # without a launcher nobody waits for rank 0's files
 
 
-def _explain(error: BaseException, session: Session, run: _Run | None, recorder: Recorder) -> None:
+def _explain(error: BaseException, session: RankContext, run: _Run | None, recorder: Recorder) -> None:
     """Add to an error what its traceback does not say: rank, step, phase, and for memory how much of it."""
     if isinstance(error, MeshwiseError):
         return

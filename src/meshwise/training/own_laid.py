@@ -26,7 +26,7 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.block_spans import record_blocks
 from meshwise.training.own_state import own, say
-from meshwise.transfer.layout import lay_as
+from meshwise.transfer.sharded import shard_like
 from meshwise.transfer.tree import map_tensors
 
 
@@ -117,7 +117,7 @@ def lay_optimizer(optimizer: Optimizer, world: World) -> None:
         return  # its model may come later
     if any(p in own.replaced for p in held):
         names |= {id(p): own.replaced[p] for p in held if p in own.replaced}
-        rebind(optimizer, names, own.models, lay_as)
+        rebind(optimizer, names, own.models, shard_like)
     if applied is not None:
         bind(applied, optimizer, world)
         own.bound.add(id(optimizer))

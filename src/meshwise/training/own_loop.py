@@ -37,8 +37,8 @@ from meshwise.training.recording import record_script
 from meshwise.training.weighing import as_weight, zero_if_empty
 from meshwise.transfer import collectives
 from meshwise.transfer.prefetch import prefetch
-from meshwise.workers.join import join, open_session
-from meshwise.workers.worker import midway
+from meshwise.workers.join import join, rank_context
+from meshwise.workers.worker import in_progress
 
 Number = TypeVar("Number", int, float, Tensor)
 
@@ -58,7 +58,7 @@ def distribute(*objects: Any, plan: Plan | str | Path | None = None, streams: st
     """
     world = join().world
     if _own.recording is None:
-        _own.recording = record_script(world, foreign=open_session().channel is None, say=say)
+        _own.recording = record_script(world, foreign=rank_context().channel is None, say=say)
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     if models or plan is not None:
         lay_models(models, settle(plan, world), world)
@@ -120,10 +120,10 @@ class DistributedLoader:
         if self._running:  # the loop before this one was left early: its epoch is over
             self._epoch, self._index = self._epoch + 1, 0
         self._running = True
-        gate = open_session().gate
+        gate = rank_context().gate
         outer = torch.get_rng_state()
         name = f"epoch {self._epoch} of a loader"
-        midway.add(name)
+        in_progress.add(name)
         _own.used_stand_ins = False
         if _own.observer is not None:
             _own.observer.begins()
@@ -155,7 +155,7 @@ class DistributedLoader:
             if _own.observer is not None:
                 _own.observer.left()
             _own.share = None
-            midway.discard(name)
+            in_progress.discard(name)
             torch.set_rng_state(outer)
 
     def _shortened(self, most: int) -> Iterator[Any]:
@@ -255,9 +255,9 @@ def _sum(value: Number, world: World) -> Number:
 
 def rank() -> int:
     """This process's rank, from 0."""
-    return open_session().world.rank
+    return rank_context().world.rank
 
 
 def world_size() -> int:
     """How many ranks the run has."""
-    return open_session().world.size
+    return rank_context().world.size

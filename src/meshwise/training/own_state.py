@@ -18,7 +18,7 @@ from meshwise.spec.world import World
 from meshwise.training.order import BatchSlice
 from meshwise.training.own_spans import OwnSpans
 from meshwise.training.recording import Recording
-from meshwise.workers.join import open_session
+from meshwise.workers.join import rank_context
 
 
 class Observer(Protocol):
@@ -99,7 +99,7 @@ own = Own()
 
 def say(text: str) -> None:
     """A line for the user, once a run."""
-    session = open_session()
+    session = rank_context()
     if session.world.rank != 0 or text in own.said:
         return
     own.said.add(text)

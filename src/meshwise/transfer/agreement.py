@@ -7,7 +7,7 @@ import time
 from meshwise.compat.reducer import default_store
 
 POLL, SLOWEST = 0.0005, 0.02  # seconds between two looks: at first, and after a while
-PARTED = 1 << 40  # added to the counter of a fact by a rank that came with another
+MISMATCH = 1 << 40  # added to the counter of a fact by a rank that came with another
 
 
 def agree(key: str, fact: str, ranks: int, seconds: float) -> str | None:
@@ -16,12 +16,12 @@ def agree(key: str, fact: str, ranks: int, seconds: float) -> str | None:
     store = default_store()
     first = store.compare_set(f"{key}/fact", "", fact).decode()
     if first != fact:
-        store.add(f"{key}/count", PARTED)
+        store.add(f"{key}/count", MISMATCH)
         return first
     store.add(f"{key}/count", 1)
     if not wait_for_all(f"{key}/count", ranks, seconds):
         return ""
-    return "something else" if store.add(f"{key}/count", 0) >= PARTED else None
+    return "something else" if store.add(f"{key}/count", 0) >= MISMATCH else None
 
 
 def wait_for_all(key: str, ranks: int, seconds: float) -> bool:

@@ -41,7 +41,7 @@ def world_size(group: Group = None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
-def own_rank(group: Group = None) -> int:
+def get_rank(group: Group = None) -> int:
     """This process among the ranks of the group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
@@ -189,7 +189,7 @@ def send_receive(sends: Pairs, receives: Pairs, group: Group = None, kind: str =
 
     Bytes are those that this rank sends, or those that it receives where these are more.
     """
-    own = own_rank(group)
+    own = get_rank(group)
     for what, pairs in (("target", sends), ("source", receives)):
         for _, rank in pairs:
             _check_rank(kind, what, rank, group)

@@ -21,7 +21,7 @@ from meshwise.transfer.stopwatch import Seconds
 
 
 @dataclass(frozen=True)
-class Moved:
+class Transfer:
     """One transfer: its operation (`copy`, `all-reduce`), both ends, bytes, path (`peer`, `gloo`), seconds or nan."""
 
     operation: str
@@ -32,7 +32,7 @@ class Moved:
     seconds: float
 
 
-class CommLog(Sequence[Moved]):
+class CommLog(Sequence[Transfer]):
     """The transfers of a block in the order in which they were begun. `print(log)` shows them as a table."""
 
     def __init__(self) -> None:
@@ -44,19 +44,19 @@ class CommLog(Sequence[Moved]):
         self._rows.append((operation, source, target, size, path, seconds))
 
     @overload
-    def __getitem__(self, index: int) -> Moved: ...
+    def __getitem__(self, index: int) -> Transfer: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Moved]: ...
-    def __getitem__(self, index: int | slice) -> Moved | list[Moved]:
+    def __getitem__(self, index: slice) -> list[Transfer]: ...
+    def __getitem__(self, index: int | slice) -> Transfer | list[Transfer]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         operation, source, target, size, path, seconds = self._rows[index]
         if callable(seconds):
             if self.running:
-                return Moved(operation, source, target, size, path, math.nan)
+                return Transfer(operation, source, target, size, path, math.nan)
             seconds = seconds()
             self._rows[index] = (operation, source, target, size, path, seconds)
-        return Moved(operation, source, target, size, path, seconds)
+        return Transfer(operation, source, target, size, path, seconds)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -87,7 +87,7 @@ def note(operation: str, source: str, target: str, bytes: int, path: str, second
         log.add(operation, source, target, bytes, path, seconds)
 
 
-def totals(moves: Sequence[Moved]) -> dict[str, tuple[int, int, float]]:
+def totals(moves: Sequence[Transfer]) -> dict[str, tuple[int, int, float]]:
     """(transfers, bytes, seconds) by path. Seconds overlap where transfers did; nan where one of them is unknown."""
     found: dict[str, tuple[int, int, float]] = {}
     for move in moves:
@@ -96,7 +96,7 @@ def totals(moves: Sequence[Moved]) -> dict[str, tuple[int, int, float]]:
     return found
 
 
-def table(moves: Sequence[Moved]) -> str:
+def table(moves: Sequence[Transfer]) -> str:
     """A line a transfer, and a line a path with its totals."""
     if not moves:
         return "nothing was moved"

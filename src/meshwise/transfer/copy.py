@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from meshwise.spec.errors import TransferError, UsageError
 from meshwise.spec.machine import Machine
 from meshwise.spec.units import bytes_text
-from meshwise.transfer import exchange
+from meshwise.transfer import interop
 from meshwise.transfer.checksum import first_difference
 from meshwise.transfer.comm_log import OPEN, note
+from meshwise.transfer.devices import DEVICE_SETS, as_device, device_of, device_set, empty_like, name_of, plainly
 from meshwise.transfer.overlap import overlapping, repeats, torchs_check_is_sure
 from meshwise.transfer.path import AUTO, STAGED, choose
-from meshwise.transfer.place import WORLDS, as_device, device_of, empty_like, name_of, plainly, world
 from meshwise.transfer.staging import staged
 from meshwise.transfer.stopwatch import Seconds, Stopwatch
 from meshwise.transfer.tree import map_leaves
@@ -50,7 +50,7 @@ def copy(
     writing `src`. Otherwise both may be used at once on their current streams, and by the host. Overlapping memory is
     copied through a temporary. Raises UsageError for what cannot be, TransferError when `verify` finds a difference.
     """
-    if path == AUTO and not (verify or OPEN or WORLDS or links or stream):
+    if path == AUTO and not (verify or OPEN or DEVICE_SETS or links or stream):
         try:  # the common case; each look at a tensor costs some 50 ns, and 1 µs where caches are cold
             if (
                 dst.numel() == src.numel()  # then what torch would broadcast differs in leading dims of 1 alone
@@ -95,12 +95,12 @@ def to(
 def _is_leaf(item: Any) -> bool:
     if isinstance(item, set | frozenset):
         return any(isinstance(one, Tensor) for one in item)
-    return isinstance(item, nn.Module) or exchange.is_array(item)
+    return isinstance(item, nn.Module) or interop.is_array(item)
 
 
 def moved_to(leaf: Any, target: torch.device, operation: str, *, own: bool = False, **how: Any) -> Tensor:
     """A tensor or array on `target`; itself where it is there, unless `own` memory is wanted. how: as for `move`."""
-    tensor = exchange.from_array(leaf)
+    tensor = interop.from_array(leaf)
     if device_of(tensor) == target and not own:
         return tensor
     if tensor.layout != torch.strided:
@@ -124,7 +124,7 @@ def move(
     non_blocking: bool = False,
 ) -> Tensor:
     """As `copy`, under the name of another operation in the log."""
-    src = exchange.from_array(src)
+    src = interop.from_array(src)
     src = _check(dst, src, stream)
     source, target = device_of(src), device_of(dst)
     size = src.numel() * src.element_size()
@@ -208,7 +208,7 @@ def _run(
     else:
         dst.copy_(src)
         seconds = watch.stop()
-    open_one = world()
+    open_one = device_set()
     if open_one is not None and open_one.on_copy is not None and row[1] != row[2]:
         open_one.on_copy(dst, src, way)
     if OPEN:

@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwise.compat.dispatch import name_of as operator_name
-from meshwise.compat.dispatch import operators_through, tensors_in, written_by
+from meshwise.compat.dispatch import intercept_operators, operator_name, tensors_in, written_arguments
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
 from meshwise.transfer.copy import moved_to
-from meshwise.transfer.place import UNDECIDED, WORLDS, Hook, World, as_device, device_of, name_of
+from meshwise.transfer.devices import DEVICE_SETS, UNDECIDED, DeviceSet, Hook, as_device, device_of, name_of
 
 MOST = 1024  # a typing slip must not promise a million devices
 
@@ -38,7 +37,7 @@ class VirtualDevices(Sequence[torch.device]):
     """The virtual devices of a block: `devices[1]` is `cpu:1`."""
 
     def __init__(self, count: int) -> None:
-        self.world = World(count)
+        self.device_set = DeviceSet(count)
         self._devices = [torch.device("cpu", index) for index in range(count)]
 
     @property
@@ -47,11 +46,11 @@ class VirtualDevices(Sequence[torch.device]):
 
         It may count, wait, or write into `dst`: in it operators are plain ones, without places.
         """
-        return self.world.on_copy
+        return self.device_set.on_copy
 
     @on_copy.setter
     def on_copy(self, hook: Hook | None) -> None:
-        self.world.on_copy = hook
+        self.device_set.on_copy = hook
 
     @overload
     def __getitem__(self, index: int) -> torch.device: ...
@@ -72,28 +71,28 @@ def virtual_devices(count: int) -> Iterator[VirtualDevices]:
     """
     if not isinstance(count, int) or not 1 <= count <= MOST:
         raise UsageError(f"virtual_devices({count}): must be from 1 to {MOST}.")
-    if WORLDS:
+    if DEVICE_SETS:
         raise UsageError("virtual_devices in virtual_devices: some are open already. Use those, or close them first.")
     devices = VirtualDevices(count)
-    rules = _Rules(devices.world)
-    WORLDS.append(devices.world)
+    rules = _Rules(devices.device_set)
+    DEVICE_SETS.append(devices.device_set)
     try:
-        with operators_through(rules.operator), _Functions(rules):
+        with intercept_operators(rules.operator), _Functions(rules):
             yield devices
     finally:
-        WORLDS.remove(devices.world)
+        DEVICE_SETS.remove(devices.device_set)
 
 
 class _Rules:
     """What each operator may do, and where its result lives."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, device_set: DeviceSet) -> None:
+        self.device_set = device_set
         self.maker_is_user = False
         """The torch function that runs now was called without any tensor of a device."""
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.world.paused:
+        if self.device_set.paused:
             return func(*args, **kwargs)
         name = operator_name(func)
         wanted = kwargs.get("device")
@@ -107,16 +106,16 @@ class _Rules:
             place = asked.index
         result = func(*args, **(kwargs | {"device": torch.device("cpu")} if asked is not None else kwargs))
         for tensor in tensors_in(result):
-            if place is not None and self.world.places.get(tensor) is None:
-                self.world.places.set(tensor, place)
+            if place is not None and self.device_set.places.get(tensor) is None:
+                self.device_set.places.set(tensor, place)
         return result
 
     def _undecided(self, values: Any) -> bool:
-        return any(self.world.places.get(tensor) == UNDECIDED for tensor in tensors_in(values))
+        return any(self.device_set.places.get(tensor) == UNDECIDED for tensor in tensors_in(values))
 
     def _common_place(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """Where all inputs live; None for the host. Raises UsageError where they live on two places."""
-        get = self.world.places.get
+        get = self.device_set.places.get
         every = list(tensors_in((args, kwargs)))
         if not every:
             return None if self.maker_is_user else UNDECIDED
@@ -127,7 +126,7 @@ class _Rules:
             if place == UNDECIDED or (place is None and tensor.dim() == 0):
                 continue
             found[place] = None
-        for tensor in written_by(func, args, kwargs):
+        for tensor in written_arguments(func, args, kwargs):
             place = get(tensor)
             if place != UNDECIDED:
                 found[place] = None  # a 0-d tensor of the host too: what is written must be where the result is
@@ -142,7 +141,7 @@ class _Rules:
         (place,) = found
         if place is not None:
             for tensor in undecided:
-                self.world.places.set(tensor, place)
+                self.device_set.places.set(tensor, place)
         return place
 
 
@@ -164,12 +163,12 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rules = self.rules
-        if rules.world.paused:
+        if rules.device_set.paused:
             return func(*args, **kwargs)
         special = _SPECIAL.get(func)
         if special is not None:
             return special(func, args, kwargs)
-        before, get = rules.maker_is_user, rules.world.places.get
+        before, get = rules.maker_is_user, rules.device_set.places.get
         rules.maker_is_user = all(get(tensor) is None for tensor in tensors_in((args, kwargs)))
         try:
             return func(*args, **kwargs)
@@ -242,7 +241,7 @@ def _made_from_values(func: Any, args: Any, kwargs: Any) -> Tensor:
     if args and made is args[0]:
         return moved_to(made, target, "to")
     if name_of(target) != HOST:
-        WORLDS[-1].places.set(made, target.index)
+        DEVICE_SETS[-1].places.set(made, target.index)
     return made
 
 
@@ -256,7 +255,7 @@ def _host_only(func: Any, args: Any, kwargs: Any) -> Any:
 def _same_place(func: Any, args: Any, kwargs: Any) -> Tensor:
     device, copied = device_of(args[0]), func(*args, **kwargs)
     if name_of(device) != HOST:
-        WORLDS[-1].places.set(copied, device.index)
+        DEVICE_SETS[-1].places.set(copied, device.index)
     duplicate: Tensor = copied
     return duplicate
 

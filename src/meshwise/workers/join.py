@@ -30,7 +30,7 @@ RUN_FOLDER = "MESHWISE_RUN"
 
 
 @dataclass(frozen=True)
-class Session:
+class RankContext:
     """What this process knows of its run: who it is, its side channel, its step gate."""
 
     world: World
@@ -38,7 +38,7 @@ class Session:
     gate: StepGate
 
 
-_session: Session | None = None
+_session: RankContext | None = None
 
 
 def started_by_launcher() -> bool:
@@ -47,20 +47,20 @@ def started_by_launcher() -> bool:
     return read_world(os.environ).size > 1
 
 
-def open_session() -> Session:
+def rank_context() -> RankContext:
     """The session of this process; the first call makes it. It takes the device and opens the side channel, no more."""
     global _session
     if _session is None:
         derive_ranks(os.environ)
         world = _take_device(read_world(os.environ))
         channel = connect(os.environ, world.rank)
-        _session = Session(world, channel, StepGate(channel))
+        _session = RankContext(world, channel, StepGate(channel))
     return _session
 
 
-def join() -> Session:
+def join() -> RankContext:
     """The session of this process, inside the process group of all ranks. Collective where it must make that group."""
-    session = open_session()
+    session = rank_context()
     if session.world.size > 1 and not dist.is_initialized():
         _enter_process_group(session.world)
     return session

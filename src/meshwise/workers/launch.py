@@ -207,7 +207,7 @@ class _Launcher:
     def _fail(self, chosen: Failure) -> None:
         text = failure.sentence(chosen, self.size)
         if self.nodes and chosen.kind != "victim":
-            self.nodes.tell("failed", {"text": text, "rank": chosen.rank})
+            self.nodes.set("failed", {"text": text, "rank": chosen.rank})
         raise WorkerFailed(text, rank=chosen.rank, exit_code=max(chosen.exit_code, 1))
 
     def _look_at_nodes(self) -> None:
@@ -215,12 +215,12 @@ class _Launcher:
         if self.nodes is None or time.monotonic() - self._looked < 0.5:
             return
         self._looked = time.monotonic()
-        failed = self.nodes.told("failed")
+        failed = self.nodes.try_get("failed")
         if isinstance(failed, dict):
             raise WorkerFailed(f"on another machine: {failed['text']}", rank=failed["rank"])
         if self.halt.wanted.is_set():
-            self.nodes.tell("halt", True)
-        elif self.nodes.told("halt"):
+            self.nodes.set("halt", True)
+        elif self.nodes.try_get("halt"):
             self.halt.wanted.set()
 
     def _deliver_one(self) -> None:
@@ -235,11 +235,11 @@ class _Launcher:
         elif kind == "exited":
             text = (
                 "left with exit code 0 in the middle of an epoch"
-                if message["midway"]
+                if message["in_progress"]
                 else "left with exit code 0 before the others"
             )
             entry.report = Failure(rank, "left", text, time=message["time"])
-            entry.state, entry.since = ("exited midway" if message["midway"] else "exited"), time.monotonic()
+            entry.state, entry.since = ("exited in_progress" if message["in_progress"] else "exited"), time.monotonic()
         elif kind == "failed":
             entry.report = _reported(rank, message)
             entry.state, entry.since = "failed", time.monotonic()
@@ -262,7 +262,7 @@ class _Launcher:
         alone = [
             w.report
             for w in exited
-            if w.report and (failed or (w.state == "exited midway" and time.monotonic() - w.since > EXIT_GRACE))
+            if w.report and (failed or (w.state == "exited in_progress" and time.monotonic() - w.since > EXIT_GRACE))
         ]
         if len(exited) + sum(w.state == "done" for w in self.workers) == len(self.workers):
             for entry in exited:
@@ -305,8 +305,8 @@ class _Launcher:
         """The last step over all machines; None while one of them has not answered."""
         if self.nodes is None:
             return here
-        self.nodes.tell(f"begun/{self.nodes.node_rank}", here)
-        begun = [self.nodes.told(f"begun/{node}") for node in range(self.nodes.nnodes)]
+        self.nodes.set(f"begun/{self.nodes.node_rank}", here)
+        begun = [self.nodes.try_get(f"begun/{node}") for node in range(self.nodes.nnodes)]
         known = [step for step in begun if isinstance(step, int)]
         return max(known) if len(known) == len(begun) else None
 

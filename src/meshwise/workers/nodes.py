@@ -41,14 +41,14 @@ class Nodes:
         self.first_rank, self.size = sum(sizes[:node_rank]), sum(sizes)
         self.port = int(store.get("port"))
 
-    def tell(self, key: str, value: object) -> None:
+    def set(self, key: str, value: object) -> None:
         self._store.set(key, json.dumps(value))
 
-    def hear(self, key: str) -> object:
+    def get(self, key: str) -> object:
         """What some machine tells under `key`; waits for it."""
         return json.loads(self._store.get(key))
 
-    def told(self, key: str) -> object:
+    def try_get(self, key: str) -> object:
         """What some machine told under `key`, or None; None too when the first machine, which keeps it, is gone."""
         try:
             return json.loads(self._store.get(key)) if self._store.check([key]) else None
@@ -64,7 +64,7 @@ class Nodes:
                 self._store.wait([f"left/{node}" for node in range(1, self.nnodes)], LEAVE)
 
 
-def machine_of(nodes: Nodes | None) -> int:
+def node_rank_of(nodes: Nodes | None) -> int:
     """Which machine of the run this is, from 0; 0 where it is the only one."""
     return nodes.node_rank if nodes is not None else 0
 
@@ -73,11 +73,13 @@ def machine_of(nodes: Nodes | None) -> int:
 class NodeOptions:
     """The machines that run together: how many, which this is, and where machine 0 is reached."""
 
-    nnodes: Annotated[int, Option("machines that take part")] = 1
-    node_rank: Annotated[int, Option("which of them this is, from 0")] = 0
-    rdzv: Annotated[str | None, Option("where machine 0 is reached by the others", metavar="HOST:PORT")] = None
+    nnodes: Annotated[int, Option("machines that take part", recorded=False)] = 1
+    node_rank: Annotated[int, Option("which of them this is, from 0", recorded=False)] = 0
+    rdzv: Annotated[
+        str | None, Option("where machine 0 is reached by the others", metavar="HOST:PORT", recorded=False)
+    ] = None
 
-    def meet(self, local_size: int) -> Nodes | None:
+    def rendezvous(self, local_size: int) -> Nodes | None:
         """Meet the launchers of the other machines; None when there is one machine. Blocks until all are there."""
         if self.nnodes == 1 and self.node_rank == 0 and self.rdzv is None:
             return None

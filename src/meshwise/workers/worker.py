@@ -21,7 +21,7 @@ from meshwise.workers.channel import WorkerChannel
 
 CORES, THREADS = "MESHWISE_CORES", "MESHWISE_THREADS"
 
-midway: set[str] = set()
+in_progress: set[str] = set()
 """What a rank is in the middle of, such as an epoch: leaving then is leaving the other ranks alone."""
 
 
@@ -30,7 +30,7 @@ def main() -> int:
     process.die_with_parent()
     process.bind_to_cores(os.environ.get(CORES, ""))
     torch.set_num_threads(int(os.environ.get(THREADS, "1")))
-    session = join.open_session()
+    session = join.rank_context()
     if session.channel is None:
         raise UsageError("meshwise.workers is started by `meshwise run` and `mw.launch` alone.")
     code = run_task(Path(sys.argv[1]), session.world.rank, session.channel)
@@ -54,7 +54,7 @@ def run_task(task: Path, rank: int, channel: WorkerChannel) -> int:
     except SystemExit as exit:
         return _exited(exit, channel)
     except BaseException as error:
-        if not (isinstance(error, KeyboardInterrupt) and join.open_session().gate.stopped):
+        if not (isinstance(error, KeyboardInterrupt) and join.rank_context().gate.stopped):
             channel.send("failed", time=time.time(), **failure.describe(error))
             return 1
         _save_result(result_path(task, rank), None)  # a script that was asked to stop, and did, after the same batch
@@ -64,7 +64,7 @@ def run_task(task: Path, rank: int, channel: WorkerChannel) -> int:
 
 def _exited(exit: SystemExit, channel: WorkerChannel) -> int:
     if exit.code in (0, None):
-        channel.send("exited", time=time.time(), midway=bool(midway))
+        channel.send("exited", time=time.time(), in_progress=bool(in_progress))
         return 0
     code = exit.code if isinstance(exit.code, int) else 1
     message = f"left with exit code {code}" if exit.code == code else str(exit.code)

@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from meshwise.equivalence.cause import CAUSES
 from meshwise.equivalence.compare import Difference
 from meshwise.equivalence.proof import Proof
-from meshwise.equivalence.sizes import LIMIT
+from meshwise.equivalence.tolerance import LIMIT
 from meshwise.spec.plan import changed
 
 
@@ -24,7 +23,7 @@ def check_dict(proof: Proof) -> dict[str, Any]:
         "batches": list(proof.batches),
         "limit": LIMIT,
         "first": None if c.first is None else {**_difference(c.first), "module": proof.module},
-        "cause": None if cause is None else {"name": cause.name, "means": CAUSES[cause.name], "why": cause.evidence},
+        "cause": None if cause is None else {"name": cause.name, "means": cause.kind.meaning, "why": cause.evidence},
         "compared": [
             {
                 "kind": kind.kind,

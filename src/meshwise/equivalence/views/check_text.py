@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
-from meshwise.equivalence.cause import CAUSES
 from meshwise.equivalence.compare import Compared, Difference
 from meshwise.equivalence.proof import Proof
-from meshwise.equivalence.sizes import LIMIT
+from meshwise.equivalence.tolerance import LIMIT
 from meshwise.spec.units import count_text
 from meshwise.terminal.table import columns, wrap
 
@@ -66,7 +65,7 @@ def verdict(proof: Proof) -> list[Text]:
     if proof.module or first.kind == "module outputs":
         lines.append(Text(f"module    {proof.module or 'the model'} ({kind})"))
     if proof.cause is not None:
-        lines.append(Text(f"cause     {proof.cause.name}: {CAUSES[proof.cause.name]}"))
+        lines.append(Text(f"cause     {proof.cause.name}: {proof.cause.kind.meaning}"))
         lines.append(Text(f"because   {proof.cause.evidence}"))
     return lines
 

@@ -22,7 +22,7 @@ from meshwise.machine.measure.together import Path, measure_path
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.timings import Timings
-from meshwise.transfer.collectives import Group, broadcast_object, gather_objects, group_of, own_rank, world_size
+from meshwise.transfer.collectives import Group, broadcast_object, gather_objects, get_rank, group_of, world_size
 from meshwise.workers.channel import Message, WorkerChannel
 from meshwise.workers.join import join
 from meshwise.workers.launch import Listeners, launch
@@ -82,7 +82,7 @@ def measure_ranks(
     """
     _check(sizes, what)
     device = device or torch.device("cpu")
-    place = Place(own_rank(group), world_size(group), group, device)
+    place = Place(get_rank(group), world_size(group), group, device)
     if place.ranks < 2:
         return []
     first = place.rank == 0

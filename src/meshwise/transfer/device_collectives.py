@@ -20,9 +20,9 @@ from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.machine import Machine
 from meshwise.transfer.comm_log import note
 from meshwise.transfer.copy import move, moved_to
-from meshwise.transfer.exchange import from_array, is_array
+from meshwise.transfer.devices import as_device, device_of, empty_like, name_of, plainly
+from meshwise.transfer.interop import from_array, is_array
 from meshwise.transfer.overlap import overlapping, repeats
-from meshwise.transfer.place import as_device, device_of, empty_like, name_of, plainly
 from meshwise.transfer.stopwatch import Stopwatch
 
 Device = str | torch.device | int

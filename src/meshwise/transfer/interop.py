@@ -137,7 +137,7 @@ def _library(module: str, package: str) -> Any:
 
 def _tell(source: str, target: str, tensor: Tensor, began: float) -> None:
     if OPEN:
-        note("exchange", source, target, tensor.nbytes, "copied", time.perf_counter() - began)
+        note("convert", source, target, tensor.nbytes, "copied", time.perf_counter() - began)
 
 
 def _name(array: Any) -> str:

@@ -9,8 +9,8 @@ from torch import Tensor
 from meshwise.spec.errors import TransferError, UsageError
 from meshwise.spec.machine import Device, Link, Machine
 from meshwise.transfer.comm_log import comm_log
-from meshwise.transfer.many import all_reduce, broadcast, gather, scatter
-from meshwise.transfer.place import device_of
+from meshwise.transfer.device_collectives import all_reduce, broadcast, gather, scatter
+from meshwise.transfer.devices import device_of
 from meshwise.transfer.virtual import virtual_devices
 
 

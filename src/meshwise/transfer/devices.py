@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from meshwise.compat.dispatch import StorageFacts
+from meshwise.compat.dispatch import StorageMap
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
 
@@ -26,11 +26,11 @@ Hook = Callable[[Tensor, Tensor, str], object]
 
 
 @dataclass
-class World:
+class DeviceSet:
     """The virtual devices of one block: how many, where each storage lives, what to call at each copy."""
 
     count: int
-    places: StorageFacts = field(default_factory=StorageFacts)
+    places: StorageMap = field(default_factory=StorageMap)
     on_copy: Hook | None = None
     paused: bool = False
 
@@ -44,27 +44,27 @@ class World:
             self.paused = before
 
 
-WORLDS: list[World] = []
+DEVICE_SETS: list[DeviceSet] = []
 """The virtual devices that are open: none, or one."""
 
 
-def world() -> World | None:
+def device_set() -> DeviceSet | None:
     """The virtual devices that are open, if any."""
-    return WORLDS[-1] if WORLDS else None
+    return DEVICE_SETS[-1] if DEVICE_SETS else None
 
 
 def plainly() -> AbstractContextManager[None]:
     """In here operators know nothing of virtual devices, where some are open."""
-    return WORLDS[-1].quiet() if WORLDS else nullcontext()
+    return DEVICE_SETS[-1].quiet() if DEVICE_SETS else nullcontext()
 
 
 def device_of(tensor: Tensor) -> torch.device:
     """Where the tensor lives: `cuda:0`, a virtual `cpu:1`, or `cpu` for the host's memory."""
-    if not WORLDS:
+    if not DEVICE_SETS:
         return tensor.device
-    with WORLDS[-1].quiet():
+    with DEVICE_SETS[-1].quiet():
         device = tensor.device
-        place = WORLDS[-1].places.get(tensor) if device.type == "cpu" else None
+        place = DEVICE_SETS[-1].places.get(tensor) if device.type == "cpu" else None
     return device if place is None or place == UNDECIDED else torch.device("cpu", place)
 
 
@@ -96,7 +96,7 @@ def as_device(word: str | torch.device | int) -> torch.device:
 
 def _host_or_virtual(device: torch.device) -> torch.device:
     index: int | None = device.index  # torch types it as never None
-    open_one = world()
+    open_one = device_set()
     if open_one is None:
         if index:
             raise UsageError(f"device {device}: a virtual device. Open it with mw.virtual_devices({index + 1}).")
@@ -109,7 +109,7 @@ def _host_or_virtual(device: torch.device) -> torch.device:
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     """Memory on `device` for a copy of `tensor`: its shape, dtype and, where they are dense, its strides."""
-    open_one = world()
+    open_one = device_set()
     if open_one is None or device.type != "cpu":
         return torch.empty_like(tensor, device=device, requires_grad=False)
     with open_one.quiet():

@@ -1,4 +1,4 @@
-"""Layout: a tensor that is divided over the ranks of a mesh, and the same tensor whole."""
+"""A tensor that is sharded over the ranks of a mesh (a DTensor), and the same tensor whole."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor: the parts of a DTensor are gathered from all ranks. Collective where it is one."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor: the shards of a DTensor are gathered from all ranks. Collective for a DTensor."""
     if not isinstance(tensor, DTensor):
         return tensor
-    kind = tensor.device_mesh.device_type  # parts that wait in the host's memory are gathered on the devices
+    kind = tensor.device_mesh.device_type  # shards that are offloaded to the host are gathered on the devices
     there: Any = tensor if tensor.device.type == kind else tensor.to(kind)
     gathered: Tensor = there.full_tensor()
     return gathered
 
 
-def part_of(like: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor this rank holds, a slice a dim: all of it where `like` is not divided."""
+def local_slices(like: Tensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor is this rank's shard, a slice a dim: all of it where `like` is not sharded."""
     bounds = [(0, length) for length in like.shape]
     if isinstance(like, DTensor):
         for axis, placement in enumerate(like.placements):
@@ -32,14 +32,14 @@ def part_of(like: Tensor) -> tuple[slice, ...]:
     return tuple(slice(begin, end) for begin, end in bounds)
 
 
-def lay_as(value: Tensor, parameter: Tensor) -> Tensor:
-    """`value`, whole on every rank, divided over the ranks as `parameter` is; of another shape, whole on every one.
+def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """`value`, whole on every rank, sharded as `parameter` is; replicated where it has another shape.
 
-    Nothing is sent: each rank keeps its part.
+    Nothing is sent: each rank keeps its shard.
     """
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value
     mesh = parameter.device_mesh
     placements = parameter.placements if value.shape == parameter.shape else [Replicate()] * mesh.ndim
-    laid = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
-    return laid if laid.device == parameter.device else laid.to(parameter.device)
+    sharded = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
+    return sharded if sharded.device == parameter.device else sharded.to(parameter.device)

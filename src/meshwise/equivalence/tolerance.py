@@ -1,4 +1,4 @@
-"""How far apart is a fault, and relative to what."""
+"""How large a difference is a fault, and relative to what."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ LIMIT = 1e-9
 FLOOR = 1e-3  # of the largest value of a kind: what is smaller is measured by it
 
 
-def ratio(apart: Tensor, scale: Tensor) -> float:
-    """The largest of `apart` over `scale`."""
-    if not apart.numel() or not bool((apart != 0).any()):
+def ratio(difference: Tensor, scale: Tensor) -> float:
+    """The largest of `difference` over `scale`."""
+    if not difference.numel() or not bool((difference != 0).any()):
         return 0.0
-    return finite(float((apart / scale).max()))
+    return finite(float((difference / scale).max()))
 
 
 def finite(value: float) -> float:
-    """What is not a number is as far apart as can be."""
+    """What is not a number differs as much as can be."""
     return math.inf if math.isnan(value) else value
 
 
-def rounded_to(tensor: Tensor) -> str:
+def precision_of(tensor: Tensor) -> str:
     """The lower precision that holds every value of a float64 `tensor` exactly; empty where there is none."""
     if not tensor.is_floating_point() or not bool((tensor != 0).any()):
         return ""

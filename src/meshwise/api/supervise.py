@@ -14,7 +14,6 @@ from rich.console import Console
 from meshwise.records import folder as names
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
-from meshwise.spec.plan import Plan
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.run_summary import RunSummary
@@ -22,7 +21,7 @@ from meshwise.timeline.views.live_progress import LiveView, Progress
 from meshwise.timeline.views.summary_text import metric_text
 from meshwise.workers.channel import Message
 from meshwise.workers.launch import Halt, Listeners, launch
-from meshwise.workers.nodes import Nodes, machine_of
+from meshwise.workers.nodes import Nodes, node_rank_of
 
 
 class Viewer:
@@ -90,7 +89,7 @@ def supervise(
     run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails.
     """
     halt = Halt()
-    keeps = folder if folder is not None and names.is_kept_by(folder, machine_of(nodes)) else None
+    keeps = folder if folder is not None and names.is_kept_by(folder, node_rank_of(nodes)) else None
     with LiveView(console) as view, forwarded_signals(halt, view):
         viewer = Viewer(view, [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], live=view.draws)
         listeners = Listeners(message=viewer.message, output=viewer.output)
@@ -129,15 +128,13 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def summarise(
-    results: Sequence[Mapping[str, Any]], plan: Plan, slots: Sequence[WorkerSlot], folder: Path
-) -> RunSummary:
+def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[WorkerSlot], folder: Path) -> RunSummary:
     """What a run did, from the facts that each rank returned and the records in its folder."""
     report = report_of(read_timeline(folder), str(folder))
     first = results[0]
     return RunSummary(
         job=first["job"],
-        plan=repr(plan),
+        plan=plan,
         devices=tuple(slot.name for slot in slots),
         status=first["status"],
         epochs=first["epochs"],

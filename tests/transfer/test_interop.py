@@ -13,7 +13,7 @@ import torch
 from meshwise.spec.errors import UsageError
 from meshwise.transfer.comm_log import comm_log
 from meshwise.transfer.copy import copy, to
-from meshwise.transfer.exchange import from_array, is_array, to_array
+from meshwise.transfer.interop import from_array, is_array, to_array
 
 
 class ByDlpack:
@@ -74,7 +74,7 @@ def test_what_cannot_be_shared_is_copied_and_told(array: Any) -> None:
         tensor = from_array(array)
     assert tensor.tolist() == array.tolist()
     assert [(row.operation, row.source, row.target, row.bytes, row.path) for row in log] == [
-        ("exchange", "host (numpy)", "host", tensor.nbytes, "copied")
+        ("convert", "host (numpy)", "host", tensor.nbytes, "copied")
     ]
     tensor.zero_()
     assert array.any()

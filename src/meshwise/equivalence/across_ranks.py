@@ -1,0 +1,103 @@
+"""What all ranks did, brought to rank 0, and what every rank should have alike, compared over the ranks.
+
+Rank 0 alone would not show what another rank got wrong. Tensors travel as arrays, which pickle takes a hundred times
+faster.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.equivalence.sketches import sketch
+from meshwise.equivalence.tolerance import finite, precision_of
+from meshwise.equivalence.trace import Divergence, Named, Trace
+from meshwise.transfer.collectives import gather_objects, get_rank
+
+LACKS = float("inf")  # how much a rank differs from the others that lacks what they have
+TINY = torch.finfo(torch.float64).tiny
+
+
+class _Arrays(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """CPU tensors as arrays; a dtype that numpy lacks, and all else, as ever."""
+        plain = type(value) is Tensor and value.device.type == "cpu" and not value.requires_grad
+        if plain and value.layout == torch.strided and value.dtype != torch.bfloat16:
+            return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
+
+
+def to_rank_0(value: Any) -> list[Any]:
+    """`value` of every rank, in rank order, on rank 0; nothing on the others. Collective."""
+    written = io.BytesIO()
+    _Arrays(written, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    parts = gather_objects(written.getvalue())
+    return [pickle.loads(part) for part in parts] if get_rank() == 0 else []
+
+
+def of_any_rank(named: dict[str, Any]) -> dict[str, Any]:
+    """What any rank has, by name, from the first that has it: a divided optimizer keeps its state on one rank."""
+    names = gather_objects(list(named))
+    earlier = {name for others in names[: get_rank()] for name in others}
+    parts = to_rank_0({name: value for name, value in named.items() if name not in earlier})
+    return {name: value for part in reversed(parts) for name, value in part.items()}
+
+
+def tensors_diverge(kind: str, named: Mapping[str, Tensor], *, divided: bool = False) -> Divergence:
+    """How much ranks differ from the first in each tensor, relative to its size there; those that agree are left out.
+
+    divided: each rank may have some of them only. Collective; for rank 0.
+    """
+    ranks = to_rank_0({name: sketch(value.double()) for name, value in named.items()})
+    found = {}
+    for name in {name for sketches in ranks for name in sketches}:
+        held = [sketches[name] for sketches in ranks if name in sketches]
+        most = LACKS
+        if (divided or len(held) == len(ranks)) and all(other.shape == held[0].shape for other in held):
+            apart = max(finite(float((other - held[0]).norm())) for other in held)
+            most = apart / max(float(held[0].norm()), TINY) if apart > 0 else 0.0
+        if most > 0:
+            found[kind, name] = most
+    return found
+
+
+def numbers_diverge(kind: str, named: Mapping[str, float]) -> Divergence:
+    """The same for numbers. Collective; every rank gets it."""
+    ranks = gather_objects(dict(named))
+    found = {}
+    for name in {name for numbers in ranks for name in numbers}:
+        held = [numbers.get(name, LACKS) for numbers in ranks]
+        if len({str(number) for number in held}) > 1:  # what is not a number on every rank is alike
+            found[kind, name] = max(finite(abs(other - held[0]) / max(abs(held[0]), TINY)) for other in held)
+    return found
+
+
+def start_diverges(trace: Trace) -> Divergence:
+    """How much ranks differ in what a side begins with: tied weights, classes of modules, parameters, buffers.
+
+    Collective; what one of them lacks is known to every rank, the rest to rank 0.
+    """
+    found: Divergence = {}
+    ranks = gather_objects((trace.tied, trace.modules, list(trace.initial_parameters)))
+    for tied, modules, names in ranks:
+        found |= {("initial parameters", name): LACKS for name in set(names) ^ set(ranks[0][2])}
+        found |= {("tied weights", " = ".join(group)): LACKS for group in set(tied) ^ set(ranks[0][0])}
+        found |= {("modules", name): LACKS for name, _ in modules.items() ^ ranks[0][1].items()}
+    found |= tensors_diverge("initial parameters", trace.initial_parameters)
+    return found | tensors_diverge("initial buffers", trace.initial_buffers)
+
+
+def cannot_train(divergence: Divergence) -> bool:
+    """Whether ranks have other parameters than each other, so that they would wait for one another, or fail."""
+    return any(far == LACKS and kind in ("tied weights", "initial parameters") for (kind, _), far in divergence.items())
+
+
+def low_precision_on_any(parameters: Named) -> dict[str, str]:
+    """Parameters that some rank has in values of 16 bits, and which. (32 bits hold the start.) Collective."""
+    ranks = gather_objects({name: precision_of(p) for name, p in parameters.items()})
+    return {name: dtype for found in ranks for name, dtype in found.items() if dtype.endswith("16")}

@@ -1,0 +1,50 @@
+"""Every cause that a check can name: its name, and what it means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class CauseKind(Enum):
+    """A cause. title: its name, in messages and in JSON. meaning: half a sentence."""
+
+    LOSS_WEIGHTING = "loss weighting", "the mean over the global batch is not weighted by what each rank's mean is over"
+    MISSING_REDUCTION = "missing reduction", "gradients of some ranks or microbatches are not in the sum"
+    DOUBLED_REDUCTION = "doubled reduction", "gradients are summed once too often, or divided once too often or not"
+    BATCH_NORM = "batch-norm statistics", "a normalization uses the samples of one rank, not of the global microbatch"
+    DROPOUT = "dropout masks", "the random numbers differ from those of one device, or of a block's first run"
+    PADDING = "padded or repeated sample", "a sample counts twice, or not at all"
+    DATA_ORDER = "data order", "a step reads other samples, or in another order"
+    CLIP_NORM = "clip norm", "gradients are clipped to another norm, or not once before the step"
+    MASTER_WEIGHTS = "master weights", "parameters or the optimizer's state are kept in a lower precision between steps"
+    LOWER_PRECISION = "lower precision", "gradients are computed or reduced in a lower precision"
+    TIED_WEIGHT = "tied weight", "a parameter that two modules share is not shared on both sides"
+    STALE_OPTIMIZER = "optimizer bound to old parameters", "the optimizer updates other parameters than the model's"
+    EXTRA_TICKS = "scheduler ticks twice", "the scheduler takes more ticks than there are steps"
+    SCHEDULER = "scheduler", "the scheduler does not take one tick a step"
+    SCALED_LEARNING_RATE = "learning rate times devices", "it depends on the number of devices; the batch is global"
+    LEARNING_RATE = "learning rate", "the optimizer uses another learning rate"
+    START_VALUES = "start values", "the model starts from other values"
+    BUFFER = "buffer", "a buffer is updated on one side only, or by each rank by itself"
+    MODULE = "module", "a module gives another output for the same input"
+    LOSS = "loss", "the loss differs although the outputs are the same"
+    BACKWARD = "backward", "the backward of a module gives another gradient for the same forward"
+    OPTIMIZER_STEP = "optimizer step", "the optimizer makes another update from the same gradients"
+    EVALUATION = "evaluation", "the metrics differ although parameters and samples are the same"
+    MISSING_SUM = "evaluation without mw.sum", "what a loop counts is of each rank's own samples only"
+
+    def __init__(self, title: str, meaning: str) -> None:
+        self.title, self.meaning = title, meaning
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A likely cause, and the evidence for it, one sentence."""
+
+    kind: CauseKind
+    evidence: str
+
+    @property
+    def name(self) -> str:
+        return self.kind.title

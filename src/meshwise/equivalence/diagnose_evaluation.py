@@ -1,0 +1,63 @@
+"""Why the metrics of an evaluation differ, when parameters and buffers do not."""
+
+from __future__ import annotations
+
+from meshwise.equivalence.causes import Cause
+from meshwise.equivalence.causes import CauseKind as K
+from meshwise.equivalence.compare import Difference
+from meshwise.equivalence.evidence import Evidence, Rule, both_numbers, near, other_samples, ranks_differ, says
+
+UNSUMMED = "without mw.sum"
+"""How a loop of a script is called whose figures are of one rank alone."""
+
+
+def _sample_counted_again(first: Difference, evidence: Evidence) -> Cause | None:
+    """The padding sample of ranks without any would be counted there, or would not be counted at all, to give the
+    plan's metrics: all of those that differ."""
+    wrong = [d.name for d in evidence.comparison.differences if d.kind == "evaluation" and d.fault]
+    single = evidence.reference.single_sample_metrics
+    if not wrong or any(name not in single or name not in evidence.reference.metric_sums for name in wrong):
+        return None
+    for index in single[wrong[0]]:
+        padding = evidence.actual.padding_ranks.get(index, 0)
+        for times in (padding, -1) if padding else (-1,):
+            if all(index in single[n] and _gives(evidence, n, index, times) for n in wrong):
+                text = f"parameters and buffers are equal; {first.name} is {both_numbers(first)}"
+                counted = "were not counted" if times < 0 else f"counted {times + 1} times"
+                return Cause(K.PADDING, f"{text}, as if sample {index} {counted}.")
+    return None
+
+
+def _gives(evidence: Evidence, name: str, index: int, times: int) -> bool:
+    total, weights = evidence.reference.metric_sums[name]
+    mean, weight = evidence.reference.single_sample_metrics[name][index]
+    weight *= times
+    changed = weights + weight
+    return changed > 0 and near((total + mean * weight) / changed, evidence.actual.evaluation[name], 1e-9)
+
+
+def _is_not_summed(first: Difference, evidence: Evidence) -> bool:
+    return first.name.endswith(UNSUMMED)
+
+
+def _is_random_under_the_plan(first: Difference, evidence: Evidence) -> bool:
+    return evidence.actual.evaluation_draws > 0 and not evidence.reference.evaluation_draws
+
+
+EQUAL_BEFORE = "parameters and buffers are equal; {name} is {both}"
+EVALUATION_RULES: tuple[Rule, ...] = (
+    says(
+        K.MISSING_SUM,
+        "{name} had no mw.backward either, so each rank has the figure of its own samples.",
+        _is_not_summed,
+    ),
+    says(K.PADDING, "{name}: {samples}.", other_samples),
+    says(K.EVALUATION, "ranks have different values of {name}, which should be that of all samples.", ranks_differ),
+    _sample_counted_again,
+    says(
+        K.DROPOUT,
+        f"{EQUAL_BEFORE}; the plan draws random numbers in the evaluation, one device does not.",
+        _is_random_under_the_plan,
+    ),
+    says(K.EVALUATION, f"{EQUAL_BEFORE}."),
+)

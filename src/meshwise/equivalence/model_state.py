@@ -1,0 +1,88 @@
+"""What a model, its optimizer and its scheduler are at one moment: copies on the CPU, by the names that the user wrote.
+
+All are collective where a plan has divided what they copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from meshwise.compat.sharding import groups_of, sharded_modules
+from meshwise.equivalence.trace import Named, copied
+from meshwise.transfer.sharded import full_tensor
+
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+def clean(name: str) -> str:
+    """A module's or parameter's name, as the user wrote the model."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that are trained, each once: where a block has stayed gathered, the part that it was made from."""
+    parts = {}
+    for _, module in sharded_modules(model):
+        for group in groups_of(module):
+            parts.update(group.made_from())
+    for name, p in model.named_parameters():
+        yield clean(name), parts.get(id(p), p)
+
+
+def parameters_of(model: nn.Module) -> Named:
+    """Copies of the parameters, each once."""
+    return {name: copied(full_tensor(p)) for name, p in named_parameters(model)}
+
+
+def buffers_of(model: nn.Module) -> Named:
+    """Copies of the buffers."""
+    return {clean(name): copied(full_tensor(b)) for name, b in model.named_buffers()}
+
+
+def gradients_of(model: nn.Module) -> Named:
+    """Copies of the gradients that there are."""
+    return {name: copied(full_tensor(p.grad)) for name, p in named_parameters(model) if p.grad is not None}
+
+
+def local_norms(model: nn.Module) -> dict[str, float]:
+    """The length of each gradient that this rank has, or of its part of it."""
+    gradients = {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
+    return {n: float((g.to_local() if isinstance(g, DTensor) else g).norm()) for n, g in gradients.items()}
+
+
+def tied_in(model: nn.Module) -> list[tuple[str, ...]]:
+    """Groups of names that are one parameter."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(clean(name))
+    return sorted(tuple(sorted(group)) for group in names.values() if len(group) > 1)
+
+
+def optimizer_state_of(optimizer: Optimizer, model: nn.Module) -> dict[str, Named]:
+    """The optimizer's tensors by parameter; a parameter that the model does not have is named `unknown_param_N`."""
+    names = {id(p): name for name, p in named_parameters(model)}
+    found: dict[str, Named] = {}
+    for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state.get(p, {})
+        tensors = {key: copied(full_tensor(value)) for key, value in state.items() if isinstance(value, Tensor)}
+        if tensors:
+            found[names.get(id(p), f"unknown_param_{number}")] = tensors
+    return found
+
+
+def learning_rates_of(optimizer: Optimizer) -> list[float]:
+    """The learning rate of each group."""
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def scheduler_numbers(scheduler: Any) -> dict[str, float]:
+    """The numbers of a scheduler's state."""
+    state = {} if scheduler is None else scheduler.state_dict()
+    return {k: float(v) for k, v in state.items() if isinstance(v, int | float) and not isinstance(v, bool)}

@@ -1,0 +1,51 @@
+"""Sketches: a tensor's rows, projected on a few fixed random directions (Johnson and Lindenstrauss, 1984).
+
+The length of a sketch is about the length of its row, that of a difference of sketches about that of the difference of
+the rows, and a sketch of a sum is the sum of the sketches: at a thousandth of the memory.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.training.keyed import keyed_normal
+
+DIRECTIONS = 8
+LONGEST = 4096  # values that are projected together; a longer row has a sketch for each such piece
+
+
+def sketch(value: Tensor) -> Tensor:
+    """The sketch of a whole tensor, one row."""
+    return _projected(value.reshape(1, -1))
+
+
+def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
+    """Sketches of a tensor in every layout that it may have: `0` and `1` for the dim of the batch, `each` for samples
+    and positions in them (samples, positions, ...), `whole`."""
+    found = {"whole": sketch(value)}
+    if rows == 0:
+        return found
+    for dim in range(min(2, value.dim())):
+        if value.shape[dim] % rows == 0:
+            found[str(dim)] = _projected(value.transpose(0, dim).reshape(rows, value.numel() // rows))
+    if value.dim() > 1 and value.shape[0] == rows:
+        each = _projected(value.reshape(rows * value.shape[1], math.prod(value.shape[2:])))
+        found["each"] = each.reshape(rows, value.shape[1], each.shape[1])
+    return found
+
+
+def _projected(rows: Tensor) -> Tensor:
+    if rows.numel() == 0:
+        return torch.zeros(len(rows), DIRECTIONS, dtype=torch.float64)
+    if rows.shape[1] > LONGEST:
+        rows = nn.functional.pad(rows, (0, -rows.shape[1] % LONGEST)).unflatten(1, (-1, LONGEST))
+    return (rows.to(torch.float64) @ _directions(rows.shape[-1], rows.device.type)).flatten(1).cpu()
+
+
+@lru_cache(maxsize=256)
+def _directions(size: int, device: str) -> Tensor:
+    return keyed_normal(size, (size, DIRECTIONS), torch.device("cpu")).div(math.sqrt(DIRECTIONS)).to(device)

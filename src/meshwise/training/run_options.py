@@ -1,0 +1,151 @@
+"""The options of a run, each once: the command line, `mw.run`, run.json and a resumed run are made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from meshwise.spec.errors import UsageError
+from meshwise.spec.options import Option, given_options, options_of
+from meshwise.spec.plan import Plan, at_precision, plan_from_settings, plan_from_toml, plan_on, plan_to_toml
+from meshwise.training.job import Job
+from meshwise.training.own_plan import plan_text
+from meshwise.workers.nodes import NodeOptions
+
+LOG_EVERY = 100
+OF_THE_PLAN = ("accumulate", "precision")
+"""Fields of the plan that have an option of their own, beside `--set`."""
+
+
+@dataclass(frozen=True)
+class PlanText:
+    """What a plan file holds. Where it names no axis, replicas fill the devices, however many a resumed run has."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class RunOptions(NodeOptions):
+    """The options of a run; None, False or an empty tuple where the user gave none."""
+
+    job: Annotated[
+        Job | str | None,
+        Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments", argument=True),
+    ] = None
+    _: KW_ONLY
+    devices: Annotated[
+        str | None, Option("all, 4xcpu, 2xcuda or cuda:0,1; default: all accelerators, else one CPU worker")
+    ] = None
+    epochs: Annotated[int | None, Option("epochs to train", scripts=False)] = None
+    batch_size: Annotated[int | None, Option("samples of the global batch, over all devices", scripts=False)] = None
+    accumulate: Annotated[int | None, Option("microbatches that make a step", scripts=False)] = None
+    precision: Annotated[str | None, Option("fp32, bf16, fp16 or fp64", scripts=False)] = None
+    seed: Annotated[
+        int | None, Option("seed of the start values, the data order and the random draws", scripts=False)
+    ] = None
+    data: Annotated[str | Path | None, Option("another data set in the same format: a folder", scripts=False)] = None
+    log_every: Annotated[int | None, Option(f"steps between log lines; default: {LOG_EVERY}", scripts=False)] = None
+    save_every: Annotated[
+        int | None, Option("steps between saved states; default: at the end, and when stopped", scripts=False)
+    ] = None
+    plan: Annotated[Plan | PlanText | str | Path | None, Option("a plan file; default: replicas", metavar="FILE")] = (
+        None
+    )
+    settings: Annotated[
+        tuple[str, ...], Option("a field of the plan: recompute=full", name="--set", metavar="FIELD=VALUE")
+    ] = ()
+    exact_random: Annotated[bool, Option("dropout as on one device, on any number of them; slower", scripts=False)] = (
+        False
+    )
+    resume: Annotated[
+        str | Path | None,
+        Option("go on with a stopped run: its folder", metavar="RUN", scripts=False, recorded=False),
+    ] = None
+    out: Annotated[str | Path, Option("where run folders are made", recorded=False)] = "runs"
+    blocks: Annotated[
+        bool,
+        Option("record each block of the model: about 30 µs a block", name="--blocks/--no-blocks", recorded=False),
+    ] = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.plan, str | Path):  # read at once: the run's record keeps the text
+            object.__setattr__(self, "plan", PlanText(plan_text(self.plan)))
+        for name in ("log_every", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1.")
+        for name in OF_THE_PLAN:
+            value = getattr(self, name)
+            if value is not None and name in map(_field, self.settings):
+                raise UsageError(f"{name} is set by --{name} {value} and by --set {name}=. Set it once.")
+
+    @property
+    def gives_plan(self) -> bool:
+        """Whether a plan, or a field of it, is given."""
+        return self.plan is not None or bool(self.settings)
+
+    def plan_on(self, devices: int) -> Plan:
+        """The plan on this many devices: the one that is given, else replicas; settings and options change it."""
+        if self.plan is None:
+            plan = plan_on(devices, self.settings)
+        else:
+            start = plan_from_toml(self.plan.text, devices) if isinstance(self.plan, PlanText) else self.plan
+            assert isinstance(start, Plan)
+            plan = plan_from_settings(self.settings, start)
+        if self.accumulate is not None:
+            plan = replace(plan, accumulate=self.accumulate)
+        return plan if self.precision is None else at_precision(plan, self.precision)
+
+    def override(self, job: Job) -> Job:
+        """`job` with the epochs, the batch size and the seed that are given."""
+        given = {name: getattr(self, name) for name in ("epochs", "batch_size", "seed")}
+        return replace(job, **{name: value for name, value in given.items() if value is not None})
+
+    def record(self) -> dict[str, Any]:
+        """The options as plain values, as run.json keeps them; `resumed` reads them back."""
+        return {name: _plain(getattr(self, name)) for name, _, option in options_of(RunOptions) if option.recorded}
+
+    def resumed(self, run: Mapping[str, Any]) -> RunOptions:
+        """These options, and for those not given the ones that an earlier run's record has.
+
+        Raises UsageError for the record of another job.
+        """
+        earlier, job = run.get("request"), _plain(self.job)
+        if earlier is None:
+            raise UsageError(
+                f"{run.get('job', 'this script')} is a script, which loads its own state (mw.load, "
+                "loader.load_state_dict). Start it again without --resume."
+            )
+        if job is not None and job != earlier.get("job"):
+            raise UsageError(f"the run to resume is of job '{earlier.get('job')}', not '{job}'. Leave the job out.")
+        given = {name: value for name, value, _ in given_options(self)}
+        return replace(RunOptions(**_still_valid(earlier, self)), **given)
+
+
+def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any]:
+    """The options of a record that `given` does not replace, be it by another way to set the same field of the plan."""
+    known = {name for name, _, option in options_of(RunOptions) if option.recorded}
+    left = {name: value for name, value in earlier.items() if name in known and value is not None}
+    if given.plan is not None:  # another plan: what changed the earlier one does not change this one
+        left = {name: value for name, value in left.items() if name not in (*OF_THE_PLAN, "settings")}
+    left = {name: value for name, value in left.items() if name not in map(_field, given.settings)}
+    settings = left.get("settings", ())
+    settings = settings.split() if isinstance(settings, str) else settings  # a string in records of 0.1
+    by_options = {name for name in OF_THE_PLAN if name in left or getattr(given, name) is not None}
+    left["settings"] = tuple(setting for setting in settings if _field(setting) not in by_options)
+    return left | ({"plan": PlanText(left["plan"])} if "plan" in left else {})
+
+
+def _field(setting: str) -> str:
+    return setting.partition("=")[0].strip()
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, Plan):
+        return plan_to_toml(value)
+    if isinstance(value, Job | PlanText):
+        return value.name if isinstance(value, Job) else value.text
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,127 @@
+"""Whose options are whose: those behind a script's name are the script's, those before it are meshwise's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshwise import cli
+from meshwise.commands import run as run_command
+from meshwise.training.run_options import RunOptions
+
+Typed = tuple[RunOptions, list[str] | None]
+"""The options that a command has, and the script's own arguments; None for a job."""
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[str]], Typed]:
+    """What `meshwise run` makes of words."""
+    seen: list[Typed] = []
+
+    def start_script(arguments: Sequence[str], options: RunOptions, *_: Any) -> int:
+        seen.append((options, list(arguments)))
+        return 0
+
+    def start_job(options: RunOptions, *_: Any) -> tuple[None, int]:
+        seen.append((options, None))
+        return None, 0
+
+    monkeypatch.setattr(run_command, "start_script", start_script)
+    monkeypatch.setattr(run_command, "start_job", start_job)
+
+    def command(words: Sequence[str]) -> Typed:
+        monkeypatch.setattr(sys, "argv", ["meshwise", "run", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+        return seen.pop()
+
+    return command
+
+
+TRAIN = RunOptions("train.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "own"),
+    [
+        ("train.py", TRAIN, ""),
+        ("train.py --lr 0.1", TRAIN, "--lr 0.1"),
+        ("train.py --epochs 3", TRAIN, "--epochs 3"),  # the script's: a job's epochs mean nothing to it
+        ("train.py --out x", TRAIN, "--out x"),
+        ("train.py --devices 2xcpu --lr 0.1", TRAIN, "--devices 2xcpu --lr 0.1"),
+        ("train.py --help", TRAIN, "--help"),
+        ("--devices 2xcpu train.py --devices 4", RunOptions("train.py", devices="2xcpu"), "--devices 4"),
+        ("--devices=2xcpu --out=here train.py x", RunOptions("train.py", devices="2xcpu", out="here"), "x"),
+        ("--blocks train.py --blocks", RunOptions("train.py", blocks=True), "--blocks"),
+        ("--set shard=2 --set zero1=true train.py", RunOptions("train.py", settings=("shard=2", "zero1=true")), ""),
+        ("train.py -- --devices 4", TRAIN, "--devices 4"),
+        ("train.py a -- --devices 4", TRAIN, "a -- --devices 4"),
+        ("train.py other.py", TRAIN, "other.py"),
+        ("--out odd.py train.py a", RunOptions("train.py", out="odd.py"), "a"),  # a folder may be called so
+        ("-- train.py --devices 4", TRAIN, "--devices 4"),
+    ],
+)
+def test_what_follows_a_script_is_its_own(
+    words: str, options: RunOptions, own: str, typed: Callable[[Sequence[str]], Typed]
+) -> None:
+    assert typed(words.split()) == (options, own.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("mlp --epochs 3", RunOptions("mlp", epochs=3)),
+        ("--epochs 3 mlp", RunOptions("mlp", epochs=3)),
+        ("--epochs 3 mlp --out odd.py", RunOptions("mlp", epochs=3, out="odd.py")),
+        ("train.py:job --epochs 3", RunOptions("train.py:job", epochs=3)),
+        ("--resume runs/a", RunOptions(resume="runs/a")),
+    ],
+)
+def test_the_options_of_a_job_stand_on_both_sides_of_it(
+    words: str, options: RunOptions, typed: Callable[[Sequence[str]], Typed]
+) -> None:
+    assert typed(words.split()) == (options, None)
+
+
+OPTIONS = ["--devices", "--out", "--rdzv"]
+before = st.lists(
+    st.tuples(st.sampled_from(OPTIONS), st.sampled_from(["2xcpu", "odd.py", "3"])), max_size=3, unique_by=lambda o: o[0]
+)
+behind = st.lists(st.sampled_from(["--lr", "3", "--", "x", "--devices", "y.py", "--out=z", "-h"]), max_size=5)
+
+
+@given(before, behind)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_script_gets_all_its_words_in_their_order_and_none_of_ours(
+    typed: Callable[[Sequence[str]], Typed], before: list[tuple[str, str]], behind: list[str]
+) -> None:
+    options, own = typed([*(word for pair in before for word in pair), "train.py", *behind])
+    assert own == (behind[1:] if behind[:1] == ["--"] else behind)
+    assert options == RunOptions("train.py", **{name[2:]: value for name, value in before})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "noted"),
+    [
+        ("train.py --devices 2xcpu --lr 1", "--devices"),
+        ("train.py --lr 1 --out=x --set a", "--out=x, --set"),
+        ("train.py --json", "--json"),
+        ("train.py --epochs 3", ""),  # an option of jobs, which nobody could mean for meshwise here
+        ("train.py -- --devices 2xcpu", ""),
+        ("--devices 2xcpu train.py --lr 1", ""),
+        ("mlp --devices 2xcpu", ""),
+    ],
+)
+def test_an_option_of_meshwise_behind_a_script_is_noted_once(
+    words: str, noted: str, typed: Callable[[Sequence[str]], Typed], capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed(words.split())
+    shown = capsys.readouterr().err
+    assert shown.count("Note: ") == bool(noted)
+    assert not noted or f"train.py gets {noted}, which follows its name" in shown
