@@ -99,7 +99,7 @@ def starts_no_process(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     def refuse(self: Any, args: Any, *rest: Any, **named: Any) -> None:
         words = [args] if isinstance(args, str | bytes) else [os.fspath(word) for word in args]
         if sys.executable in words:
-            raise AssertionError("this test starts a Python process: give it the fixture `processes`")
+            pytest.fail("this test starts a Python process: give it the fixture `processes`")
         start(self, args, *rest, **named)
 
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)

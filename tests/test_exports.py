@@ -82,6 +82,7 @@ def test_type_checkers_are_told_the_same() -> None:
     assert sorted(told) == sorted((home, name, name) for name, home in meshwise._HOME.items())
 
 
+@pytest.mark.usefixtures("processes")
 def test_importing_the_package_does_not_wait_for_torch() -> None:
     code = "import sys, meshwise, meshwise.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
