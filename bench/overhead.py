@@ -33,7 +33,6 @@ from meshwise.training.journal import Journal
 from meshwise.training.order import epoch_order, part
 from meshwise.training.recording import Recording
 from meshwise.training.run_options import RunOptions
-from meshwise.training.step import train_step
 from meshwise.workers.join import join
 
 Step = Callable[[], Any]
@@ -43,18 +42,16 @@ def our_step(job: Job, recorder: Recorder, log_every: int = 100) -> Step:
     """One turn of our loop: gate, data, step, losses noted; read and written down every `log_every` steps."""
     session = join()
     journal = Journal(None, None, session.world, scaled=False)
-    settings = RunOptions(plan=Plan(data=session.world.size), log_every=log_every)
-    run = loop._prepare(job, settings, None, session, journal, recorder)
-    batches = loop._train_batches(run)
+    options = RunOptions(plan=Plan(data=session.world.size), log_every=log_every)
+    engine = loop.make_engine(session)
+    run = loop._prepare(job, options, None, session, journal, engine)
+    state = run.state
+    batches = engine.batches("a bench", loop._train_batches(run), job.batch_size, step=lambda: state.step + 1)
 
     def step() -> None:
-        session.gate.begin()
-        recorder.begin_step(run.context.state.step + 1)
-        with recorder.span("data", on_device=False):
-            parts = next(batches)
-        losses = train_step(run.context, parts)
-        journal.note(0, run.context.state.step, losses)
-        if run.context.state.step % log_every == 0:
+        losses = loop.train_step(engine, job, state, next(batches))
+        journal.note(0, state.step, losses)
+        if state.step % log_every == 0:
             journal.read()
 
     return step

@@ -14,7 +14,7 @@ import cloudpickle
 import torch
 
 from meshwise.spec.devices import WorkerSlot
-from meshwise.training import own_loop
+from meshwise.training.session import end_sessions
 from meshwise.workers import worker
 from meshwise.workers.join import join
 from meshwise.workers.launch import Halt, launch
@@ -45,7 +45,7 @@ def serve(address: Any) -> None:
 
 def fresh() -> None:
     """Forget what an earlier case has distributed."""
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     worker.in_progress.clear()
     torch.set_default_dtype(torch.float32)
 

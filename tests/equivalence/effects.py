@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.dispatch import intercept_operators, operator_name, tensors_in
+from meshwise.compat.dispatch import intercept_operators, operator_name
+from meshwise.compat.tree import tensors_in
 from meshwise.equivalence.one_device import opened
 from meshwise.equivalence.trace import CheckSpec, batch_ranges, order_of
 from meshwise.spec.plan import Plan
-from meshwise.timeline.recorder import current
-from meshwise.training.loop import begun
+from meshwise.training.loop import begun, make_engine, train_step
 from meshwise.training.order import epoch_slices
-from meshwise.training.step import StepContext, train_step
 from meshwise.workers.join import join
 from tests.equivalence.models_to_check import Job
 
@@ -65,9 +64,11 @@ class Effect:
 
 def effect_of(job: Job, plan: Plan) -> Effect:
     """Take two steps of `job` under `plan` on this rank, and count in the second. Collective."""
-    world = join().world
-    applied, state = begun(job, plan, world)
+    session = join()
+    world, engine = session.world, make_engine(session)
+    state = begun(job, plan, engine)
     effect, inside = Effect(), [False]
+    real = job.loss
     counter = _counter(effect, inside)
 
     def loss(model: nn.Module, batch: Any) -> Any:
@@ -82,25 +83,26 @@ def effect_of(job: Job, plan: Plan) -> Effect:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            result = job.loss(model, batch)
+            result = real(model, batch)
         inside[0], effect.kept = False, max(effect.kept, sum(storages.values()))
         return result
 
-    context = StepContext(replace(job, loss=loss), applied, state, world, current())
+    job = replace(job, loss=loss)
     samples, read = opened(job, job.data(), "training set")
     cut = batch_ranges(samples, job.batch_size, CheckSpec(plan, 2))[0]
     order = order_of(job.seed, cut, samples)[: cut.stop]
     shares = next(iter(epoch_slices(order, cut.stop - cut.start, world, plan.accumulate, cut.start)))
     parts = list(zip(read((s.indices for s in shares), cut.epoch), shares, strict=True))
-    applied.model.train()
-    train_step(context, parts)
+    state.model.train()
+    train_step(engine, job, state, parts)
     with intercept_operators(counter):
-        train_step(context, parts)
-    effect.parameters = sum(_held(p) for p in applied.model.parameters())
-    effect.largest = max(p.numel() for p in applied.model.parameters())
+        train_step(engine, job, state, parts)
+    effect.parameters = sum(_held(p) for p in state.model.parameters())
+    effect.largest = max(p.numel() for p in state.model.parameters())
     effect.state = sum(
         _held(value) for entry in state.optimizer.state.values() for value in entry.values() if _large(value)
     )
+    engine.close()
     return effect
 
 

@@ -13,18 +13,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwise.spec.world import World
 from meshwise.training.order import BatchSlice
 from meshwise.transfer import collectives
 
 SEAMS = {
     # the training step
     "microbatches of a step": "meshwise.equivalence.under_plan.train_step",
-    "loss and weight": "meshwise.training.step.split_weight",
-    "backward of a microbatch": "meshwise.training.step._backward",
-    "sum of weights": "meshwise.training.step._common_factor",
-    "update": "meshwise.training.step._update",
-    "optimizer is bound": "meshwise.training.loop.bind",
+    "loss and weight": "meshwise.training.engine.split_weight",
+    "backward of a microbatch": "meshwise.training.engine.Engine._reduced_backward",
+    "sum of weights": "meshwise.training.weighing.StepWeights.begin_sum",
+    "update": "meshwise.training.loop._update",
+    "optimizer is bound": "meshwise.training.program.Program.add_optimizer",
     # the data
     "slice of a rank": "meshwise.training.order.batch_slice",
     "slices of an evaluation": "meshwise.equivalence.under_plan.sequential_slices",
@@ -85,16 +84,16 @@ def around(patch: Any, seam: str, change: Callable[..., Any]) -> None:
     replaced(patch, seam, lambda *arguments, **more: change(real, *arguments, **more))
 
 
-def _training(run: Any) -> Training:
-    return Training(run.state.model, run.state.optimizer, run.state.scheduler, run.state.step)
+def _training(state: Any) -> Training:
+    return Training(state.model, state.optimizer, state.scheduler, state.step)
 
 
 def before_update(patch: Any, change: Callable[[Training], None]) -> None:
     """Call `change` before each update: gradients are there, and not clipped."""
 
-    def update(real: Any, run: Any) -> None:
-        change(_training(run))
-        real(run)
+    def update(real: Any, job: Any, state: Any) -> None:
+        change(_training(state))
+        real(job, state)
 
     around(patch, "update", update)
 
@@ -102,9 +101,9 @@ def before_update(patch: Any, change: Callable[[Training], None]) -> None:
 def after_update(patch: Any, change: Callable[[Training], None]) -> None:
     """Call `change` after each update: the scheduler has ticked, gradients are gone."""
 
-    def update(real: Any, run: Any) -> None:
-        real(run)
-        change(_training(run))
+    def update(real: Any, job: Any, state: Any) -> None:
+        real(job, state)
+        change(_training(state))
 
     around(patch, "update", update)
 
@@ -112,8 +111,8 @@ def after_update(patch: Any, change: Callable[[Training], None]) -> None:
 def loss_changed(patch: Any, change: Callable[[Tensor, bool], Tensor]) -> None:
     """Let `change(loss, last)` give the loss whose backward runs; last: of the step's last microbatch."""
 
-    def backward(real: Any, run: Any, loss: Tensor, last: bool, factor: Any) -> None:
-        real(run, change(loss, last), last, factor)
+    def backward(real: Any, engine: Any, loss: Tensor, last: bool, factor: Any) -> None:
+        real(engine, change(loss, last), last, factor)
 
     around(patch, "backward of a microbatch", backward)
 
@@ -121,10 +120,17 @@ def loss_changed(patch: Any, change: Callable[[Tensor, bool], Tensor]) -> None:
 def after_microbatch(patch: Any, change: Callable[[Training, bool], None]) -> None:
     """Call `change(training, last)` after the backward of each microbatch."""
 
-    def backward(real: Any, run: Any, loss: Tensor, last: bool, factor: Any) -> None:
-        real(run, loss, last, factor)
-        change(_training(run), last)
+    training: list[Training] = []
 
+    def train_step(real: Any, engine: Any, job: Any, state: Any, parts: Any) -> Any:
+        training[:] = [_training(state)]
+        return real(engine, job, state, parts)
+
+    def backward(real: Any, engine: Any, loss: Tensor, last: bool, factor: Any) -> None:
+        real(engine, loss, last, factor)
+        change(training[0], last)
+
+    around(patch, "microbatches of a step", train_step)
     around(patch, "backward of a microbatch", backward)
 
 
@@ -135,12 +141,12 @@ def at_start(
 ) -> None:
     """Call `before(model, optimizer)`, or `after`, when the plan is applied and the optimizer is bound to it."""
 
-    def bind(real: Any, applied: Any, optimizer: Any, world: World) -> None:
+    def bind(real: Any, program: Any, optimizer: Any) -> None:
         if before is not None:
-            before(applied.model, optimizer)
-        real(applied, optimizer, world)
+            before(program.models[0], optimizer)
+        real(program, optimizer)
         if after is not None:
-            after(applied.model, optimizer)
+            after(program.models[0], optimizer)
 
     around(patch, "optimizer is bound", bind)
 
@@ -163,9 +169,9 @@ def slices_changed(patch: Any, change: Callable[[BatchSlice, int], BatchSlice]) 
 def trained_slices_changed(patch: Any, change: Callable[[BatchSlice, int], BatchSlice]) -> None:
     """Let `change(slice, microbatches)` give what the step believes of the samples that it has."""
 
-    def train_step(real: Any, run: Any, parts: Any) -> Any:
+    def train_step(real: Any, engine: Any, job: Any, state: Any, parts: Any) -> Any:
         parts = list(parts)
-        return real(run, [(batch, change(share, len(parts))) for batch, share in parts])
+        return real(engine, job, state, [(batch, change(share, len(parts))) for batch, share in parts])
 
     around(patch, "microbatches of a step", train_step)
 
@@ -175,26 +181,26 @@ def sum_of_weights_changed(patch: Any, change: Callable[[list[Tensor]], Tensor])
     around(
         patch,
         "sum of weights",
-        lambda real, world, losses, first: lambda: first / change([weight for _, weight in losses]),
+        lambda real, weights: lambda: weights.unit / change([weight for _, weight in weights.losses]),
     )
 
 
 def metrics_changed(patch: Any, change: Callable[[dict[str, Any], BatchSlice], dict[str, Any]]) -> None:
     """Let `change(metric -> (mean, weight), slice)` give the metrics of a batch."""
-    around(patch, "metrics of a batch", lambda real, run, batch, share: change(real(run, batch, share), share))
+    around(patch, "metrics of a batch", lambda real, *given: change(real(*given), given[-1]))
 
 
 def measured_slices_changed(patch: Any, change: Callable[[BatchSlice], BatchSlice]) -> None:
     """Let `change(slice)` give what an evaluation believes of the samples that it has."""
-    around(patch, "metrics of a batch", lambda real, run, batch, share: real(run, batch, change(share)))
+    around(patch, "metrics of a batch", lambda real, *given: real(*given[:-1], change(given[-1])))
 
 
 def around_measuring(patch: Any, change: Callable[[nn.Module], Callable[[], None]]) -> None:
     """Call `change(model)` before a batch is evaluated, and what it gave afterwards."""
 
-    def measure(real: Any, run: Any, batch: Any, share: BatchSlice) -> Any:
-        restore = change(run.applied.model)
-        result = real(run, batch, share)
+    def measure(real: Any, job: Any, model: nn.Module, batch: Any, part: BatchSlice) -> Any:
+        restore = change(model)
+        result = real(job, model, batch, part)
         restore()
         return result
 

@@ -19,8 +19,8 @@ from meshwise.equivalence.trace import CheckSpec
 from meshwise.jobs.script import run_script_file
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, plan_to_toml
-from meshwise.training import own_loop
-from meshwise.training.own_plan import PLAN_FILE
+from meshwise.training.plan_choice import PLAN_FILE
+from meshwise.training.session import end_sessions
 from tests.equivalence.scripts import SCRIPT, wrong
 from tests.pool import CaseFailed
 
@@ -33,9 +33,9 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     yield
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
 
 
 def watched(script: str, arguments: list[str], ragged: int, draws: Any, folder: str, plan: str | None) -> Any:
@@ -59,7 +59,7 @@ def sides(text: str, pool: Any, plan: Plan | None = None, *arguments: str, size:
         Path(name).mkdir(exist_ok=True)
     case = (str(script), list(arguments), 2 * size + 1)
     one = watched(*case, None, str(Path("one").resolve()), said)
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     many, *_ = pool(size).run(watched, *case, one.draws, str(Path("many").resolve()), said)
     return one, many
 
@@ -163,7 +163,7 @@ def test_scripts_that_show_nothing_are_refused_with_what_to_write() -> None:
         "for x in l: mw.backward(m(x).mean())": "no optimizer of the model's parameters made a step after 4 calls",
     }
     for text, says in cases.items():
-        own_loop._own.__init__()  # type: ignore[misc]
+        end_sessions()
         Path("train.py").write_text(text)
         seen = watched("train.py", [], 5, None, ".", None)
         with pytest.raises(UsageError, match=says):

@@ -18,7 +18,7 @@ from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.run_report import Report
 from meshwise.timeline.timeline import Timeline
-from meshwise.training import own_loop
+from meshwise.training.session import default_engine, end_sessions
 from meshwise.workers.join import RUN_FOLDER
 
 EVEN = {"data": 4.0, "forward": 6.0, "backward": 8.0, "optimizer": 3.0}
@@ -30,7 +30,7 @@ Slept = dict[str, list[float]]
 def sleeping_run(folder: str, steps: int, more: Mapping[int, Mapping[str, float]], size: int) -> Slept:
     """One rank: `steps` steps of EVEN, with `more[rank][phase]` ms on top, on a model of `size` parameters."""
     os.environ[RUN_FOLDER] = folder
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     rank = mw.rank()
     slept: Slept = {phase: [] for phase in EVEN}
 
@@ -47,8 +47,8 @@ def sleeping_run(folder: str, steps: int, more: Mapping[int, Mapping[str, float]
         mw.backward(model(x).mean())
         optimizer.step()
         optimizer.zero_grad()
-    assert own_loop._own.recording is not None
-    own_loop._own.recording.close()
+    assert default_engine().recording is not None
+    default_engine().recording.close()
     del os.environ[RUN_FOLDER]
     return slept
 

@@ -1,4 +1,4 @@
-"""For a world of one every collective is a plain return. Several ranks: tests/training/test_own_loop.py."""
+"""For a world of one every collective is a plain return. Several ranks: tests/training/test_distribute.py."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from meshwise.machine.find import find_devices
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.plan import AXES, Plan, check_devices, plan_from_settings, plan_on
+from meshwise.spec.plan_file import read_plan
 from meshwise.training.job import Job
-from meshwise.training.own_plan import plan_in
 from meshwise.workers.failure import user_traceback
 from meshwise.workers.join import join, started_by_launcher
 from meshwise.workers.launch import launch
@@ -97,7 +97,7 @@ def plan_of_words(file: str | None, settings: list[str], devices: str | None) ->
 def _plan(plan: Plan | str | Path | None, devices: str | None) -> Plan:
     if isinstance(plan, Plan):
         return plan
-    return Plan(data=_count(devices)) if plan is None else plan_in(plan, _count(devices))
+    return Plan(data=_count(devices)) if plan is None else read_plan(plan, _count(devices))
 
 
 def _count(devices: str | None) -> int:

@@ -22,7 +22,7 @@ from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, plan_to_toml
 from meshwise.spec.world import World
-from meshwise.training.own_plan import PLAN_FILE, check_for_own_loops
+from meshwise.training.plan_choice import PLAN_FILE, check_for_scripts
 from meshwise.workers.launch import launch
 
 DEFAULT_DEVICES = "2xcpu"
@@ -50,7 +50,7 @@ def check_script(
     slots = find_devices(parse_devices(words))
     if plan is not None:
         check_fits(plan, World(size=len(slots), device=slots[0].device))
-        check_for_own_loops(plan)
+        check_for_scripts(plan)
     task = (script.resolve(), list(arguments), steps, 2 * len(slots) + 1, seed or 0)
     with tempfile.TemporaryDirectory(prefix="meshwise-check-") as folder:
         tell(f"one device, {steps} steps")

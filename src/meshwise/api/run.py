@@ -39,10 +39,10 @@ from meshwise.timeline.views.summary_text import summary_text
 from meshwise.training.block_spans import BLOCKS
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
-from meshwise.training.own_plan import PLAN_FILE, check_for_own_loops
-from meshwise.training.own_state import own, say
+from meshwise.training.plan_choice import PLAN_FILE, check_for_scripts
 from meshwise.training.recording import versions
 from meshwise.training.run_options import RunOptions
+from meshwise.training.session import process_engine
 from meshwise.transfer.collectives import broadcast_object, gather_objects
 from meshwise.workers.join import join, started_by_launcher
 from meshwise.workers.launch import Listeners
@@ -165,7 +165,7 @@ def _script_program(script: Path, arguments: Sequence[str], options: RunOptions,
     plan = options.plan_on(world.size) if options.gives_plan else None
     if plan is not None:
         check_fits(plan, world)
-        check_for_own_loops(plan)
+        check_for_scripts(plan)
     call = partial(_script_in_worker, script.resolve(), list(arguments), options)
     return Program(str(script), plan, call, {"arguments": list(arguments)})
 
@@ -175,8 +175,10 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
     if folder is not None and options.gives_plan:
         os.environ[PLAN_FILE] = str((folder / names.PLAN).resolve())
     run_script_file(script, arguments)
-    if options.gives_plan and own.plan is None:
-        say(f"{script.name} gave mw.distribute no model, so the plan changed nothing: every worker ran it by itself.")
+    if options.gives_plan and not process_engine().has_applied:
+        process_engine().notify(
+            f"{script.name} gave mw.distribute no model, so the plan changed nothing: every worker ran it by itself."
+        )
 
 
 def _record_blocks(options: RunOptions) -> None:

@@ -33,7 +33,7 @@ from meshwise.spec.plan import Plan, at_precision
 from meshwise.spec.world import World
 from meshwise.training.keyed import Rows
 from meshwise.training.order import BatchSlice
-from meshwise.training.own_state import own
+from meshwise.training.session import default_engine
 from meshwise.transfer.agreement import wait_for_all
 from meshwise.workers.join import join
 
@@ -47,7 +47,7 @@ class ScriptEnds(BaseException):
 
 
 class _Watching:
-    """The observer of the own loop (see own_state.py)."""
+    """The watcher of the script's engine."""
 
     def __init__(self, world: World, steps: int, ragged: int, draws: Draws | None, seed: int, folder: Path) -> None:
         self.folder = folder
@@ -78,13 +78,13 @@ class _Watching:
 
     # The plan.
 
-    def planned(self, plan: Plan, world: World) -> Plan:
+    def choose_plan(self, plan: Plan, world: World) -> Plan:
         self.seen.plan = plan
         return at_precision(plan if world.size > 1 else Plan(), "fp64")
 
     # A loop.
 
-    def begins(self) -> None:
+    def loop_begins(self) -> None:
         self._loop_is_over()
         self._trained, self._batches, self._summed = False, 0, False
         self.seen.loops += 1
@@ -95,11 +95,11 @@ class _Watching:
             self.seen.unsummed.append(self.seen.loops)
         self._batches = 0
 
-    def asked(self) -> None:
+    def batch_asked(self) -> None:
         self._close(forget=True)
         self._now = None
 
-    def most(self, batch_size: int) -> int | None:
+    def batch_limit(self, batch_size: int) -> int | None:
         if self._trained:
             if self._made >= self._steps:
                 return 0
@@ -114,7 +114,7 @@ class _Watching:
     def _made(self) -> int:
         return len(self.seen.draws)
 
-    def given(self, share: BatchSlice) -> None:
+    def batch_given(self, share: BatchSlice) -> None:
         self._meet("the next batch of a loader")
         if self._watch is None:
             self._start()
@@ -126,14 +126,15 @@ class _Watching:
         self._since_step += 1
         self._open()
 
-    def left(self) -> None:
+    def loop_ends(self) -> None:
         self._close(forget=True)
         self._now = None
 
     def _start(self) -> None:
-        if not own.models:
+        models = default_engine().program.models
+        if not models:
             raise UsageError("mw.distribute was given no model before the first batch. Give it the model that trains.")
-        self._model = own.models[0] if len(own.models) == 1 else own.models
+        self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._watch = ModelTracer(self._model, self._seed, upcast=True)
         side = self.seen.side = trace_of(self._model)
         side.rank_divergence = start_diverges(side)
@@ -197,10 +198,10 @@ class _Watching:
             self._step.ready_order = list(dict.fromkeys(self._watch.ready))
         self._open()
 
-    def lost(self, loss: Tensor) -> None:
+    def loss_known(self, loss: Tensor) -> None:
         self._step.loss += float(loss)
 
-    def steps(self, optimizer: Optimizer) -> None:
+    def step_begins(self, optimizer: Optimizer) -> None:
         if self._is_watched(optimizer) and self._model is not None:
             if self.seen.backwards == 0:
                 raise UsageError(
@@ -213,7 +214,7 @@ class _Watching:
             self._step.clipped_gradients = gradients_of(self._model)
             _widen_state(optimizer)
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def step_ends(self, optimizer: Optimizer) -> None:
         if not self._is_watched(optimizer) or self._watch is None or self._model is None:
             return
         self.seen.draws.append(self._watch.draws)
@@ -289,7 +290,8 @@ def watch_script(
     """
     world = join().world
     watching = _Watching(world, steps, ragged, draws, seed, folder)
-    own.observer = watching
+    engine = default_engine()
+    engine.watch(watching)
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -302,6 +304,6 @@ def watch_script(
         if end.code not in (None, 0):
             raise
     finally:
-        own.observer = None
+        engine.watcher = None
     seen = watching.end()
     return seen if world.rank == 0 else None

@@ -5,12 +5,14 @@ What should be alike on every rank (a gathered gradient, a buffer, a learning ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwise.equivalence.across_ranks import cannot_train, numbers_diverge, start_diverges
 from meshwise.equivalence.collect import collect_run, collect_step, slices_of_ranks
@@ -18,16 +20,14 @@ from meshwise.equivalence.model_state import gradients_of, learning_rates_of
 from meshwise.equivalence.model_tracer import ModelTracer
 from meshwise.equivalence.one_device import opened, trace_of
 from meshwise.equivalence.trace import BatchRange, CheckSpec, StepTrace, Trace, batch_ranges, order_of, test_samples
-from meshwise.parallel.apply import Applied
-from meshwise.spec.plan import at_precision
+from meshwise.spec.plan import Plan, at_precision
 from meshwise.spec.world import World
-from meshwise.timeline.recorder import current
+from meshwise.training.engine import Engine
 from meshwise.training.evaluate import evaluate
 from meshwise.training.job import Job
 from meshwise.training.keyed import Draw
-from meshwise.training.loop import begun
+from meshwise.training.loop import begun, make_engine, train_step
 from meshwise.training.order import BatchSlice, epoch_slices, sequential_slices
-from meshwise.training.step import StepContext, train_step
 from meshwise.training.weighing import as_weight
 from meshwise.transfer.collectives import gather_objects
 from meshwise.transfer.prefetch import prefetch
@@ -38,20 +38,30 @@ Draws = Sequence[Sequence[Sequence[Draw]]]
 
 
 class _Watched:
-    """An `Applied` whose backward is watched: after the one that reduces, `seen` is called."""
+    """The engine's watcher: after the backward that reduces, `seen` is called."""
 
-    def __init__(self, applied: Applied, watch: ModelTracer, seen: Callable[[], None]) -> None:
-        self._applied, self._watch, self._seen = applied, watch, seen
+    folder = Path()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._applied, name)
+    def __init__(self, watch: ModelTracer, seen: Callable[[], None]) -> None:
+        self._watch, self._seen = watch, seen
 
-    def backward(self, loss: Tensor, *, reduce: bool = True, **rest: Any) -> Tensor | None:
+    @contextlib.contextmanager
+    def backward(self, reduce: bool) -> Iterator[None]:
         with self._watch.backward():
-            value = self._applied.backward(loss, reduce=reduce, **rest)
+            yield
         if reduce:
             self._seen()
-        return value
+
+    def choose_plan(self, plan: Plan, world: World) -> Plan:
+        return plan
+
+    def batch_limit(self, batch_size: int) -> int | None:
+        return None
+
+    def _nothing(self, *_: Any) -> None:
+        pass
+
+    loop_begins = batch_asked = batch_given = loop_ends = loss_known = step_begins = step_ends = summed = _nothing
 
 
 def under_plan(job: Job, spec: CheckSpec, draws: Draws) -> Trace | None:
@@ -59,47 +69,56 @@ def under_plan(job: Job, spec: CheckSpec, draws: Draws) -> Trace | None:
 
     draws: the random draws of one device, so that this side makes the same.
     """
-    world = join().world
+    session = join()
+    engine = make_engine(session)
+    try:
+        return _under_plan(job, spec, draws, engine, session.world)
+    finally:
+        engine.close()
+
+
+def _under_plan(job: Job, spec: CheckSpec, draws: Draws, engine: Engine, world: World) -> Trace | None:
     plan = at_precision(spec.plan, spec.precision)
-    applied, state = begun(job, plan, world)
-    watch = ModelTracer(applied.model, job.seed, upcast=spec.upcast)
-    side = trace_of(applied.model)
-    side.notes = applied.notes
+    state = begun(job, plan, engine)
+    model = state.model
+    watch = ModelTracer(model, job.seed, upcast=spec.upcast)
+    side = trace_of(model)
+    side.notes = tuple(engine.notes)
     side.rank_divergence = start_diverges(side)
     if any(gather_objects(cannot_train(side.rank_divergence))):
         return side if world.rank == 0 else None
     step = StepTrace()
 
     def gradients_are_there() -> None:
-        step.gradients, step.ready_order = gradients_of(applied.model), list(dict.fromkeys(watch.ready))
+        step.gradients, step.ready_order = gradients_of(model), list(dict.fromkeys(watch.ready))
 
     def optimizer_steps(*_: Any) -> None:
         step.learning_rates = learning_rates_of(state.optimizer)
         if job.clip_norm is not None:
-            step.clipped_gradients = gradients_of(applied.model)
+            step.clipped_gradients = gradients_of(model)
 
     state.optimizer.register_step_pre_hook(optimizer_steps)
-    watched: Any = _Watched(applied, watch, gradients_are_there)
+    engine.watch(_Watched(watch, gradients_are_there))
     divided = plan.state_divided and not plan.parameters_divided
 
     def traced_loss(model: Any, batch: Any) -> Any:
         with watch.forward():
             return job.loss(model, batch)
 
-    context = StepContext(replace(job, loss=traced_loss), watched, state, world, current())
+    traced = replace(job, loss=traced_loss)
     samples, read = opened(job, job.data(), "training set")
-    applied.model.train()
+    model.train()
     for number, cut in enumerate(batch_ranges(samples, job.batch_size, spec)):
         step = StepTrace()
         shares = _shares(job, cut, samples, world, spec)
         step.samples, rows = slices_of_ranks(shares, world)
         watch.begin(number, rows, draws[number] if number < len(draws) else [])
         parts = list(prefetch(zip(read((s.indices for s in shares), cut.epoch), shares, strict=True), world.device))
-        step.loss = _mean(train_step(context, parts))
-        collect_step(step, watch, applied.model, state.optimizer, state.scheduler, divided=divided)
+        step.loss = _mean(train_step(engine, traced, state, parts))
+        collect_step(step, watch, model, state.optimizer, state.scheduler, divided=divided)
         if world.rank == 0:
             side.steps.append(step)
-    _evaluate(job, context, watch, side)
+    _evaluate(job, model, engine, watch, side)
     collect_run(side, watch)
     return side if world.rank == 0 else None
 
@@ -117,16 +136,16 @@ def _mean(losses: Sequence[tuple[Tensor, Tensor | float]]) -> float:
     return float(sum(total for total, _ in ranks) / sum(weight for _, weight in ranks))
 
 
-def _evaluate(job: Job, context: StepContext, watch: ModelTracer, side: Trace) -> None:
+def _evaluate(job: Job, model: nn.Module, engine: Engine, watch: ModelTracer, side: Trace) -> None:
     if job.test is None:
         return
     samples, read = opened(job, job.test(), "test set")
-    shares = sequential_slices(test_samples(samples, job.batch_size), job.batch_size, context.world)
-    counted, rows = slices_of_ranks(shares, context.world)
-    batches = prefetch(zip(read((s.indices for s in shares), 0), shares, strict=True), context.world.device)
+    shares = sequential_slices(test_samples(samples, job.batch_size), job.batch_size, engine.world)
+    counted, rows = slices_of_ranks(shares, engine.world)
+    batches = prefetch(zip(read((s.indices for s in shares), 0), shares, strict=True), engine.world.device)
     metrics = None if job.metrics is None else watch.keyed(job.metrics, rows)
     measured = replace(job, loss=watch.keyed(job.loss, rows), metrics=metrics)
-    side.evaluation = evaluate(replace(context, job=measured), batches)
+    side.evaluation = evaluate(engine, measured, model, batches)
     side.rank_divergence |= numbers_diverge("evaluation", side.evaluation)
     side.padding_ranks = {max(parts, key=len)[0]: parts.count([]) for parts in counted if any(parts)}
     side.evaluated = [index for parts in counted for part in parts for index in part]

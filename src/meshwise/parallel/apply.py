@@ -15,7 +15,7 @@ Tensor and pipeline parallelism will take their places before recompute: they de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class Applied:
             return self.reduction.backward(loss, reduce=reduce, factor=factor, whole=whole, value=value)
         loss.backward()
         if factor is not None:
-            scale_gradients(self.model, factor())
+            scale_gradients(self.model.parameters(), factor())
         return value
 
 
@@ -118,7 +118,7 @@ def apply(
     )
     applied = Applied(model, plan, reduction, notes, bool(joined))
     for optimizer in optimizers:
-        rebind(optimizer, names, model, shard_like)
+        rebind(optimizer, names, dict(model.named_parameters()), shard_like)
         bind(applied, optimizer, world)
     return applied
 
@@ -130,8 +130,13 @@ def _divided(model: nn.Module, plan: Plan, world: World, held: Held | None, mete
         fill(held, model, world.device, parts="cpu" if "parameters" in plan.offload else world.device)
     if sharded is not None or world.size == 1:
         return sharded
-    named, dtype = list(model.named_parameters()), reduced_in(plan.dtypes)
-    return DataParallel(named, bucket_mb=plan.bucket_mb, metered=metered, dtype=dtype)
+    return reduction_of(dict(model.named_parameters()), plan, metered=metered)
+
+
+def reduction_of(named: Mapping[str, nn.Parameter], plan: Plan, *, metered: bool = False) -> Reduction:
+    """What averages the gradients of replicated parameters, of one model or of several."""
+    dtype = reduced_in(plan.dtypes)
+    return DataParallel(list(named.items()), bucket_mb=plan.bucket_mb, metered=metered, dtype=dtype)
 
 
 def _sharded(model: nn.Module, plan: Plan, world: World) -> Sharded:
@@ -157,8 +162,8 @@ def bind(applied: Applied, optimizer: Optimizer, world: World) -> None:
         OffloadedState(optimizer)
 
 
-def scale_gradients(model: nn.Module, factor: Tensor) -> None:
-    """Multiply every gradient of `model` by a scalar, in place."""
-    for p in model.parameters():
+def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply the gradient of every parameter by a scalar, in place."""
+    for p in parameters:
         if p.grad is not None:
             p.grad.mul_(factor.to(p.grad.dtype))

@@ -132,6 +132,11 @@ class DataParallel:
                     p.grad = None
         self.unreduced = False
 
+    def close(self) -> None:
+        """Let go of the parameters: reducers and their hooks hold one another."""
+        self._named, self._meter = [], None
+        self._groups.clear()
+
     def _run(self, loss: Tensor, watch: bool) -> list[int]:
         """Run the backward. With `watch`, returns the indices of the parameters in the order they were reached."""
         order: list[int] = []

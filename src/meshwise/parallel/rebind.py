@@ -23,12 +23,11 @@ def names_of(model: nn.Module) -> dict[int, str]:
     return {id(p): name for name, p in model.named_parameters()}
 
 
-def rebind(optimizer: Optimizer, names: Mapping[int, str], model: nn.Module, cut: Cut) -> None:
-    """Give `optimizer` the parameters that `model` has now, by name, in place.
+def rebind(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.Parameter], cut: Cut) -> None:
+    """Give `optimizer` the parameters that the model has `now`, by name, in place.
 
     names: those of the parameters that the optimizer holds (`names_of`). Raises PlanError for one that has none.
     """
-    now = dict(model.named_parameters())
     new: dict[nn.Parameter, nn.Parameter] = {}
     for index, group in enumerate(optimizer.param_groups):
         for p in group["params"]:

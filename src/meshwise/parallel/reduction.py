@@ -34,3 +34,7 @@ class Reduction(Protocol):
     def reduce_now(self) -> None:
         """Reduce what waits: for gradients that every backward so far kept local. Collective."""
         ...
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        ...

@@ -140,6 +140,9 @@ class Sharded:
         self._finish(fresh)
         self.unreduced = False
 
+    def close(self) -> None:
+        """Nothing to let go of: the model's hooks hold this, not the other way about."""
+
     def _start(self) -> None:
         self._backwards += 1
         self._so_far, self._passed, self._asked, self._reached, self._filled = 0, 0, 0, set(), {}

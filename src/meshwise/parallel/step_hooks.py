@@ -155,6 +155,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if any(step.optimizer() is optimizer for step in _running.steps):
         return
     step = _Step(_identity(hook.f_back), weakref.ref(optimizer))
+    del hook  # a frame that holds itself keeps what its callers hold, a model, until the next garbage collection
     _running.steps.append(step)
     one = _hooks_of.get(id(optimizer))
     if one is not None:

@@ -6,54 +6,55 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshwise.parallel.precision import cast_batch, computing
+from meshwise.timeline.recorder import current
+from meshwise.training.engine import Engine, Part
 from meshwise.training.job import Job
 from meshwise.training.order import BatchSlice
-from meshwise.training.step import StepContext
 from meshwise.training.weighing import as_weight, split_weight
 from meshwise.transfer import collectives
 
+Sum = tuple[Tensor, Tensor]
+"""A value and its weight, or the sums of both."""
 
-def evaluate(run: StepContext, batches: Iterable[tuple[Any, BatchSlice]]) -> dict[str, float]:
+
+def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Part]) -> dict[str, float]:
     """The job's metrics over the whole test set; its loss where it has none. Collective.
 
-    A stand-in weighs nothing. Buffers (running statistics) are those of rank 0.
+    A padding sample weighs nothing. Buffers (running statistics) are those of rank 0.
     """
-    model = run.applied.model
     collectives.broadcast_tensors(list(model.buffers()))
-    sums: dict[str, tuple[Tensor, Tensor]] = {}
+    sums: dict[str, Sum] = {}
     training = model.training
     model.eval()
-    with torch.no_grad(), run.recorder.span("evaluate"):
-        for batch, share in batches:
-            run.state.counts = share.samples > 0
-            for name, (value, weight) in _measure(run, batch, share).items():
+    with torch.no_grad(), current().span("evaluate"):
+        for batch, part in batches:
+            engine.part = part
+            with engine.computing():
+                measured = _measure(job, model, engine.cast(batch), part)
+            for name, (value, weight) in measured.items():
                 total, weights = sums.get(name, (0.0, 0.0))
                 sums[name] = (total + value * weight, weights + weight)
+        engine.part = None
         result = _over_ranks(sums)
     model.train(training)
     return result
 
 
-def _measure(run: StepContext, batch: Any, share: BatchSlice) -> dict[str, tuple[Tensor, Tensor]]:
-    job: Job = run.job
-    dtypes = run.applied.plan.dtypes
-    with computing(run.world.device, dtypes):
-        batch = cast_batch(batch, dtypes)
-        named = job.metrics(run.applied.model, batch) if job.metrics else {"loss": job.loss(run.applied.model, batch)}
+def _measure(job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[str, Sum]:
+    """Each metric of a batch, and its weight."""
+    named = job.metrics(model, batch) if job.metrics else {"loss": job.loss(model, batch)}
     measured = {}
     for name, result in named.items():
-        mean, weight = split_weight(result, share.samples, f"metric '{name}' of job '{job.name}'")
-        known = float(share.samples) if weight is None else weight
-        measured[name] = (mean.double() if mean.device.type != "mps" else mean, as_weight(known, mean))
+        mean, weight = split_weight(result, part.samples, f"metric '{name}' of job '{job.name}'")
+        known = as_weight(float(part.samples) if weight is None else weight, mean)
+        measured[name] = (mean.to(known.dtype), known)
     return measured
 
 
-def _over_ranks(sums: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
+def _over_ranks(sums: dict[str, Sum]) -> dict[str, float]:
     if not sums:
         return {}
-    table = torch.stack([torch.stack(pair) for pair in sums.values()])  # (metrics, 2)
-    collectives.all_reduce(table)
-    return {name: float(total / weight) for name, (total, weight) in zip(sums, table.tolist(), strict=True)}
+    table = collectives.all_reduce(torch.stack([torch.stack(pair) for pair in sums.values()]))  # (metrics, 2)
+    return {name: total / weight for name, (total, weight) in zip(sums, table.tolist(), strict=True)}

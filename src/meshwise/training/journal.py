@@ -20,8 +20,7 @@ from meshwise.records import folder as names
 from meshwise.records.lines import append_lines, keep_lines
 from meshwise.spec.errors import LossError
 from meshwise.spec.world import World
-from meshwise.training.step import Losses
-from meshwise.training.weighing import as_weight
+from meshwise.training.weighing import Losses, total_of
 from meshwise.transfer import collectives
 
 Tell = Callable[..., None]
@@ -57,7 +56,7 @@ class Journal:
         """
         if not self._pending:
             return False
-        rows = torch.stack([_totals(losses) for _, _, losses in self._pending])
+        rows = torch.stack([total_of(losses) for _, _, losses in self._pending])
         wish = torch.full((1, 2), float(stop), dtype=rows.dtype, device=rows.device)
         ranks = collectives.all_gather(torch.cat([rows, wish])).cpu()  # (world, steps + 1, 2)
         records = []
@@ -127,15 +126,6 @@ class Journal:
                     self._tensorboard.add_scalar(
                         f"{'test' if 'test' in record else 'train'}/{name}", value, record["step"]
                     )
-
-
-def _totals(losses: Losses) -> Tensor:
-    """A step's weighted sum of losses and sum of weights: shape (2,)."""
-    weights = [as_weight(weight, loss) for loss, weight in losses]
-    total = torch.stack(
-        [loss.to(weight.dtype) * weight for (loss, _), weight in zip(losses, weights, strict=True)]
-    ).sum()
-    return torch.stack([total, torch.stack(weights).sum()])
 
 
 def _tensorboard(folder: Path | None) -> Any:

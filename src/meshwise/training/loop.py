@@ -1,17 +1,19 @@
-"""The loop: a job from its first step, or from a saved one, to its final accuracy. Runs on every rank."""
+"""The loop: a job from its first step, or from a saved one, to its final accuracy. Runs on every rank.
+
+A short loop on the engine: read the microbatches of a step, compute, update; evaluate after each epoch.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwise.machine.memory import memory_facts, peak_bytes
-from meshwise.parallel.apply import Applied, apply, bind
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.fits import check_fits
 from meshwise.parallel.precision import loss_scaler
@@ -23,9 +25,9 @@ from meshwise.recovery.weights import save_weights
 from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import bytes_text
-from meshwise.spec.world import World
-from meshwise.timeline.recorder import Recorder
-from meshwise.training.block_spans import record_blocks
+from meshwise.timeline.recorder import Recorder, current
+from meshwise.training.draws import seed_draws
+from meshwise.training.engine import Engine, Part
 from meshwise.training.evaluate import evaluate
 from meshwise.training.exact import StepDraws
 from meshwise.training.job import Job
@@ -34,11 +36,10 @@ from meshwise.training.order import BatchSlice, epoch_order, epoch_slices, seque
 from meshwise.training.recording import Recording
 from meshwise.training.run_options import LOG_EVERY, RunOptions
 from meshwise.training.source import LoaderSettings, Reader, count_samples, reader
-from meshwise.training.step import Part, StepContext, train_step
+from meshwise.training.weighing import Losses
 from meshwise.transfer.collectives import barrier
 from meshwise.transfer.prefetch import prefetch
 from meshwise.workers.join import RankContext, join
-from meshwise.workers.worker import in_progress
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,17 @@ class Data:
 class _Run:
     """One rank's run of a job."""
 
+    job: Job
     session: RankContext
     options: RunOptions
+    plan: Plan
     folder: Path | None
-    context: StepContext
+    engine: Engine
+    state: RunState
     journal: Journal
     train: Data
     test: Data | None
     metrics: dict[str, float] = field(default_factory=dict)
-    samples: int = 0
     stopped: bool = False
     saved_step: int = -1
 
@@ -79,72 +82,73 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, tell: Tell | Non
         tell = session.channel.send
     journal = Journal(folder, tell, session.world, scaled=plan.dtypes.scaled)
     recording = Recording(session.world, folder, lambda text: journal.tell("say", text=text))
-    recorder, status = recording.recorder, "failed"
-    run: _Run | None = None
+    status, run = "failed", None
+    engine = make_engine(session, journal, exact_random=bool(options.exact_random))
     try:
-        run = _prepare(job, options, folder, session, journal, recorder)
+        run = _prepare(job, options, folder, session, journal, engine)
         _train(run)
         _finish(run)
         status = "stopped" if run.stopped else "finished"
     except BaseException as error:
-        _explain(error, session, run, recorder)
+        _explain(error, session, run, recording.recorder)
         raise
     finally:
+        engine.close()
         recording.close(status)
         journal.close()
     return {
         "job": job.name,
         "status": status,
-        "epochs": run.context.state.epoch,
-        "steps": run.context.state.step,
-        "samples": run.samples,
+        "epochs": run.state.epoch,
+        "steps": run.state.step,
+        "samples": recording.recorder.samples,
         "metrics": run.metrics,
         "losses": journal.losses,
         "memory": peak_bytes(session.world.device),
-        "notes": (*_notes(run.context.applied, options), *_unkeyed(run.context.draws)),
+        "notes": (*engine.notes, *_unkeyed(engine.draws)),
     }
 
 
+def make_engine(session: RankContext, journal: Journal | None = None, *, exact_random: bool = False) -> Engine:
+    """An engine for a job; notes on its plan go to the journal."""
+
+    def notify(text: str) -> None:
+        if journal is not None:
+            journal.tell("say", text=text)
+
+    return Engine(session.world, session.gate, notify, draws=StepDraws(exact=exact_random))
+
+
 def _prepare(
-    job: Job, options: RunOptions, folder: Path | None, session: RankContext, journal: Journal, recorder: Recorder
+    job: Job, options: RunOptions, folder: Path | None, session: RankContext, journal: Journal, engine: Engine
 ) -> _Run:
-    world = session.world
-    plan = options.plan_on(world.size)
     train, test = _data(job, job.data(), "training set"), _data(job, job.test(), "test set") if job.test else None
-    applied, state = begun(job, plan, world)
-    record_blocks(applied.model)
+    plan = options.plan_on(session.world.size)
+    state = begun(job, plan, engine)
     if options.resume is not None and folder is not None:
         unpack(state, load_checkpoint(folder / names.CHECKPOINTS))
         journal.rewind(state.step)
-    context = StepContext(job, applied, state, world, recorder, StepDraws(exact=options.exact_random))
-    run = _Run(session, options, folder, context, journal, train, test)
+    run = _Run(job, session, options, plan, folder, engine, state, journal, train, test)
     run.saved_step = state.step if options.resume is not None else -1
-    for note in _notes(applied, options) if world.rank == 0 else ():
-        journal.tell("say", text=note)
     journal.tell("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
     return run
 
 
-def _notes(applied: Applied, options: RunOptions) -> tuple[str, ...]:
-    """What the plan says of itself, but for what exact draws make untrue."""
-    return tuple(note for note in applied.notes if not (options.exact_random and note.startswith("dropout:")))
-
-
-def begun(job: Job, plan: Plan, world: World) -> tuple[Applied, RunState]:
-    """The model of `job` under `plan`, and the state of a run before its first step. Collective."""
+def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
+    """The state of a run before its first step: the model of `job` under `plan`, its optimizer. Collective."""
     torch.manual_seed(job.seed)
     model, note = constructed(job.model) if plan.parameters_divided else (job.model(), "")
-    applied = apply(model, plan, world, counts=lambda: state.counts)
+    engine.add_models([model], plan)
     if note:
-        applied = replace(applied, notes=(*applied.notes, note))
-    optimizer = job.optimizer(applied.model.parameters())
-    bind(applied, optimizer, world)
+        engine.notify(note)
+    optimizer = job.optimizer(model.parameters())
+    engine.add_optimizer(optimizer)
     scheduler = job.scheduler(optimizer) if job.scheduler else None
-    state = RunState(applied.model, optimizer, scheduler, loss_scaler(world.device, plan.dtypes), job.seed)
-    return applied, state
+    return RunState(model, optimizer, scheduler, loss_scaler(engine.world.device, plan.dtypes), job.seed)
 
 
 def _unkeyed(draws: StepDraws) -> tuple[str, ...]:
+    """What exact draws could not be exact in."""
     if not draws.unkeyed:
         return ()
     return (
@@ -158,72 +162,89 @@ def _data(job: Job, data: Any, what: str) -> Data:
 
 
 def _train(run: _Run) -> None:
-    state, job = run.context.state, run.context.job
-    run.context.applied.model.train()
+    state, job = run.state, run.job
+    state.model.train()
     while state.epoch < job.epochs:
         run.stopped = _train_epoch(run)
         if run.stopped:
             break
         state.epoch, state.index = state.epoch + 1, 0
         if run.test is not None:
-            run.metrics = evaluate(run.context, _test_batches(run, run.test))
+            run.metrics = evaluate(run.engine, job, state.model, _test_batches(run, run.test))
             run.journal.evaluated(state.epoch - 1, job.epochs, state.step, run.metrics)
 
 
 def _train_epoch(run: _Run) -> bool:
     """Train from where the state is to the end of the epoch. Returns whether all ranks stop before that."""
-    state, job, journal, recorder = run.context.state, run.context.job, run.journal, run.context.recorder
+    state, job, journal = run.state, run.job, run.journal
     in_epoch = -(-state.index // job.batch_size)
     steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size)
-    pace = _Pace(run.train.samples * job.epochs, run.samples)
-    batches = _train_batches(run)
-    stop, log_every = False, run.options.log_every or LOG_EVERY
-    in_progress.add("an epoch")
-    while in_epoch < steps:
-        if not run.session.gate.begin():
-            stop = True
-            break
-        recorder.begin_step(state.step + 1)
-        with recorder.span("data", on_device=False):
-            parts = next(batches)
-        losses = train_step(run.context, parts)
+    pace = _Pace(run.train.samples * job.epochs, current().samples)
+    wanted, log_every = False, run.options.log_every or LOG_EVERY
+    for parts in run.engine.batches("an epoch", _train_batches(run), job.batch_size, step=lambda: state.step + 1):
+        losses = train_step(run.engine, job, state, parts)
         in_epoch += 1
         state.index = min(state.index + job.batch_size, run.train.samples)
-        run.samples += parts[0][1].total
-        recorder.samples = run.samples
         journal.note(state.epoch, state.step, losses)
         if in_epoch % log_every == 0 or in_epoch == steps:
-            stop = journal.read(run.session.gate.wanted)
+            wanted = journal.read(run.session.gate.wanted)
             journal.memory()
             _tell(run, "log", pace, in_epoch, steps)
-            if stop:
+            if wanted:
                 break
         elif journal.due():
             _tell(run, "progress", pace, in_epoch, steps)
         if run.options.save_every and state.step % run.options.save_every == 0:
             _save(run)
     journal.read()
-    in_progress.clear()
-    return stop
+    return wanted or run.engine.stopped
+
+
+def train_step(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -> Losses:
+    """One optimizer step on this rank's microbatches. Returns their losses and weights, still on the device."""
+    seed_draws(state.seed, state.step, engine.world)
+    losses = engine.compute(
+        lambda batch: job.loss(state.model, batch),
+        parts,
+        where=f"the loss of job '{job.name}'",
+        key=(state.seed, state.step),
+        scale=state.scaler.scale,
+    )
+    with current().span("optimizer"):
+        _update(job, state)
+    return losses
+
+
+def _update(job: Job, state: RunState) -> None:
+    if job.clip_norm is not None:  # gradient clipping: exact under shard, since DTensors give the norm of the whole
+        state.scaler.unscale_(state.optimizer)
+        torch.nn.utils.clip_grad_norm_(state.model.parameters(), job.clip_norm)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.model.zero_grad(set_to_none=True)  # of what it does not hold too: the clip norm and the mean are of one step
+    if state.scheduler is not None:
+        state.scheduler.step()
+    state.step += 1
 
 
 def _train_batches(run: _Run) -> Iterator[list[Part]]:
     """The microbatches of each step, on the device, with the next ones on their way."""
-    state, job, world = run.context.state, run.context.job, run.context.world
+    state, world, accumulate = run.state, run.engine.world, run.plan.accumulate
     order = epoch_order(state.seed, state.epoch, run.train.samples)
-    shares: list[list[BatchSlice]] = list(
-        epoch_slices(order, job.batch_size, world, run.context.applied.plan.accumulate, state.index)
-    )
-    read = run.train.read((share.indices for step in shares for share in step), state.epoch)
-    pairs = prefetch(zip(read, (share for step in shares for share in step), strict=True), world.device)
-    for step in shares:
+    slices = list(epoch_slices(order, run.job.batch_size, world, accumulate, state.index))
+    pairs = _read(run.train, [part for step in slices for part in step], state.epoch, world.device)
+    for step in slices:
         yield [next(pairs) for _ in step]
 
 
 def _test_batches(run: _Run, test: Data) -> Iterator[Part]:
-    shares = sequential_slices(test.samples, run.context.job.batch_size, run.context.world)
-    batches = test.read((share.indices for share in shares), 0)
-    return prefetch(zip(batches, shares, strict=True), run.context.world.device)
+    slices = sequential_slices(test.samples, run.job.batch_size, run.engine.world)
+    return _read(test, slices, 0, run.engine.world.device)
+
+
+def _read(data: Data, slices: Sequence[BatchSlice], epoch: int, device: str) -> Iterator[Part]:
+    return prefetch(zip(data.read((part.indices for part in slices), epoch), slices, strict=True), device)
 
 
 class _Pace:
@@ -242,20 +263,20 @@ class _Pace:
 
 
 def _tell(run: _Run, kind: str, pace: _Pace, in_epoch: int, steps: int) -> None:
-    if run.context.world.rank != 0:
+    if run.engine.world.rank != 0:
         return
-    state = run.context.state
+    state = run.state
     behind = state.epoch * run.train.samples + state.index
-    facts = {"epoch": state.epoch + 1, "epochs": run.context.job.epochs, "step": in_epoch, "steps": steps}
-    run.journal.tell(kind, **facts, loss=run.journal.last_loss, **pace.facts(run.samples, behind))
+    facts = {"epoch": state.epoch + 1, "epochs": run.job.epochs, "step": in_epoch, "steps": steps}
+    run.journal.tell(kind, **facts, loss=run.journal.last_loss, **pace.facts(current().samples, behind))
 
 
 def _save(run: _Run) -> None:
     """Save the state: every rank gives its part, rank 0 writes. Collective."""
-    state, folder = run.context.state, run.folder
+    state, folder = run.state, run.folder
     if folder is None or run.saved_step == state.step:
         return
-    with run.context.recorder.span("checkpoint"):
+    with current().span("checkpoint"):
         packed = pack(state)
         if packed is not None:
             save_checkpoint(folder / names.CHECKPOINTS, packed)
@@ -266,7 +287,7 @@ def _finish(run: _Run) -> None:
     """Save the state and, of a run that came to its end, the weights."""
     _save(run)
     if run.folder is not None and not run.stopped:
-        save_weights(run.context.applied.model, run.folder / names.WEIGHTS)
+        save_weights(run.state.model, run.folder / names.WEIGHTS)
     if run.session.channel is None:
         barrier()  # without a launcher nobody waits for rank 0's files
 
@@ -275,12 +296,14 @@ def _explain(error: BaseException, session: RankContext, run: _Run | None, recor
     """Add to an error what its traceback does not say: rank, step, phase, and for memory how much of it."""
     if isinstance(error, MeshwiseError):
         return
-    step = f"step {run.context.state.step + 1}" if run is not None else "before the first step"
+    step = f"step {run.state.step + 1}" if run is not None else "before the first step"
     note_what_was_not_gathered(error)
     error.add_note(f"rank {session.world.rank}, {step}, phase {recorder.phase}")
     if is_out_of_memory(error):
         facts = ", ".join(f"{name} {bytes_text(value)}" for name, value in memory_facts(session.world.device).items())
-        error.add_note(f"out of memory on {session.world.device}: {facts}. Use a smaller --batch-size or --accumulate.")
+        error.add_note(
+            f"out of memory on {session.world.device}: {facts}. Use a smaller --batch-size or a larger --accumulate."
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

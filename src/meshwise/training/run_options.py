@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option, given_options, options_of
 from meshwise.spec.plan import Plan, at_precision, plan_from_settings, plan_from_toml, plan_on, plan_to_toml
+from meshwise.spec.plan_file import plan_text
 from meshwise.training.job import Job
-from meshwise.training.own_plan import plan_text
 from meshwise.workers.nodes import NodeOptions
 
 LOG_EVERY = 100

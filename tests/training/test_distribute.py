@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import meshwise as mw
 from meshwise.spec.world import World
-from meshwise.training import own_loop
+from meshwise.training.session import default_engine, end_sessions
+from meshwise.transfer import collectives
 from tests.pool import CaseFailed
 
 SIZES = [2, 3]
@@ -35,7 +36,7 @@ def same(got: Any, want: Any) -> None:
 
 def both(case: Any, size: int, pool: Any) -> tuple[Any, list[Any]]:
     """What `case` gives on one device, here, and on `size` ranks."""
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     return case(), pool(size).run(case)
 
 
@@ -199,8 +200,8 @@ def test_a_loop_resumed_in_the_middle_of_an_epoch_reads_the_same_rest(workers: i
         seen = []
         for epoch in range(2):
             for number, batch in enumerate(loader):
-                own = batch if own_loop._own.share.samples else batch[:0]
-                seen.append(sorted(i for part in own_loop.collectives.gather_objects(own.tolist()) for i in part))
+                own = batch if default_engine().part.samples else batch[:0]
+                seen.append(sorted(i for part in collectives.gather_objects(own.tolist()) for i in part))
                 if epoch == 0 and number + 1 == stop:
                     return seen, loader.state_dict()
         return seen, None
@@ -372,7 +373,7 @@ def test_a_foreign_sampler_runs_whole_on_every_rank(pool: Any) -> None:
         torch.manual_seed(0)
         sampler = WeightedRandomSampler([1.0, 2.0, 3.0] * 7, 13)
         loader = mw.distribute(DataLoader(list(range(21)), batch_size=4, sampler=sampler))
-        rows = [own_loop.collectives.gather_objects(b.tolist() if own_loop._own.share.samples else []) for b in loader]
+        rows = [collectives.gather_objects(b.tolist() if default_engine().part.samples else []) for b in loader]
         return [[i for part in row for i in part] for row in rows], len(loader)
 
     want, results = both(case, 3, pool)
@@ -395,11 +396,11 @@ def test_augmentation_does_not_depend_on_ranks_or_loader_workers(workers: int, p
         seen = {}
         for _ in range(2):
             for ids, draws in loader:
-                for part in own_loop.collectives.gather_objects((ids.tolist(), draws.tolist())):
+                for part in collectives.gather_objects((ids.tolist(), draws.tolist())):
                     seen.update({(loader.state_dict()["epoch"], i): d for i, d in zip(*part, strict=True)})
         return seen
 
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     want = case(0)
     assert len({tuple(d) for d in want.values()}) == 18
     assert pool(2).run(case, workers) == [want] * 2

@@ -1,4 +1,4 @@
-"""Files of a loop of the user's own: `save` writes what one device would write, under every plan, and `load` reads it.
+"""Files of a script: `save` writes what one device would write, under every plan, and `load` reads it.
 
 Where a plan divides parameters or the optimizer's state, the parts are gathered on rank 0. Models and optimizers that
 were distributed take whole tensors in their `load_state_dict`.
@@ -17,9 +17,8 @@ from meshwise.records.atomic import write_with
 from meshwise.recovery.collect import collected
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
-from meshwise.training.own_state import own
+from meshwise.training.session import default_engine, process_engine
 from meshwise.transfer.agreement import wait_for_all
-from meshwise.workers.join import join
 
 GRACE = 60.0  # seconds in which all ranks must come to a file
 
@@ -29,18 +28,18 @@ def save(thing: Any, path: str | Path) -> None:
 
     thing: state_dicts, or anything that holds them. Under a plan that divides them every rank calls it.
     """
-    world, path = join().world, _redirected(path)
-    name = str(path.resolve())
-    own.saves[name] = own.saves.get(name, 0) + 1
-    if own.plan is not None and own.plan.state_divided:
+    engine, path = default_engine(), _redirected(path)
+    world, plan, name, saves = engine.world, engine.plan, str(path.resolve()), process_engine().saves
+    saves[name] += 1
+    if plan.state_divided:
         if isinstance(thing, nn.Module | torch.optim.Optimizer):
-            raise UsageError(f"mw.save under {own.plan}: write its state, mw.save(thing.state_dict(), path).")
-        _all_come(f"meshwise/saves/{name}/{own.saves[name]}", world, f"mw.save({path}) under {own.plan}")
+            raise UsageError(f"mw.save under {plan}: write its state, mw.save(thing.state_dict(), path).")
+        _all_come(f"meshwise/saves/{name}/{saves[name]}", world, f"mw.save({path}) under {plan}")
         thing = collected(thing)
     if world.rank == 0:
         write_with(path, lambda file: torch.save(thing, file))
         if world.size > 1:
-            default_store().set(f"meshwise/saved/{name}/{own.saves[name]}", "1")
+            default_store().set(f"meshwise/saved/{name}/{saves[name]}", "1")
 
 
 def load(path: str | Path) -> Any:
@@ -49,13 +48,14 @@ def load(path: str | Path) -> Any:
     Waits for a `mw.save` to the same path that rank 0 has not finished.
     """
     redirected = _redirected(path)
-    path = redirected if redirected.exists() or str(redirected.resolve()) in own.saves else Path(path)
-    world, name = join().world, str(path.resolve())
-    if world.size > 1 and name in own.saves:
-        default_store().wait([f"meshwise/saved/{name}/{own.saves[name]}"])
+    engine = process_engine()
+    path = redirected if redirected.exists() or str(redirected.resolve()) in engine.saves else Path(path)
+    world, name = engine.world, str(path.resolve())
+    if world.size > 1 and name in engine.saves:
+        default_store().wait([f"meshwise/saved/{name}/{engine.saves[name]}"])
     loaded = torch.load(path, map_location="cpu", weights_only=True)
-    own.loads += 1
-    _all_come(f"meshwise/loaded/{own.loads}", world, f"mw.load({path})")
+    engine.loads += 1
+    _all_come(f"meshwise/loaded/{engine.loads}", world, f"mw.load({path})")
     return loaded
 
 
@@ -69,6 +69,7 @@ def _all_come(key: str, world: World, what: str) -> None:
 
 def _redirected(path: str | Path) -> Path:
     """While a script is checked, what it saves lies in a folder of the check."""
-    if own.observer is None:
+    watcher = default_engine().watcher
+    if watcher is None:
         return Path(path)
-    return own.observer.folder / str(Path(path).resolve()).lstrip("/").replace("/", "_")
+    return watcher.folder / str(Path(path).resolve()).lstrip("/").replace("/", "_")

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
 from meshwise.api.run import _run_script_in_worker
 from meshwise.spec.plan import plan_to_toml
-from meshwise.training import own_loop
-from meshwise.training.own_plan import PLAN_FILE
+from meshwise.training.plan_choice import PLAN_FILE
+from meshwise.training.session import default_engine, end_sessions
 from meshwise.transfer.sharded import whole
 
 PLANS = {
@@ -85,9 +86,9 @@ def same(got: Any, want: Any) -> None:
 
 def both(case: Any, pool: Any, plan: mw.Plan, *arguments: Any) -> tuple[Any, list[Any]]:
     """What `case(plan)` gives on one device, here, without a plan, and on the ranks of `plan`."""
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     one = case(None, *arguments)
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     return one, pool(plan.devices).run(case, plan, *arguments)
 
 
@@ -377,11 +378,11 @@ def test_the_precision_of_the_plan_needs_no_word_of_the_user(pool: Any) -> None:
         devices = max(1, *axes.values(), 1)
         for precision, want in (("bf16", [words[0], words[1], words[1]]), ("fp64", [words[2]] * 3)):
             plan = mw.Plan(**axes, precision=precision)
-            own_loop._own.__init__()  # type: ignore[misc]
+            end_sessions()
             results = [case(plan)] if devices == 1 else pool(devices).run(case, plan)
             for got in results:
                 assert list(got[:3]) == want
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
 
 
 def test_gradients_kept_by_accumulate_are_reduced_once(pool: Any) -> None:
@@ -486,7 +487,7 @@ def test_a_state_saved_under_one_plan_goes_on_under_another(
 ) -> None:
     def run(plan: mw.Plan | None, begin: bool, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
-        own_loop._own.__init__()  # type: ignore[misc]
+        end_sessions()
         files(plan, str(folder), begin) if plan is None else pool(2).run(files, plan, str(folder), begin)
 
     for begin, plan in ((True, first), (False, second)):
@@ -585,7 +586,7 @@ def test_a_plan_comes_from_a_file_or_from_the_environment(pool: Any, tmp_path: P
             model = mw.distribute(net(), plan=given)
         finally:
             os.environ.pop(PLAN_FILE, None)
-        return type(next(model.parameters())).__name__, str(own_loop._own.plan)
+        return type(next(model.parameters())).__name__, str(default_engine().program.plan)
 
     want = [("DTensor", "Plan(shard=2)")] * 2
     assert pool(2).run(case, str(file), None) == want
@@ -604,25 +605,82 @@ def test_a_plan_comes_from_a_file_or_from_the_environment(pool: Any, tmp_path: P
 
 def test_a_script_has_one_plan(pool: Any) -> None:
     def case() -> Any:
-        mw.distribute(nn.Linear(2, 2), plan=mw.Plan(data=2))
+        first = mw.distribute(nn.Linear(2, 2), plan=mw.Plan(data=2))
         mw.distribute(nn.Linear(2, 2), plan=mw.Plan(shard=2))
+        return first
 
     assert "A script has one plan" in refused(pool, case)
 
 
+def step_under(plan: mw.Plan, width: int = 2) -> str:
+    """Train a new model under `plan`; gives the class of its parameters' gradients."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, width).double()
+    loader = DataLoader(data(), batch_size=4)
+    model, optimizer, loader = mw.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, plan=plan)
+    for x, y in loader:
+        mw.backward(nn.functional.cross_entropy(model(x), y))
+        kind = type(next(model.parameters()).grad).__name__
+        optimizer.step()
+        optimizer.zero_grad()
+    return kind
+
+
+def test_a_plan_ends_with_the_models_that_it_was_applied_to(pool: Any) -> None:
+    def case() -> list[str]:
+        return [step_under(mw.Plan(data=2)), step_under(mw.Plan(shard=2)), step_under(mw.Plan(data=2, zero1=True))]
+
+    assert pool(2).run(case) == [["Tensor", "DTensor", "Tensor"]] * 2
+
+
+def test_a_session_ends_its_plan_though_its_model_is_kept(pool: Any) -> None:
+    def case() -> Any:
+        with mw.session():
+            first = mw.distribute(nn.Linear(2, 2), plan=mw.Plan(data=2))
+        with mw.session():
+            second = mw.distribute(nn.Linear(2, 2), plan=mw.Plan(shard=2))
+        return [type(next(model.parameters())).__name__ for model in (first, second)]
+
+    assert pool(2).run(case) == [["Parameter", "DTensor"]] * 2
+
+
+def test_a_backward_of_a_model_that_was_not_distributed_is_refused(pool: Any) -> None:
+    def never_given() -> None:
+        model, loader = nn.Linear(6, 2).double(), mw.distribute(DataLoader(data(), batch_size=4))
+        for x, y in loader:
+            mw.backward(nn.functional.cross_entropy(model(x), y))
+
+    assert "the model was never given" in refused(pool, never_given)
+
+
+@pytest.mark.parametrize("plan", [mw.Plan(data=2), mw.Plan(data=2, zero1=True), mw.Plan(shard=2)], ids=repr)
+def test_models_one_after_the_other_take_the_memory_of_one(plan: mw.Plan, pool: Any) -> None:
+    """Counted as tensors that are alive, whatever the allocator keeps."""
+
+    def case() -> tuple[int, int]:
+        alive = []
+        for _ in range(20):
+            step_under(plan)
+            alive.append(sum(t.nbytes for t in gc.get_objects() if isinstance(t, Tensor)))
+        return alive[0], alive[-1]
+
+    for first, last in pool(2).run(case):
+        assert last <= 1.1 * first
+
+
 def test_one_device_alone_runs_a_plan_of_several_without_its_axes(capsys: pytest.CaptureFixture[str]) -> None:
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     model = mw.distribute(net(torch.float32), plan=mw.Plan(shard=4, precision="fp64", recompute="full"))
-    assert str(own_loop._own.plan) == "Plan(data=1, precision='fp64', recompute='full')"
+    assert str(default_engine().program.plan) == "Plan(data=1, precision='fp64', recompute='full')"
     assert next(model.parameters()).dtype == torch.float64
     assert "the axes and what divides over them are left out" in capsys.readouterr().err
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
 
 
 def test_a_script_that_distributes_no_model_is_told_that_its_plan_changed_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     script, plan = tmp_path / "plain.py", tmp_path / "plan.toml"
     script.write_text("print('hello')\n")
     plan.write_text("shard = 2\n")
@@ -631,11 +689,11 @@ def test_a_script_that_distributes_no_model_is_told_that_its_plan_changed_nothin
     monkeypatch.setenv(PLAN_FILE, "")
     _run_script_in_worker(script, [], plan)
     assert "plain.py gave mw.distribute no model, so the plan changed nothing" in capsys.readouterr().err
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
 
 
 def test_an_optimizer_of_a_deferred_model_trains_it_on_one_device_too() -> None:
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
     with mw.deferred():
         model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -647,7 +705,7 @@ def test_an_optimizer_of_a_deferred_model_trains_it_on_one_device_too() -> None:
     assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters() if name != "first.weight")
     with pytest.raises(mw.UsageError, match=r"made before mw\.distribute and not given to it"):
         foreign.step()
-    own_loop._own.__init__()  # type: ignore[misc]
+    end_sessions()
 
 
 def frozen_in_turns(plan: mw.Plan | None) -> Any:

@@ -21,7 +21,7 @@ from torch.utils.data import (
 from meshwise.spec.errors import DataError, UsageError
 from meshwise.spec.world import World
 from meshwise.training.order import epoch_order
-from meshwise.training.own_loader import split_loader
+from meshwise.training.split_loader import split_loader
 
 DATA = TensorDataset(torch.arange(23))
 

@@ -1,8 +1,8 @@
-"""The spans of a loop that is not ours, told from where it calls us.
+"""The phases of a training loop, inferred from where it calls the engine.
 
 next batch asked for .. given      data
-batch given .. mw.backward         forward (the user's own code up to the loss)
-mw.backward                        backward
+batch given .. backward            forward (in a script: the user's own code up to the loss)
+backward                           backward
 optimizer.step                     optimizer
 batch given .. next batch asked    evaluate, when no backward came in between
 """
@@ -12,30 +12,33 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
+from meshwise.compat.profiling import open_range
 from meshwise.timeline.recorder import Mark, current
 
 LOSS_EVERY = 0.2  # seconds: reading each loss would cost more than it tells
 
 
-class OwnSpans:
-    """Where a loop of the user's own stands."""
+class Phases:
+    """Where a training loop stands."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._asked: Mark = 0
+        self._range: Any = None  # of a profiler that is attached
         self._since: Mark | None = None
         self._trained = False
         self._optimizer: Mark | None = None
         self._stepped = False
-        self._depth = 0  # of steps inside steps: an optimizer may call super().step()
         self.optimizers = False
-        """Whether optimizers tell when they step; without any, each batch with a backward is a step."""
+        """Whether the program's optimizers are known; without any, each batch with a backward is a step."""
         self._counted = 0.0
 
-    def asked(self) -> None:
+    def batch_asked(self) -> None:
         """The loop asks for its next batch, which may not come."""
         recorder = current()
         if self._since is not None:
@@ -45,16 +48,23 @@ class OwnSpans:
             else:
                 recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
         self._since, self._trained = None, False
-        self._asked = recorder.mark(on_device=False)
+        self._asked, self._range = recorder.mark(on_device=False), open_range("data")
 
-    def given(self) -> None:
-        """The loop has its batch."""
+    def batch_given(self, step: int | None) -> None:
+        """The loop has its batch. step: its number, where the loop counts for itself."""
         recorder = current()
-        recorder.begin_step(self._steps + 1)
+        recorder.begin_step(self._steps + 1 if step is None else step)
         code = recorder.code("data", lane=recorder.host_lane)
         recorder.add(code, self._asked, recorder.mark(on_device=False))
+        self.batches_end()
         recorder.phase_ends("data")
-        self._since = recorder.mark()
+        self._since = recorder.mark() if step is None else None
+
+    def batches_end(self) -> None:
+        """No batch is waited for any more."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
 
     @contextlib.contextmanager
     def backward(self, samples: int) -> Iterator[None]:
@@ -65,20 +75,15 @@ class OwnSpans:
             recorder.phase_ends("forward")
         if not self._trained:
             recorder.samples += samples
-        self._trained, self._depth = True, 0
+        self._trained = True
         with recorder.span("backward"):
             yield
         self._since = recorder.mark()
 
-    def optimizer_begins(self) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self._optimizer = current().mark()
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        self._optimizer = current().mark()
 
-    def optimizer_ends(self) -> None:
-        self._depth -= 1
-        if self._depth > 0:
-            return
+    def optimizer_ends(self, optimizer: Optimizer) -> None:
         recorder = current()
         if self._optimizer is not None:
             recorder.add(recorder.code("optimizer"), self._optimizer, recorder.mark())

@@ -1,0 +1,73 @@
+"""Which plan a script gets: that of `mw.distribute(plan=...)`, else the run's, else replicas."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from meshwise.spec.errors import PlanError, UsageError
+from meshwise.spec.plan import Plan, check_devices
+from meshwise.spec.plan_file import read_plan
+from meshwise.spec.world import World
+from meshwise.training.engine import Engine
+
+PLAN_FILE = "MESHWISE_PLAN"
+"""The variable that names the run's plan file: `meshwise run --plan` sets it; for torchrun it is set by hand."""
+
+
+def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
+    """The plan of this script; the first call decides it, and the first after all models have been let go.
+
+    Raises PlanError for one that a training loop of the user's own cannot have.
+    """
+    world, program = engine.world, engine.program
+    asked = read_plan(given, world.size) if isinstance(given, str | Path) else given
+    program.forget_unused()
+    if program.plan is not None:
+        if asked is not None and fit_to_world(asked, world, engine.notify) != program.plan:
+            raise UsageError(
+                f"mw.distribute was called before with {program.plan}, and now with {asked}. A script has one plan: "
+                "give it with the first call alone, or end the first with mw.session()."
+            )
+        return program.plan
+    named = os.environ.get(PLAN_FILE)
+    of_run = read_plan(named, world.size) if named else None
+    if asked is not None and of_run is not None and asked != of_run:
+        raise UsageError(
+            f"the script gives mw.distribute {asked}, and the run has {of_run}. Leave plan= out of the script, or the "
+            "plan out of the command line."
+        )
+    plan = fit_to_world(asked or of_run or Plan(data=world.size), world, engine.notify)
+    if engine.watcher is not None:
+        plan = engine.watcher.choose_plan(plan, world)
+    program.plan = plan
+    return plan
+
+
+def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Plan:
+    """`plan` for this many devices. On one device alone its axes are left out, so that `python script.py` runs."""
+    if world.size == 1 and plan.devices > 1:
+        notify(f"one device: of {plan}, the axes and what divides over them are left out.")
+        at_rest = tuple(what for what in plan.offload if what == "activations")
+        plan = replace(plan, data=1, shard=1, zero1=False, reshard=True, offload=at_rest)
+    check_devices(plan, world.size)
+    check_for_scripts(plan)
+    return plan
+
+
+def check_for_scripts(plan: Plan) -> None:
+    """Raises PlanError for what a plan cannot say of a loop that is not ours."""
+    if plan.accumulate > 1:
+        raise PlanError(
+            f"accumulate={plan.accumulate}: a script that keeps its own loop cuts its batches itself. Leave it out of "
+            "the plan, and put `with mw.accumulate():` around mw.backward for every batch but the last of a step. "
+            "Or write a Job."
+        )
+    if plan.dtypes.scaled:
+        raise PlanError(
+            "fp16 needs a scaled loss and an optimizer that skips steps, which in a script belong to its own loop. "
+            "Use bf16 in the plan; or leave it out, and write torch.autocast and torch.amp.GradScaler yourself: "
+            "mw.backward(scaler.scale(loss)). Or write a Job."
+        )

@@ -1,0 +1,69 @@
+"""The default engine of this process: the one piece of state that scripts share with `mw.distribute`, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from meshwise.training.engine import Engine
+from meshwise.training.recording import record_script
+from meshwise.workers.join import join, rank_context
+
+_engines: list[Engine] = []
+"""The process's own engine, and those of the sessions that are open inside it. The last one is the default."""
+
+
+def default_engine() -> Engine:
+    """The engine of `mw.distribute` and `mw.backward`. Joins the run, and begins its records, when first asked."""
+    if not _engines:
+        joined = join()
+        _engines.append(_new())
+        foreign = joined.channel is None
+        _engines[0].recording = record_script(joined.world, foreign=foreign, say=_print)
+    return _engines[-1]
+
+
+def process_engine() -> Engine:
+    """The engine of the whole process, whichever session is open."""
+    default_engine()
+    return _engines[0]
+
+
+@contextlib.contextmanager
+def session() -> Iterator[None]:
+    """What is distributed inside the with-block ends with it: its plan, its guards, its hold on gradients.
+
+    For a sweep in one process, where each run may have a plan of its own. Without a session everything belongs to the
+    process; models that the program lets go are let go in both cases.
+    """
+    outer = default_engine()
+    inner = _new()
+    if outer.watcher is not None:
+        inner.watch(outer.watcher)
+    _engines.append(inner)
+    try:
+        yield
+    finally:
+        _engines.remove(inner)
+        outer.has_applied |= inner.has_applied
+        inner.close()
+
+
+def end_sessions() -> None:
+    """Close the default engine and all sessions inside it: what is distributed afterwards begins anew."""
+    while _engines:
+        _engines.pop().close()
+
+
+def _new() -> Engine:
+    joined = join()
+    return Engine(joined.world, joined.gate, _print, infer_phases=True)
+
+
+def _print(text: str) -> None:
+    channel = rank_context().channel
+    if channel is not None:
+        channel.send("say", text=text)
+    else:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,54 @@
+"""What an engine tells somebody who watches it from outside: `meshwise check`, of a job and of a script alike."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from meshwise.training.order import BatchSlice
+
+
+class Watcher(Protocol):
+    """Who watches an engine from outside (`meshwise check`). Called on every rank, in the same order."""
+
+    folder: Path
+    """Where what the program saves goes instead: a check writes over nobody's files."""
+
+    def choose_plan(self, plan: Plan, world: World) -> Plan:
+        """The plan that is applied in the place of `plan`."""
+
+    def loop_begins(self) -> None:
+        """A loop over batches begins."""
+
+    def batch_asked(self) -> None:
+        """It asks for its next batch."""
+
+    def batch_limit(self, batch_size: int) -> int | None:
+        """How many samples that may have; 0 ends the loop, None leaves it as it is."""
+
+    def batch_given(self, part: BatchSlice) -> None:
+        """A microbatch begins: its forward comes."""
+
+    def loop_ends(self) -> None:
+        """It is over, or was left."""
+
+    def backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
+        """Around the backward of a microbatch; reduce: whether it leaves reduced gradients."""
+
+    def loss_known(self, loss: Tensor) -> None:
+        """The global loss of the backwards since the last one that reduced."""
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer begins its step; gradients are reduced."""
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        """It has made its step."""
+
+    def summed(self, value: Tensor | float) -> None:
+        """What `mw.sum` gives."""
