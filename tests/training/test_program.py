@@ -17,9 +17,8 @@ import meshwise as mw
 from meshwise.api.run import _script_in_worker
 from meshwise.spec.plan import plan_to_toml
 from meshwise.training.plan_choice import PLAN_FILE
-from meshwise.training.run_options import RunOptions
 from meshwise.training.session import default_engine, end_sessions
-from meshwise.transfer.sharded import full_tensor
+from meshwise.transfer.sharded import whole
 
 PLANS = {
     "shard": mw.Plan(shard=2),
@@ -71,14 +70,14 @@ def data(samples: int = 21, dtype: torch.dtype = torch.float64) -> TensorDataset
 
 
 def wholes(named: Any) -> dict[str, Any]:
-    return {name: full_tensor(t.detach()).clone() for name, t in named}
+    return {name: whole(t.detach()).clone() for name, t in named}
 
 
 def state_of(optimizer: Any, model: nn.Module) -> dict[str, Any]:
     """The tensors of the optimizer's state that this rank holds, whole, by parameter."""
     names = {id(p): name for name, p in model.named_parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    return {f"{names[id(p)]} {k}": full_tensor(v) for p in held for k, v in optimizer.state.get(p, {}).items()}
+    return {f"{names[id(p)]} {k}": whole(v) for p in held for k, v in optimizer.state.get(p, {}).items()}
 
 
 def same(got: Any, want: Any) -> None:
@@ -120,7 +119,7 @@ def train(plan: mw.Plan | None, batch_size: int = 5) -> Any:
     for _ in range(2):
         for x, y in loader:
             losses.append(float(mw.backward(nn.functional.cross_entropy(model(x), y))))
-            norms.append(float(full_tensor(nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
+            norms.append(float(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
@@ -687,8 +686,7 @@ def test_a_script_that_distributes_no_model_is_told_that_its_plan_changed_nothin
     plan.write_text("shard = 2\n")
     for name, value in (("argv", []), ("path", [*sys.path])):
         monkeypatch.setattr(sys, name, value)
-    monkeypatch.setenv(PLAN_FILE, "")
-    _script_in_worker(script, [], RunOptions(plan=str(plan)), tmp_path)
+    _script_in_worker(script, [], mw.RunOptions(plan=plan), None)
     assert "plain.py gave mw.distribute no model, so the plan changed nothing" in capsys.readouterr().err
     end_sessions()
 
