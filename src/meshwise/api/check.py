@@ -19,7 +19,8 @@ from meshwise.jobs.registry import find_job
 from meshwise.machine.find import find_devices
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
-from meshwise.spec.plan import AXES, Plan, check_devices, plan_from_settings, plan_on
+from meshwise.spec.plan import AXES, Plan, plan_from_settings, plan_on
+from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.plan_file import read_plan
 from meshwise.training.job import Job
 from meshwise.workers.failure import user_traceback

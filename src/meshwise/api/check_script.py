@@ -17,7 +17,7 @@ from meshwise.equivalence.trace import CheckSpec
 from meshwise.equivalence.under_plan import Draws
 from meshwise.jobs.script import run_script_file
 from meshwise.machine.find import find_devices
-from meshwise.parallel.fits import check_fits
+from meshwise.parallel.apply import check_fits
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan, plan_to_toml

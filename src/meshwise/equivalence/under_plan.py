@@ -129,7 +129,7 @@ def _shares(job: Job, cut: BatchRange, samples: int, world: World, spec: CheckSp
 
 
 def _mean(losses: Sequence[tuple[Tensor, Tensor | float]]) -> float:
-    """The loss of the step, as the journal of a run adds it up."""
+    """The loss of the step, as the log of a run adds it up."""
     weights = [as_weight(weight, loss).cpu() for loss, weight in losses]
     totals = [loss.detach().double().cpu() * weight for (loss, _), weight in zip(losses, weights, strict=True)]
     ranks = gather_objects((float(torch.stack(totals).sum()), float(torch.stack(weights).sum())))

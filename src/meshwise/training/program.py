@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +30,8 @@ from meshwise.parallel.rebind import rebind
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.block_spans import record_blocks
+from meshwise.training.block_spans import BLOCKS, record_blocks
 from meshwise.transfer import collectives
-from meshwise.transfer.sharded import shard_like
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,14 @@ class Program:
         if plan != Plan():
             self._apply(new, plan, again, options)
         for model in new:
-            materialise(model)  # one that is deferred still: on one device
+            if any(type(p) is not nn.Parameter for p in model.parameters()):  # maybe deferred still: on one device
+                materialise(model)
         now = {id(p) for p in self.named_parameters().values()}
         self._replaced.update({p: name for name, p in before.items() if id(p) not in now})
         self._holds.clear()
         for model in new:  # afterwards: what looks on must not keep the old parameters
-            record_blocks(model)
+            if os.environ.get(BLOCKS, "0") not in ("", "0"):
+                record_blocks(model)
         for optimizer in list(self._optimizers):
             self.add_optimizer(optimizer)
 
@@ -158,7 +160,8 @@ class Program:
             _compute_in(model, plan, world.device)
         if again and world.size > 1:
             applied = replace(applied, reduction=reduction_of(self.named_parameters(), plan, **options))
-            applied = replace(applied, meets=applied.meets or (self.applied is not None and self.applied.meets))
+            coupled = self.applied is not None and self.applied.coupled_gradients
+            applied = replace(applied, coupled_gradients=applied.coupled_gradients or coupled)
             self._drop()
         if plan.parameters_divided:  # the model's own hooks hold it, and it holds the model
             applied = replace(applied, reduction=weakref.proxy(applied.reduction))
@@ -176,7 +179,7 @@ class Program:
         if not old and not any(id(p) in names for p in held):
             return  # its model may come later
         if old:
-            rebind(optimizer, names | old, now, shard_like)
+            rebind(optimizer, names | old, now)
         if self.applied is not None:
             bind(self.applied, optimizer, self.world)
             self._bound.add(optimizer)
@@ -250,7 +253,8 @@ class Program:
                     "distributed model, so its gradient is of one rank alone. Give the module that it is of to "
                     "mw.distribute too."
                 )
-        if self.plan is not None and self.plan.state_divided and optimizer not in self._bound:
+        plan = self.plan
+        if plan and plan.state_divided and not plan.parameters_divided and optimizer not in self._bound:
             self._notify("zero1: an optimizer that was not given to mw.distribute keeps its whole state on every rank.")
         return True
 
