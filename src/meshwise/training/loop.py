@@ -185,7 +185,9 @@ def _train_epoch(run: _Run) -> bool:
     steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size)
     pace = _Pace(run.train.samples * job.epochs, current().samples)
     wanted, log_every = False, run.options.log_every or LOG_EVERY
-    for parts in run.engine.batches("an epoch", _train_batches(run), job.batch_size, step=lambda: state.step + 1):
+    # Held by this frame: a rank that leaves inside the loop is still in the middle of an epoch when it is asked.
+    batches = run.engine.batches("an epoch", _train_batches(run), job.batch_size, step=lambda: state.step + 1)
+    for parts in batches:
         losses = train_step(run.engine, job, state, parts)
         in_epoch += 1
         state.index = min(state.index + job.batch_size, run.train.samples)
