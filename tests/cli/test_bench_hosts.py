@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from meshwise.api.machines import read_machine
-from meshwise.workers.launch import free_port
+from meshwise.workers.nodes import free_port
 
 BENCH = [sys.executable, "-m", "meshwise", "bench", "--hosts", "--sizes", "1K:4K", "--seconds", "3"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.workers.launch import free_port
+from meshwise.workers.nodes import free_port
 
 JOB = """
 import torch
