@@ -340,12 +340,8 @@ def _apply(setup: Setup) -> None:
     if any("Dropout" in type(module).__name__ for module in setup.model.modules()):
         setup.notes.append(DROPOUT_NOTE)
     if setup.reduction is None:
-        setup.reduction = DataParallel(
-            list(setup.model.named_parameters()),
-            bucket_mb=setup.plan.bucket_mb,
-            piggyback_loss=setup.piggyback_loss,
-            dtype=setup.reduce_dtype,
-        )
+        named, megabytes, dtype = list(setup.model.named_parameters()), setup.plan.bucket_mb, setup.reduce_dtype
+        setup.reduction = DataParallel(named, bucket_mb=megabytes, piggyback_loss=setup.piggyback_loss, dtype=dtype)
 
 
 DATA = Technique(check_model=_check_model, apply=_apply)
