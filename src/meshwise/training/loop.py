@@ -80,7 +80,7 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
     if send is None and session.channel is not None:
         send = session.channel.send
     log = MetricsLog(folder, send, session.world, scaled=plan.dtypes.scaled)
-    recording = Recording(session.world, folder, lambda text: log.send("say", text=text))
+    recording = Recording(session.world, folder, lambda text: log.send("note", text=text))
     status, run = "failed", None
     engine = make_engine(session, log, exact_random=bool(options.exact_random))
     try:
@@ -113,7 +113,7 @@ def make_engine(session: RankContext, log: MetricsLog | None = None, *, exact_ra
 
     def notify(text: str) -> None:
         if log is not None:
-            log.send("say", text=text)
+            log.send("note", text=text)
 
     return Engine(session.world, session.gate, notify, draws=ExactDraws() if exact_random else None)
 
@@ -185,7 +185,9 @@ def _train_epoch(run: _Run) -> bool:
     steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size)
     pace = _Pace(run.train.samples * job.epochs, current().samples)
     wanted, log_every = False, run.options.log_every or LOG_EVERY
-    for parts in run.engine.batches("an epoch", _train_batches(run), job.batch_size, step=lambda: state.step + 1):
+    # Held by this frame: a rank that leaves inside the loop is still in the middle of an epoch when it is asked.
+    batches = run.engine.batches("an epoch", _train_batches(run), job.batch_size, step=lambda: state.step + 1)
+    for parts in batches:
         losses = train_step(run.engine, job, state, parts)
         in_epoch += 1
         state.index = min(state.index + job.batch_size, run.train.samples)
