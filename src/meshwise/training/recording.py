@@ -1,4 +1,7 @@
-"""Begin and end the recording of this rank: its recorder, its log, its clock against rank 0's."""
+"""Begin and end the recording of this rank: its recorder, its log, its clock against rank 0's.
+
+Tested with whole runs in tests/cli/test_run_folder.py and tests/timeline.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -47,7 +51,7 @@ class Recording:
             return
         if world.size > 1:
             self._meet_clocks(world, clock, f"meshwise/clock/{next(_numbers)}")
-        self.recorder.memory = lambda: memory_counters(world.device)
+        self.recorder.memory = partial(memory_counters, world.device)
         head = {
             "rank": world.rank,
             "world": world.size,
