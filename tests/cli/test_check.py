@@ -12,6 +12,8 @@ import pytest
 from meshwise import cli
 from meshwise.equivalence.compare import KINDS
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 Check = Callable[..., tuple[int, str, str]]
 
 JOBS = """

@@ -12,6 +12,8 @@ import pytest
 
 from meshwise.workers.nodes import free_port
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 JOB = """
 import torch
 from torch import nn

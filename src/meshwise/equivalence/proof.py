@@ -8,6 +8,7 @@ from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.compare import Comparison, compare
 from meshwise.equivalence.diagnosis import cause_of, module_of
 from meshwise.equivalence.trace import CheckSpec, Trace
+from meshwise.parallel.data import DROPOUT_NOTE
 from meshwise.spec.plan import Plan
 
 ROUNDED = ("loss", "gradients", "gradient norm", "parameters", "buffers", "evaluation")
@@ -67,7 +68,7 @@ def prove(
 
 def notes_of(notes: tuple[str, ...]) -> tuple[str, ...]:
     """What a plan says of itself and a check does not do: dropout is keyed here."""
-    return tuple(note for note in notes if not note.startswith("dropout:"))
+    return tuple(note for note in notes if note != DROPOUT_NOTE)
 
 
 def _rounding(reference: Trace, one: Trace, plan: Trace) -> tuple[Rounding, ...]:
