@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from meshwise import cli
+from meshwise.equivalence.program_trace import ProgramTrace, check_same_steps, trace_to_compare, with_unsummed
+from meshwise.equivalence.programs import watch_script
 from meshwise.equivalence.proof import Proof, prove
-from meshwise.equivalence.script import watch_script
-from meshwise.equivalence.script_seen import Seen, check_same_steps, check_seen, with_unsummed
 from meshwise.equivalence.trace import CheckSpec
 from meshwise.jobs.script import run_script_file
 from meshwise.spec.errors import UsageError
@@ -38,26 +38,32 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     end_sessions()
 
 
-def watched(script: str, arguments: list[str], ragged: int, draws: Any, folder: str, plan: str | None) -> Any:
+def watched(script: str, arguments: list[str], spec: CheckSpec, draws: Any, folder: str, plan: str | None) -> Any:
     import os
 
     if plan is not None:
         (Path(folder) / "plan.toml").write_text(plan)
         os.environ[PLAN_FILE] = str(Path(folder) / "plan.toml")
     try:
-        return watch_script(partial(run_script_file, Path(script), arguments), STEPS, ragged, draws, 0, Path(folder))
+        return watch_script(partial(run_script_file, Path(script), arguments), spec, draws, 0, Path(folder))
     finally:
         os.environ.pop(PLAN_FILE, None)
 
 
-def sides(text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2) -> tuple[Seen, Seen]:
-    """What is seen of the script on one device, here, and on the workers of a pool."""
+ALONE = CheckSpec(Plan(data=2), STEPS)
+
+
+def sides(
+    text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2, in_float64: bool = True
+) -> tuple[ProgramTrace, ProgramTrace]:
+    """What the script does on one device, here, and on the workers of a pool."""
     script = Path("train.py").resolve()
     script.write_text(text)
     said = None if plan is None else plan_to_toml(plan)
     for name in ("one", "many"):
         Path(name).mkdir(exist_ok=True)
-    case = (str(script), list(arguments), 2 * size + 1)
+    case = (str(script), list(arguments), CheckSpec(plan or Plan(data=size), STEPS, in_float64))
+    end_sessions()
     one = watched(*case, None, str(Path("one").resolve()), said)
     end_sessions()
     many, *_ = pool(size).run(watched, *case, one.draws, str(Path("many").resolve()), said)
@@ -66,9 +72,10 @@ def sides(text: str, pool: Any, plan: Plan | None = None, *arguments: str, size:
 
 def proof(text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2) -> Proof:
     one, many = sides(text, pool, plan, *arguments, size=size)
-    first, second = with_unsummed(one, many)
-    assert first is not None and second is not None and many.plan is not None
-    return prove("train.py", CheckSpec(many.plan, STEPS), f"{size}xcpu", first, second)
+    mine, theirs = (trace_to_compare(found, "train.py") for found in (one, many))
+    assert many.plan is not None
+    spec = CheckSpec(many.plan, STEPS)
+    return prove("train.py", spec, f"{size}xcpu", *with_unsummed(mine, theirs, many.unsummed))
 
 
 PLANS = {
@@ -112,7 +119,7 @@ FOUND = {
     "divided by the rank's own count": ("loss", "loss weighting"),
     "learning rate times ranks": ("learning rate", "learning rate times devices"),
     "a seed for each rank": ("module outputs", "dropout masks"),
-    "a scheduler for each rank": ("learning rate", "scheduler ticks twice"),
+    "a scheduler for each rank": ("scheduler", "scheduler ticks twice"),
     "weights changed on one rank": ("parameters", "optimizer step"),
 }
 """Mistakes of a user that run without an error: the first difference, and its cause."""
@@ -144,7 +151,7 @@ def test_what_cannot_be_stepped_is_told_by_the_script_itself(
 def test_a_plain_backward_is_refused() -> None:
     Path("train.py").write_text(wrong("plain backward"))
     with pytest.raises(UsageError, match="never was"):
-        watched("train.py", [], 5, None, ".", None)
+        watched("train.py", [], ALONE, None, ".", None)
 
 
 def test_an_optimizer_that_is_not_given_is_no_mistake_of_replicas(pool: Any) -> None:
@@ -165,9 +172,9 @@ def test_scripts_that_show_nothing_are_refused_with_what_to_write() -> None:
     for text, says in cases.items():
         end_sessions()
         Path("train.py").write_text(text)
-        seen = watched("train.py", [], 5, None, ".", None)
+        seen = watched("train.py", [], ALONE, None, ".", None)
         with pytest.raises(UsageError, match=says):
-            check_seen(seen, Path("train.py"))
+            trace_to_compare(seen, "train.py")
 
 
 def test_other_numbers_of_steps_are_refused(pool: Any) -> None:
@@ -175,8 +182,9 @@ def test_other_numbers_of_steps_are_refused(pool: Any) -> None:
     text = text.replace("# after", "calls = []\n\n\ndef ready():\n    calls.append(1)\n"
                         "    return mw.world_size() == 1 or len(calls) < 2")  # fmt: skip
     one, many = sides(text, pool)
+    assert one.trace is not None and many.trace is not None
     with pytest.raises(UsageError, match="made 3 optimizer steps on one device and 1 under the plan"):
-        check_same_steps(one, many, Path("train.py"))
+        check_same_steps(one.trace, many.trace, "train.py")
 
 
 def test_a_script_that_saves_and_loads_within_a_run_reads_what_it_saved(pool: Any) -> None:
@@ -191,14 +199,14 @@ def test_a_script_that_saves_and_loads_within_a_run_reads_what_it_saved(pool: An
 @pytest.mark.slow
 def test_a_script_ends_where_it_would_train_on_for_long(pool: Any) -> None:
     one, many = sides(SCRIPT, pool, None, "--epochs", "100000")
-    assert one.side is not None and len(one.side.steps) == STEPS
+    assert one.trace is not None and len(one.trace.steps) == STEPS
     assert one.backwards == many.backwards < 50
 
 
 def test_floats_of_any_kind_become_float64() -> None:
     Path("train.py").write_text(SCRIPT + "\nassert loss.dtype == torch.float64, loss.dtype\n")
-    seen = watched("train.py", [], 5, None, ".", None)
-    assert seen.side is not None and all(t.dtype == torch.float64 for t in seen.side.initial_parameters.values())
+    seen = watched("train.py", [], ALONE, None, ".", None)
+    assert seen.trace is not None and all(t.dtype == torch.float64 for t in seen.trace.initial_parameters.values())
     assert torch.get_default_dtype() == torch.float32
 
 
