@@ -23,7 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import meshwise as mw
-from meshwise.compat.dispatch import intercept_operators, tensors_in
+from meshwise.compat.dispatch import intercept_operators
+from meshwise.compat.tree import tensors_in
 from meshwise.parallel.apply import apply
 from meshwise.spec.plan import Plan
 from meshwise.workers.join import join

@@ -1,17 +1,21 @@
-"""The public names are exactly these, sorted, and no verb hides a room."""
+"""The public names are those that `__init__.pyi` lists, each from its module, and none hides a room."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
+import tomllib
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import meshwise
+from meshwise import cli
 
-PUBLIC = [
+OF_0_1 = [
     "CheckpointError",
     "DataError",
     "Job",
@@ -44,7 +48,6 @@ PUBLIC = [
     "run",
     "save",
     "scatter",
-    "session",
     "sum",
     "to",
     "virtual_devices",
@@ -63,24 +66,62 @@ def visible(module: ModuleType) -> set[str]:
     }
 
 
-def test_the_public_names_are_these() -> None:
-    assert meshwise.__all__ == PUBLIC
+STUB = Path(meshwise.__file__).with_suffix(".pyi")
 
 
-def test_the_public_names_are_sorted_and_told_once() -> None:
-    assert list(meshwise.__all__) == sorted(set(meshwise.__all__))
+def listed() -> list[tuple[str, str, str]]:
+    """Module, name and public name of each import of the stub, in the order of its lines."""
+    nodes = [node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.ImportFrom)]
+    return [(node.module or "", alias.name, alias.asname or "") for node in nodes for alias in node.names]
+
+
+def test_the_public_names_are_those_that_type_checkers_read() -> None:
+    assert meshwise.__all__ == sorted(public for _, _, public in listed())
+    assert len(set(meshwise.__all__)) == len(meshwise.__all__)
+
+
+def test_each_name_is_listed_as_itself_and_comes_from_its_module() -> None:
+    for module, name, public in listed():
+        assert name == public  # `import x as x`: type checkers take it for public
+        assert getattr(meshwise, name) is getattr(import_module(module), name)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_name_of_the_first_release_is_still_there() -> None:
+    assert [name for name in OF_0_1 if not hasattr(meshwise, name)] == []
+
+
+def test_a_renamed_name_warns_and_is_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(meshwise._RENAMED, "Scheme", "Plan")
+    with pytest.warns(DeprecationWarning, match=r"meshwise\.Scheme is now meshwise\.Plan"):
+        assert meshwise.Scheme is meshwise.Plan  # type: ignore[attr-defined]
+
+
+def test_every_new_name_of_a_renamed_one_is_public() -> None:
+    assert set(meshwise._RENAMED.values()) <= set(meshwise.__all__)
+    assert set(meshwise._RENAMED).isdisjoint(meshwise.__all__)
 
 
 def test_nothing_else_is_visible() -> None:
-    for name in PUBLIC:
+    for name in meshwise.__all__:
         getattr(meshwise, name)
-    assert visible(meshwise) == set(PUBLIC) and dir(meshwise) == PUBLIC
+    assert visible(meshwise) == set(meshwise.__all__) == set(dir(meshwise))
 
 
-def test_type_checkers_are_told_the_same() -> None:
-    stub = ast.parse(Path(meshwise.__file__).with_suffix(".pyi").read_text())
-    told = [(node.module, alias.name, alias.asname) for node in ast.walk(stub) for alias in getattr(node, "names", [])]
-    assert sorted(told) == sorted((home, name, name) for name, home in meshwise._HOME.items())
+def test_return_types_of_verbs_are_public() -> None:
+    returned = {"run": "RunSummary", "report": "Report", "check": "Proof", "bench": "Bench", "load_weights": "Loaded"}
+    for verb, kind in returned.items():
+        assert inspect.signature(getattr(meshwise, verb), eval_str=True).return_annotation is getattr(meshwise, kind)
+
+
+def test_the_version_is_in_one_place(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
+    assert Path(project["tool"]["hatch"]["version"]["path"]).name == "__init__.py"
+    monkeypatch.setattr(sys, "argv", ["meshwise", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code and capsys.readouterr().out == f"meshwise {meshwise.__version__}\n"
 
 
 def test_importing_the_package_does_not_wait_for_torch() -> None:
@@ -98,11 +139,11 @@ def test_no_public_name_is_a_room() -> None:
     modules = {path.stem for path in package.glob("*.py")} | {
         path.parent.name for path in package.glob("*/__init__.py")
     }
-    assert modules.isdisjoint(PUBLIC)
+    assert modules.isdisjoint(meshwise.__all__)
 
 
 def test_public_names_know_what_they_are() -> None:
-    assert all((getattr(meshwise, name).__doc__ or "").strip() for name in PUBLIC)
+    assert all((getattr(meshwise, name).__doc__ or "").strip() for name in meshwise.__all__)
 
 
 def test_a_leaked_name_is_seen() -> None:

@@ -1,51 +1,35 @@
 """meshwise: many devices work as one for anyone who writes PyTorch.
 
-Each name is read from its home when it is first used, so that a command which needs no torch does not wait for it.
-`__init__.pyi` tells type checkers the same.
+The public names are listed once, in `__init__.pyi`, for type checkers and editors. Each is imported from its module
+when it is first used, so that a command which needs no torch does not wait for it.
 """
 
+import ast as _ast
+import warnings as _warnings
 from importlib import import_module as _import_module
+from pathlib import Path as _Path
 from typing import Any as _Any
 
-_HOMES = {
-    "meshwise.api.bench": ["bench"],
-    "meshwise.api.check": ["check"],
-    "meshwise.api.machines": ["find_machine"],
-    "meshwise.api.report": ["report"],
-    "meshwise.api.run": ["launch", "run"],
-    "meshwise.parallel.deferred": ["deferred"],
-    "meshwise.parallel.load": ["load_weights"],
-    "meshwise.spec.errors": [
-        "CheckpointError",
-        "DataError",
-        "LossError",
-        "MeshwiseError",
-        "PlanError",
-        "TransferError",
-        "UsageError",
-        "WorkerFailed",
-    ],
-    "meshwise.spec.machine": ["Machine"],
-    "meshwise.spec.plan": ["Plan"],
-    "meshwise.training.job": ["Job"],
-    "meshwise.training.files": ["load", "save"],
-    "meshwise.training.distribute": ["accumulate", "backward", "distribute", "rank", "sum", "world_size"],
-    "meshwise.training.session": ["session"],
-    "meshwise.transfer.comm_log": ["comm_log"],
-    "meshwise.transfer.copy": ["copy", "to"],
-    "meshwise.transfer.device_collectives": ["all_reduce", "broadcast", "gather", "scatter"],
-    "meshwise.transfer.devices": ["device_of"],
-    "meshwise.transfer.virtual": ["virtual_devices"],
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+__version__ = "0.1.0"
 
-__all__ = sorted(_HOME)
+_RENAMED: dict[str, str] = {}
+"""Public names of earlier releases -> what they are called now. They go with the release after."""
+
+_STUB = _ast.parse(_Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+_MODULES = {alias.name: node.module for node in _STUB.body if isinstance(node, _ast.ImportFrom) for alias in node.names}
+
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> _Any:
-    if name not in _HOME:
+    if name in _RENAMED:
+        new = _RENAMED[name]
+        _warnings.warn(f"meshwise.{name} is now meshwise.{new}. Use that.", DeprecationWarning, stacklevel=2)
+        return __getattr__(new)
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module 'meshwise' has no attribute {name!r}")
-    value = globals()[name] = getattr(_import_module(_HOME[name]), name)
+    value = globals()[name] = getattr(_import_module(module), name)
     return value
 
 

@@ -4,7 +4,10 @@ from meshwise.api.machines import find_machine as find_machine
 from meshwise.api.report import report as report
 from meshwise.api.run import launch as launch
 from meshwise.api.run import run as run
+from meshwise.equivalence.proof import Proof as Proof
+from meshwise.machine.bench import Bench as Bench
 from meshwise.parallel.deferred import deferred as deferred
+from meshwise.parallel.load import Loaded as Loaded
 from meshwise.parallel.load import load_weights as load_weights
 from meshwise.spec.errors import CheckpointError as CheckpointError
 from meshwise.spec.errors import DataError as DataError
@@ -16,6 +19,8 @@ from meshwise.spec.errors import UsageError as UsageError
 from meshwise.spec.errors import WorkerFailed as WorkerFailed
 from meshwise.spec.machine import Machine as Machine
 from meshwise.spec.plan import Plan as Plan
+from meshwise.timeline.run_report import Report as Report
+from meshwise.timeline.run_summary import RunSummary as RunSummary
 from meshwise.training.distribute import accumulate as accumulate
 from meshwise.training.distribute import backward as backward
 from meshwise.training.distribute import distribute as distribute
@@ -25,7 +30,9 @@ from meshwise.training.distribute import world_size as world_size
 from meshwise.training.files import load as load
 from meshwise.training.files import save as save
 from meshwise.training.job import Job as Job
+from meshwise.training.run_options import RunOptions as RunOptions
 from meshwise.training.session import session as session
+from meshwise.transfer.comm_log import CommLog as CommLog
 from meshwise.transfer.comm_log import comm_log as comm_log
 from meshwise.transfer.copy import copy as copy
 from meshwise.transfer.copy import to as to
@@ -35,3 +42,5 @@ from meshwise.transfer.device_collectives import gather as gather
 from meshwise.transfer.device_collectives import scatter as scatter
 from meshwise.transfer.devices import device_of as device_of
 from meshwise.transfer.virtual import virtual_devices as virtual_devices
+
+__version__: str

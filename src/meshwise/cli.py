@@ -1,13 +1,6 @@
-"""The command line: few verbs, errors as one sentence, exit codes that mean something.
+"""The command line: few commands, errors as one sentence, exit codes that mean something.
 
-0    done
-1    a worker failed, the loss is not a number any more, a path does not deliver the bytes that it was given, or a
-     plan does not compute what one device computes (`meshwise check`)
-2    what was asked cannot be: the sentence says what to write instead
-3    a device or a path is far below what its part does (`meshwise bench`)
-130  stopped by Ctrl-C (143: by SIGTERM); the state is saved
-
-Each verb is a file of `commands`, read when it is typed: torch alone takes a second.
+Each command is a file of `commands`, read when it is typed: torch alone takes a second.
 """
 
 from __future__ import annotations
@@ -16,42 +9,53 @@ import contextlib
 import os
 import sys
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
 
-VERBS = ("devices", "bench", "run", "check", "report")
+COMMANDS = ("devices", "bench", "run", "check", "report")
+EXIT_CODES = {
+    "0": "done",
+    "1": "a worker failed or the loss is not finite: the culprit's rank and traceback are shown once; "
+    "bench: a path corrupts data; check: the plan differs",
+    "2": "what was asked cannot be done: one sentence says what to use instead",
+    "3": "bench: a device or a path is far slower than its model usually is",
+    "129, 130, 143": "stopped by a closed terminal, Ctrl-C, SIGTERM; the state is saved",
+}
 
 
-class Verbs(TyperGroup):
-    """The verbs, in the order in which they are used."""
+class Commands(TyperGroup):
+    """The commands, in the order in which they are used."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(VERBS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # of click, which new versions of typer carry inside
-        if cmd_name not in VERBS:
+        if cmd_name not in COMMANDS:
             raise UsageError(
-                f"meshwise {cmd_name}: no such verb.{nearest(cmd_name, VERBS)} Known are {', '.join(VERBS)}."
+                f"meshwise {cmd_name}: no such command.{nearest(cmd_name, COMMANDS)} Known are {', '.join(COMMANDS)}."
             )
         return typer.main.get_command(import_module(f"{__package__}.commands.{cmd_name}").app)
 
 
 app = typer.Typer(
-    cls=Verbs,
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Many devices work as one for PyTorch: train on all of them with the numbers of one, and see where time went.",
+    epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
 )
 
 
-@app.callback()
-def _verbs() -> None:
-    """Typer makes a group of what has a callback."""
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False) -> None:
+    if version:
+        print(f"meshwise {import_module(str(__package__)).__version__}")
+        raise typer.Exit
 
 
 def main() -> None:
@@ -59,25 +63,26 @@ def main() -> None:
     try:
         code = app(sys.argv[1:], standalone_mode=False)
     except MeshwiseError as error:
-        _say(error)
+        _print_error(error)
         code = error.exit_code
     except typer.Exit as exit:
         code = exit.exit_code
     except OSError as error:
         if error.filename is not None:
             raise
-        _say(MeshwiseError(f"the output cannot be written: {error.strerror}."))
+        _print_error(MeshwiseError(f"the output cannot be written: {error.strerror}."))
         code = 1
     except Exception as error:
         if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
             raise
-        _say(UsageError(f"{error.format_message()} See meshwise --help."))
+        text = error.format_message()
+        _print_error(UsageError(f"{text} See meshwise --help." if text else ""))
         code = error.exit_code
     _flush()
     sys.exit(code)
 
 
-def _say(error: MeshwiseError) -> None:
+def _print_error(error: MeshwiseError) -> None:
     text = str(error)
     if text:
         name = "" if isinstance(error, WorkerFailed) else f"{type(error).__name__}: "

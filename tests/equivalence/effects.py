@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.dispatch import intercept_operators, operator_name, tensors_in
+from meshwise.compat.dispatch import intercept_operators, operator_name
+from meshwise.compat.tree import tensors_in
 from meshwise.equivalence.one_device import opened
 from meshwise.equivalence.trace import CheckSpec, batch_ranges, order_of
 from meshwise.spec.plan import Plan

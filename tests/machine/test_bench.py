@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from meshwise.machine.bench import Bench, Stop, bench_of, merged, only_devices, under_load
-from meshwise.machine.measure.alone import Compute
-from meshwise.machine.measure.result import PathResult
+from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.machine.views.bench_dict import bench_dict
 from meshwise.machine.views.bench_text import bench_text, done_text
 from meshwise.machine.words import machine_from_words
@@ -39,7 +38,7 @@ GOOD = [
 ]
 
 
-def bench(results: list[PathResult], computed: list[Compute] | None = None, stopped: Stop | None = None) -> Bench:
+def bench(results: list[PathResult], computed: list[DeviceResult] | None = None, stopped: Stop | None = None) -> Bench:
     return bench_of(PAIR, results, computed or [], measured="2026-11-21, torch 2.13.0", seconds=1.5, stopped=stopped)
 
 
@@ -85,7 +84,7 @@ def test_corrupt_data_ends_with_1_whatever_its_speed_and_has_none() -> None:
 
 
 def test_computed_figures_are_of_their_device() -> None:
-    computed = [Compute("cuda:1", 2.5e12, (Matmul("bf16", 8192, 8192, 8192, 1.4e-3),), 5e-6)]
+    computed = [DeviceResult("cuda:1", 2.5e12, (Matmul("bf16", 8192, 8192, 8192, 1.4e-3),), 5e-6)]
     first, second = bench([], computed).machine.devices
     assert first.memory_rate is None and second.memory_rate == 2.5e12 and second.launch == 5e-6
     text = shown(bench([], computed))
@@ -133,11 +132,11 @@ def test_no_line_is_wider_than_the_screen_and_no_number_is_cut(width: int) -> No
 def test_one_line_for_what_was_just_measured() -> None:
     assert done_text(GOOD[0]) == "copy host -> cuda:0, pinned: 55.0 GB/s at 1.0 GiB"
     assert done_text(result("all-reduce", "", "", "gloo", 1e9, "rank 1")) == "all-reduce, gloo: corrupt"
-    assert done_text(Compute("cpu:0", 2e10)) == "cpu:0: memory at 20.0 GB/s"
+    assert done_text(DeviceResult("cpu:0", 2e10)) == "cpu:0: memory at 20.0 GB/s"
 
 
 def test_what_is_kept_has_four_digits() -> None:
-    found = bench([result("copy", "host", "cuda:0", "pinned", 55.4321987e9)], [Compute("cuda:0", 123.456789e9)])
+    found = bench([result("copy", "host", "cuda:0", "pinned", 55.4321987e9)], [DeviceResult("cuda:0", 123.456789e9)])
     link = link_between(found.machine, "host", "cuda:0")
     assert link is not None and found.machine.devices[0].memory_rate == 123.5e9
     assert all(float(f"{s:.4g}") == s for s in link.timings["pinned"].seconds)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from meshwise.machine.measure.alone import Compute, device_names, measure_alone, measure_here
+from meshwise.machine.measure.alone import device_names, measure_alone, measure_here
 from meshwise.machine.measure.compute import SHAPES, dtypes_of, matmuls
+from meshwise.machine.measure.progress import Progress
+from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.machine import Matmul
 
@@ -36,8 +38,9 @@ def test_a_device_by_itself() -> None:
 
 
 def test_workers_measure_each_their_own() -> None:
-    heard: list[Compute] = []
+    heard: list[PathResult | DeviceResult] = []
     slots = [WorkerSlot("cpu", None, (), 1)] * 2
-    measure_alone(slots, 0.4, heard.append)
+    measure_alone(slots, 0.4, Progress(done=heard.append))
+    assert all(isinstance(found, DeviceResult) for found in heard)
     assert [found.device for found in heard] == device_names(slots) == ["cpu:0", "cpu:1"]
     assert all(found.matmuls and isinstance(found.matmuls[0], Matmul) for found in heard)

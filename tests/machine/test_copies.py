@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.machine.measure.copies import Path, copy_paths, measure_copy
+from meshwise.machine.measure.copies import CopySpec, copy_paths, copy_spec, measure_copy
 from meshwise.machine.measure.result import PathResult
 
 SIZES = (1024, 4096, 65536)
@@ -18,7 +18,7 @@ def copied(target: Tensor, source: Tensor, how: str) -> None:
     target.copy_(source)
 
 
-def measured(path: Path, move: Callable[[Tensor, Tensor, str], None] = copied) -> PathResult:
+def measured(path: CopySpec, move: Callable[[Tensor, Tensor, str], None] = copied) -> PathResult:
     return measure_copy(path, SIZES, 10.0, move, lambda name: "cpu")
 
 
@@ -40,8 +40,8 @@ def test_one_device_has_paths_to_the_host_only() -> None:
     }
 
 
-PAGEABLE = Path("copy", "host", "cpu:0", "pageable", (("host", "cpu:0"),))
-FAN_IN = Path("all-to-one", "all", "cpu:0", "peer", (("cpu:1", "cpu:0"), ("cpu:2", "cpu:0")))
+PAGEABLE = copy_spec("copy", "host", "cpu:0", "pageable")
+FAN_IN = copy_spec("all-to-one", "all", "cpu:0", "peer", ("cpu:1", "cpu:0"), ("cpu:2", "cpu:0"))
 
 
 def test_a_path_that_works_has_times_by_size() -> None:
@@ -74,7 +74,7 @@ def swapped(target: Tensor, source: Tensor, how: str) -> None:
 
 @pytest.mark.parametrize("fault", [zeros, nothing, one_bit, swapped])
 @pytest.mark.parametrize("path", [PAGEABLE, FAN_IN])
-def test_what_does_not_arrive_is_found_and_named(path: Path, fault: Callable[[Tensor, Tensor, str], None]) -> None:
+def test_what_does_not_arrive_is_found_and_named(path: CopySpec, fault: Callable[[Tensor, Tensor, str], None]) -> None:
     wrong = measured(path, fault).wrong
     assert wrong is not None and f"{path.legs[0][0]} -> cpu:0, {path.path}: byte " in wrong
     if fault is one_bit:

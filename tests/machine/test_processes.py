@@ -13,17 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwise.machine.measure.processes import (
-    measure_hosts,
-    measure_processes,
-    measure_ranks,
-    paths_between,
-    result_from,
-    result_to,
-)
+from meshwise.machine.measure.processes import measure_hosts, measure_processes, measure_ranks, paths_between
+from meshwise.machine.measure.progress import Progress, listener, sent_over
 from meshwise.machine.measure.result import PathResult
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import UsageError, WorkerFailed
+from meshwise.spec.machine import Machine
 from meshwise.spec.timings import Timings, fitted
 from meshwise.transfer.collectives import group_of
 from tests.pool import Pool
@@ -40,7 +35,7 @@ def named(result: PathResult) -> str:
 def test_two_workers_measure_what_lies_between_them_and_tell_of_each_path() -> None:
     heard: list[PathResult] = []
     words: list[str] = []
-    results = measure_processes(SHARES, SIZES, 1.0, report=heard.append, tell=words.append)
+    results = measure_processes(SHARES, SIZES, 1.0, progress=Progress(words.append, heard.append))
     links = ["copy cpu:0 cpu:1", "copy cpu:1 cpu:0", "copy both ways cpu:0 cpu:1"]
     assert [named(result) for result in results] == links + COLLECTIVES
     assert heard == results
@@ -52,15 +47,14 @@ def test_two_workers_measure_what_lies_between_them_and_tell_of_each_path() -> N
         assert all(0 < s <= p95 <= p99 for s, p95, p99 in zip(timings.seconds, timings.p95, timings.p99, strict=True))
 
 
-def of_three(budget: float) -> list[dict[str, Any]]:
-    results = measure_ranks([f"cpu:{rank}" for rank in range(3)], SIZES, budget, ("links", "collectives", "direct"))
-    return [result_to(result) for result in results]
+def of_three(budget: float) -> list[PathResult]:
+    return measure_ranks([f"cpu:{rank}" for rank in range(3)], SIZES, budget, ("links", "collectives", "direct"))
 
 
 def test_three_ranks_have_the_same_results(pool: Callable[[int], Pool]) -> None:
     first, *others = pool(3).run(of_three, 1.0)
     assert others == [first, first]
-    results = [result_from(values) for values in first]
+    results = first
     ends = [named(result) for result in results if result.path == "gloo"]
     assert len(ends) == 6 + 3 + 2 + len(COLLECTIVES)
     assert {"one-to-all cpu:0 all", "all-to-one all cpu:0"} <= set(ends)
@@ -73,7 +67,7 @@ def test_three_ranks_have_the_same_results(pool: Callable[[int], Pool]) -> None:
 
 
 def test_a_budget_that_is_spent_stops_a_path_after_its_first_size_and_says_so(pool: Callable[[int], Pool]) -> None:
-    results = [result_from(values) for values in pool(3).run(of_three, 0.0)[0]]
+    results = pool(3).run(of_three, 0.0)[0]
     assert all(len(result.timings.sizes) == 1 for result in results)
     assert results[0].note.startswith("copy cpu:0 -> cpu:1, gloo: stopped after 1.0 KiB; 16.0 KiB would take")
 
@@ -127,7 +121,7 @@ def test_what_was_measured_before_a_rank_died_is_known() -> None:
 
     others = workers()
     with pytest.raises(WorkerFailed) as error:
-        measure_processes(SHARES, SIZES, 1.0, ("collectives",), heard.append, kill_one)
+        measure_processes(SHARES, SIZES, 1.0, ("collectives",), Progress(kill_one, heard.append))
     assert error.value.rank == 1
     assert [result.operation for result in heard][:2] == ["all-reduce", "send-receive"]
 
@@ -141,7 +135,7 @@ def test_a_ctrl_c_keeps_what_is_done_and_leaves_nobody_over() -> None:
 
     others = workers()
     with pytest.raises(KeyboardInterrupt):
-        measure_processes(SHARES, SIZES, 1.0, ("collectives",), press)
+        measure_processes(SHARES, SIZES, 1.0, ("collectives",), Progress(done=press))
     assert [result.operation for result in heard] == ["all-reduce"]
     assert workers() == others
 
@@ -151,14 +145,24 @@ def workers() -> set[psutil.Process]:
     return {p for p in psutil.Process().children() if "meshwise.workers" in p.cmdline()}
 
 
-def test_a_result_survives_a_message() -> None:
+def test_what_a_worker_reports_reaches_its_launcher_as_it_was() -> None:
     timings = fitted([8, 64], [1e-5, 1e-5], [2e-5, 2e-5], [3e-5, 3e-5])
     assert timings.bandwidth == math.inf
-    for result in (
-        PathResult("copy", "cpu:0", "cpu:1", "gloo", 2, timings),
-        PathResult("all-reduce", "", "", "nccl", 8, Timings((8,), (1.0,), 0.0, 8.0, 0.0), "wrong", "note"),
-    ):
-        assert result_from(json.loads(json.dumps(result_to(result)))) == result
+    sent: list[dict[str, Any]] = []
+    channel = mock.Mock()
+    channel.send = lambda kind, **facts: sent.append(json.loads(json.dumps({"kind": kind, **facts})))
+    result = PathResult("all-reduce", "", "", "nccl", 8, Timings((8,), (1.0,), 0.0, 8.0, 0.0), "wrong", "note")
+    events = ["copy, gloo", PathResult("copy", "cpu:0", "cpu:1", "gloo", 2, timings), result]
+    worker = sent_over(channel)
+    worker.starts(events[0])
+    worker.done(events[1])
+    worker.done(events[2])
+    worker.found([Machine("here", ())])
+    received: list[object] = []
+    hear = listener(Progress(received.append, received.append, received.append))
+    for message in [{"kind": "done"}, *sent]:
+        hear(0, message)
+    assert received == [*events, [Machine("here", ())]]
 
 
 def test_one_rank_has_nothing_to_measure() -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.dispatch import intercept_operators, operator_name, tensors_in
+from meshwise.compat.dispatch import intercept_operators, operator_name
+from meshwise.compat.tree import tensors_in
 from meshwise.parallel.apply import Applied, apply
 from meshwise.parallel.precision import cast_batch, computing, gathered_narrow
 from meshwise.spec.errors import PlanError

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from meshwise.compat.tree import map_tensors
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
-from meshwise.transfer.tree import map_tensors
 from meshwise.workers.failure import (
     Failure,
     by_exit_status,

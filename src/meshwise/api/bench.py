@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -14,10 +15,11 @@ from meshwise.api.machines import find_machine
 from meshwise.machine.bench import Bench, Stop, bench_of, only_devices, under_load
 from meshwise.machine.cores import allowed_cores
 from meshwise.machine.find import accelerators, find_devices
-from meshwise.machine.measure.alone import Compute, device_names, measure_alone
+from meshwise.machine.measure.alone import device_names, measure_alone
 from meshwise.machine.measure.in_process import Lanes, measure_in_process
 from meshwise.machine.measure.processes import measure_processes
-from meshwise.machine.measure.result import PathResult
+from meshwise.machine.measure.progress import SILENT, Progress
+from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.machine.measure.sizes import DEFAULT, fitting, read_sizes
 from meshwise.machine.memory import free_bytes
 from meshwise.spec.devices import WorkerSlot, parse_devices
@@ -32,28 +34,34 @@ BUFFERS = 4
 """Of a message's size in each rank at once: what is sent, what is received, the pattern, and one for the backend."""
 
 
-Tell = Callable[[str], None]
-"""Hears in words what is measured now."""
-Done = Callable[[PathResult | Compute], None]
-"""Hears of each path and device when it has been measured."""
-
-
 @dataclass
-class Heard:
-    """What is known so far, while a bench goes on."""
+class Measured:
+    """What has been measured so far, while a bench goes on; what is new goes on to `reported`."""
 
-    done: Done
+    reported: Progress
+    began: float = field(default_factory=time.perf_counter)
     results: list[PathResult] = field(default_factory=list)
-    computed: list[Compute] = field(default_factory=list)
+    devices: list[DeviceResult] = field(default_factory=list)
+    machines: list[Machine] = field(default_factory=list)
     lanes: dict[str, Lanes] = field(default_factory=dict)
 
-    def path(self, result: PathResult) -> None:
-        self.results.append(result)
-        self.done(result)
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.reported.starts, self._done, self.machines.extend)
 
-    def device(self, computed: Compute) -> None:
-        self.computed.append(computed)
-        self.done(computed)
+    def _done(self, result: PathResult | DeviceResult) -> None:
+        if isinstance(result, PathResult):
+            self.results.append(result)
+        else:
+            self.devices.append(result)
+        self.reported.done(result)
+
+    def bench(self, machine: Machine, stopped: Stop | None) -> Bench:
+        """All of it, judged."""
+        versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+        when = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC" + (f", {versions}" if versions else "")
+        seconds = time.perf_counter() - self.began
+        return bench_of(machine, self.results, self.devices, measured=when, seconds=seconds, stopped=stopped)
 
 
 def bench(
@@ -62,29 +70,31 @@ def bench(
     what: Sequence[str] = WHAT,
     sizes: str | None = None,
     seconds: float | None = None,
-    tell: Tell = lambda text: None,
-    done: Done = lambda result: None,
+    progress: Progress = SILENT,
+    tell: Callable[[str], None] | None = None,
+    done: Callable[[PathResult | DeviceResult], None] | None = None,
 ) -> Bench:
     """Measure devices and the paths between them, check every byte, and judge.
 
     devices: as for `meshwise run`; default: all accelerators, else CPU workers on the cores of this process. what:
-    some of `compute`, `links`, `collectives`. sizes: `1K:1G`. seconds: of measuring, in all. A Ctrl-C ends it early:
+    some of `compute`, `links`, `collectives`. sizes: `1K:1G`. seconds: of measuring, in all. progress: called with
+    what is measured now, and with each result. tell and done: deprecated, use progress. A Ctrl-C ends it early:
     what was measured is kept, and `stopped` says so. Raises UsageError for sizes that do not fit in memory.
     """
-    began = time.perf_counter()
+    if tell or done:
+        warnings.warn("bench(tell=…, done=…) is deprecated. Use progress.", DeprecationWarning, stacklevel=2)
+        progress = Progress(tell or progress.starts, done or progress.done)
+    measured, stopped = Measured(progress), None
     slots = find_devices(parse_devices(devices or default_devices()))
-    names, kind = device_names(slots), slots[0].device
     chosen = sizes_for(slots, sizes)
-    machine = only_devices(find_machine(), names)
-    heard, stopped = Heard(done), None
+    machine = only_devices(find_machine(), device_names(slots))
+    budget = seconds or SECONDS.get(slots[0].device, SECONDS["cuda"])
     try:
-        for part in _parts(slots, what, chosen, seconds or SECONDS.get(kind, SECONDS["cuda"]), heard, tell):
+        for part in _parts(slots, what, chosen, budget, measured):
             part()
     except (KeyboardInterrupt, WorkerFailed) as error:
         stopped = stop_by(error)
-    took = time.perf_counter() - began
-    machine = under_load(machine, heard.lanes)
-    return bench_of(machine, heard.results, heard.computed, measured=stamp(machine), seconds=took, stopped=stopped)
+    return measured.bench(under_load(machine, measured.lanes), stopped)
 
 
 def stop_by(error: KeyboardInterrupt | WorkerFailed) -> Stop:
@@ -93,13 +103,7 @@ def stop_by(error: KeyboardInterrupt | WorkerFailed) -> Stop:
         return Stop(str(error), error.exit_code)
     number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
     name = "Ctrl-C" if number == signal.SIGINT else number.name
-    return Stop(f"by {name} before all was measured; what is above is whole", 128 + number)
-
-
-def stamp(machine: Machine) -> str:
-    """When, and with which versions, as the machine file keeps it."""
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    return f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC" + (f", {versions}" if versions else "")
+    return Stop(f"by {name} before all was measured; what is above is complete", 128 + number)
 
 
 def default_devices() -> str:
@@ -118,17 +122,18 @@ def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]
 
 
 def _parts(
-    slots: Sequence[WorkerSlot], what: Sequence[str], sizes: tuple[int, ...], seconds: float, heard: Heard, tell: Tell
+    slots: Sequence[WorkerSlot], what: Sequence[str], sizes: tuple[int, ...], seconds: float, measured: Measured
 ) -> Iterator[Callable[[], object]]:
     """What is done one after the other; time is shared equally."""
     alone, together = "compute" in what, [part for part in what if part != "compute"]
     copies = "links" in what and slots[0].device != "cpu"
     processes = len(slots) > 1 and bool(together)
+    progress = measured.progress
     budget = seconds / max(alone + copies + processes, 1)
     if alone:
-        tell(f"each of {len(slots)} devices alone")
-        yield lambda: measure_alone(slots, budget, heard.device)
+        progress.starts(f"each of {len(slots)} devices alone")
+        yield lambda: measure_alone(slots, budget, progress)
     if copies:
-        yield lambda: heard.lanes.update(measure_in_process(device_names(slots), sizes, budget, heard.path, tell))
+        yield lambda: measured.lanes.update(measure_in_process(device_names(slots), sizes, budget, progress))
     if processes:
-        yield lambda: measure_processes(slots, sizes, budget, together, heard.path, tell)
+        yield lambda: measure_processes(slots, sizes, budget, together, progress)

@@ -6,11 +6,11 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,69 +19,68 @@ from meshwise.api.bench import WHAT
 from meshwise.api.bench import bench as measure
 from meshwise.api.bench_hosts import bench_hosts
 from meshwise.api.machines import read_machine
+from meshwise.commands.from_dataclass import from_dataclass
 from meshwise.machine.bench import Bench
 from meshwise.machine.compare import compare as compare_machines
 from meshwise.machine.file.write import machine_to_toml, toml_writer
-from meshwise.machine.measure.alone import Compute
-from meshwise.machine.measure.result import PathResult
+from meshwise.machine.measure.progress import Progress
+from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.machine.views.bench_dict import bench_dict
 from meshwise.machine.views.bench_text import bench_text, done_text
 from meshwise.machine.views.changes_text import changes_text
 from meshwise.records.atomic import write_text
 from meshwise.spec.errors import UsageError
+from meshwise.spec.options import Option
 from meshwise.workers.nodes import NodeOptions
 
 app = typer.Typer()
 
 
-@app.command()
-def bench(
-    compute: Annotated[bool, typer.Option("--compute", help="measure each device: memory, matrix products")] = False,
-    links: Annotated[bool, typer.Option("--links", help="measure copies between host and devices")] = False,
-    collectives: Annotated[bool, typer.Option("--collectives", help="measure all-reduce and the others")] = False,
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What `meshwise bench` can be asked for."""
+
+    compute: Annotated[bool, Option("measure each device: memory, matrix products")] = False
+    links: Annotated[bool, Option("measure copies between host and devices")] = False
+    collectives: Annotated[bool, Option("measure all-reduce and the others")] = False
     devices: Annotated[
-        str | None,
-        typer.Option(help="4xcpu, 2xcuda, cuda:0,1; default: all accelerators, else a worker a core"),
-    ] = None,
-    sizes: Annotated[str | None, typer.Option(help="1K:1G in steps of four, 1K:1G:2 doubles, 64M is one")] = None,
-    seconds: Annotated[float | None, typer.Option(help="of measuring in all")] = None,
-    save: Annotated[str | None, typer.Option(metavar="FILE", help="write what was measured as a machine file")] = None,
-    compare: Annotated[
-        tuple[str, str] | None,
-        typer.Option(metavar="OLD NEW", help="two machine files: what has changed"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print every figure as JSON")] = False,
-    hosts: Annotated[
-        bool, typer.Option("--hosts", help="measure between hosts: started on each, by torchrun or with --nnodes")
-    ] = False,
-    nnodes: Annotated[int, typer.Option(help="hosts that are measured")] = 1,
-    node_rank: Annotated[int, typer.Option(help="which of them this is, from 0")] = 0,
-    rdzv: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="where host 0 is reached by the others")] = None,
-) -> None:
+        str | None, Option("4xcpu, 2xcuda, cuda:0,1; default: all accelerators, else a worker a core")
+    ] = None
+    sizes: Annotated[str | None, Option("1K:1G in steps of four, 1K:1G:2 doubles, 64M is one")] = None
+    seconds: Annotated[float | None, Option("of measuring in all")] = None
+    save: Annotated[str | None, Option("write what was measured as a machine file", metavar="FILE")] = None
+    compare: Annotated[tuple[str, str] | None, Option("two machine files: what has changed", metavar="OLD NEW")] = None
+    as_json: Annotated[bool, Option("print every figure as JSON", name="--json")] = False
+    hosts: Annotated[bool, Option("measure between hosts: started on each, by torchrun or with --nnodes")] = False
+
+
+@app.command()
+@from_dataclass
+def bench(options: BenchOptions, nodes: NodeOptions) -> None:
     """Measure devices, copies and collectives, check every byte, and say whether that is good for these parts.
 
     Exit code 1: a path corrupts data. 3: a device or path is far below what its part does. 0: neither.
     """
-    if compare is not None:
-        _compare(*compare, as_json)
+    if options.compare is not None:
+        _compare(*options.compare, options.as_json)
         return
-    target = None if save is None else _writable(Path(save))
-    asked = [name for name, wanted in zip(WHAT, (compute, links, collectives), strict=True) if wanted]
-    if seconds is not None and not 0.1 <= seconds <= 86400:
-        raise UsageError(f"--seconds {seconds:g}: give from 0.1 to 86400, for instance --seconds 60.")
-    hosts = hosts or nnodes > 1 or bool(rdzv)
-    if hosts and (compute or devices):
+    target = None if options.save is None else _writable(Path(options.save))
+    what = [name for name in WHAT if getattr(options, name)]
+    if options.seconds is not None and not 0.1 <= options.seconds <= 86400:
+        raise UsageError(f"--seconds {options.seconds:g}: give from 0.1 to 86400, for instance --seconds 60.")
+    hosts = options.hosts or nodes.nnodes > 1 or bool(nodes.rdzv)
+    if hosts and (options.compute or options.devices):
         raise UsageError("--hosts measures one device of each host. Leave --compute and --devices out.")
-    if nnodes > 1:
-        print(f"waiting     for {nnodes} hosts at {rdzv}", file=sys.stderr)
-    with _stoppable(), _progress() as (tell, done):
+    if nodes.nnodes > 1:
+        print(f"waiting     for {nodes.nnodes} hosts at {nodes.rdzv}", file=sys.stderr)
+    limits: Any = {"sizes": options.sizes, "seconds": options.seconds}
+    found: Bench | None
+    with _stoppable(), _progress() as progress:
         if hosts:
-            machines = NodeOptions(nnodes=nnodes, node_rank=node_rank, rdzv=rdzv)
-            between = asked or WHAT[1:]
-            told = bench_hosts(what=between, sizes=sizes, seconds=seconds, machines=machines, tell=tell, done=done)
+            found = bench_hosts(what=what or WHAT[1:], nodes=nodes, progress=progress, **limits)
         else:
-            told = measure(devices, what=asked or WHAT, sizes=sizes, seconds=seconds, tell=tell, done=done)
-    raise typer.Exit(0 if told is None else _show(told, target, as_json))
+            found = measure(options.devices, what=what or WHAT, progress=progress, **limits)
+    raise typer.Exit(0 if found is None else _show(found, target, options.as_json))
 
 
 def _show(found: Bench, target: Path | None, as_json: bool) -> int:
@@ -135,15 +134,15 @@ def _stoppable() -> Iterator[None]:
 
 
 @contextmanager
-def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[PathResult | Compute], None]]]:
+def _progress() -> Iterator[Progress]:
     """What is measured now, on stderr: a line that changes on a terminal, a line for what is done elsewhere."""
     console = Console(stderr=True)
 
-    def line(done: PathResult | Compute) -> None:
+    def line(done: PathResult | DeviceResult) -> None:
         console.print(f"measured    {done_text(done)}", soft_wrap=True, highlight=False, markup=False)
 
     if not console.is_terminal:
-        yield lambda text: None, line
+        yield Progress(done=line)
         return
     with console.status("measuring") as status:
-        yield lambda text: status.update(f"measuring {text}"), line
+        yield Progress(lambda text: status.update(f"measuring {text}"), line)

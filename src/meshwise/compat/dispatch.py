@@ -6,7 +6,7 @@ Read in torch 2.11, 2.13 and 2.15: `utils/_python_dispatch.py`, `multiprocessing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,24 +54,13 @@ def operator_name(operator: Any) -> str:
     return str(operator._schema.name).split("::")[-1]
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Every tensor in the arguments or the result of an operator."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from tensors_in(value)
-    elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))
-
-
-def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that the operator writes: `self` of add_, `out`."""
-    found: list[Tensor] = []
-    for index, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
-    return found
+    return [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 class StorageMap:

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwise.compat.dispatch import tensors_in, without_interception
+from meshwise.compat.dispatch import without_interception
+from meshwise.compat.tree import tensors_in
 from meshwise.equivalence.model_state import clean, local_norms
 from meshwise.equivalence.sketches import sketches
 from meshwise.equivalence.trace import Output, StepTrace

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from meshwise.machine.expected import BOTH_WAYS
 from meshwise.machine.judge import Verdict, exit_code, judge
-from meshwise.machine.measure.alone import Compute
-from meshwise.machine.measure.result import PathResult
+from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.spec.machine import HOST, Collective, Device, Link, Machine, link_between
 from meshwise.spec.timings import Timings
 
@@ -48,7 +47,7 @@ class Bench:
 def bench_of(
     machine: Machine,
     results: Sequence[PathResult],
-    computed: Iterable[Compute],
+    computed: Iterable[DeviceResult],
     *,
     measured: str,
     seconds: float,
@@ -112,7 +111,7 @@ def merged(machines: Sequence[Machine]) -> Machine:
     return replace(first, name=name, devices=devices, links=(), hosts=hosts, warnings=every + warnings)
 
 
-def _with_compute(device: Device, compute: Compute | None) -> Device:
+def _with_compute(device: Device, compute: DeviceResult | None) -> Device:
     if compute is None:
         return device
     products = tuple(replace(product, seconds=_short(product.seconds)) for product in compute.matmuls)

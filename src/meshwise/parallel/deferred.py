@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwise.compat import fake
-from meshwise.compat.dispatch import tensors_in, without_interception
+from meshwise.compat.dispatch import without_interception
 from meshwise.compat.heap import trim_heap
 from meshwise.compat.sharding import with_local
+from meshwise.compat.tree import map_tensors, tensors_in
 from meshwise.parallel.record import Record, record_of
 from meshwise.parallel.replay import Place, Unlike, replay
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.transfer import collectives
 from meshwise.transfer.sharded import local_slices
-from meshwise.transfer.tree import map_tensors
 
 LARGE = 8 << 20  # bytes: holes of this size in the heap would add up to a good part of a large model
 

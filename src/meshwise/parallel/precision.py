@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from meshwise.compat.tree import map_tensors
 from meshwise.spec.dtypes import Dtypes, dtypes_of
 from meshwise.spec.errors import PlanError
-from meshwise.transfer.tree import map_tensors
 
 TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LACKS = ("not implemented for", "could not create a primitive", "does not support")  # how torch says that it lacks one

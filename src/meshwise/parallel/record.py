@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from meshwise.compat import fake
-from meshwise.compat.dispatch import StorageMap, operator_name, tensors_in, without_interception, written_arguments
-from meshwise.parallel.replay import Call, Entry, Place, Turn, Unlike, mapped, places_in, replay
+from meshwise.compat.dispatch import StorageMap, operator_name, without_interception, written_arguments
+from meshwise.compat.tree import leaves_of, map_kind, map_leaves, map_tensors, tensors_in
+from meshwise.parallel.replay import Call, Entry, Place, Turn, Unlike, replay
 from meshwise.spec.errors import UsageError
 
 Given = Callable[[Tensor, torch.device | str], Tensor]
 """(tensor that lies as the wanted one does, device) -> this rank's part of the wanted one."""
+
+PLAIN = (int, float, str, list, tuple, dict)
+"""What of an operator's arguments its digest keeps."""
 
 
 class Record:
@@ -45,10 +49,10 @@ class Record:
         self.left = _key(torch.default_generator)
 
     def _handle(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        for tensor in written_arguments(operator, args, kwargs):
+        for tensor in tensors_in(written_arguments(operator, args, kwargs)):
             if not fake.is_fake(tensor):
                 raise Unlike(f"{operator_name(operator)} writes a tensor that was made outside of it.")
-        before, after = mapped((args, kwargs), self.known), None
+        before, after = map_kind((Tensor, torch.UntypedStorage), self.known, (args, kwargs)), None
         random = fake.is_random(operator)
         if random:
             generator = kwargs.get("generator") or fake.own_generator(_device(args, kwargs))
@@ -59,7 +63,7 @@ class Record:
             result = after = self._look(operator, before)
             if not any(True for _ in tensors_in(after)):
                 return after
-            result = mapped(after, lambda v: self.mode.fake_of(v) if isinstance(v, Tensor) else v)
+            result = map_tensors(self.mode.fake_of, after)
         self._add(operator, before, result, random)
         if random:
             self._tick(generator)
@@ -67,10 +71,10 @@ class Record:
 
     def _add(self, operator: Any, before: Any, result: Any, random: bool) -> None:
         arguments, keywords = before
-        reads = {place.storage for place in places_in(before)}
-        places = mapped(result, self._placed)
-        made = {place.storage for place in places_in(places)} - reads
-        written = {place.storage for place in written_places(operator, arguments, keywords)}
+        reads = {place.storage for place in leaves_of(Place, before)}
+        places = map_tensors(self._placed, result)
+        made = {place.storage for place in leaves_of(Place, places)} - reads
+        written = {place.storage for place in leaves_of(Place, written_arguments(operator, arguments, keywords))}
         self.entries.append(
             Call(
                 operator,
@@ -134,11 +138,11 @@ class Record:
         with without_interception():
             try:
                 torch.default_generator.set_state(self.start)
-                replay(self.entries, {place.storage for place in places_in(before)}, found.__setitem__)
+                replay(self.entries, {place.storage for place in leaves_of(Place, before)}, found.__setitem__)
             finally:
                 for generator, state in states.items():
                     generator.set_state(state)
-            args, kwargs = mapped(before, lambda v: v.of(found[v.storage]) if isinstance(v, Place) else v)
+            args, kwargs = map_kind(Place, lambda place: place.of(found[place.storage]), before)
             with torch.no_grad():
                 return operator(*args, **kwargs)
 
@@ -147,8 +151,8 @@ class Record:
         told = hashlib.sha256()
         for entry in self.entries:
             if isinstance(entry, Call):
-                plain = mapped((entry.args, entry.kwargs), lambda v: v if isinstance(v, int | float | str) else None)
-                sizes = [place.size for place in places_in((entry.args, entry.result))]
+                plain = map_leaves(lambda v: None, (entry.args, entry.kwargs), lambda v: not isinstance(v, PLAIN))
+                sizes = [place.size for place in leaves_of(Place, (entry.args, entry.result))]
                 told.update(f"{entry.name}{sizes}{plain}".encode())
         return told.hexdigest()
 
@@ -181,15 +185,6 @@ def record_of(tensor: Tensor) -> Record:
         raise UsageError("the model holds fake tensors of another mode. Build it inside mw.deferred.")
     record: Record = mode.handler.__self__  # type: ignore[attr-defined]
     return record
-
-
-def written_places(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
-    """The Places among the arguments that the operator writes."""
-    found: list[Place] = []
-    for index, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += places_in(args[index] if index < len(args) else kwargs.get(argument.name))
-    return found
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.compat.tree import leaves_of, map_kind
+
 DRAWS = {"normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_"}
 FILLS = DRAWS | {"zero_", "fill_", "copy_"}
 """Operators in place that read nothing of what they write, when they write the whole of it."""
@@ -73,7 +75,7 @@ class Call:
     def fills(self) -> bool:
         """Whether the first argument is wholly written, and not read."""
         first = self.args[0] if self.args else None
-        others = {place.storage for place in places_in((self.args[1:], self.kwargs))}
+        others = {place.storage for place in leaves_of(Place, (self.args[1:], self.kwargs))}
         return isinstance(first, Place) and self.name in FILLS and first.whole and first.storage not in others
 
 
@@ -86,26 +88,6 @@ class Turn:
 
 
 Entry = Call | Turn
-
-
-def places_in(values: Any) -> list[Place]:
-    """Every Place in the arguments or the result of an operator."""
-    if isinstance(values, Place):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return []
-    return [place for value in values for place in places_in(value)]
-
-
-def mapped(values: Any, function: Callable[[Any], Any]) -> Any:
-    """Arguments or a result of an operator with `function` applied to all that is no list, tuple or dictionary."""
-    if isinstance(values, dict):
-        return {key: mapped(value, function) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return type(values)(mapped(value, function) for value in values)
-    return function(values)
 
 
 @dataclass(frozen=True)
@@ -180,8 +162,6 @@ def _run(call: Call, storages: dict[int, torch.UntypedStorage], aside: bool) -> 
     def real(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.clone()  # what came from outside stays as it is
-        if not isinstance(value, Place):
-            return value
         if value.storage not in storages:
             storages[value.storage] = torch.UntypedStorage(value.nbytes, device=value.device)
         return value.of(storages[value.storage])
@@ -189,9 +169,11 @@ def _run(call: Call, storages: dict[int, torch.UntypedStorage], aside: bool) -> 
     if aside:
         place: Place = call.args[0]
         scratch = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=place.device)
-        call.operator(scratch, *mapped(call.args[1:], real), **mapped(call.kwargs, real))
+        args, kwargs = map_kind((Tensor, Place), real, (call.args[1:], call.kwargs))
+        call.operator(scratch, *args, **kwargs)
         return
-    result = call.operator(*mapped(call.args, real), **mapped(call.kwargs, real))
+    args, kwargs = map_kind((Tensor, Place), real, (call.args, call.kwargs))
+    result = call.operator(*args, **kwargs)
     _take(call, call.result, result, storages)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.compat.tree import map_leaves, map_tensors
 from meshwise.transfer import collectives
 from meshwise.transfer.sharded import full_tensor
-from meshwise.transfer.tree import map_leaves, map_tensors
 
 
 @dataclass(frozen=True)

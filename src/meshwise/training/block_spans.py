@@ -7,13 +7,13 @@ block whose inputs need no gradient ends with the gradients of its parameters. T
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwise.compat.tree import tensors_in
 from meshwise.parallel.blocks import blocks_of
 from meshwise.timeline.recorder import Mark, current
 
@@ -64,11 +64,11 @@ class _Block:
         recorder.add(recorder.code("forward", self._name, "blocks"), self._began.pop(), recorder.mark())
         if not recorder.on or not torch.is_grad_enabled():
             return
-        node = next((t.grad_fn for t in _tensors(output) if t.grad_fn is not None), None)
+        node = next((t.grad_fn for t in tensors_in(output) if t.grad_fn is not None), None)
         if node is None:
             return
         node.register_prehook(self._backward_begins)
-        if not self._is_first and not any(t.requires_grad for t in _tensors(inputs)):
+        if not self._is_first and not any(t.requires_grad for t in tensors_in(inputs)):
             self._is_first = True
             for parameter in self._parameters:
                 parameter.register_post_accumulate_grad_hook(self._parameter_done)
@@ -81,14 +81,3 @@ class _Block:
         self._left -= 1
         if self._left == 0 and self._backward.name == self._name:
             self._backward.turn_to("")
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value that modules take or give."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(value.values())
-    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        for item in value:
-            yield from _tensors(item)

@@ -25,13 +25,14 @@ from torch.utils.data import DataLoader
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
-from meshwise.training.draws import mixed, seed_draws
+from meshwise.training.draws import seed_draws
 from meshwise.training.engine import Engine, Number
 from meshwise.training.plan_choice import choose_plan
 from meshwise.training.session import default_engine
 from meshwise.training.split_loader import LoaderSpec, split_loader
 from meshwise.transfer import collectives
 from meshwise.transfer.prefetch import prefetch
+from meshwise.transfer.splitmix import mixed
 from meshwise.workers.join import rank_context
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwise.compat.dispatch import intercept_operators, operator_name
-from meshwise.training.draws import mixed
+from meshwise.transfer.splitmix import GOLDEN, mixed, mixed_bits, shifted, signed
 
 Uniform = Callable[[Sequence[int], torch.device], Tensor]
 """Numbers in [0, 1), float64, of a shape on a device."""
@@ -142,34 +142,17 @@ def by_rows(rows: Rows) -> Place:
 def keyed_uniform(key: int, shape: Sequence[int], device: torch.device) -> Tensor:
     """Uniform numbers in [0, 1), float64: element i is a function of (key, i) alone.
 
-    The finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014), twice, and the upper 53 bits.
+    The finaliser of SplitMix64, twice, and the upper 53 bits.
     """
-    bits = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64, device=device) * _GOLDEN + _signed(key * 2**31)
-    for _ in range(2):
-        bits = (bits ^ _shifted(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
-        bits = (bits ^ _shifted(bits, 27)) * _signed(0x94D049BB133111EB)
-        bits = bits ^ _shifted(bits, 31)
-    values: Tensor = _shifted(bits, 11).to(torch.float64).mul(2.0**-53)
+    bits = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64, device=device) * signed(GOLDEN)
+    bits = mixed_bits(mixed_bits(bits + signed(key * 2**31)))
+    values: Tensor = shifted(bits, 11).to(torch.float64).mul(2.0**-53)
     return values.view(*shape)
 
 
 def keyed_normal(key: int, shape: Sequence[int], device: torch.device) -> Tensor:
     """Normal numbers, float64: element i is a function of (key, i) alone."""
     return _normal(keyed_uniform(key, shape, device))
-
-
-def _signed(number: int) -> int:
-    """The same 64 bits as a signed number."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-
-
-def _shifted(bits: Tensor, by: int) -> Tensor:
-    """A shift to the right that fills with zeros."""
-    shifted: Tensor = (bits >> by) & (2 ** (64 - by) - 1)
-    return shifted
 
 
 def _bernoulli_(uniform: Uniform, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshwise.compat.tree import map_tensors
 from meshwise.parallel.apply import Applied, apply, bind, reduction_of
 from meshwise.parallel.deferred import materialise
 from meshwise.parallel.precision import computing
@@ -31,7 +32,6 @@ from meshwise.spec.world import World
 from meshwise.training.block_spans import record_blocks
 from meshwise.transfer import collectives
 from meshwise.transfer.sharded import shard_like
-from meshwise.transfer.tree import map_tensors
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from meshwise.transfer.pattern import words
+from meshwise.transfer.splitmix import GOLDEN, signed
 
 BLOCK_WORDS = 1 << 16
 BLOCK_BYTES = 4 * BLOCK_WORDS
 _AT_ONCE = 16  # blocks a device's products are made of at once: 8 MiB; on the host one, which stays in its cache
-_MASK = (1 << 64) - 1
-_MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
-_NOT_ZERO = _MIX - (1 << 64)  # added to each sum: when reading the sums themselves gives zeros, that is seen
+_NOT_ZERO = signed(GOLDEN)  # added to each sum: when reading the sums themselves gives zeros, that is seen
 
 
 def block_sums(tensor: Tensor) -> list[int]:
@@ -40,15 +39,6 @@ def block_sums(tensor: Tensor) -> list[int]:
         sums.append((filled * keys[: filled.numel()]).sum(0, keepdim=True))
     found: list[int] = (torch.cat(sums) + _NOT_ZERO).tolist() if sums else []
     return found
-
-
-def checksum(tensor: Tensor) -> int:
-    """One number from 0 to 2^64 - 1 for the tensor's bits and their places. Synchronises."""
-    total = tensor.numel() * tensor.element_size()
-    for number in block_sums(tensor):
-        total = (total ^ (number & _MASK)) * _MIX & _MASK
-        total ^= total >> 32
-    return total
 
 
 def first_difference(tensor: Tensor, other: Tensor) -> int | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwise.compat.tree import map_leaves
 from meshwise.spec.errors import TransferError, UsageError
 from meshwise.spec.machine import Machine
 from meshwise.spec.units import bytes_text
@@ -26,7 +27,6 @@ from meshwise.transfer.overlap import overlapping, repeats, torchs_check_is_sure
 from meshwise.transfer.path import AUTO, STAGED, choose
 from meshwise.transfer.staging import staged
 from meshwise.transfer.stopwatch import Seconds, Stopwatch
-from meshwise.transfer.tree import map_leaves
 
 # This torch knows no two devices between which a path would have to be chosen.
 _ONE_MEMORY = torch.version.cuda is None and torch.version.hip is None

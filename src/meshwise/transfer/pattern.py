@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio: multiplying by it spreads consecutive integers
-_KEY = 0xD1B54A32D192ED03 - (1 << 64)  # another odd constant, from the same family of hashes (SplitMix64)
+from meshwise.transfer.splitmix import GOLDEN, signed
+
+_ODD = signed(GOLDEN)
+_KEY = 0xD1B54A32D192ED03  # another odd constant, from the same family of hashes
 _CHUNK = 1 << 20  # words that are made at once: 8 MiB
 LARGEST_TERM = 64  # of a sum: with up to 2^17 ranks every partial sum is exact in float32
 
@@ -58,7 +60,7 @@ def _chunks(tensor: Tensor) -> list[tuple[int, Tensor]]:
 def words(first: int, count: int, key: int, device: torch.device) -> Tensor:
     """Words `first` to `first + count` of the pattern of `key`, as int64."""
     made = torch.arange(first, first + count, dtype=torch.int64, device=device)
-    made.add_(1).mul_(_ODD).add_(_wrapped(key * _KEY))
+    made.add_(1).mul_(_ODD).add_(signed(key * _KEY))
     made.bitwise_xor_(made >> 29).mul_(_ODD)
     return made.bitwise_xor_(made >> 32)
 
@@ -69,8 +71,3 @@ def _bytes(start: int, count: int, key: int, device: torch.device) -> Tensor:
 
 def _terms(start: int, count: int, rank: int, device: torch.device) -> Tensor:
     return words(start, count, rank + 1, device) & (LARGEST_TERM - 1)
-
-
-def _wrapped(value: int) -> int:
-    """As a signed 64-bit integer."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.transfer.tree import map_tensors
+from meshwise.compat.tree import map_tensors
 
 
 def to_device(batch: Any, device: str) -> Any:

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwise.compat.dispatch import intercept_operators, operator_name, tensors_in, written_arguments
+from meshwise.compat.dispatch import intercept_operators, operator_name, written_arguments
+from meshwise.compat.tree import tensors_in
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
 from meshwise.transfer.copy import moved_to
@@ -126,7 +127,7 @@ class _Rules:
             if place == UNDECIDED or (place is None and tensor.dim() == 0):
                 continue
             found[place] = None
-        for tensor in written_arguments(func, args, kwargs):
+        for tensor in tensors_in(written_arguments(func, args, kwargs)):
             place = get(tensor)
             if place != UNDECIDED:
                 found[place] = None  # a 0-d tensor of the host too: what is written must be where the result is

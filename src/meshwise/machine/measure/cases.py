@@ -6,7 +6,7 @@ swapped, stale, missing and zeroed parts all differ. Sums are of small whole num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,24 +26,33 @@ class Case:
     """
 
     size: int
-    fill: Callable[[int], None]
-    call: Callable[[], None]
+    fill: Callable[[int], object]
+    call: Callable[[], object]
     wrong: Callable[[int], str | None]
     counts: bool = True
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank measures: its rank among how many, the group, its device."""
+class Member:
+    """A rank that measures: its rank among how many, the group, its device."""
 
     rank: int
     ranks: int
     group: Group
     device: torch.device
 
+    def bytes(self, *shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.uint8, device=self.device)
 
-Maker = Callable[[Place, int], Case]
+    def key(self, number: int, one: int, other: int) -> int:
+        """A key that no other round and no other pair of rank and part has."""
+        return (number * self.ranks + one) * self.ranks + other
+
+
+Maker = Callable[[Member, int], Case]
 """Makes the case of a size; each rank makes its own."""
+Parts = Mapping[tuple[int, int], Tensor]
+"""Tensors by the rank that they are from and the part of its data that they are, or the rank that they go to."""
 
 
 def checked(case: Case, number: int) -> str | None:
@@ -53,34 +62,28 @@ def checked(case: Case, number: int) -> str | None:
     return case.wrong(number)
 
 
-def all_reduce(place: Place, size: int) -> Case:
+def all_reduce(member: Member, size: int) -> Case:
     """Size is of the tensor on each rank."""
-    tensor = torch.empty(max(size // 4, 1), device=place.device)
-
-    def wrong(number: int) -> str | None:
-        at = first_wrong_sum(tensor, place.ranks, number * place.ranks)
-        return None if at is None else f"the sum on rank {place.rank} is wrong from byte {4 * at}"
-
+    tensor = torch.empty(max(size // 4, 1), device=member.device)
     return Case(
         tensor.nbytes,
-        lambda number: _discard(fill_terms(tensor, number * place.ranks + place.rank)),
-        lambda: _discard(collectives.all_reduce(tensor, group=place.group)),
-        wrong,
+        lambda number: fill_terms(tensor, number * member.ranks + member.rank),
+        lambda: collectives.all_reduce(tensor, group=member.group),
+        lambda number: _wrong_sum(member, tensor, number * member.ranks, ""),
     )
 
 
 def broadcast(source: int, direct: bool) -> Maker:
     """From rank `source`. Size is of the tensor."""
 
-    def make(place: Place, size: int) -> Case:
-        tensor = torch.empty(size, dtype=torch.uint8, device=place.device)
-        own = place.rank == source
-        return Case(
-            size,
-            lambda number: _discard(fill(tensor, number) if own else tensor.zero_()),
-            lambda: _discard(collectives.broadcast(tensor, source, place.group, direct=direct)),
-            lambda number: _difference(tensor, number, f"rank {place.rank} has of rank {source}"),
-        )
+    def make(member: Member, size: int) -> Case:
+        tensor = member.bytes(size)
+        whole = {(source, 0): tensor}
+
+        def call() -> object:
+            return collectives.broadcast(tensor, source, member.group, direct=direct)
+
+        return _of_parts(member, size, whole if member.rank == source else {}, whole, call)
 
     return make
 
@@ -88,21 +91,15 @@ def broadcast(source: int, direct: bool) -> Maker:
 def all_gather(direct: bool) -> Maker:
     """Size is of what every rank has in the end."""
 
-    def make(place: Place, size: int) -> Case:
-        own, out = _parts(place, size)
+    def make(member: Member, size: int) -> Case:
+        part = max(size // member.ranks, 1)
+        own, out = member.bytes(part), member.bytes(member.ranks, part)
 
-        def wrong(number: int) -> str | None:
-            return _first(
-                _difference(out[rank], _key(place, number, rank, 0), f"rank {place.rank} has of rank {rank}")
-                for rank in range(place.ranks)
-            )
+        def call() -> object:
+            return collectives.all_gather(own, member.group, out=out, direct=direct)
 
-        return Case(
-            out.nbytes,
-            lambda number: _discard(fill(own, _key(place, number, place.rank, 0))),
-            lambda: _discard(collectives.all_gather(own, place.group, out=out, direct=direct)),
-            wrong,
-        )
+        incoming = {(rank, 0): out[rank] for rank in range(member.ranks)}
+        return _of_parts(member, out.nbytes, {(member.rank, 0): own}, incoming, call)
 
     return make
 
@@ -110,23 +107,21 @@ def all_gather(direct: bool) -> Maker:
 def reduce_scatter(direct: bool) -> Maker:
     """Size is of the tensor on each rank before it is divided."""
 
-    def make(place: Place, size: int) -> Case:
-        count = max(size // 4 // place.ranks, 1)
-        tensor = torch.empty(place.ranks, count, device=place.device)
-        out = torch.empty(1, count, device=place.device)
+    def make(member: Member, size: int) -> Case:
+        count = max(size // 4 // member.ranks, 1)
+        tensor = torch.empty(member.ranks, count, device=member.device)
+        out = torch.empty(1, count, device=member.device)
 
         def write(number: int) -> None:
-            for part in range(place.ranks):
-                fill_terms(tensor[part], _key(place, number, part, place.rank))
+            for part in range(member.ranks):
+                fill_terms(tensor[part], member.key(number, part, member.rank))
 
-        def wrong(number: int) -> str | None:
-            at = first_wrong_sum(out, place.ranks, _key(place, number, place.rank, 0))
-            return None if at is None else f"the sum on rank {place.rank} is wrong from byte {4 * at} of its part"
-
-        def call() -> None:
-            collectives.reduce_scatter(tensor, group=place.group, out=out, direct=direct)
-
-        return Case(tensor.nbytes, write, call, wrong)
+        return Case(
+            tensor.nbytes,
+            write,
+            lambda: collectives.reduce_scatter(tensor, group=member.group, out=out, direct=direct),
+            lambda number: _wrong_sum(member, out, member.key(number, member.rank, 0), " of its part"),
+        )
 
     return make
 
@@ -134,60 +129,45 @@ def reduce_scatter(direct: bool) -> Maker:
 def all_to_all(direct: bool) -> Maker:
     """Size is of the tensor on each rank."""
 
-    def make(place: Place, size: int) -> Case:
-        _, tensor = _parts(place, size)
-        out = torch.empty_like(tensor)
+    def make(member: Member, size: int) -> Case:
+        tensor, out = (member.bytes(member.ranks, max(size // member.ranks, 1)) for _ in range(2))
 
-        def write(number: int) -> None:
-            for to in range(place.ranks):
-                fill(tensor[to], _key(place, number, place.rank, to))
+        def call() -> object:
+            return collectives.all_to_all(tensor, member.group, out=out, direct=direct)
 
-        def wrong(number: int) -> str | None:
-            return _first(
-                _difference(out[by], _key(place, number, by, place.rank), f"rank {place.rank} has of rank {by}")
-                for by in range(place.ranks)
-            )
-
-        def call() -> None:
-            collectives.all_to_all(tensor, place.group, out=out, direct=direct)
-
-        return Case(tensor.nbytes, write, call, wrong)
+        outgoing = {(member.rank, to): tensor[to] for to in range(member.ranks)}
+        incoming = {(by, member.rank): out[by] for by in range(member.ranks)}
+        return _of_parts(member, tensor.nbytes, outgoing, incoming, call)
 
     return make
 
 
-def send_receive(place: Place, size: int) -> Case:
+def send_receive(member: Member, size: int) -> Case:
     """Every rank sends to the next one and receives from the one before, at once. Size is of the tensor."""
-    after, before = (place.rank + 1) % place.ranks, (place.rank - 1) % place.ranks
-    return _exchanged(place, size, [after], [before], size)
+    after, before = (member.rank + 1) % member.ranks, (member.rank - 1) % member.ranks
+    return _exchanged(member, size, [after], [before], size)
 
 
 def copy(source: int, target: int) -> Maker:
     """Rank `source` sends to `target`, which answers with a few bytes: one clock sees both. Size is of the tensor."""
 
-    def make(place: Place, size: int) -> Case:
-        if place.rank not in (source, target):
+    def make(member: Member, size: int) -> Case:
+        if member.rank not in (source, target):
             return _idle(size)
-        tensor = torch.empty(size, dtype=torch.uint8, device=place.device)
-        answer = torch.zeros(_ACK, dtype=torch.uint8, device=place.device)
+        tensor, answer = member.bytes(size), member.bytes(_ACK)
+        whole = {(source, target): tensor}
 
         def forth() -> None:
-            collectives.send(tensor, target, place.group)
-            collectives.receive(answer, target, place.group)
+            collectives.send(tensor, target, member.group)
+            collectives.receive(answer, target, member.group)
 
         def back() -> None:
-            collectives.receive(tensor, source, place.group)
-            collectives.send(answer, source, place.group)
+            collectives.receive(tensor, source, member.group)
+            collectives.send(answer, source, member.group)
 
-        if place.rank == source:
-            return Case(size, lambda number: _discard(fill(tensor, number)), forth, lambda number: None)
-        return Case(
-            size,
-            lambda number: _discard(tensor.zero_()),
-            back,
-            lambda number: _difference(tensor, number, f"rank {target} has of rank {source}"),
-            counts=False,
-        )
+        if member.rank == source:
+            return _of_parts(member, size, whole, {}, forth)
+        return _of_parts(member, size, {}, whole, back, counts=False)
 
     return make
 
@@ -195,11 +175,11 @@ def copy(source: int, target: int) -> Maker:
 def both_ways(one: int, other: int) -> Maker:
     """Two ranks send to each other at once. Size is of one direction."""
 
-    def make(place: Place, size: int) -> Case:
-        if place.rank not in (one, other):
+    def make(member: Member, size: int) -> Case:
+        if member.rank not in (one, other):
             return _idle(size)
-        peer = other if place.rank == one else one
-        return _exchanged(place, size, [peer], [peer], size)
+        peer = other if member.rank == one else one
+        return _exchanged(member, size, [peer], [peer], size)
 
     return make
 
@@ -207,38 +187,50 @@ def both_ways(one: int, other: int) -> Maker:
 def one_to_all(source: int, back: bool) -> Maker:
     """Rank `source` sends to all others at once, or (back) receives from all. Size is of what leaves or reaches it."""
 
-    def make(place: Place, size: int) -> Case:
-        others = [rank for rank in range(place.ranks) if rank != source]
+    def make(member: Member, size: int) -> Case:
+        others = [rank for rank in range(member.ranks) if rank != source]
         part = max(size // len(others), 1)
-        far = others if place.rank == source else [source]
-        to, by = ([], far) if (place.rank == source) == back else (far, [])
-        return _exchanged(place, part, to, by, part * len(others))
+        far = others if member.rank == source else [source]
+        to, by = ([], far) if (member.rank == source) == back else (far, [])
+        return _exchanged(member, part, to, by, part * len(others))
 
     return make
 
 
-def _exchanged(place: Place, size: int, to: list[int], by: list[int], counted: int) -> Case:
-    outgoing = {rank: torch.empty(size, dtype=torch.uint8, device=place.device) for rank in to}
-    incoming = {rank: torch.empty(size, dtype=torch.uint8, device=place.device) for rank in by}
-
-    def write(number: int) -> None:
-        for rank, tensor in outgoing.items():
-            fill(tensor, _key(place, number, place.rank, rank))
+def _exchanged(member: Member, size: int, to: list[int], by: list[int], counted: int) -> Case:
+    """Sends to some ranks and receives from some, at once."""
+    outgoing = {(member.rank, rank): member.bytes(size) for rank in to}
+    incoming = {(rank, member.rank): member.bytes(size) for rank in by}
 
     def call() -> None:
         collectives.send_receive(
-            [(tensor, rank) for rank, tensor in outgoing.items()],
-            [(tensor, rank) for rank, tensor in incoming.items()],
-            place.group,
+            [(tensor, rank) for (_, rank), tensor in outgoing.items()],
+            [(tensor, rank) for (rank, _), tensor in incoming.items()],
+            member.group,
         )
+
+    return _of_parts(member, counted, outgoing, incoming, call)
+
+
+def _of_parts(
+    member: Member, size: int, outgoing: Parts, incoming: Parts, call: Callable[[], object], counts: bool = True
+) -> Case:
+    """What leaves this rank is written part by part, what arrives compared part by part."""
+
+    def write(number: int) -> None:
+        for tensor in incoming.values():
+            tensor.zero_()  # what an earlier path left in this memory must not pass for what this one brings
+        for pair, tensor in outgoing.items():
+            fill(tensor, member.key(number, *pair))
 
     def wrong(number: int) -> str | None:
-        return _first(
-            _difference(tensor, _key(place, number, rank, place.rank), f"rank {place.rank} has of rank {rank}")
-            for rank, tensor in incoming.items()
-        )
+        for pair, tensor in incoming.items():
+            at = first_difference(tensor, member.key(number, *pair))
+            if at is not None:
+                return f"what rank {member.rank} has of rank {pair[0]} differs from byte {at}"
+        return None
 
-    return Case(counted, write, call, wrong)
+    return Case(size, write, call, wrong, counts)
 
 
 def _idle(size: int) -> Case:
@@ -246,26 +238,6 @@ def _idle(size: int) -> Case:
     return Case(size, lambda number: None, lambda: None, lambda number: None, counts=False)
 
 
-def _parts(place: Place, size: int) -> tuple[Tensor, Tensor]:
-    """A part of `size`, and a tensor of one part a rank."""
-    part = max(size // place.ranks, 1)
-    whole = torch.empty(place.ranks, part, dtype=torch.uint8, device=place.device)
-    return torch.empty(part, dtype=torch.uint8, device=place.device), whole
-
-
-def _key(place: Place, number: int, one: int, other: int) -> int:
-    """A key that no other round and no other pair of rank and part has."""
-    return (number * place.ranks + one) * place.ranks + other
-
-
-def _difference(tensor: Tensor, key: int, what: str) -> str | None:
-    at = first_difference(tensor, key)
-    return None if at is None else f"what {what} differs from byte {at}"
-
-
-def _first(found: Iterable[str | None]) -> str | None:
-    return next((text for text in found if text is not None), None)
-
-
-def _discard(value: object) -> None:
-    return None
+def _wrong_sum(member: Member, tensor: Tensor, key: int, what: str) -> str | None:
+    at = first_wrong_sum(tensor, member.ranks, key)
+    return None if at is None else f"the sum on rank {member.rank} is wrong from byte {4 * at}{what}"

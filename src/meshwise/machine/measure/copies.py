@@ -15,52 +15,57 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from meshwise.machine.measure.result import PathResult
+from meshwise.machine.measure.result import PathResult, PathSpec, result_of
 from meshwise.machine.measure.timing import Sample, repeat, wait
-from meshwise.spec.timings import fitted
 from meshwise.spec.units import bytes_text
 from meshwise.transfer.pattern import fill, first_difference
 
 Move = Callable[[Tensor, Tensor, str], None]
 """Copies the second tensor into the first by a path (`pinned`, `pageable`, `peer`, `staged`), in stream order."""
+Leg = tuple[str, str]
+"""One copy: the names of its source and its target."""
 
 
 @dataclass(frozen=True)
-class Path:
-    """One path that is measured: legs are (source, target) names of copies that run at once, all of the same size."""
+class CopySpec(PathSpec):
+    """Copies that one process makes: legs run at once, all of the same size."""
 
-    operation: str
-    source: str
-    target: str
-    path: str
-    legs: tuple[tuple[str, str], ...]
+    legs: tuple[Leg, ...]
 
 
-def copy_paths(devices: Sequence[str], peers: Callable[[str, str], bool]) -> list[Path]:
+def copy_spec(operation: str, source: str, target: str, path: str, *legs: Leg) -> CopySpec:
+    """A path by its legs; without one, a single copy from source to target."""
+    legs = legs or ((source, target),)
+    return CopySpec(operation, source, target, path, len({end for leg in legs for end in leg}), legs)
+
+
+def copy_paths(devices: Sequence[str], peers: Callable[[str, str], bool]) -> list[CopySpec]:
     """All paths of these devices of one host. peers: whether the first can read the second's memory directly."""
+
+    def ways(legs: Sequence[Leg]) -> tuple[str, ...]:
+        return ("peer", "staged") if all(peers(*leg) for leg in legs) else ("staged",)
+
+    def both(one: str, other: str, path: str) -> CopySpec:
+        return copy_spec("copy both ways", one, other, path, (one, other), (other, one))
+
     found = []
     for device in devices:
-        for how in ("pinned", "pageable"):
-            found.append(Path("copy", "host", device, how, (("host", device),)))
-            found.append(Path("copy", device, "host", how, ((device, "host"),)))
-        found.append(Path("copy both ways", "host", device, "pinned", (("host", device), (device, "host"))))
-    for source, target in permutations(devices, 2):
-        for how in ("peer", "staged") if peers(source, target) else ("staged",):
-            found.append(Path("copy", source, target, how, ((source, target),)))
-    for source, target in permutations(devices, 2):
-        if source < target:
-            how = "peer" if peers(source, target) else "staged"
-            found.append(Path("copy both ways", source, target, how, ((source, target), (target, source))))
+        ends = (("host", device), (device, "host"))
+        found += [copy_spec("copy", *pair, path) for path in ("pinned", "pageable") for pair in ends]
+        found.append(both("host", device, "pinned"))
+    pairs = list(permutations(devices, 2))
+    found += [copy_spec("copy", *pair, path) for pair in pairs for path in ways([pair])]
+    found += [both(*pair, ways([pair])[0]) for pair in pairs if pair[0] < pair[1]]
     first, *others = devices
     if others:
-        how = "peer" if all(peers(first, other) for other in others) else "staged"
-        found.append(Path("one-to-all", first, "all", how, tuple((first, other) for other in others)))
-        found.append(Path("all-to-one", "all", first, how, tuple((other, first) for other in others)))
+        out = [(first, other) for other in others]
+        found.append(copy_spec("one-to-all", first, "all", ways(out)[0], *out))
+        found.append(copy_spec("all-to-one", "all", first, ways(out)[0], *((other, first) for other in others)))
     return found
 
 
 def measure_copy(
-    path: Path, sizes: Sequence[int], budget: float, move: Move, place: Callable[[str], str]
+    path: CopySpec, sizes: Sequence[int], budget: float, move: Move, place: Callable[[str], str]
 ) -> PathResult:
     """Time one path at growing sizes for about `budget` seconds, then see whether its bytes arrive.
 
@@ -69,33 +74,19 @@ def measure_copy(
     end = time.perf_counter() + budget
     tensors = [_ends(leg, path.path, max(sizes), place) for leg in path.legs]
     clocked = torch.device("cpu") if len(path.legs) > 1 else _clocked(path.legs[0], place)
-    measured: list[Sample] = []
+    samples: dict[int, Sample] = {}
     note = ""
     for at, size in enumerate(sizes):
         cut = [(source[:size], target[:size]) for source, target in tensors]
-
         left = end - time.perf_counter()
-        if measured and left < 7 * measured[-1].seconds * size / sizes[at - 1]:
+        if samples and left < 7 * samples[sizes[at - 1]].seconds * size / sizes[at - 1]:
             note = f"{bytes_text(size)} and more were left out: the time for this path was over"
             break
-        measured.append(repeat(_call(path.path, cut, move), clocked, left / (len(sizes) - at)))
-    timings = fitted(
-        sizes[: len(measured)], [m.seconds for m in measured], [m.p95 for m in measured], [m.p99 for m in measured]
-    )
-    wrong = check_path(path, tensors, move)
-    return PathResult(
-        path.operation,
-        path.source,
-        path.target,
-        path.path,
-        len({end for leg in path.legs for end in leg}),
-        timings,
-        wrong,
-        note,
-    )
+        samples[size] = repeat(_call(path.path, cut, move), clocked, left / (len(sizes) - at))
+    return result_of(path, samples, check_path(path, tensors, move), note)
 
 
-def check_path(path: Path, tensors: Sequence[tuple[Tensor, Tensor]], move: Move) -> str | None:
+def check_path(path: CopySpec, tensors: Sequence[tuple[Tensor, Tensor]], move: Move) -> str | None:
     """Where bytes did not arrive as they were sent, in words; None when all did."""
     for key, (source, target) in enumerate(tensors):
         fill(source, key + 1)
@@ -115,7 +106,7 @@ def check_path(path: Path, tensors: Sequence[tuple[Tensor, Tensor]], move: Move)
     return None
 
 
-def _ends(leg: tuple[str, str], how: str, size: int, place: Callable[[str], str]) -> tuple[Tensor, Tensor]:
+def _ends(leg: Leg, how: str, size: int, place: Callable[[str], str]) -> tuple[Tensor, Tensor]:
     source, target = (_buffer(end, how, size, place) for end in leg)
     return source, target
 
@@ -126,7 +117,7 @@ def _buffer(end: str, how: str, size: int, place: Callable[[str], str]) -> Tenso
     return torch.zeros(size, dtype=torch.uint8, device=place(end))
 
 
-def _clocked(leg: tuple[str, str], place: Callable[[str], str]) -> torch.device:
+def _clocked(leg: Leg, place: Callable[[str], str]) -> torch.device:
     """The device whose clock times a copy: its source's, in whose stream torch copies; not the host's."""
     return torch.device(place(next(end for end in leg if end != "host")))
 

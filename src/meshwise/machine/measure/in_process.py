@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from meshwise.machine.cores import allowed_cores, cores_near
 from meshwise.machine.discovery.nvml import pcie_now
 from meshwise.machine.find import pci_address
-from meshwise.machine.measure.copies import Path, copy_paths, measure_copy
-from meshwise.machine.measure.result import PathResult
+from meshwise.machine.measure.copies import CopySpec, copy_paths, measure_copy
+from meshwise.machine.measure.progress import Progress
 from meshwise.transfer.copy import copy, move
 from meshwise.transfer.path import AUTO, PEER, STAGED
 
@@ -23,21 +23,17 @@ LOAD_BYTES, LOAD_COPIES = 64 << 20, 200  # half a second on the slowest link of 
 
 
 def measure_in_process(
-    devices: Sequence[str],
-    sizes: Sequence[int],
-    budget: float,
-    heard: Callable[[PathResult], None],
-    tell: Callable[[str], None],
+    devices: Sequence[str], sizes: Sequence[int], budget: float, progress: Progress
 ) -> dict[str, Lanes]:
-    """Measure and check every path of these accelerators for about `budget` seconds in all. heard: gets each result.
+    """Measure and check every path of these accelerators for about `budget` seconds in all.
 
-    Returns (generation, lanes) of each device's PCIe link while bytes moved, by the device's name, where it is told.
+    Returns (generation, lanes) of each device's PCIe link while bytes moved, by the device's name, where NVML has it.
     """
     paths = [path for path in copy_paths(devices, _peers) if _can(path)]
     for path in paths:
-        tell(f"{path.operation} {path.source} -> {path.target}, {path.path}")
+        progress.starts(str(path))
         with _near(path):
-            heard(measure_copy(path, sizes, budget / len(paths), _move, lambda name: name))
+            progress.done(measure_copy(path, sizes, budget / len(paths), _move, lambda name: name))
     return {device: lanes for device in devices if (lanes := _lanes_under_load(device)) is not None}
 
 
@@ -62,7 +58,7 @@ def _peers(source: str, target: str) -> bool:
     return bool(torch.cuda.can_device_access_peer(ends[0], ends[1]))
 
 
-def _can(path: Path) -> bool:
+def _can(path: CopySpec) -> bool:
     """Pinned memory and staging are CUDA's; other accelerators are measured to the host and back."""
     cuda = all(end == "host" or end.startswith("cuda") for leg in path.legs for end in leg)
     return cuda or path.path == "pageable"
@@ -79,7 +75,7 @@ def _move(target: Tensor, source: Tensor, how: str) -> None:
 
 
 @contextmanager
-def _near(path: Path) -> Iterator[None]:
+def _near(path: CopySpec) -> Iterator[None]:
     """On the cores beside the device, so that pinned memory lies on its side of the host."""
     device = next(end for leg in path.legs for end in leg if end != "host")
     before = allowed_cores()

@@ -1,20 +1,23 @@
-"""What was measured of one path or collective: its times by size, and whether the bytes arrived."""
+"""What is measured, and what was measured of it: of a path or a collective times by size and whether the bytes arrived,
+of a device its rates."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwise.spec.timings import Timings
+from meshwise.machine.measure.timing import Sample
+from meshwise.spec.machine import Matmul
+from meshwise.spec.timings import Timings, fitted
 
 
 @dataclass(frozen=True)
-class PathResult:
+class PathSpec:
     """One path or collective.
 
     operation: `copy`, `copy both ways`, `one-to-all`, `all-to-one`, or a collective (`all-reduce`). source and target:
     names of devices, `host`, or `node0` for a host; empty for a collective. path: `pinned`, `pageable`, `peer`,
-    `staged`, `gloo`, `nccl`. ranks: devices that take part. timings: sizes are bytes one way, for a collective of the
-    full tensor. wrong: where the bytes differed, in words; None when all of them were right.
+    `staged`, `gloo`, `nccl`. ranks: devices that take part.
     """
 
     operation: str
@@ -22,7 +25,35 @@ class PathResult:
     target: str
     path: str
     ranks: int
+
+    def __str__(self) -> str:
+        ends = f" {self.source} -> {self.target}" if self.source else ""
+        return f"{self.operation}{ends}, {self.path}"
+
+
+@dataclass(frozen=True)
+class PathResult(PathSpec):
+    """What was measured. timings: sizes are bytes one way, for a collective of the full tensor. wrong: where the bytes
+    differed, in words; None when all of them were right. note: what else to know, such as that the budget was spent
+    before the largest size."""
+
     timings: Timings
     wrong: str | None = None
     note: str = ""
-    """What else to know, such as that the budget was spent before the largest size."""
+
+
+def result_of(spec: PathSpec, samples: Mapping[int, Sample], wrong: str | None, note: str) -> PathResult:
+    """The result of a path from its samples by size."""
+    columns = zip(*((sample.seconds, sample.p95, sample.p99) for sample in samples.values()), strict=True)
+    timings = fitted(list(samples), *columns)
+    return PathResult(spec.operation, spec.source, spec.target, spec.path, spec.ranks, timings, wrong, note)
+
+
+@dataclass(frozen=True)
+class DeviceResult:
+    """What one device did by itself: bytes/s of its memory (read and written), products, seconds a launch."""
+
+    device: str
+    memory_rate: float | None = None
+    matmuls: tuple[Matmul, ...] = ()
+    launch: float | None = None

@@ -56,26 +56,28 @@ def repeat(
 
     between: called before each repeat and not timed, such as one that flushes the cache.
     """
+
+    def timed(batch: int) -> float:
+        if between:
+            between()
+        return _seconds(call, device, batch, clock)
+
     end = clock() + budget
-    timed = _on_device if device.type == "cuda" else _on_host
     for _ in range(WARM_UP):
-        once = timed(call, device, 1, between, clock)
+        once = timed(1)
     batch = 1 if between else max(1, min(50, round(BATCH_SECONDS / max(once, 1e-9))))
     seconds: list[float] = []
     while len(seconds) < LEAST or (len(seconds) < MOST and clock() < end):
-        seconds.append(timed(call, device, batch, between, clock))
+        seconds.append(timed(batch))
     return sample_of(seconds)
 
 
-def _on_host(
-    call: Callable[[], object],
-    device: torch.device,
-    batch: int,
-    between: Callable[[], object] | None,
-    clock: Callable[[], float],
-) -> float:
-    if between:
-        between()
+def _seconds(call: Callable[[], object], device: torch.device, batch: int, clock: Callable[[], float]) -> float:
+    """Seconds of one call, the mean of `batch` in a row."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            hold_stream(HOST_SECONDS * (batch + 2))
+            return cuda_seconds(call, batch)
     wait(device)
     start = clock()
     for _ in range(batch):
@@ -84,21 +86,12 @@ def _on_host(
     return (clock() - start) / batch
 
 
-def _on_device(
-    call: Callable[[], object],
-    device: torch.device,
-    batch: int,
-    between: Callable[[], object] | None,
-    clock: Callable[[], float],
-) -> float:
-    with torch.cuda.device(device):
-        if between:
-            between()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        hold_stream(HOST_SECONDS * (batch + 2))
-        start.record()
-        for _ in range(batch):
-            call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3 / batch
+def cuda_seconds(call: Callable[[], object], batch: int) -> float:
+    """Seconds of one call in the current CUDA stream, the mean of `batch` in a row."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(batch):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / batch

@@ -14,8 +14,7 @@ from rich.text import Text
 
 from meshwise.machine.bench import COPIES, Bench
 from meshwise.machine.judge import Verdict, sentence
-from meshwise.machine.measure.alone import Compute
-from meshwise.machine.measure.result import PathResult
+from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.spec.bandwidth import DEFINITIONS, bus_bandwidth
 from meshwise.spec.machine import Device
 from meshwise.spec.timings import Timings, rate_at
@@ -32,9 +31,9 @@ MIDDLE_SIZES = (64 << 10, 1 << 20)
 LEVEL_STYLES = {"good": "green", "low": "yellow", "far below": "bold red", "corrupt": "bold red", "unknown": "dim"}
 
 
-def done_text(done: PathResult | Compute) -> str:
+def done_text(done: PathResult | DeviceResult) -> str:
     """One line for what has just been measured: `all-reduce, gloo: 812 MB/s at 16.0 MiB`."""
-    if isinstance(done, Compute):
+    if isinstance(done, DeviceResult):
         best = max(done.matmuls, key=lambda product: product.rate, default=None)
         product = f", {best.dtype} products at {flops_text(best.rate)}" if best else ""
         return f"{done.device}: memory at {bandwidth_text(done.memory_rate or 0.0)}{product}"

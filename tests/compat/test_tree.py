@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict, UserDict
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from meshwise.transfer.tree import first_tensor, map_tensors
+from meshwise.compat.tree import leaves_of, map_leaves, map_tensors, tensors_in
 
 
 class Pair(NamedTuple):
@@ -62,7 +64,7 @@ def test_every_tensor_is_reached_once_and_nothing_else_changes(tree: Any) -> Non
     assert flat(same) == flat(tree)
     turned = flat(map_tensors(lambda tensor: tensor + 1000, tree))
     assert sum(isinstance(x, int) and x > 1000 for x in turned) == len(seen)
-    assert first_tensor(tree) is (seen[0] if seen else None)
+    assert [id(tensor) for tensor in tensors_in(tree)] == [id(tensor) for tensor in seen]
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, Encoding])
@@ -96,4 +98,36 @@ def test_a_packed_sequence_moves_and_its_batch_sizes_stay_on_the_cpu() -> None:
 def test_sizes_and_strings_are_no_trees_of_tensors() -> None:
     tree = {"size": torch.Size([2, 3]), "name": "abc", "none": None}
     assert negative(tree) == tree
-    assert first_tensor(tree) is None
+    assert list(tensors_in(tree)) == []
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A batch with fields, and what is no tensor."""
+
+    x: Tensor
+    more: dict[str, Any]
+
+
+def test_a_dataclass_stays_of_its_kind_and_is_itself_where_nothing_changes() -> None:
+    sample = Sample(torch.tensor(1), {"y": torch.tensor(2), "name": "a"})
+    found = negative(sample)
+    assert type(found) is Sample and (found.x.item(), found.more["y"].item(), found.more["name"]) == (-1, -2, "a")
+    assert sample.x.item() == 1 and [tensor.item() for tensor in tensors_in(sample)] == [1, 2]
+    same = Sample(torch.tensor(1), {})
+    assert dataclasses.replace(same).more == {} and map_leaves(lambda item: item, same, lambda item: item == {}) is same
+
+
+def test_the_output_of_a_transformers_model_is_a_tree() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    given_ = outputs.CausalLMOutputWithPast(loss=torch.tensor(3.0), logits=torch.tensor([1.0, 2.0]))
+    found = negative(given_)
+    assert type(found) is type(given_)
+    assert found.loss.item() == -3.0 and found["logits"].tolist() == [-1.0, -2.0] and found.past_key_values is None
+    assert given_.loss.item() == 3.0
+    assert [tensor.tolist() for tensor in tensors_in(given_)] == [3.0, [1.0, 2.0]]
+
+
+def test_leaves_of_a_kind_are_found_before_what_is_inside_them() -> None:
+    sample = Sample(torch.tensor(1), {})
+    assert list(leaves_of(Sample, [{"a": sample}, 3])) == [sample]

@@ -1,0 +1,37 @@
+"""SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): whole numbers become bits that look random and depend on them alone."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: multiplying by it spreads consecutive integers
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mixed(*numbers: int) -> int:
+    """One number below 2**32, all that torch's CPU generator keeps of a seed, in which each of `numbers` counts."""
+    key = 0
+    for number in numbers:
+        key = (key + number + GOLDEN) % 2**64
+        key = (key ^ (key >> 30)) * _FIRST % 2**64
+        key = (key ^ (key >> 27)) * _SECOND % 2**64
+        key ^= key >> 31
+    return key % 2**32
+
+
+def mixed_bits(bits: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 on each 64-bit integer of a tensor."""
+    bits = (bits ^ shifted(bits, 30)) * signed(_FIRST)
+    bits = (bits ^ shifted(bits, 27)) * signed(_SECOND)
+    return bits ^ shifted(bits, 31)
+
+
+def signed(number: int) -> int:
+    """The lower 64 bits of `number` as a signed integer, which is what torch calculates with."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def shifted(bits: Tensor, by: int) -> Tensor:
+    """A shift to the right that fills with zeros; torch's own copies the sign."""
+    right: Tensor = (bits >> by) & (2 ** (64 - by) - 1)
+    return right

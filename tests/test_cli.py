@@ -1,0 +1,59 @@
+"""The command line as a whole: its commands, its exit codes, and errors as one sentence."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwise import cli
+from meshwise.spec.errors import MeshwiseError, UsageError
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def ended(words: str, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.setattr(sys, "argv", ["meshwise", *words.split()])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_help(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not ended(f"{command} --help", monkeypatch)
+    assert re.search(rf"Usage: .*{command} \[OPTIONS\]", capsys.readouterr().out)
+
+
+def test_an_unknown_command_is_answered_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended("runn", monkeypatch) == 2
+    assert capsys.readouterr().err == (
+        "UsageError: meshwise runn: no such command. Did you mean 'run'? "
+        "Known are devices, bench, run, check, report.\n"
+    )
+
+
+def test_no_command_shows_the_help_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended("", monkeypatch) == 2
+    shown = capsys.readouterr()
+    assert "Usage:" in shown.out + shown.err and "UsageError" not in shown.err
+
+
+def test_the_readme_has_the_exit_codes_of_the_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = re.findall(r"^\| ([\d, ]+) \| (.*) \|$", README.read_text().split("| exit code | meaning |")[1], re.M)
+    assert rows == list(cli.EXIT_CODES.items())
+    assert {MeshwiseError.exit_code, UsageError.exit_code} <= {int(code) for code in list(cli.EXIT_CODES)[:4]}
+    assert not ended("--help", monkeypatch)
+    shown = " ".join(capsys.readouterr().out.split())
+    for code, meaning in cli.EXIT_CODES.items():
+        assert f"{code} {meaning}" in shown
