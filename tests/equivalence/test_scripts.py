@@ -70,12 +70,16 @@ def sides(
     return one, many
 
 
-def proof(text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2) -> Proof:
+def proof(
+    text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2, rounding: bool = False
+) -> Proof:
     one, many = sides(text, pool, plan, *arguments, size=size)
     mine, theirs = (trace_to_compare(found, "train.py") for found in (one, many))
     assert many.plan is not None
+    rounded = sides(text, pool, plan, *arguments, size=size, in_float64=False) if rounding else ()
+    traces = [trace_to_compare(found, "train.py") for found in rounded]
     spec = CheckSpec(many.plan, STEPS)
-    return prove("train.py", spec, f"{size}xcpu", *with_unsummed(mine, theirs, many.unsummed))
+    return prove("train.py", spec, f"{size}xcpu", *with_unsummed(mine, theirs, many.unsummed), traces)
 
 
 PLANS = {
@@ -93,6 +97,7 @@ def test_a_script_that_is_right_is_equal_under_every_plan(name: str, pool: Any) 
     kinds = {compared.kind: compared for compared in found.comparison.kinds}
     assert found.batches == (8, 8, 5)
     assert {"module outputs", "gradients", "clipped gradients", "optimizer state", "buffers"} < set(kinds)
+    assert kinds["scheduler"].count >= len(found.batches), "the scheduler is compared after each step"
     assert kinds["evaluation"].count == 6, "three batches of two epochs"
     assert not any(text.startswith("draws") for text in found.comparison.left_out)
     assert not Path("state.pt").exists(), "a check writes over nobody's files"
@@ -131,6 +136,27 @@ def test_what_a_user_gets_wrong_is_found(name: str, pool: Any) -> None:
     first = found.comparison.first
     assert first is not None and found.cause is not None
     assert (first.kind, found.cause.name) == FOUND[name], (first, found.cause)
+
+
+def test_each_side_of_a_script_is_run_in_the_precision_of_the_plan_too(pool: Any) -> None:
+    found = proof(SCRIPT, pool, Plan(shard=2, precision="bf16"), rounding=True)
+    assert found.equal
+    rounding = {each.kind: each for each in found.rounding}
+    assert {"loss", "gradients", "gradient norm", "parameters", "evaluation"} <= rounding.keys()
+    for kind in ("loss", "gradient norm"):
+        assert 1e-6 < rounding[kind].one_device < 1, "of bfloat16, not of float64"
+        assert rounding[kind].plan <= 10 * rounding[kind].one_device
+
+
+def test_a_tick_too_many_behind_an_epoch_is_found(pool: Any) -> None:
+    """Behind the evaluation, where no step follows that is compared."""
+    text = SCRIPT.replace("        scheduler.step()\n", "")
+    right = proof(text + "    scheduler.step()\n", pool)
+    assert right.equal, right.comparison.first
+    found = proof(text + "    [scheduler.step() for _ in range(mw.world_size())]\n", pool)
+    first = found.comparison.first
+    assert first is not None and found.cause is not None
+    assert (first.kind, first.step, found.cause.name) == ("scheduler", STEPS, "scheduler ticks twice")
 
 
 REFUSED = {
@@ -223,7 +249,7 @@ def test_the_command_says_it_with_its_exit_code(
         return int(end.value.code or 0), out + err
 
     code, said = run(SCRIPT, "--set", "shard=2", "train.py", "--epochs", "1")
-    assert code == 0 and "equal: Plan(shard=2)" in said
+    assert code == 0 and "equal: Plan(shard=2)" in said and "in fp32" in said
     code, said = run(wrong("learning rate times ranks"), "--json", "--steps", "2", "train.py")
     assert code == 1 and '"equal": false' in said
     code, said = run("1 / 0", "train.py")
