@@ -29,7 +29,7 @@ from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import Recorder
 from meshwise.training import loop
 from meshwise.training.job import Job
-from meshwise.training.journal import Journal
+from meshwise.training.metrics_log import MetricsLog
 from meshwise.training.order import epoch_order, part
 from meshwise.training.recording import Recording
 from meshwise.training.run_options import RunOptions
@@ -41,18 +41,18 @@ Step = Callable[[], Any]
 def our_step(job: Job, recorder: Recorder, log_every: int = 100) -> Step:
     """One turn of our loop: gate, data, step, losses noted; read and written down every `log_every` steps."""
     session = join()
-    journal = Journal(None, None, session.world, scaled=False)
+    log = MetricsLog(None, None, session.world, scaled=False)
     options = RunOptions(plan=Plan(data=session.world.size), log_every=log_every)
     engine = loop.make_engine(session)
-    run = loop._prepare(job, options, None, session, journal, engine)
+    run = loop._prepare(job, options, None, session, log, engine)
     state = run.state
     batches = engine.batches("a bench", loop._train_batches(run), job.batch_size, step=lambda: state.step + 1)
 
     def step() -> None:
         losses = loop.train_step(engine, job, state, next(batches))
-        journal.note(0, state.step, losses)
+        log.add(0, state.step, losses)
         if state.step % log_every == 0:
-            journal.read()
+            log.sync()
 
     return step
 

@@ -45,8 +45,9 @@ FLOORS = {
 WITHOUT_TORCH = {"spec", "records", "terminal"}
 WITH_PRIVATE_TORCH = {"compat"}
 # Files of parallel/ that techniques may import: a floor that they share, itself no technique.
-SHARED_BY_TECHNIQUES: set[str] = {"blocks", "record", "replay", "step_hooks"}
-JOIN_TECHNIQUES = {"apply", "fits"}
+SHARED_BY_TECHNIQUES = {"technique", "blocks", "buckets", "mesh", "op_record", "op_replay", "rebind", "reduction"}
+SHARED_BY_TECHNIQUES |= {"shard_units", "step_hooks"}
+JOIN_TECHNIQUES = {"apply"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "manager", "managers", "base", "misc"}
 
 MOST_FILE_LINES = 350

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from meshwise.machine.cgroup import cpu_quota, memory_limit
+from meshwise.machine import memory
+from meshwise.machine.cgroup import cpu_quota, memory_left, memory_limit
 from meshwise.machine.discovery.host_facts import host_facts, limits_that_hurt, own_limits
 from meshwise.spec.machine import Device, Host, Machine
 from tests.machine.simulated.tree import Computer, plant_computer, write
@@ -44,9 +46,9 @@ def test_part_of_a_core_is_a_core(tmp_path: Path, quota: str, cores: int) -> Non
 
 def test_the_tightest_group_from_the_own_up_to_the_root_holds_in_version_2(tmp_path: Path) -> None:
     write(tmp_path, "proc/self/cgroup", "0::/jobs/one")
-    for group, cores, memory in [("", "max", "max"), ("jobs", "400000", str(8 * GIB)), ("jobs/one", "600000", "max")]:
+    for group, cores, limit in [("", "max", "max"), ("jobs", "400000", str(8 * GIB)), ("jobs/one", "600000", "max")]:
         write(tmp_path, f"cgroup/{group}/cpu.max", f"{cores} 100000")
-        write(tmp_path, f"cgroup/{group}/memory.max", memory)
+        write(tmp_path, f"cgroup/{group}/memory.max", limit)
     own = tmp_path / "proc/self/cgroup"
     assert cpu_quota(tmp_path / "cgroup", own) == 4.0
     assert memory_limit(tmp_path / "cgroup", own) == 8 * GIB
@@ -114,3 +116,32 @@ def test_what_hurts_is_told_with_what_to_do() -> None:
     (cores,) = limits_that_hurt(machine_with(8, cores=2))
     assert "2 cores for 8 devices" in cores and "--cpus=8" in cores
     assert limits_that_hurt(machine_with(8, kind="cpu", cores=2)) == []
+
+
+def test_what_a_containers_limit_leaves_free_counts_without_files_that_nobody_reads(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("0::/box\n")
+    write(tmp_path, "cgroup/box/memory.max", str(4 * GIB))
+    write(tmp_path, "cgroup/box/memory.current", str(3 * GIB))
+    write(tmp_path, "cgroup/box/memory.stat", f"anon {GIB}\ninactive_file {GIB}\n")
+    write(tmp_path, "cgroup/memory.max", str(8 * GIB))
+    assert memory_left(tmp_path / "cgroup", own) == 2 * GIB
+    write(tmp_path, "cgroup/memory.current", str(9 * GIB))  # the group above has none left
+    assert memory_left(tmp_path / "cgroup", own) == 0
+
+
+def test_version_1_has_the_same_under_other_names(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("4:memory:/box\n")
+    write(tmp_path, "cgroup/memory/box/memory.limit_in_bytes", str(4 * GIB))
+    write(tmp_path, "cgroup/memory/box/memory.usage_in_bytes", str(3 * GIB))
+    write(tmp_path, "cgroup/memory/box/memory.stat", f"inactive_file 1\ntotal_inactive_file {GIB}\n")
+    assert memory_left(tmp_path / "cgroup", own) == 2 * GIB
+    assert memory_left(tmp_path / "nowhere", own) is None
+
+
+def test_free_memory_is_at_most_what_the_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "memory_left", lambda: 12345)
+    assert memory.free_bytes(torch.device("cpu")) == 12345
+    monkeypatch.setattr(memory, "memory_left", lambda: None)
+    assert memory.free_bytes(torch.device("cpu")) > 12345

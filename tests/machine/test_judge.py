@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from machine.machines import machines
 
-from meshwise.machine.judge import CAUSES, Verdict, exit_code, judge, sentence
+from meshwise.machine.judge import SLOW_CAUSES, Verdict, exit_code, judge, sentence
 from meshwise.machine.words import machine_from_words
 from meshwise.spec.bandwidth import bus_factor
 from meshwise.spec.machine import Collective, Link, Machine, Matmul
@@ -226,7 +226,7 @@ def test_any_machine_can_be_judged(machine: Machine) -> None:
     for verdict in judge(machine):
         assert verdict.level in ("good", "low", "far below", "unknown")
         assert (verdict.expected is None) == (verdict.level == "unknown")
-        assert set(verdict.causes) <= set(CAUSES) and len(verdict.why) == len(verdict.causes)
+        assert set(verdict.causes) <= set(SLOW_CAUSES) and len(verdict.why) == len(verdict.causes)
         assert verdict.origin and sentence(verdict).startswith(verdict.what) and "{" not in "".join(verdict.why)
 
 

@@ -78,6 +78,17 @@ def differences(was: Any, now: Any, where: str = "") -> Iterator[str]:
         yield f"{where}: {was!r} was told, now {now!r}"
 
 
+def as_it_was(view: dict[str, Any]) -> None:
+    """Earlier, a collective's bar began with its waiting, and `blocked` was the attribution to two kinds."""
+    waits = {(bar["rank"], bar["lane"], bar["collective"]): bar for bar in view["bars"] if bar["found"]}
+    for bar in view["bars"]:
+        wait = waits.get((bar["rank"], bar["lane"], bar["collective"]))
+        if bar["kind"] == "communication" and wait is not None:
+            assert bar["start"] == pytest.approx(wait["start"] + wait["seconds"], abs=1e-9)
+            bar["start"], bar["seconds"] = wait["start"], bar["seconds"] + wait["seconds"]
+    view["blocked"] = [bar for bar in view["attributed"] if bar["kind"] in ("waiting", "communication")]
+
+
 def test_the_comparison_sees_every_kind_of_difference() -> None:
     was = {"a": [1, 2.0], "b": None, "c": True, "d": "words"}
     assert not list(differences(was, {"a": [1, 2.0], "b": None, "c": True, "d": "other words", "e": 1}))
@@ -89,6 +100,8 @@ def test_the_comparison_sees_every_kind_of_difference() -> None:
 @pytest.mark.parametrize("name", ["finished", "stopped", "script"])
 def test_a_run_has_the_report_that_it_had(old: Path, command: Command, name: str) -> None:
     plain = json.loads(command("report", f"runs/{name}", "--json"))
+    for view in plain["views"]:
+        as_it_was(view)
     assert list(differences(expected(f"report_{name}"), plain | {"folder": name})) == []
     assert plain["status"] == ("stopped" if name == "stopped" else "finished")
 

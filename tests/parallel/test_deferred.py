@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from meshwise.compat.fake import is_fake
 from meshwise.parallel.apply import apply
 from meshwise.parallel.deferred import constructed, deferred, materialise
-from meshwise.parallel.replay import Unlike
+from meshwise.parallel.op_replay import ReplayMismatch
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
@@ -219,7 +219,7 @@ def test_weights_read_from_a_file_inside_are_never_lost(tmp_path: Any) -> None:
 
         model, note = constructed(make)
         assert differences(model, want) == [] and "read from a file" in note
-        with pytest.raises((UsageError, Unlike), match="read from a file"):
+        with pytest.raises((UsageError, ReplayMismatch), match="read from a file"):
             with deferred():
                 model = make()
             materialise(model)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.parallel.apply import apply
-from meshwise.parallel.offload import Moved, offload_activations
+from meshwise.parallel.offload import OffloadStats, offload_activations
 from meshwise.parallel.recompute import recompute_blocks
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
@@ -41,7 +41,7 @@ def moved_bytes(plan: Plan) -> tuple[int, int]:
     plain = kept_bytes(build("transformer"), batch)
     model: Any = build("transformer")
     applied = apply(model, plan, World(rank=collectives.get_rank(), size=collectives.world_size()))
-    moved: Moved = model.forward.args[-1]
+    moved: OffloadStats = model.forward.args[-1]
     applied.backward(model(batch).sum())
     with torch.no_grad():
         model(batch)
@@ -124,7 +124,7 @@ def with_recompute(plan: Plan) -> tuple[int, int, int]:
         layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0].nbytes))
         layer.rise.register_forward_hook(lambda *_: ran.append(1))
     applied = apply(model, plan, World(rank=collectives.get_rank(), size=collectives.world_size()))
-    moved: Moved = model.forward.args[-1]
+    moved: OffloadStats = model.forward.args[-1]
     applied.backward(model(batch).sum())
     return moved.bytes, sum(inputs), len(ran)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from meshwise.compat.dispatch import intercept_operators, operator_name
 from meshwise.parallel import shard
 from meshwise.parallel.apply import apply
-from meshwise.parallel.shard import check_can_be_sharded, units_of
+from meshwise.parallel.shard_units import check_can_be_sharded, units_of
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World

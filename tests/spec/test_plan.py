@@ -14,11 +14,11 @@ from meshwise.spec.plan import (
     RECOMPUTES,
     Plan,
     at_precision,
-    check_devices,
     plan_from_settings,
     plan_from_toml,
     plan_to_toml,
 )
+from meshwise.spec.plan_devices import check_devices
 
 counts = st.integers(1, 2**40)
 block_names = st.lists(st.text('abc.01_"\\', min_size=1), min_size=1, unique=True).map(tuple)
@@ -123,8 +123,8 @@ def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"data": 0}, "data=0: must be a whole number of at least 1. Write data=1."),
-        ({"shard": 0}, "shard=0: must be a whole number of at least 1. Write shard=1."),
+        ({"data": 0}, "data=0: must be a whole number of at least 1. Use data=1."),
+        ({"shard": 0}, "shard=0: must be a whole number of at least 1. Use shard=1."),
         ({"accumulate": -1}, "accumulate=-1"),
         ({"bucket_mb": 1.5}, "bucket_mb=1.5"),
         ({"data": True}, "data=True"),
@@ -134,7 +134,7 @@ def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str
         ({"zero1": 1}, "zero1=1: must be True or False"),
         ({"zero1": True}, "data=1 is one. Use data=2 or more"),
         ({"zero1": True, "data": 2, "shard": 2}, "zero1=True with shard=2: shard divides the optimizer's state"),
-        ({"reshard": False}, "shard=1 shards none"),
+        ({"reshard": False}, "reshard=False has no effect with shard=1. Remove it."),
         ({"offload": ("parameters",)}, "shard=1 makes no parts. Use shard=2 or more, or offload='optimizer'"),
         ({"grad_dtype": "b16"}, "grad_dtype='b16' is not known. Did you mean"),
         ({"param_dtype": "fp16"}, "Store in fp32 and compute in fp16"),

@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils.data import Subset
 
 from meshwise.jobs.mnist import mnist_mlp
-from meshwise.parallel.notes import differences
+from meshwise.parallel.batch_norm import BATCH_NORM
+from meshwise.parallel.data import DATA
+from meshwise.parallel.technique import Setup
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.job import Job
@@ -36,12 +38,19 @@ def test_two_devices_train_in_reduced_precision(precision: str, pool: Any) -> No
     torch.testing.assert_close(got, full, rtol=0.05, atol=0.02)
 
 
+def notes(model: nn.Module, plan: Plan, world: World, **settings: Any) -> list[str]:
+    setup = Setup(model, plan, world, **settings)
+    for technique in (BATCH_NORM, DATA):
+        technique.apply(setup)
+    return setup.notes
+
+
 def test_what_differs_from_one_device_is_said() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.1))
     two = Plan(data=2)
-    first, second = differences(model, two, World(size=2))
+    first, second = notes(model, two, World(size=2))
     assert first.startswith("batch norm: each rank") and second.startswith("dropout")
-    assert differences(model, two, World(size=2), joined=True) == (second,)
-    (only,) = differences(model, Plan(accumulate=4), World())
+    assert notes(model, two, World(size=2), counts=lambda: True) == [second]
+    (only,) = notes(model, Plan(accumulate=4), World())
     assert only.startswith("batch norm: accumulate=4 takes the statistics of each microbatch")
-    assert differences(nn.Linear(2, 2), two, World(size=2)) == ()
+    assert notes(nn.Linear(2, 2), two, World(size=2)) == []

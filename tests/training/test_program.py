@@ -673,7 +673,7 @@ def test_one_device_alone_runs_a_plan_of_several_without_its_axes(capsys: pytest
     model = mw.distribute(net(torch.float32), plan=mw.Plan(shard=4, precision="fp64", recompute="full"))
     assert str(default_engine().program.plan) == "Plan(data=1, precision='fp64', recompute='full')"
     assert next(model.parameters()).dtype == torch.float64
-    assert "the axes and what divides over them are left out" in capsys.readouterr().err
+    assert "the axes are removed, and what needs them" in capsys.readouterr().err
     end_sessions()
 
 

@@ -26,11 +26,12 @@ from meshwise.equivalence.trace import CheckSpec
 from meshwise.jobs.registry import find_job
 from meshwise.jobs.script import run_script_file
 from meshwise.machine.find import find_devices
-from meshwise.parallel.fits import check_fits
+from meshwise.parallel.apply import check_fits
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.options import Option, refuse_options_of_jobs, takes
-from meshwise.spec.plan import AXES, Plan, check_devices, plan_from_settings, plan_on, plan_to_toml
+from meshwise.spec.plan import AXES, Plan, plan_from_settings, plan_on, plan_to_toml
+from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.plan_file import read_plan
 from meshwise.spec.world import World
 from meshwise.training.job import Job

@@ -23,7 +23,7 @@ from meshwise.api.supervise import Viewer, summarise, supervise
 from meshwise.jobs.registry import find_job
 from meshwise.jobs.script import run_script_file
 from meshwise.machine.find import describe, find_devices
-from meshwise.parallel.fits import check_fits
+from meshwise.parallel.apply import check_fits
 from meshwise.records import folder as names
 from meshwise.records.atomic import write_text
 from meshwise.spec.devices import WorkerSlot, parse_devices

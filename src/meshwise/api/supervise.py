@@ -42,16 +42,16 @@ class Viewer:
         elif kind == "log" or (kind == "progress" and self._live):
             self._view.update(self._progress(message))
         elif kind == "evaluated":
-            self._view.say(metrics_line(message))
+            self._view.print(metrics_line(message))
         elif kind == "say":
-            self._view.say(message["text"])
+            self._view.print(message["text"])
 
     def tell(self, kind: str, **facts: Any) -> None:
         """As `message`, of this very process: for a run that joined a foreign launcher."""
         self.message(0, {"kind": kind, **facts})
 
     def output(self, stream: str, text: str) -> None:
-        self._view.say(text.rstrip("\n"))
+        self._view.print(text.rstrip("\n"))
 
     def _progress(self, message: Message) -> Progress:
         return Progress(

@@ -63,6 +63,11 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
     ]
 
 
+def argument_names(operator: Any) -> list[str]:
+    """The names of the operator's arguments, in their order."""
+    return [argument.name for argument in operator._schema.arguments]
+
+
 class StorageMap:
     """A value by storage, forgotten with it: views share it, and a new storage at the same address does not."""
 

@@ -31,9 +31,9 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], An
 class FakeTensors(FakeTensorMode):
     """While it is entered, new tensors are fake. Each operator on them goes to `handler`, later ones too."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, owner: object = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.handler = handler
+        self.handler, self.owner = handler, owner
         self.inside = False
         self.usual = {*vars(self.fake_of(torch.empty(0))), "_is_param"}
 
@@ -70,9 +70,9 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def mode_of(tensor: Tensor) -> object:
-    """The mode that a fake tensor was made in."""
-    return tensor.fake_mode  # type: ignore[attr-defined]
+def owner_of(tensor: Tensor) -> object:
+    """Who made the mode that a fake tensor was made in; None for a mode that is not ours."""
+    return getattr(tensor.fake_mode, "owner", None)  # type: ignore[attr-defined]
 
 
 def own_attributes(tensor: Tensor) -> dict[str, Any]:

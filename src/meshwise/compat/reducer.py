@@ -49,6 +49,11 @@ def version(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor that autograd knows `tensor` as a view of; one that is no view is itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def default_store() -> Store:
     """The key-value store that the process group was made with: it agrees on facts without a collective."""
     return dist.distributed_c10d._get_default_store()

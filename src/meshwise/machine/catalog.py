@@ -44,6 +44,16 @@ class PartLink:
         """Bytes/s one way between two devices: of one link where the links are spread."""
         return self.bandwidth / self.width if self.mesh and self.width else self.bandwidth
 
+    @property
+    def full(self) -> dict[str, Any]:
+        """The fields of a `Link` that say what the part could do."""
+        return {
+            "bandwidth": self.bandwidth,
+            "full_generation": self.generation,
+            "full_width": self.width,
+            "origin": self.origin,
+        }
+
 
 @dataclass(frozen=True, eq=False)  # one of each: the same by identity, so that it can be a key
 class Part:
@@ -70,6 +80,11 @@ class Part:
     peer: bool | None = None
     note: str = ""
     origins: Mapping[str, str] = field(default_factory=dict)
+
+    def link_of(self, kind: str) -> PartLink | None:
+        """The link of this kind that the part has: between devices, else to the host."""
+        links = (self.link, self.bridge, self.host_link)
+        return next((link for link in links if link is not None and link.kind == kind), None)
 
 
 @dataclass(frozen=True)

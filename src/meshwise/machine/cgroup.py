@@ -27,10 +27,29 @@ def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
 
 def memory_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
     """Bytes of memory that this process may use, or None without a limit."""
-    texts = [_text(group / "memory.max") for group in _groups("", root, own)]
-    texts += [_text(group / "memory.limit_in_bytes") for group in _groups("memory", root, own)]
-    limits = [int(text) for text in texts if text.isdecimal()]
-    return min((limit for limit in limits if limit < NO_LIMIT), default=None)
+    return min((limit for limit, _ in _memory(root, own)), default=None)
+
+
+def memory_left(root: Path = ROOT, own: Path = OWN) -> int | None:
+    """Bytes of that limit that are still free, what the kernel would drop for them included; None without a limit."""
+    return min((max(limit - used, 0) for limit, used in _memory(root, own)), default=None)
+
+
+def _memory(root: Path, own: Path) -> Iterator[tuple[int, int]]:
+    """The limit of each group that has one, and what is used of it but for files that nobody reads now, in bytes."""
+    versions = (
+        ("", "memory.max", "memory.current", ""),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    )
+    for controller, limit_file, used_file, prefix in versions:
+        for group in _groups(controller, root, own):
+            limit, used = _text(group / limit_file), _text(group / used_file)
+            if limit.isdecimal() and int(limit) < NO_LIMIT:
+                facts = dict(
+                    pair for line in _text(group / "memory.stat").splitlines() if len(pair := line.split()) == 2
+                )
+                cached = facts.get(f"{prefix}inactive_file", "0")
+                yield int(limit), max(int(used) - int(cached), 0) if used.isdecimal() else 0
 
 
 def _quota(quota: str, period: str) -> float | None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from meshwise.spec.bandwidth import bus_bandwidth
-from meshwise.spec.machine import Collective, Device, Link, Machine
+from meshwise.spec.machine import Device, Link, Machine, device_label
 from meshwise.spec.timings import Timings
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, seconds_text
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 CLEAR = 0.10
 """A smaller change of speed than this is told as none."""
 
@@ -48,16 +51,25 @@ def compare(old: Machine, new: Machine) -> list[Change]:
     ]
 
 
+def _paired(old: Mapping[Key, Value], new: Mapping[Key, Value]) -> Iterator[tuple[Key, Value | None, Value | None]]:
+    """Each key of both with its values; None where one does not have it."""
+    return ((key, old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new]))
+
+
+def _one_sided(what: str, old: str | None, new: str | None) -> Change:
+    """Of what only one of the two has."""
+    return Change(what, old or "", new or "", "gone" if new is None else "new")
+
+
 def _devices(old: Machine, new: Machine) -> Iterator[Change]:
-    before, after = ({(d.host, d.name): d for d in machine.devices} for machine in (old, new))
-    for key in [*before, *(key for key in after if key not in before)]:
-        name = key[1] if len(old.hosts) < 2 and len(new.hosts) < 2 else f"node{key[0]} {key[1]}"
-        if key not in after:
-            yield Change(name, before[key].part, "", "gone")
-        elif key not in before:
-            yield Change(name, "", after[key].part, "new")
+    by_key = [{(d.host, d.name): d for d in machine.devices} for machine in (old, new)]
+    several = old if len(old.hosts) > 1 else new
+    for _, before, after in _paired(*by_key):
+        name = device_label(several, before or after)  # type: ignore[arg-type]
+        if before is None or after is None:
+            yield _one_sided(name, before.part if before else None, after.part if after else None)
         else:
-            yield from _device(name, before[key], after[key])
+            yield from _device(name, before, after)
 
 
 def _device(name: str, old: Device, new: Device) -> Iterator[Change]:
@@ -65,36 +77,31 @@ def _device(name: str, old: Device, new: Device) -> Iterator[Change]:
         yield Change(f"{name}, part", old.part, new.part, "changed")
     if old.memory is not None and new.memory is not None and old.memory != new.memory:
         yield Change(f"{name}, memory", bytes_text(old.memory), bytes_text(new.memory), "changed")
-    if old.memory_rate is not None and new.memory_rate is not None:
-        rates = (old.memory_rate, new.memory_rate)
-        yield _speed(f"{name}, memory rate", bandwidth_text(rates[0]), bandwidth_text(rates[1]), rates[1] / rates[0])
-    if old.launch and new.launch:
-        yield _speed(f"{name}, launch", seconds_text(old.launch), seconds_text(new.launch), old.launch / new.launch)
-    best = [_best_products(device) for device in (old, new)]
-    for dtype in best[0]:
-        if dtype in best[1]:
-            before, after = best[0][dtype], best[1][dtype]
-            yield _speed(f"{name}, {dtype} matmul", flops_text(before), flops_text(after), after / before)
+    for what, before, after in _paired(_rates(old), _rates(new)):
+        if before is not None and after is not None:
+            yield _speed(f"{name}, {what}", before[1], after[1], after[0] / before[0])
 
 
-def _best_products(device: Device) -> dict[str, float]:
-    """The best rate by dtype over the shapes."""
-    found: dict[str, float] = {}
-    for product in device.matmuls:
-        found[product.dtype] = max(product.rate, found.get(product.dtype, 0.0))
-    return found
+def _rates(device: Device) -> dict[str, tuple[float, str]]:
+    """What was measured of a device, larger is faster, and as people read it."""
+    found = {}
+    if device.memory_rate is not None:
+        found["memory rate"] = (device.memory_rate, bandwidth_text(device.memory_rate))
+    if device.launch:
+        found["launch"] = (1 / device.launch, seconds_text(device.launch))
+    return found | {f"{dtype} matmul": (rate, flops_text(rate)) for dtype, rate in device.best_rates.items()}
 
 
 def _links(old: Machine, new: Machine) -> Iterator[Change]:
-    before, after = ({(link.source, link.target): link for link in machine.links} for machine in (old, new))
-    for key in [*before, *(key for key in after if key not in before)]:
-        name = f"{key[0]} -> {key[1]}"
-        if key not in after:
-            yield Change(f"{name}, link", _link_text(before[key]), "", "gone")
-        elif key not in before:
-            yield Change(f"{name}, link", "", _link_text(after[key]), "new")
+    by_ends = [{(link.source, link.target): link for link in machine.links} for machine in (old, new)]
+    for (source, target), before, after in _paired(*by_ends):
+        name = f"{source} -> {target}"
+        if before is None or after is None:
+            yield _one_sided(
+                f"{name}, link", _link_text(before) if before else None, _link_text(after) if after else None
+            )
         else:
-            yield from _link(name, before[key], after[key])
+            yield from _link(name, before, after)
 
 
 def _link_text(link: Link) -> str:
@@ -110,14 +117,8 @@ def _link(name: str, old: Link, new: Link) -> Iterator[Change]:
         words = {True: "on", False: "off"}
         kind = "better" if new.peer else "worse"
         yield Change(f"{name}, peer access", words[old.peer], words[new.peer], kind)
-    for path, timings in old.timings.items():
-        if path in new.timings:
-            yield from _path(f"{name}, {path}", timings, new.timings[path])
-        else:
-            yield Change(f"{name}, {path}", "measured", "", "gone")
-    for path in new.timings:
-        if path not in old.timings:
-            yield Change(f"{name}, {path}", "", "measured", "new")
+    for path, before, after in _paired(old.timings, new.timings):
+        yield from _path(f"{name}, {path}", before, after)
 
 
 def _lanes(old: Link, new: Link) -> str:
@@ -130,20 +131,16 @@ def _lanes(old: Link, new: Link) -> str:
 
 
 def _collectives(old: Machine, new: Machine) -> Iterator[Change]:
-    before, after = ({(c.kind, c.ranks, c.backend): c for c in machine.collectives} for machine in (old, new))
-    for key, collective in before.items():
-        name = f"{key[0]}, {key[1]} ranks, {key[2]}"
-        if key in after:
-            yield from _path(name, collective.timings, after[key].timings, collective)
-        else:
-            yield Change(name, "measured", "", "gone")
-    for key in after:
-        if key not in before:
-            yield Change(f"{key[0]}, {key[1]} ranks, {key[2]}", "", "measured", "new")
+    by_key = [{(c.kind, c.ranks, c.backend): c.timings for c in machine.collectives} for machine in (old, new)]
+    for (kind, ranks, backend), before, after in _paired(*by_key):
+        yield from _path(f"{kind}, {ranks} ranks, {backend}", before, after, kind, ranks)
 
 
-def _path(name: str, old: Timings, new: Timings, collective: Collective | None = None) -> Iterator[Change]:
+def _path(name: str, old: Timings | None, new: Timings | None, kind: str = "copy", ranks: int = 1) -> Iterator[Change]:
     """The time of the smallest size that both have, and the rate of the largest."""
+    if old is None or new is None:
+        yield _one_sided(name, "measured" if old else None, "measured" if new else None)
+        return
     sizes = sorted(set(old.sizes) & set(new.sizes))
     if not sizes:
         yield Change(f"{name}, sizes", bytes_text(old.sizes[-1]), bytes_text(new.sizes[-1]), "changed")
@@ -151,7 +148,6 @@ def _path(name: str, old: Timings, new: Timings, collective: Collective | None =
     for size in dict.fromkeys((sizes[-1], sizes[0])):
         before, after = (timings.seconds[timings.sizes.index(size)] for timings in (old, new))
         if size == sizes[-1]:
-            kind, ranks = (collective.kind, collective.ranks) if collective is not None else ("copy", 1)
             texts = [bandwidth_text(bus_bandwidth(kind, ranks, size, seconds)) for seconds in (before, after)]
         else:
             texts = [seconds_text(seconds) for seconds in (before, after)]
@@ -171,7 +167,8 @@ def _speed(what: str, old: str, new: str, speed: float, within_spread: bool = Fa
 
 
 def _texts(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[Change]:
-    for key in [*old, *(key for key in new if key not in old)]:
-        if old.get(key) != new.get(key):
-            kind = "gone" if key not in new else "new" if key not in old else "changed"
-            yield Change(f"{name}{key}", old.get(key, ""), new.get(key, ""), kind)
+    for key, before, after in _paired(old, new):
+        if before is None or after is None:
+            yield _one_sided(f"{name}{key}", before, after)
+        elif before != after:
+            yield Change(f"{name}{key}", before, after, "changed")

@@ -6,11 +6,12 @@ known there is no expectation: None, with the reason in its origin.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwise.machine.catalog import Part, PartLink, achievable, nvlink, part, pcie, reached
 from meshwise.spec.bandwidth import FACTORS
-from meshwise.spec.machine import DEVICE, HOST, NODE, Collective, Device, Link, Machine
+from meshwise.spec.machine import DEVICE, HOST, NODE, Collective, Device, Link, Machine, link_between
 from meshwise.spec.units import bandwidth_text, flops_text
 
 BOTH_WAYS = " both ways"
@@ -33,7 +34,7 @@ def expected_copy(machine: Machine, link: Link, path: str) -> Expected:
         return Expected(None, None, "pageable memory has no expected rate: the processor copies it first")
     if HOST in (link.source, link.target):
         return _over_host(machine, link, both)
-    if way == "staged" and _peer_is_off_for_good(machine, link):
+    if way == "staged" and never_peer(machine, link):
         return _staged(machine, link, "the vendor switched peer access off: copies go through the host")
     if way == "staged" and link.peer is not False:
         return _staged(machine, link, "through the host, as asked")
@@ -42,10 +43,13 @@ def expected_copy(machine: Machine, link: Link, path: str) -> Expected:
 
 def _over_host(machine: Machine, link: Link, both: bool) -> Expected:
     nominal, generation, origin = host_nominal(machine, link)
-    found = reached(link.kind, generation, "to" if link.source == HOST else "from")
-    if both:
-        found = reached(link.kind, generation, "both") or found
-    return _share(nominal, found, origin)
+    ways = ("both", "to" if link.source == HOST else "from")
+    return _of_nominal(nominal, _first_reached(link, generation, ways if both else ways[1:]), origin)
+
+
+def _first_reached(link: Link, generation: int | None, ways: Sequence[str]) -> tuple[float, str] | None:
+    """What was reached on such a link by the first of these ways that was ever measured."""
+    return next((found for way in ways if (found := reached(link.kind, generation, way)) is not None), None)
 
 
 def host_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None, str]:
@@ -64,7 +68,7 @@ def _staged(machine: Machine, link: Link, why: str) -> Expected:
     """The slower of the two legs: a double buffer overlaps them."""
     legs = [
         _over_host(machine, leg, False)
-        for leg in (_host_link(machine, link.source, HOST), _host_link(machine, HOST, link.target))
+        for leg in (link_between(machine, link.source, HOST), link_between(machine, HOST, link.target))
         if leg is not None
     ]
     known = [leg for leg in legs if leg.rate is not None]
@@ -74,52 +78,30 @@ def _staged(machine: Machine, link: Link, why: str) -> Expected:
     return Expected(slower.rate, slower.nominal, f"{why}; the slower leg, {slower.origin}")
 
 
-def _host_link(machine: Machine, source: str, target: str) -> Link | None:
-    for pair in ((source, target), tuple(DEVICE if end != HOST else end for end in (source, target))):
-        for link in machine.links:
-            if (link.source, link.target) == pair:
-                return link
-    return None
-
-
 def _between(machine: Machine, link: Link, both: bool) -> Expected:
     nominal, generation, origin = device_nominal(machine, link)
-    found = reached(link.kind, generation, "pair")
-    if both:
-        found = reached(link.kind, generation, "both") or found
-    if found is None and link.kind == "pcie":
-        found = reached(link.kind, generation, "both" if both else "to")
-    return _share(nominal, found, origin)
+    ways = (*(("both",) if both else ()), "pair", *(("to",) if link.kind == "pcie" and not both else ()))
+    return _of_nominal(nominal, _first_reached(link, generation, ways), origin)
 
 
 def device_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None, str]:
     """(bytes/s one way, generation, origin) of a link between two devices at what both parts could have."""
     ends = [part_at(machine, link.source), part_at(machine, link.target)]
-    own = [found for end in ends if end is not None and (found := _own(end, link.kind)) is not None]
-    if len(own) == 2 and all(end is not None for end in ends):
-        slower = min(own, key=lambda found: found.pair)
-        name = ends[own.index(slower)]
-        assert name is not None
+    own = [(found, end) for end in ends if end is not None and (found := end.link_of(link.kind)) is not None]
+    if len(own) == 2:
+        slower, end = min(own, key=lambda pair: pair[0].pair)
         if slower.mesh and link.width:
-            return slower.pair * link.width, slower.generation, f"{name.name}: {link.width} of its {slower.width} links"
-        return slower.pair, slower.generation, f"{name.name}: {_named(slower)}"
+            return slower.pair * link.width, slower.generation, f"{end.name}: {link.width} of its {slower.width} links"
+        return slower.pair, slower.generation, f"{end.name}: {_named(slower)}"
     generation, width = link.full_generation, link.full_width
     if generation and width and link.kind in ("pcie", "nvlink"):
         rate = (pcie if link.kind == "pcie" else nvlink)(generation, width)
         return rate, generation, f"{link.kind} generation {generation}, width {width}, what the devices say they can do"
     if link.bandwidth is None and link.kind == "network":
-        for any_host in machine.links:
-            if (any_host.source, any_host.target) == (NODE, NODE):
-                return any_host.bandwidth, None, any_host.origin
+        any_hosts = link_between(machine, NODE, NODE)
+        if any_hosts is not None:
+            return any_hosts.bandwidth, None, any_hosts.origin
     return link.bandwidth, generation, link.origin or "the nominal bandwidth of the link"
-
-
-def _own(device: Part, kind: str) -> PartLink | None:
-    """The link of this kind that a part has between devices."""
-    for found in (device.link, device.bridge, device.host_link):
-        if found is not None and found.kind == kind:
-            return found
-    return None
 
 
 def expected_collective(machine: Machine, collective: Collective) -> Expected:
@@ -147,14 +129,14 @@ def expected_collective(machine: Machine, collective: Collective) -> Expected:
     share = reached(link.kind, generation, collective.kind)
     if share is None and (share := reached(link.kind, generation, "all-reduce")) is not None:
         share = (share[0], f"{share[1]} in all-reduce, none was measured of {collective.kind}")
-    return _share(nominal, share, origin)
+    return _of_nominal(nominal, share, origin)
 
 
 def _ring(machine: Machine, link: Link, ranks: int) -> tuple[float | None, Link, int | None, str]:
     """What a ring of `ranks` has of such links: where a device's links are spread, several rings use them all."""
     nominal, generation, origin = device_nominal(machine, link)
     end = part_at(machine, link.source)
-    own = None if end is None else _own(end, link.kind)
+    own = None if end is None else end.link_of(link.kind)
     if own is not None and own.mesh:
         return min(own.bandwidth, own.pair * max(ranks - 1, 1)), link, generation, f"{origin}, {ranks} ranks"
     return nominal, link, generation, origin
@@ -165,7 +147,7 @@ def expected_memory(device: Device) -> Expected:
     if device.memory_bandwidth is None:
         return Expected(None, None, f"the memory bandwidth of {device.part} is not known")
     origin = f"{device.part}: {bandwidth_text(device.memory_bandwidth)} ({_origin(device, 'memory_bandwidth')})"
-    return _share(device.memory_bandwidth, reached("memory", None, "copy"), origin)
+    return _of_nominal(device.memory_bandwidth, reached("memory", None, "copy"), origin)
 
 
 def expected_matmul(device: Device, dtype: str) -> Expected:
@@ -179,7 +161,9 @@ def expected_matmul(device: Device, dtype: str) -> Expected:
         found: tuple[float, str] | None = (share, f"{100 * share:.1f} % ({_origin(device, f'achievable.{dtype}')})")
     else:
         found = None if known is None else achievable(known, dtype)
-    return _share(peak, found, f"{device.part}: {dtype} peak {flops_text(peak)} ({_origin(device, f'peak.{dtype}')})")
+    return _of_nominal(
+        peak, found, f"{device.part}: {dtype} peak {flops_text(peak)} ({_origin(device, f'peak.{dtype}')})"
+    )
 
 
 def part_at(machine: Machine, end: str) -> Part | None:
@@ -188,12 +172,13 @@ def part_at(machine: Machine, end: str) -> Part | None:
     return part(names.pop()) if len(names) == 1 else None
 
 
-def _peer_is_off_for_good(machine: Machine, link: Link) -> bool:
+def never_peer(machine: Machine, link: Link) -> bool:
+    """Whether the vendor of a part at one of the ends switched peer access off."""
     ends = [part_at(machine, end) for end in (link.source, link.target)]
     return any(end is not None and end.peer is False for end in ends)
 
 
-def _share(nominal: float | None, found: tuple[float, str] | None, origin: str) -> Expected:
+def _of_nominal(nominal: float | None, found: tuple[float, str] | None, origin: str) -> Expected:
     if nominal is None:
         return Expected(None, None, "the nominal figure is not known")
     if found is None:

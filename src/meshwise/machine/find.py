@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from meshwise.machine.cores import allowed_cores, cores_near, split_cores
+from meshwise.machine.discovery.sysfs import address_of
 from meshwise.spec.devices import DeviceRequest, WorkerSlot, core_ranges
 from meshwise.spec.errors import UsageError
 
@@ -16,11 +17,7 @@ def find_devices(request: DeviceRequest) -> list[WorkerSlot]:
     """One slot a worker. `all` is every accelerator, else one CPU worker. Raises UsageError for a missing device."""
     if request.kind is None:
         kind, count = accelerators()
-        return (
-            find_devices(DeviceRequest(kind, count=count))
-            if kind and count
-            else find_devices(DeviceRequest("cpu", count=1))
-        )
+        return find_devices(DeviceRequest(kind, count=count) if kind and count else DeviceRequest("cpu", count=1))
     if request.kind == "cpu":
         return _cpu_shares(request.count or 1)
     return _accelerator_shares(request)
@@ -85,8 +82,4 @@ def pci_address(kind: str, index: int) -> str:
     """`0000:3b:00.0` as sysfs writes it, or an empty text where torch does not tell."""
     if kind != "cuda":
         return ""
-    properties = torch.cuda.get_device_properties(index)
-    numbers = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    if any(number is None for number in numbers):
-        return ""
-    return "{:04x}:{:02x}:{:02x}.0".format(*(int(number or 0) for number in numbers))
+    return address_of(torch.cuda.get_device_properties(index))

@@ -17,10 +17,11 @@ from meshwise.machine.expected import (
     expected_copy,
     expected_matmul,
     expected_memory,
+    never_peer,
     part_at,
 )
 from meshwise.spec.bandwidth import bus_bandwidth
-from meshwise.spec.machine import DEVICE, HOST, Collective, Device, Link, Machine
+from meshwise.spec.machine import DEVICE, HOST, Collective, Link, Machine, device_label
 from meshwise.spec.timings import Timings
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, percent_text
 
@@ -28,7 +29,7 @@ LEAST_BYTES = 4 << 20
 """Smaller messages show the latency of a path, not its rate."""
 GOOD, LOW = 0.85, 0.6
 """Shares of the expected rate: at least GOOD is good, at least LOW is low, less is far below."""
-CAUSES = {
+SLOW_CAUSES = {
     "narrow-pcie": "the PCIe link has {width} of {full_width} lanes: look at the slot, the riser and the manual",
     "old-pcie-generation": "the PCIe link runs at generation {generation} of {full_generation}: look at the slot and "
     "at the firmware's settings",
@@ -49,8 +50,8 @@ CAUSES = {
 @dataclass(frozen=True)
 class Verdict:
     """what: `host -> cuda:0, pinned`. level: `good`, `low`, `far below`, `unknown` or `corrupt`. measured and expected:
-    bytes/s, of a matmul FLOP/s; expected None where nothing is known. causes: keys of CAUSES. origin: where expected
-    comes from, or why there is none. why: the causes in words, with numbers.
+    bytes/s, of a matmul FLOP/s; expected None where nothing is known. causes: keys of SLOW_CAUSES. origin: where the
+    expected rate comes from, or why there is none. why: the causes in words, with numbers.
     """
 
     what: str
@@ -67,12 +68,11 @@ def judge(machine: Machine) -> list[Verdict]:
     verdicts = [_copy(machine, link, path, timings) for link in machine.links for path, timings in link.timings.items()]
     verdicts += [_collective(machine, collective) for collective in machine.collectives]
     for device in machine.devices:
-        name = _device_name(machine, device)
+        name = device_label(machine, device)
         if device.memory_rate is not None:
             verdicts.append(_verdict(f"{name}, memory", device.memory_rate, expected_memory(device)))
-        for dtype in dict.fromkeys(product.dtype for product in device.matmuls):
-            best = max(product.rate for product in device.matmuls if product.dtype == dtype)
-            causes = {} if device.kind == "cpu" else _told("power-or-clocks")
+        causes = {} if device.kind == "cpu" else _causes("power-or-clocks")
+        for dtype, best in device.best_rates.items():
             verdicts.append(_verdict(f"{name}, {dtype} matmul", best, expected_matmul(device, dtype), causes))
     return verdicts
 
@@ -87,10 +87,10 @@ def exit_code(verdicts: Sequence[Verdict], corrupt: bool) -> int:
 def sentence(verdict: Verdict) -> str:
     """`host -> cuda:0, pinned: 12.9 GB/s, 27 % of the 48.2 GB/s expected: the PCIe link has 4 of 16 lanes: …`."""
     text = flops_text if verdict.what.endswith(" matmul") else bandwidth_text
-    told = f"{verdict.what}: {text(verdict.measured)}"
+    found = f"{verdict.what}: {text(verdict.measured)}"
     if verdict.expected is not None:
-        told += f", {percent_text(verdict.measured / verdict.expected)} of the {text(verdict.expected)} expected"
-    return "; ".join([told, *verdict.why])
+        found += f", {percent_text(verdict.measured / verdict.expected)} of the {text(verdict.expected)} expected"
+    return "; ".join([found, *verdict.why])
 
 
 def _verdict(
@@ -100,7 +100,7 @@ def _verdict(
     causes: dict[str, str] | None = None,
     always: tuple[str, ...] = (),
 ) -> Verdict:
-    """causes: why it may be slow, told where it is slow; those in `always` are told in any case."""
+    """causes: why it may be slow, given where it is slow; those in `always` are given in any case."""
     causes = causes or {}
     rate = expected.rate or None  # a share of nothing, as a file may have it, is no expectation
     if rate is None:
@@ -108,8 +108,8 @@ def _verdict(
     else:
         share = measured / rate
         level = "good" if share >= GOOD else "low" if share >= LOW else "far below"
-    told = [key for key in causes if key in always or level in ("low", "far below")]
-    return Verdict(what, level, measured, rate, tuple(told), expected.origin, tuple(causes[key] for key in told))
+    given = [key for key in causes if key in always or level in ("low", "far below")]
+    return Verdict(what, level, measured, rate, tuple(given), expected.origin, tuple(causes[key] for key in given))
 
 
 def _copy(machine: Machine, link: Link, path: str, timings: Timings) -> Verdict:
@@ -118,14 +118,13 @@ def _copy(machine: Machine, link: Link, path: str, timings: Timings) -> Verdict:
     way = path.removesuffix(BOTH_WAYS)
     if HOST in (link.source, link.target):
         causes = _lane_causes(machine, link, measured)
-        if link.crosses == "socket":
-            causes |= _told("other-socket")
+        causes |= _causes(*(["other-socket"] if link.crosses == "socket" else []))
     else:
         causes = _between_causes(machine, link, way, measured)
     always: tuple[str, ...] = ()
     if way == "pageable":
-        causes, always = _told("pageable"), ("pageable",)
-    if way == "staged" and _vendor_has_no_peer(machine, link):
+        causes, always = _causes("pageable"), ("pageable",)
+    if way == "staged" and never_peer(machine, link):
         always = ("peer-off",)
     return _verdict(f"{link.source} -> {link.target}, {path}", measured, expected, causes, always)
 
@@ -143,49 +142,36 @@ def best_rate(timings: Timings) -> float:
 
 
 def _between_causes(machine: Machine, link: Link, way: str, measured: float) -> dict[str, str]:
-    causes: dict[str, str] = {}
+    """What may slow a path between devices; a staged one is as slow as the links of both ends to the host."""
+    legs, no_peer = [link], link.peer is False
     if way == "staged":
-        for end in (link.source, link.target):
-            for leg in machine.links:
-                if HOST in (leg.source, leg.target) and (
-                    end in (leg.source, leg.target) or DEVICE in (leg.source, leg.target)
-                ):
-                    causes = _lane_causes(machine, leg, measured) | causes
-        if link.peer is not True:
-            causes |= _told("peer-off")
-    else:
-        causes |= _lane_causes(machine, link, measured)
-        if link.peer is False:
-            causes |= _told("peer-off")
-    if link.crosses == "socket":
-        causes |= _told("other-socket")
-    if link.crosses == "bridge":
-        causes |= _told("through-bridge")
-    return causes
+        hosts = [leg for leg in machine.links if HOST in (leg.source, leg.target)]
+        ends = ({link.source, DEVICE}, {link.target, DEVICE})
+        legs = [leg for end in ends for leg in hosts if end & {leg.source, leg.target}]
+        no_peer = link.peer is not True
+    causes: dict[str, str] = {}
+    for leg in legs:
+        causes = _lane_causes(machine, leg, measured) | causes
+    crossing = {"socket": "other-socket", "bridge": "through-bridge"}.get(link.crosses)
+    return causes | _causes(*(["peer-off"] if no_peer else []), *([crossing] if crossing else []))
 
 
 def _lane_causes(machine: Machine, link: Link, measured: float) -> dict[str, str]:
     """What generation and width say: of PCIe lanes, and of links between devices."""
-    generation, width = _full(machine, link)
-    facts = {
-        "generation": link.generation,
-        "width": link.width,
-        "full_generation": generation,
-        "full_width": width,
-    }
-    causes = {}
-    fewer = link.width is not None and width is not None and link.width < width
+    full_generation, full_width = _full(machine, link)
+    generation, width = link.generation, link.width
+    keys = []
+    fewer = width is not None and full_width is not None and width < full_width
     if link.kind == "pcie":
         if fewer:
-            causes["narrow-pcie"] = CAUSES["narrow-pcie"].format(**facts)
-        if link.generation is not None and generation is not None and link.generation < generation:
-            seen = pcie(link.generation, link.width or width or 16)
-            resting = link.generation == 1 or (seen is not None and measured > seen)
-            key = "idle-link" if resting else "old-pcie-generation"
-            causes[key] = CAUSES[key].format(**facts)
+            keys.append("narrow-pcie")
+        if generation is not None and full_generation is not None and generation < full_generation:
+            seen = pcie(generation, width or full_width or 16)
+            idle = generation == 1 or (seen is not None and measured > seen)
+            keys.append("idle-link" if idle else "old-pcie-generation")
     elif link.kind == "nvlink" and fewer and not _spread(machine, link):
-        causes["fewer-links"] = CAUSES["fewer-links"].format(**facts)
-    return causes
+        keys.append("fewer-links")
+    return _causes(*keys, generation=generation, width=width, full_generation=full_generation, full_width=full_width)
 
 
 def _full(machine: Machine, link: Link) -> tuple[int | None, int | None]:
@@ -193,11 +179,10 @@ def _full(machine: Machine, link: Link) -> tuple[int | None, int | None]:
     generations, widths = [link.full_generation], [link.full_width]
     for end in (link.source, link.target):
         device = part_at(machine, end) if end != HOST else None
-        for own in () if device is None else (device.link, device.bridge, device.host_link):
-            if own is not None and own.kind == link.kind:
-                generations.append(own.generation)
-                widths.append(None if own.mesh else own.width)
-                break
+        own = None if device is None else device.link_of(link.kind)
+        if own is not None:
+            generations.append(own.generation)
+            widths.append(None if own.mesh else own.width)
     known = [[value for value in values if value is not None] for values in (generations, widths)]
     return max(known[0], default=None), max(known[1], default=None)
 
@@ -208,14 +193,9 @@ def _spread(machine: Machine, link: Link) -> bool:
     return device is not None and device.link is not None and device.link.mesh
 
 
-def _vendor_has_no_peer(machine: Machine, link: Link) -> bool:
-    return any(
-        (device := part_at(machine, end)) is not None and device.peer is False for end in (link.source, link.target)
-    )
-
-
-def _told(key: str) -> dict[str, str]:
-    return {key: CAUSES[key]}
+def _causes(*keys: str, **facts: int | None) -> dict[str, str]:
+    """The causes in words, with the numbers of the link."""
+    return {key: SLOW_CAUSES[key].format(**facts) for key in keys}
 
 
 def _collective(machine: Machine, collective: Collective) -> Verdict:
@@ -227,14 +207,9 @@ def _collective(machine: Machine, collective: Collective) -> Verdict:
     always: tuple[str, ...] = ()
     switched = any(link.kind in ("nvlink", "network") for link in machine.links) and collective.backend == "nccl"
     if switched and expected.rate is not None and measured > (expected.nominal or 0.0):
-        causes, always = _told("in-network"), ("in-network",)
+        causes, always = _causes("in-network"), ("in-network",)
     else:
         for link in machine.links:
             if HOST not in (link.source, link.target) and link.kind in ("pcie", "nvlink", "xgmi"):
                 causes = _between_causes(machine, link, collective.backend, measured) | causes
     return _verdict(what, measured, expected, causes, always)
-
-
-def _device_name(machine: Machine, device: Device) -> str:
-    """The device's name; with several hosts, its host's number in front."""
-    return device.name if len(machine.hosts) < 2 else f"node{device.host} {device.name}"

@@ -8,6 +8,8 @@ import sys
 import psutil
 import torch
 
+from meshwise.machine.cgroup import memory_left
+
 
 def used_bytes(device: str) -> int | None:
     """Bytes now in use: allocated tensors on CUDA, resident memory of this process for a CPU worker."""
@@ -38,10 +40,11 @@ def peak_bytes(device: str) -> int | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on a CUDA device now; of another device, bytes of the host."""
+    """Bytes that can be allocated on a CUDA device now; of another device, bytes of the host, or of this container."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    available, left = int(psutil.virtual_memory().available), memory_left()
+    return available if left is None else min(available, left)
 
 
 def memory_facts(device: str) -> dict[str, int]:
@@ -56,4 +59,9 @@ def memory_facts(device: str) -> dict[str, int]:
         }
     memory = psutil.virtual_memory()
     process = psutil.Process().memory_info()
-    return {"allocated": process.rss, "reserved": process.vms, "free": memory.available, "total": memory.total}
+    return {
+        "allocated": process.rss,
+        "reserved": process.vms,
+        "free": free_bytes(torch.device("cpu")),
+        "total": memory.total,
+    }

@@ -147,11 +147,7 @@ def _host_links(part: Part) -> tuple[Link, ...]:
     link = part.host_link
     if link is None:
         return ()
-    facts = {"bandwidth": link.bandwidth, "full_generation": link.generation, "full_width": link.width}
-    return tuple(
-        Link(source, target, link.kind, origin=link.origin, **facts)  # type: ignore[arg-type]
-        for source, target in ((HOST, DEVICE), (DEVICE, HOST))
-    )
+    return tuple(Link(*ends, link.kind, **link.full) for ends in ((HOST, DEVICE), (DEVICE, HOST)))
 
 
 def _device_links(part: Part) -> tuple[Link, ...]:
@@ -161,21 +157,14 @@ def _device_links(part: Part) -> tuple[Link, ...]:
     link: PartLink | None = part.link or part.host_link
     if link is None:
         return ()
-    width = 1 if link.mesh else link.width
-    origin = link.origin + (", one link of each pair" if link.mesh else "")
-    return (
-        Link(
-            DEVICE,
-            DEVICE,
-            link.kind,
-            link.pair,
-            full_generation=link.generation,
-            full_width=width,
-            peer=True if part.link else part.peer,
-            crosses="" if part.link else "bridge",
-            origin=origin,
-        ),
-    )
+    full = link.full | {
+        "bandwidth": link.pair,
+        "origin": link.origin + (", one link of each pair" if link.mesh else ""),
+    }
+    if link.mesh:
+        full["full_width"] = 1
+    peer, crosses = (True, "") if part.link else (part.peer, "bridge")
+    return (Link(DEVICE, DEVICE, link.kind, peer=peer, crosses=crosses, **full),)
 
 
 def _network_link(rate: float | None, words: str | None) -> Link:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwise.compat.modules import check_input_dim
+from meshwise.parallel.technique import Setup, Technique
 from meshwise.transfer import collectives
 
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -22,7 +24,7 @@ KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def join_batch_norms(model: nn.Module, counts: Callable[[], bool] = lambda: True) -> list[str]:
     """Let the batch norms of `model` take the statistics of all ranks; returns their names.
 
-    counts: whether what this rank runs now counts; False for a repeated sample that stands in for none. From here on a
+    counts: whether what this rank runs now counts; False for a padding sample. From here on a
     forward in training is collective: every rank runs the same layers.
     """
     joined = []
@@ -37,7 +39,7 @@ def join_batch_norms(model: nn.Module, counts: Callable[[], bool] = lambda: True
 def _forward(module: Any, alone: Callable[[Tensor], Tensor], counts: Callable[[], bool], /, x: Tensor) -> Tensor:
     if not module.training and module.running_mean is not None:
         return alone(x)
-    module._check_input_dim(x)
+    check_input_dim(module, x)
     result: Tensor
     result, mean, variance, count = _Normalize.apply(x, module.weight, module.bias, module.eps, counts())  # type: ignore[no-untyped-call]
     if module.training and module.running_mean is not None:
@@ -104,6 +106,26 @@ class _Normalize(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _apply(setup: Setup) -> None:
+    model, plan, several = setup.model, setup.plan, setup.world.size > 1
+    if not any("BatchNorm" in type(module).__name__ for module in model.modules()):
+        return
+    if setup.counts is not None and several:
+        setup.coupled_gradients = bool(join_batch_norms(model, setup.counts))
+    if several and not setup.coupled_gradients:
+        setup.notes.append(
+            "batch norm: each rank takes the statistics of its own slice of the batch, so numbers are not one device's."
+        )
+    if plan.accumulate > 1:
+        setup.notes.append(
+            f"batch norm: accumulate={plan.accumulate} takes the statistics of each microbatch by itself, so numbers "
+            "are not those of accumulate=1 (they are alike on any number of devices)."
+        )
+
+
+BATCH_NORM = Technique(apply=_apply)
 
 
 def _along(channels: Tensor, like: Tensor) -> Tensor:

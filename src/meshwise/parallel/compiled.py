@@ -17,8 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwise.compat.compiling import unwrapped
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
+from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
+from meshwise.spec.words import some
+from meshwise.spec.world import World
 
 BACKEND = "inductor"
 
@@ -36,7 +41,7 @@ def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
                 changed.forward = torch.compiler.disable(part.forward)
         compiled: Any = block
         compiled.forward = torch.compile(block.forward, backend=backend or BACKEND)
-    return [name for name, _ in blocks]
+    return [name or "the whole model" for name, _ in blocks]
 
 
 def check_can_compile(device: str) -> None:
@@ -52,3 +57,24 @@ def check_can_compile(device: str) -> None:
             f"compile=True needs a C++ compiler on CPU, and '{name}' is not found. Leave compile out, install one, or "
             "name it with the variable CXX."
         )
+
+
+def _check(plan: Plan, world: World) -> None:
+    if plan.compile:
+        check_can_compile(world.device)
+
+
+def _check_model(setup: Setup) -> None:
+    if setup.plan.compile or setup.was_compiled:
+        check_can_compile(setup.world.device)
+
+
+def _apply(setup: Setup) -> None:
+    if not setup.plan.compile and not setup.was_compiled:
+        return
+    blocks = compile_blocks(unwrapped(setup.model))
+    before = "torch.compile was around the model, and is removed: " if setup.was_compiled else ""
+    setup.notes.append(f"compile: {before}each of {len(blocks)} blocks is compiled by itself: {some(blocks)}.")
+
+
+COMPILE = Technique(_check, _check_model, _apply)

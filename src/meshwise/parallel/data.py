@@ -1,4 +1,4 @@
-"""Data parallel: every rank holds the whole model and takes its share of each batch; gradients are averaged.
+"""Data parallel: every rank holds the whole model and takes its slice of each batch; gradients are averaged.
 
 DistributedDataParallel does the reducing, driven from outside, so that the model stays what it is.
 
@@ -23,8 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parameter import UninitializedParameter
 
 from meshwise.compat import reducer
+from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import agree
@@ -55,12 +57,12 @@ class DataParallel:
         named: Sequence[tuple[str, nn.Parameter]],
         *,
         bucket_mb: int,
-        metered: bool = False,
+        piggyback_loss: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         self._named, self._dtype = list(named), dtype
-        metered = metered and dtype is None
-        self._meter = _make_meter(self._named) if metered and self._named else None
+        carried = piggyback_loss and dtype is None and bool(self._named)
+        self._loss_carrier = _loss_carrier(self._named[0][1]) if carried else None
         self._bucket_mb = bucket_mb
         self._groups: list[_Group] = []
         self._trained: tuple[bool, ...] = ()
@@ -83,7 +85,7 @@ class DataParallel:
     ) -> Tensor | None:
         """`Reduction.backward`.
 
-        value: in a metered DataParallel it travels with the gradients, as the gradient of a parameter of its own: a
+        value: with `piggyback_loss` it travels with the gradients, as the gradient of a parameter of its own: a
             collective for it alone would cost more than a step of a small model can hide.
         """
         self._backwards += 1
@@ -98,9 +100,9 @@ class DataParallel:
         versions = [None if g is None else reducer.version(g) for g in before] if not kept else [None] * len(before)
         armed = self._armed(loss) if reduce else []
         self._factor, self._calls = factor, 0
-        metered = self._meter is not None and self._groups[:1] == armed[:1] != []
-        if metered and self._meter is not None:
-            loss = loss + self._meter * (0.0 if value is None or factor is not None else value)
+        carried = self._loss_carrier is not None and self._groups[:1] == armed[:1] != []
+        if carried and self._loss_carrier is not None:
+            loss = loss + self._loss_carrier * (0.0 if value is None or factor is not None else value)
         order = self._run(loss, watch=reduce and not self._groups)
         if armed and self._calls < sum(group.buckets for group in armed):
             self._complete(armed, before if not kept else [None] * len(before), versions)
@@ -109,15 +111,15 @@ class DataParallel:
             self._reduce_ungrouped(order)
         self.unreduced = not reduce or (self.unreduced and len(armed) < len(self._groups))
         self._factor, self._kept = None, {}
-        return self._mean(value, metered and factor is None)
+        return self._mean(value, carried and factor is None)
 
-    def _mean(self, value: Tensor | None, metered: bool) -> Tensor | None:
-        mean = self._meter.grad if self._meter is not None else None
-        if self._meter is not None:
-            self._meter.grad = None
+    def _mean(self, value: Tensor | None, carried: bool) -> Tensor | None:
+        mean = self._loss_carrier.grad if self._loss_carrier is not None else None
+        if self._loss_carrier is not None:
+            self._loss_carrier.grad = None
         if value is None:
             return None
-        return mean.to(value.dtype) if metered and mean is not None else collectives.mean_over_ranks(value.clone())
+        return mean.to(value.dtype) if carried and mean is not None else collectives.mean_over_ranks(value.clone())
 
     def reduce_now(self) -> None:
         """Average what `.grad` holds now: for gradients that every backward so far kept local. Collective."""
@@ -239,8 +241,8 @@ class DataParallel:
         """A reducer over these parameters, in this order of readiness, with its bucket rebuild behind it."""
         names = [self._named[i][0] for i in indices]
         parameters = [self._named[i][1] for i in indices]
-        if self._meter is not None and not self._groups:
-            names, parameters = ["the loss", *names], [self._meter, *parameters]
+        if self._loss_carrier is not None and not self._groups:
+            names, parameters = ["the loss", *names], [self._loss_carrier, *parameters]
         gradients = [p.grad for p in parameters]
         # DDP expects gradients in the reverse of the order in which it is given the parameters.
         ddp = reducer.make_reducer(parameters[::-1], self._bucket_mb, self._on_bucket)
@@ -276,8 +278,8 @@ class DataParallel:
             )
 
 
-def _make_meter(named: Sequence[tuple[str, nn.Parameter]]) -> nn.Parameter:
-    first = next(p for _, p in named)
+def _loss_carrier(first: nn.Parameter) -> nn.Parameter:
+    """A parameter whose gradient is the loss."""
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
     return nn.Parameter(torch.zeros((), dtype=dtype, device=first.device))
 
@@ -301,3 +303,44 @@ def _reached_parameters(loss: Tensor) -> set[int]:
             found.add(id(leaf))
         open_nodes.extend(following for following, _ in node.next_functions)
     return found
+
+
+def check_can_be_averaged(model: nn.Module) -> None:
+    """Raises PlanError for a model that no plan of several devices can train: without shapes, or with sparse gradients.
+
+    Which parameters cannot be divided, `shard` checks.
+    """
+    for name, p in model.named_parameters():
+        if isinstance(p, UninitializedParameter):
+            raise PlanError(
+                f"parameter {name} has no shape yet: it belongs to a lazy module, and ranks would make it each by "
+                "itself. Run a batch through the model before it is distributed, or give its sizes."
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise PlanError(
+                f"module {name or type(module).__name__} makes sparse gradients (sparse=True), which are not averaged "
+                "over ranks. Remove sparse=True, or use one device."
+            )
+
+
+def _check_model(setup: Setup) -> None:
+    if setup.world.size > 1:
+        check_can_be_averaged(setup.model)
+
+
+def _apply(setup: Setup) -> None:
+    if setup.world.size == 1:
+        return
+    if any("Dropout" in type(module).__name__ for module in setup.model.modules()):
+        setup.notes.append("dropout: each rank draws its own masks, keyed by (seed, step, rank).")
+    if setup.reduction is None:
+        setup.reduction = DataParallel(
+            list(setup.model.named_parameters()),
+            bucket_mb=setup.plan.bucket_mb,
+            piggyback_loss=setup.piggyback_loss,
+            dtype=setup.reduce_dtype,
+        )
+
+
+DATA = Technique(check_model=_check_model, apply=_apply)

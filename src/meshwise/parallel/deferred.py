@@ -14,7 +14,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from meshwise.compat.dispatch import without_interception
 from meshwise.compat.heap import trim_heap
 from meshwise.compat.sharding import with_local
 from meshwise.compat.tree import map_tensors, tensors_in
-from meshwise.parallel.record import Record, record_of
-from meshwise.parallel.replay import Place, Unlike, replay
+from meshwise.parallel.op_record import OpRecord, record_of
+from meshwise.parallel.op_replay import ReplayMismatch, StorageView, replay
+from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.transfer import collectives
 from meshwise.transfer.sharded import local_slices
@@ -42,12 +43,12 @@ def deferred() -> Iterator[None]:
     `mw.distribute` (or a Job's plan) then gives each rank its part, with the values of a plain construction. Draw no
     random numbers between the two: they would not be those of a plain run.
     """
-    record = Record()
+    record = OpRecord()
     with warnings.catch_warnings(), record.mode:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy does
         try:
             yield
-        except (RuntimeError, Unlike) as error:
+        except (RuntimeError, ReplayMismatch) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise UsageError(
@@ -73,109 +74,137 @@ def constructed(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
         return make(), f"the model was built whole on every rank: its constructor needs values ({reason})"
 
 
-@dataclass(frozen=True)
-class Held:
-    """A deferred model whose tensors are on the meta device for now, and what they will be.
+def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
+    """Give the tensors of a deferred model their values, whole, on `device`; any other model stays as it is."""
+    fill = take_fakes(model)
+    if fill is not None:
+        fill(device, device)
 
-    tensors: by (name of the module, name in it); attributes: those that are neither parameter nor buffer.
+
+def take_fakes(model: nn.Module) -> Callable[[torch.device | str, torch.device | str], None] | None:
+    """Put meta tensors in the place of the fake ones of a deferred `model`; None where it has none.
+
+    What is returned replays the record and fills the model, `(device, where parts of divided parameters lie)`.
     """
-
-    record: Record
-    tensors: dict[tuple[str, str], Place]
-    attributes: dict[tuple[str, str], Any]
-    own: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-
-
-def hold(model: nn.Module) -> Held | None:
-    """Put meta tensors in the place of the fake ones of a deferred `model`; None where it has none."""
     fakes = {key: t for key, t in _tensors(model).items() if fake.is_fake(t)}
     if not fakes:
         return None
     records = {record_of(t) for t in fakes.values()}
     if len(records) > 1:
         raise UsageError("the models were built in several mw.deferred blocks. Build them in one.")
-    record = records.pop()
-    held = Held(record, {}, {})
-    metas: dict[int, Tensor] = {}
-    for key, t in fakes.items():
-        held.tensors[key] = record.known(t)
-        held.own[key] = fake.own_attributes(t)
-        if id(t) not in metas:
-            with without_interception():
-                meta = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-            metas[id(t)] = nn.Parameter(meta, t.requires_grad) if isinstance(t, nn.Parameter) else meta
-        _put(model, key, metas[id(t)], held.own[key])
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if isinstance(value, Tensor | list | tuple | dict) and attribute[:1] != "_":
-                places = [record.known(t) for t in tensors_in(value) if fake.is_fake(t)]
-                if places:
-                    held.attributes[name, attribute] = value
-    return held
+    return _Skeleton(model, fakes, records.pop()).fill
 
 
-def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Give the tensors of a deferred model their values, whole, on `device`; any other model stays as it is."""
-    held = hold(model)
-    if held is not None:
-        fill(held, model, device)
+@dataclass(frozen=True)
+class _Slot:
+    """A parameter or buffer in its module, what it will be, and what the program has attached to it."""
+
+    module: str
+    name: str
+    view: StorageView
+    attributes: dict[str, Any]
+
+    def put(self, model: nn.Module, tensor: Tensor) -> None:
+        module = model.get_submodule(self.module)
+        for name, value in self.attributes.items():
+            setattr(tensor, name, value)
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(self.name, tensor)
+        else:
+            setattr(module, self.name, tensor)
 
 
-def fill(held: Held, model: nn.Module, device: torch.device | str, *, parts: torch.device | str = "") -> None:
-    """Replay the record of a deferred `model`, and put this rank's part of each tensor in its place on `device`.
+class _Skeleton:
+    """A deferred model whose tensors are on the meta device until it is filled.
 
-    Where a parameter was divided meanwhile, each rank keeps its part, as soon as the parameter is known. Collective:
-    all ranks start from rank 0's random numbers, and must have built the same. parts: where the parts of what was
-    divided lie, if not on `device`.
+    attributes: those with fake tensors that are neither parameter nor buffer, by (module, name).
     """
-    record = held.record
-    _agree(record)
-    attributes: dict[int, Tensor] = {}
-    wanted: dict[int, list[tuple[Place, Tensor | tuple[str, str]]]] = {}
-    for key, place in held.tensors.items():
-        wanted.setdefault(place.storage, []).append((place, key))
-    for value in held.attributes.values():
-        for t in tensors_in(value):
-            if fake.is_fake(t):
-                place = record.known(t)
-                wanted.setdefault(place.storage, []).append((place, t))
-    now, new = _tensors(model), dict[int, Tensor]()
 
-    def put(key: tuple[str, str], make: Callable[[Tensor, torch.device | str], Tensor]) -> None:
-        old = now[key]
-        if id(old) not in new:
-            value = make(old, parts or device if isinstance(old, DTensor) else device)
-            new[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
-        _put(model, key, new[id(old)], held.own[key])
+    def __init__(self, model: nn.Module, fakes: dict[tuple[str, str], Tensor], record: OpRecord) -> None:
+        self.model, self.record = model, record
+        self.slots: list[_Slot] = []
+        metas: dict[int, Tensor] = {}
+        for key, t in fakes.items():
+            self.slots.append(_Slot(*key, record.known(t), fake.own_attributes(t)))
+            if id(t) not in metas:
+                with without_interception():
+                    meta = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+                metas[id(t)] = _like(t, meta)
+            self.slots[-1].put(model, metas[id(t)])
+        self.attributes = {
+            (name, attribute): value
+            for name, module in model.named_modules()
+            for attribute, value in vars(module).items()
+            if isinstance(value, Tensor | list | tuple | dict) and attribute[:1] != "_" and self._views_in(value)
+        }
 
-    def finished(number: int, storage: torch.UntypedStorage) -> None:
+    def _views_in(self, value: Any) -> list[tuple[Tensor, StorageView]]:
+        return [(t, self.record.known(t)) for t in tensors_in(value) if fake.is_fake(t)]
+
+    def fill(self, device: torch.device | str, parts: torch.device | str) -> None:
+        """Replay the record, and put this rank's part of each tensor in its place as soon as it is known. Collective:
+        all ranks start from rank 0's random numbers, and must have built the same."""
+        record, filling = self.record, _Filling(self.model, device, parts)
+        _agree(record)
+        for slot in self.slots:
+            filling.slots.setdefault(slot.view.storage, []).append(slot)
+        for value in self.attributes.values():
+            for t, view in self._views_in(value):
+                filling.others.setdefault(view.storage, []).append((t, view))
+        record.check_loaded()
+        for number in record.loaded.keys() & filling.slots.keys():
+            for slot in filling.slots.pop(number):
+                filling.put(slot, record.loaded[number])
+        for number in record.loaded.keys() & filling.others.keys():
+            t, _ = filling.others[number][0]
+            raise UsageError(f"{t.shape}: a tensor beside the parameters shares memory with one that was loaded.")
+        wanted = filling.slots.keys() | filling.others.keys()
+        if wanted:
+            end = record.rewind()
+            replay(record.entries, wanted, filling.finished)
+            end()
+        else:  # all was loaded: nothing is drawn, on any number of devices
+            torch.default_generator.set_state(record.start)
+        for (name, attribute), value in self.attributes.items():
+            known = map_tensors(lambda t: filling.values.get(id(t), t), value)
+            setattr(self.model.get_submodule(name), attribute, known)
+
+
+class _Filling:
+    """The tensors of a skeleton while they get their values. By number of their storage: slots, and other tensors."""
+
+    def __init__(self, model: nn.Module, device: torch.device | str, parts: torch.device | str) -> None:
+        self.slots: dict[int, list[_Slot]] = {}
+        self.others: dict[int, list[tuple[Tensor, StorageView]]] = {}
+        self.values: dict[int, Tensor] = {}
+        """By the id of a tensor beside the parameters."""
+        self._model, self._device, self._parts = model, device, parts
+        self._metas, self._made = _tensors(model), dict[int, Tensor]()
+
+    def put(self, slot: _Slot, make: Callable[[Tensor, torch.device | str], Tensor]) -> None:
+        """Fill a slot with `make(meta tensor, device)`; what is tied is made once."""
+        meta = self._metas[slot.module, slot.name]
+        if id(meta) not in self._made:
+            self._made[id(meta)] = _like(meta, make(meta, self._parts if isinstance(meta, DTensor) else self._device))
+        slot.put(self._model, self._made[id(meta)])
+
+    def finished(self, number: int, storage: torch.UntypedStorage) -> None:
+        """A storage has the values that it will have."""
         if storage.nbytes() >= LARGE:
             trim_heap()
-        made: dict[Place, Tensor] = {}
-        for place, to in wanted[number]:
-            whole = made.setdefault(place, place.of(storage))
-            if isinstance(to, Tensor):
-                attributes[id(to)] = whole
-            else:
-                put(to, functools.partial(_part, whole))
-
-    record.check_given()
-    for number in [number for number in wanted if number in record.given]:
-        for _, to in wanted.pop(number):
-            if isinstance(to, Tensor):
-                raise UsageError(f"{to.shape}: a tensor beside the parameters shares memory with one that was loaded.")
-            put(to, record.given[number])
-    if wanted:
-        end = record.put_back()
-        replay(record.entries, wanted, finished)
-        end()
-    else:  # all was loaded: nothing is drawn, on any number of devices
-        torch.default_generator.set_state(record.start)
-    for (name, attribute), value in held.attributes.items():
-        setattr(model.get_submodule(name), attribute, map_tensors(lambda t: attributes.get(id(t), t), value))
+        whole = functools.cache(lambda view: view.of(storage))  # what was one tensor stays one
+        for slot in self.slots.get(number, ()):
+            self.put(slot, functools.partial(_part, whole(slot.view)))
+        for t, view in self.others.get(number, ()):
+            self.values[id(t)] = whole(view)
 
 
-def _agree(record: Record) -> None:
+def _like(t: Tensor, value: Tensor) -> Tensor:
+    """`value` as a parameter where `t` is one."""
+    return nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
+
+
+def _agree(record: OpRecord) -> None:
     """All ranks start from rank 0's random numbers; raises PlanError when they have not built the same."""
     if collectives.world_size() > 1:
         start, digest = collectives.broadcast_object((record.start, record.digest()))
@@ -204,11 +233,15 @@ def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
     return found
 
 
-def _put(model: nn.Module, key: tuple[str, str], tensor: Tensor, attributes: dict[str, Any]) -> None:
-    module, own = model.get_submodule(key[0]), key[1]
-    for name, value in attributes.items():
-        setattr(tensor, name, value)
-    if isinstance(tensor, nn.Parameter):
-        module.register_parameter(own, tensor)
-    else:
-        setattr(module, own, tensor)
+def _place(setup: Setup) -> None:
+    if setup.fill is None:
+        setup.model.to(setup.world.device)
+        collectives.broadcast_tensors([*setup.model.parameters(), *setup.model.buffers()])
+
+
+def _fill(setup: Setup) -> None:
+    if setup.fill is not None:
+        setup.fill(setup.world.device, "cpu" if setup.parts_on_host else setup.world.device)
+
+
+PLACEMENT, START_VALUES = Technique(apply=_place), Technique(apply=_fill)

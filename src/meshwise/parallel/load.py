@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwise.compat import fake
+from meshwise.compat.modules import persistent_tensors
 from meshwise.compat.sharding import with_local
-from meshwise.parallel.record import record_of
-from meshwise.parallel.replay import Place
+from meshwise.parallel.op_record import record_of
+from meshwise.parallel.op_replay import StorageView
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import some
 from meshwise.transfer.sharded import local_slices
@@ -100,11 +100,11 @@ def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> 
 def _give(tensor: Tensor, stored: _Stored) -> None:
     if fake.is_fake(tensor):
         record = record_of(tensor)
-        place: Place = record.known(tensor)
-        if not place.whole:
+        view: StorageView = record.known(tensor)
+        if not view.whole:
             raise UsageError(f"{stored.name} is a view of another tensor, and cannot be loaded alone.")
-        record.given[place.storage] = functools.partial(_Stored.part, stored)
-        record.given_after = len(record.entries)
+        record.loaded[view.storage] = functools.partial(_Stored.part, stored)
+        record.loaded_after = len(record.entries)
         return
     part = stored.part(tensor, tensor.device)
     into = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -116,10 +116,8 @@ def _tied(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     found: dict[int, tuple[list[str], Tensor]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
-        own: dict[str, Any] = {**module._parameters, **module._buffers}
-        for name, tensor in own.items():
-            if tensor is not None and name not in module._non_persistent_buffers_set:
-                found.setdefault(id(tensor), ([], tensor))[0].append(f"{dot}{name}")
+        for name, tensor in persistent_tensors(module).items():
+            found.setdefault(id(tensor), ([], tensor))[0].append(f"{dot}{name}")
     return list(found.values())
 
 

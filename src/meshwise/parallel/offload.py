@@ -22,15 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.compat.dispatch import StorageMap
-from meshwise.compat.reducer import version
+from meshwise.compat.reducer import base_of, version
 from meshwise.parallel.blocks import called_in
+from meshwise.parallel.technique import Setup, Technique
 
 SMALLEST = 1024  # bytes: below, a copy costs more than it frees
 WINDOW = 256 << 20  # bytes that are fetched ahead of their use
 
 
 @dataclass
-class Moved:
+class OffloadStats:
     """What was copied so far: tensors and bytes that went to the host, tensors that came back before they were asked
     for, and the most bytes of such that were on the device at once."""
 
@@ -41,7 +42,7 @@ class Moved:
 
 
 @dataclass(eq=False)
-class _OnHost:
+class _HostCopy:
     """A storage that waits in the host's memory: the `number`th that its forward has sent."""
 
     number: int
@@ -58,17 +59,13 @@ class _OnHost:
     def holds(self, tensor: Tensor) -> bool:
         """Whether what was sent is what `tensor` holds now. Parts of one storage that are no views of one tensor (an
         LSTM's gates, by `unsafe_chunk`) count their versions apart: one of them says nothing of another."""
-        same = self.place == _place(tensor) or self.base() is _base(tensor)
+        same = self.place == _place(tensor) or self.base() is base_of(tensor)
         return same and self.version == version(tensor)
 
     @property
     def ahead(self) -> bool:
         """Whether it is on the device and nobody has asked for it yet."""
         return self.ready is not None and not self.asked
-
-
-def _base(tensor: Tensor) -> Tensor:
-    return tensor if tensor._base is None else tensor._base
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -79,7 +76,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 class _View:
     """A tensor as it lay on what went to the host: the compiler's code relies on strides."""
 
-    of: _OnHost
+    of: _HostCopy
     dtype: torch.dtype
     offset: int
     size: torch.Size
@@ -87,20 +84,20 @@ class _View:
 
 
 @dataclass
-class _Kept:
+class _SavedTensors:
     """What one forward has sent to the host, in order. Autograd holds the tensors; here they are only known."""
 
-    moved: Moved
+    moved: OffloadStats
     window: int
-    sent: list[weakref.ref[_OnHost]] = field(default_factory=list)
-    fetched: list[weakref.ref[_OnHost]] = field(default_factory=list)
+    sent: list[weakref.ref[_HostCopy]] = field(default_factory=list)
+    fetched: list[weakref.ref[_HostCopy]] = field(default_factory=list)
     known: StorageMap = field(default_factory=StorageMap)
 
     def to_host(self, tensor: Tensor) -> Tensor | _View:
         """Called by autograd with what it would keep. Views of one storage send it once."""
         if not _goes(tensor):
             return tensor
-        known: weakref.ref[_OnHost] | None = self.known.get(tensor)
+        known: weakref.ref[_HostCopy] | None = self.known.get(tensor)
         waiting = known() if known is not None else None
         if waiting is None or not waiting.holds(tensor):
             waiting = _send(tensor, len(self.sent))
@@ -146,22 +143,27 @@ class _Kept:
             self.moved.ahead, self.moved.most_ahead = self.moved.ahead + 1, max(self.moved.most_ahead, held)
 
 
-def offload_activations(model: nn.Module, window: int | None = None) -> Moved:
+def offload_activations(model: nn.Module, window: int | None = None) -> OffloadStats:
     """Let what `model` keeps for its backward wait in the host's memory; returns the count, which goes on counting.
 
     window: bytes that are fetched ahead. A model that is only a list of models, and never called itself, passes this on
     to them.
     """
-    moved = Moved()
+    moved = OffloadStats()
     for root in called_in(model):
         changed: Any = root
-        kept = functools.partial(_Kept, moved, WINDOW if window is None else window)
+        kept = functools.partial(_SavedTensors, moved, WINDOW if window is None else window)
         changed.forward = functools.partial(_offloaded, root.forward, kept, moved)
     return moved
 
 
 def _offloaded(
-    forward: Callable[..., Any], kept: Callable[[], _Kept], moved: Moved, /, *arguments: Any, **keywords: Any
+    forward: Callable[..., Any],
+    kept: Callable[[], _SavedTensors],
+    moved: OffloadStats,
+    /,
+    *arguments: Any,
+    **keywords: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*arguments, **keywords)
@@ -172,12 +174,11 @@ def _offloaded(
 
 def _goes(tensor: Tensor) -> bool:
     """Whether a tensor goes to the host: no parameter nor a view of one, no small one, none of a kind of its own."""
-    source = tensor if tensor._base is None else tensor._base
     plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
-    return plain and not isinstance(source, nn.Parameter) and tensor.nbytes >= SMALLEST
+    return plain and not isinstance(base_of(tensor), nn.Parameter) and tensor.nbytes >= SMALLEST
 
 
-def _send(tensor: Tensor, number: int) -> _OnHost:
+def _send(tensor: Tensor, number: int) -> _HostCopy:
     """Copy the storage of a tensor to the host, on its own stream where there is one."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
@@ -188,10 +189,10 @@ def _send(tensor: Tensor, number: int) -> _OnHost:
         flat.record_stream(stream)  # its memory is not given out again before the copy is made
     with _on(stream):
         copy.copy_(flat, non_blocking=stream is not None)
-    return _OnHost(number, copy, tensor.device, version(tensor), _place(tensor), weakref.ref(_base(tensor)))
+    return _HostCopy(number, copy, tensor.device, version(tensor), _place(tensor), weakref.ref(base_of(tensor)))
 
 
-def _fetch(waiting: _OnHost) -> None:
+def _fetch(waiting: _HostCopy) -> None:
     """Begin to copy a storage back to its device. On one stream with the copies out, so it is after its own."""
     stream = _copying(waiting.device)
     with _on(stream):
@@ -207,3 +208,12 @@ def _copying(device: torch.device) -> torch.cuda.Stream | None:
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _apply(setup: Setup) -> None:
+    setup.parts_on_host = "parameters" in setup.plan.offload
+    if "activations" in setup.plan.offload:
+        offload_activations(setup.model)
+
+
+OFFLOAD = Technique(apply=_apply)

@@ -17,19 +17,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwise.compat.optimizers import step_without_hooks
 from meshwise.compat.sharding import with_local
+from meshwise.parallel.buckets import buckets_of, local
 from meshwise.parallel.step_hooks import Order, has_closure, subscribe
+from meshwise.parallel.technique import Technique
 from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
 
 BUCKET = 64 << 20  # bytes of parameters whose state is on the device at once; a larger parameter has a bucket alone
 
 
 @dataclass
-class Moved:
+class StateTraffic:
     """Bytes of state that went to the host and came back so far, and the most that were on the device at once."""
 
     out: int = 0
@@ -41,7 +44,7 @@ class OffloadedState:
     """Keeps the state of `optimizer` in the host's memory between its steps, in place."""
 
     def __init__(self, optimizer: Optimizer, bucket: int = BUCKET) -> None:
-        self.moved = Moved()
+        self.moved = StateTraffic()
         self._bucket = bucket
         self._gradients: dict[Tensor, Tensor] = {}
         self._last: list[Tensor] = []
@@ -60,7 +63,7 @@ class OffloadedState:
         self._gradients = {p: p.grad for p in ready}
         for p in ready:
             p.grad = None
-        buckets = _buckets(ready, self._bucket)
+        buckets = buckets_of(ready, self._bucket)
         for bucket in buckets[:-1]:
             settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             self._begin(optimizer, bucket)
@@ -94,7 +97,7 @@ class OffloadedState:
             for key, value in entry.items() if isinstance(entry, dict) else ():
                 if _travels(value):
                     entry[key] = _fetched(value, p)
-                    self.moved.back += _local(value).nbytes
+                    self.moved.back += local(value).nbytes
         self._note_most(optimizer, bucket)
 
     def _end(self, optimizer: Optimizer, bucket: Sequence[Tensor]) -> None:
@@ -115,9 +118,9 @@ class OffloadedState:
             entry = optimizer.state.get(p, {})
             for key, value in entry.items() if isinstance(entry, dict) else ():
                 if _travels(value):
-                    device = _local(p).device
+                    device = local(p).device
                     entry[key] = _sent(value)
-                    self.moved.out += _local(value).nbytes
+                    self.moved.out += local(value).nbytes
         if device is not None and device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()  # what is read on the host has arrived
 
@@ -129,34 +132,25 @@ def _travels(value: Any) -> bool:
 
 def _bytes(entry: Any) -> int:
     values = entry.values() if isinstance(entry, dict) else ()
-    return sum(_local(value).nbytes for value in values if _travels(value))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return sum(local(value).nbytes for value in values if _travels(value))
 
 
 def _sent(value: Tensor) -> Tensor:
-    local = _local(value).detach()
-    on_gpu = local.device.type != "cpu"
-    host = torch.empty_like(local, device="cpu", pin_memory=on_gpu)
-    return with_local(value, host.copy_(local, non_blocking=on_gpu))
+    part = local(value).detach()
+    on_gpu = part.device.type != "cpu"
+    host = torch.empty_like(part, device="cpu", pin_memory=on_gpu)
+    return with_local(value, host.copy_(part, non_blocking=on_gpu))
 
 
 def _fetched(value: Tensor, parameter: Tensor) -> Tensor:
-    local = _local(value)
-    there = torch.empty_like(local, device=_local(parameter).device)
-    return with_local(value, there.copy_(local, non_blocking=True))
+    part = local(value)
+    there = torch.empty_like(part, device=local(parameter).device)
+    return with_local(value, there.copy_(part, non_blocking=True))
 
 
-def _buckets(parameters: Sequence[Tensor], most: int) -> list[list[Tensor]]:
-    """Neighbours, up to `most` bytes together."""
-    buckets: list[list[Tensor]] = []
-    size = 0
-    for p in parameters:
-        if not buckets or size + _local(p).nbytes > most:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(p)
-        size += _local(p).nbytes
-    return buckets
+def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
+    if "optimizer" in plan.offload and "parameters" not in plan.offload:  # those take their state with them
+        OffloadedState(optimizer)
+
+
+OFFLOAD_STATE = Technique(bind=_bind)

@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwise.compat.tree import map_tensors
+from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.dtypes import Dtypes, dtypes_of
 from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
 
 TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LACKS = ("not implemented for", "could not create a primitive", "does not support")  # how torch says that it lacks one
@@ -83,19 +86,6 @@ def gathered_narrow(model: nn.Module) -> set[int]:
     return {key for key, always in cast.items() if always}
 
 
-def shard_dtypes(dtypes: Dtypes) -> MixedPrecisionPolicy | None:
-    """What a shard gathers and reduces in; None where that is what is stored. Autocast casts what modules are given."""
-    gather = TORCH[dtypes.computed] if dtypes.computed != dtypes.stored else None
-    if gather is None and dtypes.reduced == dtypes.stored:
-        return None
-    return MixedPrecisionPolicy(gather, TORCH[dtypes.reduced], cast_forward_inputs=False)
-
-
-def reduced_in(dtypes: Dtypes) -> torch.dtype | None:
-    """What replicas send gradients in; None where that is what is stored."""
-    return TORCH[dtypes.reduced] if dtypes.reduced != dtypes.stored else None
-
-
 def check_computes(model: nn.Module | None, device: str, precision: str | Dtypes) -> None:
     """Raises PlanError where torch cannot compute in the precision on `device`, as far as that is known before a run.
 
@@ -138,3 +128,30 @@ def _instead(computed: str) -> str:
 
 def _dtypes(precision: str | Dtypes) -> Dtypes:
     return dtypes_of(precision) if isinstance(precision, str) else precision
+
+
+def reduced_in(dtypes: Dtypes) -> torch.dtype | None:
+    """What replicas send gradients in; None where that is what is stored."""
+    return TORCH[dtypes.reduced] if dtypes.reduced != dtypes.stored else None
+
+
+def _check(plan: Plan, world: World) -> None:
+    if world.kind == "cpu":  # the process that starts workers leaves GPUs alone
+        check_computes(None, world.device, plan.dtypes)
+
+
+def _apply(setup: Setup) -> None:
+    dtypes = setup.plan.dtypes
+    store_parameters(setup.model, dtypes)
+    gathered = TORCH[dtypes.computed] if dtypes.computed != dtypes.stored else None
+    reduced = reduced_in(dtypes)
+    if gathered or reduced:  # autocast casts what modules are given
+        setup.gather_dtypes = MixedPrecisionPolicy(gathered, TORCH[dtypes.reduced], cast_forward_inputs=False)
+    setup.gathered_narrow, setup.reduce_dtype = gathered_narrow(setup.model), reduced
+
+
+PRECISION = Technique(
+    check=_check,
+    check_model=lambda setup: check_computes(setup.model, setup.world.device, setup.plan.dtypes),
+    apply=_apply,
+)

@@ -1,21 +1,21 @@
-"""Re-bind: an optimizer made before its model's parameters were replaced goes on with the new ones.
+"""Optimizers and checkpoints follow parameters that the plan has replaced by this rank's parts of them.
 
-Left alone it would step the old parameters, without an error and without effect. It stays the same object, with its
-groups, their settings and its state; schedulers that hold it notice nothing.
+An optimizer made before would step the old parameters, without an error and without effect. It stays the same object,
+with its groups, their settings and its state; schedulers that hold it notice nothing. `load_state_dict` of a model and
+of an optimizer takes what one device has saved: whole tensors are sharded before torch looks at them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwise.spec.errors import PlanError
-
-Cut = Callable[[Tensor, nn.Parameter], Tensor]
-"""Lays a state tensor, of its parameter's shape, as the new parameter lies."""
+from meshwise.transfer.sharded import shard_like
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
@@ -23,8 +23,8 @@ def names_of(model: nn.Module) -> dict[int, str]:
     return {id(p): name for name, p in model.named_parameters()}
 
 
-def rebind(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.Parameter], cut: Cut) -> None:
-    """Give `optimizer` the parameters that the model has `now`, by name, in place.
+def rebind(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.Parameter]) -> None:
+    """Give `optimizer` the parameters that the model has `now`, by name, in place, and its state their layout.
 
     names: those of the parameters that the optimizer holds (`names_of`). Raises PlanError for one that has none.
     """
@@ -40,14 +40,44 @@ def rebind(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.
     for group in optimizer.param_groups:
         group["params"] = [new[p] for p in group["params"]]
     held = [(old, to) for old, to in new.items() if old in optimizer.state]
-    state: dict[Tensor, Any] = {to: _moved(optimizer.state[old], old, to, cut) for old, to in held}
+    state: dict[Tensor, Any] = {to: _sharded_as(to, optimizer.state[old]) for old, to in held}
     optimizer.state.clear()
     optimizer.state.update(state)
 
 
-def _moved(entry: Any, old: Tensor, new: nn.Parameter, cut: Cut) -> Any:
-    """One parameter's state: what has its shape is laid as it lies now; counters stay."""
+def register_model_load_hooks(model: nn.Module) -> None:
+    """Let every module of `model` that holds parts of parameters take whole ones in `load_state_dict`."""
+    for module in model.modules():
+        if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            module.register_load_state_dict_pre_hook(_shard_parameters)
+
+
+def _shard_parameters(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+    for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and value.shape == p.shape:  # torch reports what has another shape
+            state[prefix + name] = shard_like(value, p)
+
+
+def register_optimizer_load_hook(optimizer: Optimizer) -> None:
+    """Let `optimizer`, whose parameters are divided, take whole state in `load_state_dict`."""
+    optimizer.register_load_state_dict_pre_hook(_shard_state)
+
+
+def _shard_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(numbers) != len(held):  # torch reports how they differ
+        return saved
+    state = dict(saved["state"])
+    for number, p in zip(numbers, held, strict=True):
+        if number in state:
+            state[number] = _sharded_as(p, state[number])
+    return {**saved, "state": state}
+
+
+def _sharded_as(p: Tensor, entry: Any) -> Any:
+    """One parameter's state, divided as `p` is; counters stay."""
     if not isinstance(entry, dict):
         return entry
-    fits = {key: isinstance(v, Tensor) and v.shape == old.shape and v.ndim > 0 for key, v in entry.items()}
-    return {key: cut(value, new) if fits[key] else value for key, value in entry.items()}
+    return {k: shard_like(v, p) if isinstance(v, Tensor) and v.ndim > 0 else v for k, v in entry.items()}

@@ -20,11 +20,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
+from meshwise.compat.compiling import unwrapped
+from meshwise.compat.dispatch import argument_names
+from meshwise.compat.modules import buffers_in
 from meshwise.compat.reducer import version
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
+from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError, nearest
+from meshwise.spec.words import some
 
-DEAR = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "scaled_dot_product")
+COMPUTE_INTENSIVE_OPS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "scaled_dot_product")
 """Operators whose results `selective` keeps: matrix products, convolutions, and attention of any kind."""
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
@@ -45,7 +50,7 @@ def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[s
     for _, block in blocks:
         if getattr(block.forward, "func", None) is not _recomputed:
             block.forward = functools.partial(_recomputed, block, block.forward, recompute == "selective")
-    return [name for name, _ in blocks]
+    return [name or "the whole model" for name, _ in blocks]
 
 
 def recomputed(model: nn.Module) -> list[str]:
@@ -56,10 +61,8 @@ def recomputed(model: nn.Module) -> list[str]:
 def _module(model: nn.Module, name: str) -> nn.Module:
     known: dict[str, nn.Module] = dict(model.named_modules())
     if not name or name not in known:
-        some = ", ".join(block for block, _ in (repeated_blocks(model) or blocks_of(model))[:4])
-        raise PlanError(
-            f"recompute: the model has no module '{name}'.{nearest(name, known)} Its blocks are {some} and so on."
-        )
+        blocks = some([block for block, _ in repeated_blocks(model) or blocks_of(model)])
+        raise PlanError(f"recompute: the model has no module '{name}'.{nearest(name, known)} Its blocks are {blocks}.")
     return known[name]
 
 
@@ -159,7 +162,7 @@ def _again(
     """The second run writes copies of the buffers that the first has written."""
     kept: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
     for part, name in written:
-        buffers: dict[str, Tensor | None] = part._buffers
+        buffers = buffers_in(part)
         buffer = buffers[name]
         assert buffer is not None
         kept.append((buffers, name, buffer))
@@ -180,8 +183,8 @@ def _again(
 
 def _policy(context: SelectiveCheckpointContext, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
     name = str(operator).partition(".")[2].partition(".")[0].strip("_")
-    dear = name in DEAR or name.startswith(DEAR[-1])
-    kept = dear and not _draws(operator, arguments, keywords)
+    expensive = name in COMPUTE_INTENSIVE_OPS or name.startswith(COMPUTE_INTENSIVE_OPS[-1])
+    kept = expensive and not _draws(operator, arguments, keywords)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -189,8 +192,19 @@ def _draws(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) 
     """Whether the operator takes random numbers. Left out of the second run, the draws after it would be others."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
-    names = [argument.name for argument in operator._schema.arguments]
+    names = argument_names(operator)
     if "dropout_p" not in names:
         return True
     place = names.index("dropout_p")
     return bool(keywords.get("dropout_p", arguments[place] if place < len(arguments) else 0.0) > 0)
+
+
+def _apply(setup: Setup) -> None:
+    recompute = setup.plan.recompute
+    blocks = recompute_blocks(unwrapped(setup.model), recompute)
+    if blocks:
+        again = "all but matrix products and attention" if recompute == "selective" else "all of it"
+        setup.notes.append(f"recompute: {again} runs again in the backward, in {len(blocks)} blocks: {some(blocks)}.")
+
+
+RECOMPUTE = Technique(apply=_apply)

@@ -4,9 +4,12 @@
 of the mean over all ranks. Blocks are the model's repeated layers; everything else, and layers too small to be worth a
 collective of their own, belongs to the whole model: gathered for its forward, and kept until its backward is over.
 
-Every rank must run the same blocks in the same order. That is checked before each reduction, and a rank that parts from
-the others says so instead of waiting in a collective. Parameters within a block are free: one that this rank's loss did
+Every rank must run the same blocks in the same order. That is checked before each reduction, and a rank that diverges
+raises an error instead of waiting in a collective. Parameters within a block are free: one that this rank's loss did
 not reach takes part with zero, and one that no rank reached keeps its `grad`.
+
+Gradient clipping needs nothing here: `.grad` is a DTensor, so `torch.nn.utils.clip_grad_norm_` reduces the norm over
+all ranks, and every rank multiplies its part by the same factor, that of the whole gradient's norm.
 """
 
 from __future__ import annotations
@@ -15,23 +18,27 @@ import functools
 import itertools
 import re
 import traceback
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from meshwise.compat import sharding
 from meshwise.compat.reducer import default_store
-from meshwise.parallel.blocks import called_in, repeated_blocks
+from meshwise.parallel.mesh import make_mesh
+from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
+from meshwise.parallel.shard_units import check_can_be_sharded, make_contiguous, roots_of, units_of
+from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
+from meshwise.spec.words import some
+from meshwise.spec.world import World
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import agree
 
-SMALL = 4096  # elements: below, a collective of its own costs more than keeping the layer's parameters gathered
 _made = itertools.count()  # every rank shards its models in the same order
 FIRST = 1800.0  # seconds in which all ranks must come to the first reduction: as long as gloo waits in a collective
 GRACE = 60.0  # seconds for a later one in an order that is new: a rank with a known order does not say so
@@ -260,50 +267,28 @@ def note_what_was_not_gathered(error: BaseException) -> None:
         )
 
 
-def roots_of(model: nn.Module) -> list[nn.Module]:
-    """What is called of `model` and has parameters."""
-    return [root for root in called_in(model) if any(True for _ in root.parameters())]
-
-
-def units_of(root: nn.Module) -> list[nn.Module]:
-    """The blocks of `root` that are gathered one by one: its repeated layers of `SMALL` elements or more.
-
-    A block that shares a parameter with what lies outside it (a tied embedding) is none: its parameters are needed
-    while it is not at work.
-    """
-    places, holders = _places(root), Counter(id(child) for m in root.modules() for child in m.children())
-    units = []
-    for _, block in repeated_blocks(root):
-        own = all(places[key] == count for key, count in _places(block).items()) and holders[id(block)] == 1
-        if own and sum(p.numel() for p in block.parameters()) >= SMALL:
-            units.append(block)
-    return units
-
-
-def _places(module: nn.Module) -> Counter[int]:
-    """How often each parameter, by its id, stands in the parts of `module`."""
-    return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
-
-
-def check_can_be_sharded(model: nn.Module, module: nn.Module) -> None:
-    """Raises PlanError for a block that `fully_shard` cannot take, with its parameter's name."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    own = [p for p in module.parameters() if not isinstance(p, DTensor)]
-    for p in own:
-        if p.ndim == 0:
-            raise PlanError(
-                f"shard: parameter {names[id(p)]} is a single number, which cannot be divided over ranks. "
-                "Give it the shape (1,), or use shard=1."
-            )
-        if p.numel() == 0:
-            raise PlanError(
-                f"shard: parameter {names[id(p)]} of shape {tuple(p.shape)} has no elements, so there is nothing to "
-                "divide. Leave it out of the model, or use shard=1."
-            )
-    dtypes = {p.dtype: names[id(p)] for p in own if p.requires_grad}
-    if len(dtypes) > 1:
-        some = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
-        raise PlanError(
-            f"shard: the trained parameters of a block must be stored in one dtype; here are {some}. "
-            "Store them in one dtype (precision says what is computed in), or use shard=1."
+def _apply(setup: Setup) -> None:
+    if not setup.plan.parameters_divided:
+        return
+    contiguous = make_contiguous(setup.model)
+    if contiguous:
+        setup.notes.append(
+            f"shard: {some(contiguous)} are contiguous now, as parts must be; transposed or channels_last is undone."
         )
+    setup.reduction = Sharded(
+        setup.model,
+        make_mesh(setup.plan, setup.world),
+        reshard=setup.plan.reshard,
+        to_host=setup.parts_on_host,
+        dtypes=setup.gather_dtypes,
+        narrow=setup.gathered_narrow,
+    )
+    register_model_load_hooks(setup.model)
+
+
+def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
+    if plan.parameters_divided:
+        register_optimizer_load_hook(optimizer)
+
+
+SHARD = Technique(apply=_apply, bind=_bind)

@@ -18,8 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwise.parallel.buckets import buckets_of
 from meshwise.parallel.step_hooks import Order, has_closure, subscribe
+from meshwise.parallel.technique import Technique
 from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
 from meshwise.transfer import collectives
 
 BUCKET = 25 << 20  # bytes that are sent in one collective
@@ -67,11 +71,11 @@ class DividedOptimizer:
         """Give the gradients back, and send every parameter from its owner to all."""
         self._give_back(optimizer)
         for owner, held in enumerate(self._owned):
-            for bucket in _buckets([p for p in held if p.requires_grad]):
-                _sent(bucket, owner, own=owner == self._rank)
+            for bucket in buckets_of([p for p in held if p.requires_grad], BUCKET):
+                _broadcast(bucket, owner, own=owner == self._rank)
 
 
-def _sent(bucket: Sequence[nn.Parameter], owner: int, *, own: bool) -> None:
+def _broadcast(bucket: Sequence[Tensor], owner: int, *, own: bool) -> None:
     """Send a bucket from its owner to all. A function, so that its buffer is let go before the next is made."""
     flat = torch.cat([p.detach().reshape(-1) for p in bucket])
     collectives.broadcast(flat, owner)
@@ -91,14 +95,9 @@ def owners(parameters: Sequence[nn.Parameter], size: int) -> list[list[nn.Parame
     return held
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Neighbours of one dtype and device, up to `BUCKET` bytes together."""
-    buckets: list[list[nn.Parameter]] = []
-    for p in parameters:
-        last = buckets[-1] if buckets else []
-        fits = last and (last[0].dtype, last[0].device) == (p.dtype, p.device)
-        if fits and sum(q.nbytes for q in last) + p.nbytes <= BUCKET:
-            last.append(p)
-        else:
-            buckets.append([p])
-    return buckets
+def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
+    if plan.zero1:
+        DividedOptimizer(optimizer, world.rank, world.size)
+
+
+ZERO1 = Technique(bind=_bind)

@@ -59,6 +59,14 @@ class Device:
         """`cuda`, `cpu`, `xpu`."""
         return self.name.split(":")[0]
 
+    @property
+    def best_rates(self) -> dict[str, float]:
+        """The best measured FLOP/s by dtype, over the shapes."""
+        found: dict[str, float] = {}
+        for product in self.matmuls:
+            found[product.dtype] = max(product.rate, found.get(product.dtype, 0.0))
+        return found
+
 
 @dataclass(frozen=True)
 class Link:
@@ -132,6 +140,11 @@ class Machine:
     versions: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     measured: str = ""
+
+
+def device_label(machine: Machine, device: Device) -> str:
+    """The device's name; with several hosts, its host's number in front."""
+    return device.name if len(machine.hosts) < 2 else f"node{device.host} {device.name}"
 
 
 def link_between(machine: Machine, source: str, target: str) -> Link | None:

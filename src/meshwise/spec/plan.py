@@ -1,34 +1,53 @@
-"""The plan: how a job is laid on a machine, as a small value that prints as it is written.
+"""The plan: which mesh axes and which techniques a job has, as a small value that prints as it is written.
 
 A plan names the mesh axes (`data` replicas, each divided over `shard` devices), what a step is cut into, and the
-techniques that trade time for memory. The other axes of the design (tensor, sequence, pipeline, context) get their line
-in `AXES` and a field when their technique exists.
+techniques that trade time for memory. Each field declares what it divides and what it cannot be combined with. The
+other axes of the design (tensor, sequence, pipeline, context) get their field when their technique exists.
 """
 
 from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from meshwise.spec.dtypes import PRECISIONS as PRECISIONS
 from meshwise.spec.dtypes import Dtypes, dtypes_of
 from meshwise.spec.errors import PlanError, nearest
 
-AXES = ("data", "shard")
-"""The mesh axes, outermost first: the last one lies on neighbouring devices, whose links are the fastest."""
 RECOMPUTES = {
     "none": "what the backward needs is kept",
     "full": "each block keeps its input alone and runs again in the backward",
-    "selective": "each block keeps its input and what is dear (matrix products, attention); the rest runs again",
+    "selective": "each block keeps its input and what is expensive (matrix products, attention); the rest runs again",
 }
 OFFLOADS = {
     "optimizer": "the optimizer's state lies in the host's memory",
     "parameters": "this rank's part of the parameters lies in the host's memory",
     "activations": "what the backward needs waits in the host's memory",
 }
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """What a field cannot be combined with: `when` it would be, and what to say then, with the plan as `{plan}`."""
+
+    when: Callable[[Plan], bool]
+    message: str
+
+
+def _axis(*, divides: str = "") -> Any:
+    """A mesh axis: over how many devices. Axes stand in the plan from the outermost to the innermost."""
+    return field(default=1, metadata={"axis": True, "divides": divides})
+
+
+def _technique(default: Any, *conflicts: Conflict, divides: str = "") -> Any:
+    """A technique that is off by default. Conflicts are those of any other value.
+
+    divides: `parameters`, with their gradients and state, or the optimizer's `state` alone.
+    """
+    return field(default=default, metadata={"conflicts": conflicts, "divides": divides})
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,58 +70,62 @@ class Plan:
     bucket_mb: MiB of gradients that are reduced in one all-reduce (25 is DistributedDataParallel's default).
     """
 
-    data: int = 1
-    shard: int = 1
+    data: int = _axis()
+    shard: int = _axis(divides="parameters")
     accumulate: int = 1
     precision: str = "fp32"
-    zero1: bool = False
+    zero1: bool = _technique(
+        False,
+        Conflict(
+            lambda plan: plan.parameters_divided,
+            "zero1=True with shard={plan.shard}: shard divides the optimizer's state already. Remove zero1.",
+        ),
+        Conflict(
+            lambda plan: plan.data == 1,
+            "zero1=True divides the optimizer's state over replicas, and data=1 is one. "
+            "Use data=2 or more, or remove zero1.",
+        ),
+        divides="state",
+    )
     recompute: str | tuple[str, ...] = "none"
-    offload: tuple[str, ...] = ()
-    reshard: bool = True
-    compile: bool = False
+    offload: tuple[str, ...] = _technique(
+        (),
+        Conflict(
+            lambda plan: "parameters" in plan.offload and plan.shard == 1,
+            "offload='parameters' keeps each rank's part of the parameters in the host's memory, and shard=1 makes "
+            "no parts. Use shard=2 or more, or offload='optimizer'.",
+        ),
+    )
+    reshard: bool = _technique(
+        True,
+        Conflict(lambda plan: plan.shard == 1, "reshard=False has no effect with shard=1. Remove it."),
+    )
+    compile: bool = _technique(
+        False,
+        Conflict(
+            lambda plan: plan.recompute == "selective",
+            "compile=True with recompute='selective': compiled code has no operators to select from. "
+            "Use recompute='full', or the names of blocks, or remove compile.",
+        ),
+    )
     bucket_mb: int = 25
     param_dtype: str | None = None
     compute_dtype: str | None = None
     grad_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for name in (*AXES, "accumulate", "bucket_mb"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PlanError(f"{name}={value!r}: must be a whole number of at least 1. Write {name}=1.")
-        for name in ("zero1", "reshard", "compile"):
-            if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"{name}={getattr(self, name)!r}: must be True or False (true or false in a file).")
+        for f in fields(self):
+            _check_type(f.name, getattr(self, f.name), f.default)
         if self.precision not in tuple(PRECISIONS):  # a plan file may hold what has no hash
             hint = nearest(str(self.precision), PRECISIONS)
             raise PlanError(f"precision={self.precision!r} is not known.{hint} Use one of {', '.join(PRECISIONS)}.")
         dtypes_of(self.precision, self.param_dtype, self.compute_dtype, self.grad_dtype)
         object.__setattr__(self, "recompute", _recompute(self.recompute))
         object.__setattr__(self, "offload", _offload(self.offload))
-        self._check_together()
-
-    def _check_together(self) -> None:
-        if self.zero1 and self.shard > 1:
-            raise PlanError(
-                f"zero1=True with shard={self.shard}: shard divides the optimizer's state already. Leave zero1 out."
-            )
-        if self.zero1 and self.data == 1:
-            raise PlanError(
-                "zero1=True divides the optimizer's state over replicas, and data=1 is one. "
-                "Use data=2 or more, or leave zero1 out."
-            )
-        if self.compile and self.recompute == "selective":
-            raise PlanError(
-                "compile=True with recompute='selective': compiled code has no operators to select from. "
-                "Use recompute='full', or the names of blocks, or leave compile out."
-            )
-        if "parameters" in self.offload and self.shard == 1:
-            raise PlanError(
-                "offload='parameters' keeps each rank's part of the parameters in the host's memory, and shard=1 makes "
-                "no parts. Use shard=2 or more, or offload='optimizer'."
-            )
-        if not self.reshard and self.shard == 1:
-            raise PlanError("reshard=False says when sharded parameters are let go, and shard=1 shards none. Leave it.")
+        for f in fields(self):
+            for conflict in f.metadata.get("conflicts", ()):
+                if getattr(self, f.name) != f.default and conflict.when(self):
+                    raise PlanError(conflict.message.format(plan=self))
 
     @property
     def devices(self) -> int:
@@ -112,12 +135,15 @@ class Plan:
     @property
     def parameters_divided(self) -> bool:
         """Whether a rank holds a part of each parameter, of its gradient and of its state."""
-        return self.shard > 1
+        return self._divides("parameters")
 
     @property
     def state_divided(self) -> bool:
         """Whether a rank holds a part of the optimizer's state."""
-        return self.parameters_divided or self.zero1
+        return self.parameters_divided or self._divides("state")
+
+    def _divides(self, what: str) -> bool:
+        return any(getattr(self, f.name) != f.default for f in fields(self) if f.metadata.get("divides") == what)
 
     @property
     def dtypes(self) -> Dtypes:
@@ -128,6 +154,10 @@ class Plan:
         return f"Plan({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
 
 
+AXES = tuple(f.name for f in fields(Plan) if f.metadata.get("axis"))
+"""The mesh axes, outermost first: the last one lies on neighbouring devices, whose links are the fastest."""
+
+
 def changed(plan: Plan) -> dict[str, Any]:
     """The fields of a plan that say something: what differs from the default, and `data` where no axis does."""
     one = plan.devices == 1
@@ -136,45 +166,6 @@ def changed(plan: Plan) -> dict[str, Any]:
         for f in fields(plan)
         if getattr(plan, f.name) != f.default or (one and f.name == "data")
     }
-
-
-def check_devices(plan: Plan, devices: int) -> None:
-    """Raises PlanError, with the nearest plan that fits, when the plan needs another number than `devices`."""
-    if plan.devices == devices:
-        return
-    use = ", ".join(f"{axis}={value}" for axis, value in _nearest_axes(plan, devices).items())
-    needs = f"{plan.devices} device{'s' * (plan.devices > 1)}"
-    raise PlanError(
-        f"{_axes_text(plan)} needs {needs}; this run has {devices}. "
-        f"Use {use}, or start {plan.devices} worker{'s' * (plan.devices > 1)} with --devices."
-    )
-
-
-def _axes_text(plan: Plan) -> str:
-    said = [axis for axis in AXES if getattr(plan, axis) > 1] or ["data"]
-    return " x ".join(f"{axis}={getattr(plan, axis)}" for axis in said)
-
-
-def _nearest_axes(plan: Plan, devices: int) -> dict[str, int]:
-    """The axes to change, and their values, so that the plan fills `devices`: the sizes nearest in ratio."""
-    choices = [{"data": devices // shard, "shard": shard} for shard in range(1, devices + 1) if devices % shard == 0]
-    possible = [c for c in choices if _makes_a_plan(plan, c)] or choices
-
-    def distance(choice: dict[str, int]) -> tuple[int, float, int]:
-        apart = sum(abs(math.log(size / getattr(plan, axis))) for axis, size in choice.items())
-        new = sum(size > 1 and getattr(plan, axis) == 1 for axis, size in choice.items())
-        return new, round(apart, 9), -choice["shard"]  # of two as near, the one that holds the larger model
-
-    best = min(possible, key=distance)
-    return {axis: size for axis, size in best.items() if size != getattr(plan, axis)}
-
-
-def _makes_a_plan(plan: Plan, choice: dict[str, int]) -> bool:
-    try:
-        replace(plan, **choice)  # type: ignore[arg-type]
-    except PlanError:
-        return False
-    return True
 
 
 def at_precision(plan: Plan, precision: str) -> Plan:
@@ -263,6 +254,15 @@ def _value_of(name: str, text: str) -> Any:
     if name == "recompute" and text not in RECOMPUTES and ("," in text or "." in text):
         return tuple(part.strip() for part in text.split(",") if part.strip())
     return text
+
+
+def _check_type(name: str, value: Any, default: Any) -> None:
+    """Numbers are whole and at least 1, switches are True or False. Words are looked at one by one."""
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise PlanError(f"{name}={value!r}: must be True or False (true or false in a file).")
+    elif isinstance(default, int) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise PlanError(f"{name}={value!r}: must be a whole number of at least 1. Use {name}=1.")
 
 
 def _check_name(name: str) -> None:

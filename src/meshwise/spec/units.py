@@ -44,8 +44,27 @@ def count_text(count: float) -> str:
 
 
 def percent_text(share: float, digits: int = 0) -> str:
-    """A share from 0 to 1 as `18 %`, with `digits` decimals."""
-    return f"{100 * share:.{digits}f} %"
+    """A share from 0 to 1 as `18 %`, with `digits` decimals; `<1 %` where it is above 0 and would round to it."""
+    if not math.isfinite(share):
+        return "unknown"
+    return "<1 %" if digits == 0 and 0 < share < 0.005 else f"{100 * share:.{digits}f} %"
+
+
+def plural(count: float, noun: str) -> str:
+    """`1 step`, `4,690 steps`."""
+    return f"{count_text(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def rate_text(rate: float) -> str:
+    """Things a second as `12,300`; slow ones as `3.4` or `0.052`."""
+    if not math.isfinite(rate) or rate >= 10 or rate <= 0:
+        return count_text(rate)
+    return f"{rate:.1f}" if rate >= 1 else f"{rate:.2g}"
+
+
+def whole_seconds_text(seconds: float) -> str:
+    """Seconds that change on a screen as `8 s`, at least 1: tenths would only flicker."""
+    return seconds_text(max(1, round(seconds)) if math.isfinite(seconds) else seconds).replace(".0 s", " s")
 
 
 def bandwidth_text(rate: float) -> str:

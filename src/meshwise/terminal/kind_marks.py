@@ -64,6 +64,6 @@ def legend(kinds: Iterable[str], width: int, ascii_only: bool) -> list[Text]:
     return lines if lines[0].plain else []
 
 
-def fitting(text: str, ascii_only: bool) -> str:
+def printable(text: str, ascii_only: bool) -> str:
     """`text` in characters that the console can show."""
     return text.translate(ASCII).encode("ascii", "replace").decode() if ascii_only else text

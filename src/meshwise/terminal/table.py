@@ -1,43 +1,54 @@
-"""Lines that fit: aligned columns, of which whole ones are left out, and sentences that keep a number by its unit."""
+"""Aligned columns, by rich: as lines, so that a view knows how high and how wide they are.
+
+No number is ever cut: whole columns that do not fit are left out.
+"""
 
 from __future__ import annotations
 
-import re
+import io
 from collections.abc import Sequence
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.table import Table
 from rich.text import Text
 
-UNIT = re.compile(r"(?<=\d) (?=(?:%|µs|ms|s|min|h|B|[KMGTP]iB)(?![^\W_]))")
-GLUE = "\ue000"  # stands for a space at which a line must not end
+NO_LIMIT = 10_000
+Cell = str | Text
 
 
-def columns(titles: Sequence[str], rows: Sequence[list[Text]], width: int) -> list[Text]:
-    """Lines of aligned columns, the first to the left, the others to the right; the last ones are left out where they
-    do not fit."""
-    head = [Text(title) for title in titles]
-    wide = [max(cell_len(line[at].plain) for line in [head, *rows]) for at in range(len(head))]
-    many = len(wide)
-    while many > 1 and sum(wide[:many]) + 2 * (many - 1) > width:
-        many -= 1
-    lines = []
-    for cells, style in [(head, "dim"), *((row, "") for row in rows)]:
-        line = Text(style=style)
-        for at, cell in enumerate(cells[:many]):
-            space = Text(" " * (wide[at] - cell_len(cell.plain)))
-            line.append_text(cell + space if at == 0 else Text("  ") + space + cell)
-        line.rstrip()
-        lines.append(line)
+def table_lines(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    width: int = NO_LIMIT,
+    *,
+    left: Sequence[int] = (0,),
+    gap: int = 2,
+) -> list[Text]:
+    """A line of titles and one a row, with `gap` spaces between columns; the columns of `left` are aligned to the left.
+    The last columns are left out where they do not fit."""
+    for many in range(len(titles), 0, -1):
+        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+        for at, title in enumerate(titles[:many]):
+            table.add_column(Text(title), justify="left" if at in left else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row[:many]))
+        lines = rendered(table)
+        if width_of(lines) <= width:
+            break
     return lines
 
 
-def wrap(text: Text, width: int, console: Console) -> list[Text]:
-    """The text in lines of at most `width` characters, none of which parts a number from its unit."""
-    text = text.copy()
-    text.plain = UNIT.sub(GLUE, text.plain)
-    lines = list(text.wrap(console, width))
-    for line in lines:
-        line.plain = line.plain.replace(GLUE, " ")
-        line.rstrip()
-    return lines
+def rendered(what: RenderableType, width: int = NO_LIMIT) -> list[Text]:
+    """What rich draws, as lines."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    lines = console.render_lines(what, pad=False)
+    texts = [Text.assemble(*((segment.text, segment.style or "") for segment in line)) for line in lines]
+    for text in texts:
+        text.rstrip()
+    return texts
+
+
+def width_of(lines: Sequence[Text]) -> int:
+    """Characters of the longest line."""
+    return max((cell_len(line.plain) for line in lines), default=0)

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 
 import numpy as np
 
 from meshwise.spec.bandwidth import FACTORS, bus_bandwidth
-from meshwise.spec.errors import UsageError
 from meshwise.timeline.arrivals import ABSENT, Arrivals
-from meshwise.timeline.attribution import Whole, attribution_of
+from meshwise.timeline.attribution import Whole
 from meshwise.timeline.findings import findings_of, verdict_of
 from meshwise.timeline.goodput import goodput_of
 from meshwise.timeline.run_report import (
+    MEMORY,
     NOT_MEMORY,
-    Bar,
+    OUTSIDE_STEPS,
     ClockReport,
     CollectiveReport,
     CounterSeries,
     RankReport,
     Report,
     Series,
-    StepWindow,
 )
-from meshwise.timeline.spans import KIND, KINDS, LANES
-from meshwise.timeline.step_table import HIDDEN, OF_STEP, StepTable, spans_of_session, step_table_of
-from meshwise.timeline.stragglers import cost_by_rank
-from meshwise.timeline.timeline import NO_PHASE, Counter, Spans, Timeline
+from meshwise.timeline.spans import KINDS
+from meshwise.timeline.step_table import HIDDEN, OF_STEP, StepTable, step_table_of
+from meshwise.timeline.step_windows import step_windows
+from meshwise.timeline.timeline import NO_PHASE, Counter, Rank, Timeline
 
 POINTS = 300
 """Most points of a series."""
-BARS = 900
-"""Most bars of a view that was not asked for."""
-VIEW_STEPS = 5
 
 
 def report_of(
@@ -74,7 +69,7 @@ def report_of(
         collectives=collectives,
         series=_series(timeline, table),
         counters=[_thinned(counter) for counter in timeline.counters],
-        views=_views(timeline, table, steps),
+        views=step_windows(timeline, table, steps),
     )
 
 
@@ -95,36 +90,39 @@ def _throughput(timeline: Timeline, seconds: float) -> float | None:
 
 
 def _ranks(timeline: Timeline, table: StepTable) -> list[RankReport]:
-    cost = cost_by_rank(table.sync_points)
-    column = {rank: at for at, rank in enumerate(table.ranks.tolist())}
-    reports = []
-    for facts in timeline.ranks:
-        at = column.get(facts.rank)
-        total = np.zeros(HIDDEN + 1) if at is None else table.seconds[table.counted, at].sum(axis=0)
-        done = table.trained & table.present[:, at] if at is not None else np.zeros(len(table.step), bool)
-        steps = table.seconds[done, at][:, OF_STEP].sum(axis=1) if at is not None else np.empty(0)
-        memory, by_phase = _memory(timeline, facts.rank)
-        reports.append(
-            RankReport(
-                rank=facts.rank,
-                device=facts.device,
-                host=facts.host,
-                steps=len(steps),
-                seconds={kind: float(total[code]) for code, kind in enumerate(KINDS)},
-                hidden_seconds=float(total[HIDDEN]),
-                step_seconds=float(np.median(steps)) if len(steps) else 0.0,
-                last_arrivals=int((table.sync_points.rank == facts.rank).sum()),
-                sync_points=len(table.sync_points.rank),
-                straggler_seconds=cost.get(facts.rank, 0.0),
-                memory=memory,
-                memory_by_phase=by_phase,
-                spans=len(timeline.of_rank(facts.rank)),
-                complete=facts.complete,
-                dropped=facts.dropped,
-                overhead_seconds=facts.overhead_seconds,
-            )
-        )
-    return reports
+    return [_rank(facts, timeline, table) for facts in timeline.ranks]
+
+
+def _rank(facts: Rank, timeline: Timeline, table: StepTable) -> RankReport:
+    column = table.ranks == facts.rank  # of one rank, or of none that has spans
+    total = table.seconds[table.counted][:, column].sum(axis=(0, 1))
+    done = table.trained & table.present[:, column].any(axis=1)
+    steps = table.seconds[done][:, column][:, :, OF_STEP].sum(axis=(1, 2))
+    seconds = {kind: float(total[code]) for code, kind in enumerate(KINDS)}
+    in_steps = {kind: value for kind, value in seconds.items() if kind not in OUTSIDE_STEPS}
+    whole = sum(in_steps.values())
+    points = table.sync_points
+    memory, by_phase = _memory(timeline, facts.rank)
+    return RankReport(
+        rank=facts.rank,
+        device=facts.device,
+        host=facts.host,
+        steps=len(steps),
+        seconds=seconds,
+        step_shares={kind: value / whole for kind, value in in_steps.items()} if whole else {},
+        hidden_seconds=float(total[HIDDEN]),
+        step_seconds=float(np.median(steps)) if len(steps) else 0.0,
+        last_arrivals=int((points.rank == facts.rank).sum()),
+        sync_points=len(points.rank),
+        straggler_seconds=float(points.cost[points.rank == facts.rank].sum()),
+        peak_memory=next((memory[name] for name in (*MEMORY, *memory) if name in memory), None),
+        memory=memory,
+        memory_by_phase=by_phase,
+        spans=len(timeline.of_rank(facts.rank)),
+        complete=facts.complete,
+        dropped=facts.dropped,
+        overhead_seconds=facts.overhead_seconds,
+    )
 
 
 def _memory(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
@@ -194,97 +192,3 @@ def _thinned(counter: Counter) -> CounterSeries:
     parts = np.array_split(np.arange(len(counter.value)), min(POINTS, len(counter.value)))
     keep = [int(part[counter.value[part].argmax()]) for part in parts]
     return CounterSeries(counter.rank, counter.name, (counter.time[keep] / 1e9).tolist(), counter.value[keep].tolist())
-
-
-def _views(timeline: Timeline, table: StepTable, steps: tuple[int, int] | None) -> list[StepWindow]:
-    rows = np.flatnonzero(table.trained)
-    if steps is None and table.present[rows].all(axis=1).any():  # of a run that goes on, what all have written
-        rows = rows[table.present[rows].all(axis=1)]
-    if steps is not None:
-        inside = rows[(table.step[rows] >= steps[0]) & (table.step[rows] <= steps[1])]
-        if not len(inside):
-            known = f"{table.step[rows].min()} to {table.step[rows].max()}" if len(rows) else "none"
-            raise UsageError(f"--steps {steps[0]}:{steps[1]}: the run has no such steps; it has {known}.")
-        return [_view("chosen", timeline, table, inside)]
-    if not len(rows):
-        return []
-    many = max(1, min(VIEW_STEPS, BARS * len(rows) // max(len(timeline.spans), 1)))
-    if len(rows) <= many:
-        return [_view("all", timeline, table, rows)]
-    seconds = table.step_seconds()[rows]
-    steady = np.flatnonzero(table.steady[rows])
-    typical = steady[np.abs(seconds[steady] - np.median(seconds[steady])).argsort(kind="stable")[0]]
-    slowest = steady[seconds[steady].argmax()]
-    starts = {"typical": typical - many // 2, "slowest": slowest - many // 2, "first": 0, "last": len(rows) - many}
-    return [
-        _view(name, timeline, table, rows[max(0, min(at, len(rows) - many)) :][:many]) for name, at in starts.items()
-    ]
-
-
-def _view(name: str, timeline: Timeline, table: StepTable, rows: Whole) -> StepWindow:
-    """The spans of the steps in these rows of the table, as bars."""
-    first, last = int(table.step[rows].min()), int(table.step[rows].max())
-    spans = timeline.of_steps(first, last)
-    sessions = np.unique(table.session[rows])
-    spans = np.concatenate([spans_of_session(spans, timeline, session) for session in sessions.tolist()])
-    start = int(spans["start"].min())
-    bars = [*_bars(spans, timeline.names, start), *_found_waiting(spans, timeline.names, table, start)]
-    end = float(spans["end"].max() - start) / 1e9
-    return StepWindow(name, first, last, start / 1e9, end, bars, _blocked(spans, table, start))
-
-
-def _bars(spans: Spans, names: Sequence[str], origin: int) -> list[Bar]:
-    return [
-        Bar(
-            rank=int(s["rank"]),
-            lane=LANES[s["lane"]],
-            kind=KINDS[s["kind"]],
-            name=names[s["name"]],
-            step=int(s["step"]),
-            start=(int(s["start"]) - origin) / 1e9,
-            seconds=(int(s["end"]) - int(s["start"])) / 1e9,
-            bytes=int(s["bytes"]),
-            collective=int(s["collective"]),
-        )
-        for s in spans
-    ]
-
-
-def _found_waiting(spans: Spans, names: Sequence[str], table: StepTable, origin: int) -> list[Bar]:
-    """The part of each collective in which its rank waited for the last one."""
-    collective = spans[spans["kind"] == KIND["communication"]]
-    until = table.arrivals.waits_until(collective)
-    waits = collective["start"] < until
-    return [
-        Bar(
-            rank=int(s["rank"]),
-            lane=LANES[s["lane"]],
-            kind="waiting",
-            name=names[s["name"]],
-            step=int(s["step"]),
-            start=(int(s["start"]) - origin) / 1e9,
-            seconds=(int(end) - int(s["start"])) / 1e9,
-            bytes=0,
-            collective=int(s["collective"]),
-            found=True,
-        )
-        for s, end in zip(collective[waits], until[waits], strict=True)
-    ]
-
-
-def _blocked(spans: Spans, table: StepTable, origin: int) -> list[Bar]:
-    """When ranks waited or communicated with nothing to compute meanwhile."""
-    bars = []
-    for rank in np.unique(spans["rank"]):
-        mine = spans[spans["rank"] == rank]
-        account = attribution_of(mine, table.arrivals)
-        cut = np.flatnonzero(np.diff(account.kind, prepend=-1) != 0)
-        ends = np.append(account.start[cut[1:]], account.start[-1:] + account.length[-1:])
-        for start, end, kind in zip(
-            account.start[cut].tolist(), ends.tolist(), account.kind[cut].tolist(), strict=True
-        ):
-            if kind in (KIND["waiting"], KIND["communication"]) and end > start:
-                step = int(mine["step"][np.searchsorted(mine["start"], start, side="right") - 1])
-                times = ((start - origin) / 1e9, (end - start) / 1e9)
-                bars.append(Bar(int(rank), "main", KINDS[kind], "", step, *times, bytes=0, collective=-1, found=True))
-    return bars

@@ -81,7 +81,7 @@ class RunComparison:
     notes: list[str]
 
 
-def compare(first: tuple[StepTable, Report], second: tuple[StepTable, Report]) -> RunComparison:
+def compare_runs(first: tuple[StepTable, Report], second: tuple[StepTable, Report]) -> RunComparison:
     """Two runs, step by step and as a whole. Runs without steps are compared as a whole alone."""
     (table_a, report_a), (table_b, report_b) = first, second
     names = _names(report_a, report_b)

@@ -1,20 +1,35 @@
-"""The report of a timeline, as plain data: every number that any view shows.
+"""The report of a run, as finished data: every number that any view shows, and its display text.
 
-Text, page, trace, Mermaid, JSON and OpenMetrics are drawn from this and from the timeline alone.
+Text, page, trace, Mermaid, JSON, OpenMetrics and TensorBoard are drawn from this and from the timeline alone. A field's
+type names its unit, which is how its number is written: `report_dict` carries both.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from meshwise.spec.json_values import json_value
+from meshwise.spec.units import bytes_text, count_text, percent_text, rate_text, seconds_text
 
 MEMORY = ("allocated", "resident")
 """The counters of what a rank itself uses; the first that there is stands for its memory."""
 NOT_MEMORY = ("samples", "loss")
 """All other counters are bytes."""
+COMPUTING = ("forward", "backward", "optimizer")
+OUTSIDE_STEPS = ("evaluate", "checkpoint")
+"""Kinds of time that are not part of a step."""
+
+Seconds = Annotated[float, seconds_text]
+Bytes = Annotated[float, bytes_text]
+Count = Annotated[int, count_text]
+Share = Annotated[float, percent_text]
+Rate = Annotated[float, rate_text]
+Bandwidth = Annotated[float, lambda rate: f"{bytes_text(rate)}/s"]
+Drift = Annotated[float, lambda drift: f"{drift * 1e6:.2f} ppm"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +41,8 @@ class Finding:
     kind: str
     sentence: str
     advice: str
-    share: float
-    seconds: float
+    share: Share
+    seconds: Seconds
     rank: int | None = None
     phase: str | None = None
 
@@ -36,38 +51,42 @@ class Finding:
 class RankReport:
     """One device. seconds: by kind, over all training steps, evaluation and saving included; they add up.
 
-    hidden_seconds: communication under computing, beside the others. step_seconds: median time of a step.
-    last_arrivals: at how many of the `sync_points` it was last; straggler_seconds: what that cost in all.
-    memory: the peak in bytes by the counter's name; memory_by_phase: the same at the ends of phases.
+    step_shares: of the time in steps, by kind, without evaluation and saving; empty where there was no time.
+    hidden_seconds: communication that overlaps with computing, on top of the others. step_seconds: median time of a
+    step. last_arrivals: at how many of the `sync_points` it was last; straggler_seconds: what that cost in all.
+    peak_memory: of the device, or of the process where that is all that is known. memory: the peak by the counter's
+    name; memory_by_phase: the same at the ends of phases.
     """
 
     rank: int
     device: str
     host: str
-    steps: int
-    seconds: Mapping[str, float]
-    hidden_seconds: float
-    step_seconds: float
-    last_arrivals: int
-    sync_points: int
-    straggler_seconds: float
-    memory: Mapping[str, float]
-    memory_by_phase: Mapping[str, Mapping[str, float]]
-    spans: int
+    steps: Count
+    seconds: Mapping[str, Seconds]
+    step_shares: Mapping[str, Share]
+    hidden_seconds: Seconds
+    step_seconds: Seconds
+    last_arrivals: Count
+    sync_points: Count
+    straggler_seconds: Seconds
+    peak_memory: Bytes | None
+    memory: Mapping[str, Bytes]
+    memory_by_phase: Mapping[str, Mapping[str, Bytes]]
+    spans: Count
     complete: bool
-    dropped: int
-    overhead_seconds: float
+    dropped: Count
+    overhead_seconds: Seconds
 
 
 @dataclass(frozen=True)
 class ClockReport:
-    """How a rank's clock was laid on rank 0's. error_seconds: ±."""
+    """A rank's clock against rank 0's. error_seconds: ±."""
 
     rank: int
-    offset_seconds: float
-    drift: float
-    error_seconds: float
-    samples: int
+    offset_seconds: Seconds
+    drift: Drift
+    error_seconds: Seconds
+    samples: Count
 
 
 @dataclass(frozen=True)
@@ -75,8 +94,8 @@ class GoodputPart:
     """A part of the run's wall time, averaged over its devices."""
 
     name: str
-    seconds: float
-    share: float
+    seconds: Seconds
+    share: Share
 
 
 @dataclass(frozen=True)
@@ -85,10 +104,10 @@ class CollectiveReport:
     second by nccl-tests' definition, None where it has none."""
 
     name: str
-    bytes: int
-    count: int
-    seconds: float
-    bus_bandwidth: float | None
+    bytes: Bytes
+    count: Count
+    seconds: Seconds
+    bus_bandwidth: Bandwidth | None
 
 
 @dataclass(frozen=True)
@@ -118,7 +137,10 @@ class CounterSeries:
 
 @dataclass(frozen=True)
 class Bar:
-    """A span of the log, or a waiting that was found in one (kind `waiting`, `found`). start: s since the view's."""
+    """A stretch of time of one rank. start: s since its window's. text: how long, from when, and what it moved.
+
+    found: not a span of the log, but what the arrivals of all ranks show: a waiting, or a moment's attribution.
+    """
 
     rank: int
     lane: str
@@ -127,31 +149,51 @@ class Bar:
     step: int
     start: float
     seconds: float
-    bytes: int
-    collective: int
+    bytes: int = 0
+    collective: int = -1
     found: bool = False
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step of a window: from the first beginning to the last end on any rank; start is s since the window's."""
+
+    step: int
+    start: float
+    seconds: float
 
 
 @dataclass(frozen=True)
 class StepWindow:
     """A few steps, span by span. name: all, typical, slowest, first, last or chosen. start: s since the run began.
 
-    bars: the spans of the log, and the waiting found in collectives. blocked: when a rank could do nothing else than
-    wait or communicate, on its main lane.
+    bars: the spans of the log; a collective that first waits for a rank is two bars, the waiting and the communication.
+    attributed: the time of each rank, each moment with the one kind that owns it (see `attribution`); idle is left out.
+    usual_step: the step that takes most nearly the run's median.
     """
 
     name: str
-    first_step: int
-    last_step: int
+    first_step: Count
+    last_step: Count
     start: float
     seconds: float
     bars: list[Bar]
-    blocked: list[Bar] = field(default_factory=list)
+    attributed: list[Bar] = field(default_factory=list)
+    steps: list[StepTimes] = field(default_factory=list)
+    usual_step: int = 0
+
+    def step(self, number: int) -> StepTimes | None:
+        """The times of one step, None where the window has not got it."""
+        return next((times for times in self.steps if times.step == number), None)
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that is said of a run. verdict: the one sentence. error_seconds: the ± of all times across ranks."""
+    """All that is known of a run. verdict: the one sentence. error_seconds: the ± of all times across ranks.
+
+    kinds: seconds by kind, mean over ranks. waiting: the parts of the goodput's waiting.
+    """
 
     title: str
     status: str
@@ -161,36 +203,56 @@ class Report:
     verdict: str
     findings: list[Finding]
     missing: list[str]
-    steps: int
-    step_seconds: float
-    step_seconds_p95: float
-    samples_per_second: float | None
-    wall_seconds: float
+    steps: Count
+    step_seconds: Seconds
+    step_seconds_p95: Seconds
+    samples_per_second: Rate | None
+    wall_seconds: Seconds
     goodput: list[GoodputPart]
     waiting: list[GoodputPart]
-    """The goodput's waiting in its own parts."""
-    kinds: Mapping[str, float]
-    """Seconds by kind, mean over ranks."""
+    kinds: Mapping[str, Seconds]
     ranks: list[RankReport]
     clocks: list[ClockReport]
-    error_seconds: float
+    error_seconds: Seconds
     collectives: list[CollectiveReport]
     series: Series
     counters: list[CounterSeries]
     views: list[StepWindow]
 
+    @property
+    def chosen_steps(self) -> tuple[int, int] | None:
+        """The first and the last step, where the report was asked for a few; None for all."""
+        return next(((view.first_step, view.last_step) for view in self.views if view.name == "chosen"), None)
+
 
 def report_dict(report: Report) -> dict[str, Any]:
-    """The report as JSON knows it: numbers that are not finite are null."""
-    plain: dict[str, Any] = _plain(dataclasses.asdict(report))
-    return {"meshwise_report": 1, **plain}
+    """The report as JSON: numbers that are not finite are null. text: how each number is written, by its path."""
+    return {"meshwise_report": 1, **json_value(report), "text": dict(texts_of(report))}
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
+def texts_of(value: Any, hint: Any = None, path: str = "") -> Iterator[tuple[str, str]]:
+    """The path of each number that has a unit, such as `ranks/0/seconds/forward`, with its text."""
+    write = _unit(hint)
+    if write is not None:
+        yield path, "unknown" if value is None else write(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for name, of_field in _hints(type(value)).items():
+            yield from texts_of(getattr(value, name), of_field, f"{path}/{name}".lstrip("/"))
+    elif isinstance(value, Mapping | list) and get_args(hint):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from texts_of(item, get_args(hint)[-1], f"{path}/{key}")
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _unit(hint: Any) -> Callable[[Any], str] | None:
+    """What writes the numbers of a type: of `Seconds`, or of `Seconds | None`."""
+    if get_origin(hint) is Annotated:
+        write: Callable[[Any], str] = get_args(hint)[1]
+        return write
+    arms = [arm for arm in get_args(hint) if arm is not type(None)]
+    return _unit(arms[0]) if len(arms) == 1 and type(None) in get_args(hint) else None

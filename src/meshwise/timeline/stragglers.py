@@ -120,12 +120,6 @@ def _cost(arrival: Whole, end: Whole, before: Whole, point: Whole, rank: Whole) 
     return saved
 
 
-def cost_by_rank(sync_points: SyncPoints) -> dict[int, float]:
-    """What the delays of each rank cost in all, s; a rank that was never last is left out."""
-    ranks, row = np.unique(sync_points.rank, return_inverse=True)
-    return dict(zip(ranks.tolist(), np.bincount(row, weights=sync_points.cost).tolist(), strict=True))
-
-
 def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
     """The ranks that are last so often that chance would do it less than once in 1 / CHANCE runs.
 

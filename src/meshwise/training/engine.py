@@ -127,7 +127,7 @@ class Engine:
 
     def add_models(self, models: Sequence[nn.Module], plan: Plan, *, piggyback: bool = False) -> None:
         """Apply `plan` to those models that are new, in place. Collective."""
-        self.program.add_models(models, plan, metered=piggyback)
+        self.program.add_models(models, plan, piggyback_loss=piggyback)
         self.has_applied = self.has_applied or bool(models)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -220,7 +220,7 @@ class Engine:
             raise UsageError(
                 f"mw.backward needs one number; this loss has shape {tuple(loss.shape)}. Take its mean first."
             )
-        weights = StepWeights(self.world.size, applied.meets)
+        weights = StepWeights(self.world.size, applied.coupled_gradients)
         scaled = weights.scale(*unpadded(loss.reshape(()), weight, part.samples), part)
         if weight is None:
             mean = applied.reduction.backward(scaled, reduce=self.reduce, value=scaled.detach())
@@ -246,7 +246,7 @@ class Engine:
         """
         self.program.begin_backward()
         applied, recorder = self.program.applied, current()
-        weights = StepWeights(self.world.size, applied is not None and applied.meets)
+        weights = StepWeights(self.world.size, applied is not None and applied.coupled_gradients)
         recorder.samples += parts[0][1].total
         for number, (batch, part) in enumerate(parts):
             self.begin(part)

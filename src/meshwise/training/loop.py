@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from meshwise.machine.memory import memory_facts, peak_bytes
+from meshwise.parallel.apply import check_fits
 from meshwise.parallel.deferred import constructed
-from meshwise.parallel.fits import check_fits
 from meshwise.parallel.precision import loss_scaler
 from meshwise.parallel.shard import note_what_was_not_gathered
 from meshwise.records import folder as names
@@ -31,7 +31,7 @@ from meshwise.training.engine import Engine, Part
 from meshwise.training.evaluate import evaluate
 from meshwise.training.exact import StepDraws
 from meshwise.training.job import Job
-from meshwise.training.journal import Journal, Tell
+from meshwise.training.metrics_log import MetricsLog, Send
 from meshwise.training.order import BatchSlice, epoch_order, epoch_slices, sequential_slices
 from meshwise.training.recording import Recording
 from meshwise.training.run_options import LOG_EVERY, RunOptions
@@ -61,7 +61,7 @@ class _Run:
     folder: Path | None
     engine: Engine
     state: RunState
-    journal: Journal
+    log: MetricsLog
     train: Data
     test: Data | None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -69,23 +69,23 @@ class _Run:
     saved_step: int = -1
 
 
-def run_job(job: Job, options: RunOptions, folder: Path | None, tell: Tell | None = None) -> dict[str, Any]:
+def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | None = None) -> dict[str, Any]:
     """Run `job` on this rank. Collective: every rank calls it. Returns the rank's facts of the finished run.
 
-    folder: the run folder, which exists; None keeps no records. tell: gets the messages of the run; the launcher by
+    folder: the run folder, which exists; None keeps no records. send: gets the messages of the run; the launcher by
     default. Raises UsageError for what cannot be run, LossError when the loss is not a number any more.
     """
     session = join()
     plan = options.plan_on(session.world.size)
     check_fits(plan, session.world)
-    if tell is None and session.channel is not None:
-        tell = session.channel.send
-    journal = Journal(folder, tell, session.world, scaled=plan.dtypes.scaled)
-    recording = Recording(session.world, folder, lambda text: journal.tell("say", text=text))
+    if send is None and session.channel is not None:
+        send = session.channel.send
+    log = MetricsLog(folder, send, session.world, scaled=plan.dtypes.scaled)
+    recording = Recording(session.world, folder, lambda text: log.send("say", text=text))
     status, run = "failed", None
-    engine = make_engine(session, journal, exact_random=bool(options.exact_random))
+    engine = make_engine(session, log, exact_random=bool(options.exact_random))
     try:
-        run = _prepare(job, options, folder, session, journal, engine)
+        run = _prepare(job, options, folder, session, log, engine)
         _train(run)
         _finish(run)
         status = "stopped" if run.stopped else "finished"
@@ -95,7 +95,7 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, tell: Tell | Non
     finally:
         engine.close()
         recording.close(status)
-        journal.close()
+        log.close()
     return {
         "job": job.name,
         "status": status,
@@ -103,34 +103,34 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, tell: Tell | Non
         "steps": run.state.step,
         "samples": recording.recorder.samples,
         "metrics": run.metrics,
-        "losses": journal.losses,
+        "losses": log.losses,
         "memory": peak_bytes(session.world.device),
         "notes": (*engine.notes, *_unkeyed(engine.draws)),
     }
 
 
-def make_engine(session: RankContext, journal: Journal | None = None, *, exact_random: bool = False) -> Engine:
-    """An engine for a job; notes on its plan go to the journal."""
+def make_engine(session: RankContext, log: MetricsLog | None = None, *, exact_random: bool = False) -> Engine:
+    """An engine for a job; notes on its plan go to the log."""
 
     def notify(text: str) -> None:
-        if journal is not None:
-            journal.tell("say", text=text)
+        if log is not None:
+            log.send("say", text=text)
 
     return Engine(session.world, session.gate, notify, draws=StepDraws(exact=exact_random))
 
 
 def _prepare(
-    job: Job, options: RunOptions, folder: Path | None, session: RankContext, journal: Journal, engine: Engine
+    job: Job, options: RunOptions, folder: Path | None, session: RankContext, log: MetricsLog, engine: Engine
 ) -> _Run:
     train, test = _data(job, job.data(), "training set"), _data(job, job.test(), "test set") if job.test else None
     plan = options.plan_on(session.world.size)
     state = begun(job, plan, engine)
     if options.resume is not None and folder is not None:
         unpack(state, load_checkpoint(folder / names.CHECKPOINTS))
-        journal.rewind(state.step)
-    run = _Run(job, session, options, plan, folder, engine, state, journal, train, test)
+        log.truncate(state.step)
+    run = _Run(job, session, options, plan, folder, engine, state, log, train, test)
     run.saved_step = state.step if options.resume is not None else -1
-    journal.tell("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
+    log.send("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
     return run
 
 
@@ -171,12 +171,12 @@ def _train(run: _Run) -> None:
         state.epoch, state.index = state.epoch + 1, 0
         if run.test is not None:
             run.metrics = evaluate(run.engine, job, state.model, _test_batches(run, run.test))
-            run.journal.evaluated(state.epoch - 1, job.epochs, state.step, run.metrics)
+            run.log.add_evaluation(state.epoch - 1, job.epochs, state.step, run.metrics)
 
 
 def _train_epoch(run: _Run) -> bool:
     """Train from where the state is to the end of the epoch. Returns whether all ranks stop before that."""
-    state, job, journal = run.state, run.job, run.journal
+    state, job, log = run.state, run.job, run.log
     in_epoch = -(-state.index // job.batch_size)
     steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size)
     pace = _Pace(run.train.samples * job.epochs, current().samples)
@@ -185,18 +185,18 @@ def _train_epoch(run: _Run) -> bool:
         losses = train_step(run.engine, job, state, parts)
         in_epoch += 1
         state.index = min(state.index + job.batch_size, run.train.samples)
-        journal.note(state.epoch, state.step, losses)
+        log.add(state.epoch, state.step, losses)
         if in_epoch % log_every == 0 or in_epoch == steps:
-            wanted = journal.read(run.session.gate.wanted)
-            journal.memory()
-            _tell(run, "log", pace, in_epoch, steps)
+            wanted = log.sync(run.session.gate.wanted)
+            log.send_memory()
+            _send_progress(run, "log", pace, in_epoch, steps)
             if wanted:
                 break
-        elif journal.due():
-            _tell(run, "progress", pace, in_epoch, steps)
+        elif log.live_is_due():
+            _send_progress(run, "progress", pace, in_epoch, steps)
         if run.options.save_every and state.step % run.options.save_every == 0:
             _save(run)
-    journal.read()
+    log.sync()
     return wanted or run.engine.stopped
 
 
@@ -262,13 +262,13 @@ class _Pace:
         return {"samples_per_second": rate, "seconds_left": (self._all - behind) / rate if rate > 0 else None}
 
 
-def _tell(run: _Run, kind: str, pace: _Pace, in_epoch: int, steps: int) -> None:
+def _send_progress(run: _Run, kind: str, pace: _Pace, in_epoch: int, steps: int) -> None:
     if run.engine.world.rank != 0:
         return
     state = run.state
     behind = state.epoch * run.train.samples + state.index
     facts = {"epoch": state.epoch + 1, "epochs": run.job.epochs, "step": in_epoch, "steps": steps}
-    run.journal.tell(kind, **facts, loss=run.journal.last_loss, **pace.facts(current().samples, behind))
+    run.log.send(kind, **facts, loss=run.log.last_loss, **pace.facts(current().samples, behind))
 
 
 def _save(run: _Run) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from meshwise.spec.errors import PlanError, UsageError
-from meshwise.spec.plan import Plan, check_devices
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_devices import check_devices, on_one_device
 from meshwise.spec.plan_file import read_plan
 from meshwise.spec.world import World
 from meshwise.training.engine import Engine
@@ -49,9 +49,8 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
 def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Plan:
     """`plan` for this many devices. On one device alone its axes are left out, so that `python script.py` runs."""
     if world.size == 1 and plan.devices > 1:
-        notify(f"one device: of {plan}, the axes and what divides over them are left out.")
-        at_rest = tuple(what for what in plan.offload if what == "activations")
-        plan = replace(plan, data=1, shard=1, zero1=False, reshard=True, offload=at_rest)
+        notify(f"one device: of {plan}, the axes are removed, and what needs them.")
+        plan = on_one_device(plan)
     check_devices(plan, world.size)
     check_for_scripts(plan)
     return plan

@@ -31,7 +31,6 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.block_spans import record_blocks
 from meshwise.transfer import collectives
-from meshwise.transfer.sharded import shard_like
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,8 @@ class Program:
             _compute_in(model, plan, world.device)
         if again and world.size > 1:
             applied = replace(applied, reduction=reduction_of(self.named_parameters(), plan, **options))
-            applied = replace(applied, meets=applied.meets or (self.applied is not None and self.applied.meets))
+            coupled = self.applied is not None and self.applied.coupled_gradients
+            applied = replace(applied, coupled_gradients=applied.coupled_gradients or coupled)
             self._drop()
         if plan.parameters_divided:  # the model's own hooks hold it, and it holds the model
             applied = replace(applied, reduction=weakref.proxy(applied.reduction))
@@ -176,7 +176,7 @@ class Program:
         if not old and not any(id(p) in names for p in held):
             return  # its model may come later
         if old:
-            rebind(optimizer, names | old, now, shard_like)
+            rebind(optimizer, names | old, now)
         if self.applied is not None:
             bind(self.applied, optimizer, self.world)
             self._bound.add(optimizer)
@@ -254,7 +254,8 @@ class Program:
                     "distributed model, so its gradient is of one rank alone. Give the module that it is of to "
                     "mw.distribute too."
                 )
-        if self.plan is not None and self.plan.state_divided and optimizer not in self._bound:
+        plan = self.plan
+        if plan and plan.state_divided and not plan.parameters_divided and optimizer not in self._bound:
             self._notify("zero1: an optimizer that was not given to mw.distribute keeps its whole state on every rank.")
         return True
 

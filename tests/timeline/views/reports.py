@@ -1,4 +1,4 @@
-"""Reports to draw: of runs that were played from a schedule, and views made by hand."""
+"""Reports to draw: of runs that were played from a schedule, and windows made by hand."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from rich.console import Console, RenderableType
 
 from meshwise.records import folder as names
 from meshwise.timeline.analyse import report_of
+from meshwise.timeline.arrivals import arrival_table
 from meshwise.timeline.pack import pack
 from meshwise.timeline.run_report import Bar, Report, StepWindow
 from meshwise.timeline.span_log import VERSION
-from meshwise.timeline.spans import KINDS, LANES
+from meshwise.timeline.spans import KIND, KINDS, LANE, LANES
+from meshwise.timeline.step_windows import window_of
 from meshwise.timeline.timeline import Timeline
-from tests.timeline.schedules import Schedule, Works, delayed, even, jittered, played
+from tests.timeline.schedules import Schedule, Works, delayed, even, jittered, played, timeline_of
 
 COLUMNS = ("start", "end", "step", "bytes", "collective")
 MANY_DEVICES = tuple(f"cuda:{rank}" for rank in range(64))
@@ -33,6 +35,7 @@ def report_on(ranks: int, works: Works | None = None, seed: int = 0, **changes: 
         dataclasses.replace(
             rank,
             device=MANY_DEVICES[rank.rank],
+            peak_memory=(61.2 + rank.rank / 10) * 2**30,
             memory={"allocated": (61.2 + rank.rank / 10) * 2**30, "reserved": 70 * 2**30},
         )
         for rank in report.ranks
@@ -47,15 +50,24 @@ def report_on(ranks: int, works: Works | None = None, seed: int = 0, **changes: 
 
 
 def bar(rank: int, kind: str, start: float, seconds: float, lane: str = "main", step: int = 1, **more: Any) -> Bar:
-    """One bar of a view made by hand."""
+    """One bar of a window made by hand."""
     facts: dict[str, Any] = {"name": "", "bytes": 0, "collective": -1} | more
     return Bar(rank=rank, lane=lane, kind=kind, step=step, start=start, seconds=seconds, **facts)
 
 
-def view_of(*bars: Bar) -> StepWindow:
-    """A view of these bars, from 0."""
-    end = max((bar.start + bar.seconds for bar in bars), default=0.0)
-    return StepWindow("typical", 1, max((bar.step for bar in bars), default=1), 0.0, end, list(bars))
+def window(*bars: Bar) -> StepWindow:
+    """The window of a timeline whose spans are these bars, times in s."""
+    rows = [
+        (b.rank, KIND[b.kind], LANE[b.lane], int(b.kind == "communication"), b.step, *_ends(b), 0, b.collective)
+        for b in bars
+    ]
+    spans = timeline_of(rows, max(b.rank for b in bars) + 1).spans
+    names = ("", "all-reduce")
+    return window_of("typical", spans, names, arrival_table(spans, names))
+
+
+def _ends(bar: Bar) -> tuple[int, int]:
+    return round(bar.start * 1e9), round((bar.start + bar.seconds) * 1e9)
 
 
 def printed(what: RenderableType, width: int = 80, encoding: str = "utf-8", **options: Any) -> str:

@@ -311,7 +311,7 @@ def test_what_is_done_beside_is_done_at_once_and_at_the_end(tmp_path: Path) -> N
     begin_session(tmp_path, time.time(), job="x", devices=["cpu"])
     calls: list[str] = []
 
-    def beside() -> None:
+    def also() -> None:
         calls.append("running" if read_run(tmp_path)["status"] == "running" else "over")
 
     def stop() -> bool:
@@ -319,5 +319,5 @@ def test_what_is_done_beside_is_done_at_once_and_at_the_end(tmp_path: Path) -> N
             end_session(tmp_path, "finished")
         return False
 
-    follow(tmp_path, Console(file=io.StringIO()), every=0.01, stop=stop, beside=beside)
+    follow(tmp_path, Console(file=io.StringIO()), every=0.01, stop=stop, also=also)
     assert calls == ["running", "over"]

@@ -70,7 +70,7 @@ def test_elsewhere_than_on_a_terminal_every_update_is_a_line_and_text_is_as_it_i
     long = "x" * 200 + " [bold]x[/bold] :smile: 12.5 [/oops]"
     with LiveView(plain(file)) as view:
         view.update(FIRST)
-        view.say(long)
+        view.print(long)
         view.update(dataclasses.replace(FIRST, step=200))
     assert (
         file.getvalue() == f"{progress_line(FIRST)}\n{long}\nepoch 1/5  step 200/938  loss 0.2345  12,300 samples/s\n"
@@ -101,7 +101,7 @@ def test_a_terminal_shows_the_area_and_gets_its_cursor_back() -> None:
     with LiveView(terminal(file)) as view:
         view.update(FIRST)
         wait_for(lambda: "epoch 1/5" in file.getvalue())
-        view.say("[bold]x[/bold] \x1b[2Jand [/oops]")
+        view.print("[bold]x[/bold] \x1b[2Jand [/oops]")
     shown = file.getvalue()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
     for fact in (
@@ -148,7 +148,7 @@ def test_a_terminal_that_is_gone_ends_the_drawing_but_not_the_run(
     with LiveView(console) as view:
         view.update(FIRST)
         time.sleep(0.6)  # the time of two refreshes
-        view.say("still here")
+        view.print("still here")
         view.update(dataclasses.replace(FIRST, step=200))
         assert view._thread is None or view._thread.is_alive()
     console.print("the summary")
@@ -157,8 +157,8 @@ def test_a_terminal_that_is_gone_ends_the_drawing_but_not_the_run(
 def test_a_file_that_cannot_hold_a_character_shows_another() -> None:
     raw = io.BytesIO()
     with LiveView(Console(file=io.TextIOWrapper(raw, "ascii"), force_terminal=False, width=80)) as view:
-        view.say("größer")
-        view.say("still here")
+        view.print("größer")
+        view.print("still here")
     assert raw.getvalue().split() == b"gr??er still here".split()
 
 
@@ -166,7 +166,7 @@ def test_lines_of_several_threads_stay_whole() -> None:
     file = io.StringIO()
     with LiveView(terminal(file)) as view:
         view.update(FIRST)
-        threads = [threading.Thread(target=lambda n=n: [view.say(f"<{n} {i}>") for i in range(50)]) for n in range(4)]
+        threads = [threading.Thread(target=lambda n=n: [view.print(f"<{n} {i}>") for i in range(50)]) for n in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

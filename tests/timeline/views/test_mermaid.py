@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from meshwise.spec.errors import UsageError
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.run_report import Bar, Report, StepWindow
+from meshwise.timeline.run_report import Bar, Report
 from meshwise.timeline.timeline import Timeline
-from meshwise.timeline.views.mermaid import MOST_BARS, mermaid_gantt
+from meshwise.timeline.views.mermaid import MOST_BARS, gantt, render
 from tests.timeline.schedules import Schedule, delayed, even, played
 
 # gantt.jison: what a text may hold, once `#58;` and the like are taken for characters.
@@ -71,14 +71,14 @@ def bar(seconds: float, start: float = 0.0, **facts: object) -> Bar:
 
 def chart_of(*bars: Bar, title: str = "a job") -> Chart:
     report = dataclasses.replace(report_of(Timeline()), title=title)
-    return parsed(mermaid_gantt(report, StepWindow("chosen", 1, 1, 0.0, 1.0, list(bars))))
+    return parsed(gantt(report, bars))
 
 
 def test_one_step_of_the_typical_view_is_drawn_rank_by_rank() -> None:
     report = a_run(100)
-    chart = parsed(mermaid_gantt(report))
+    chart = parsed(render(report, Timeline()))
     typical = report.views[0]
-    step = (typical.first_step + typical.last_step) // 2
+    step = typical.usual_step
     assert chart.title == f"schedule, step {step} (axis in s)"
     bars = [b for b in typical.bars if b.step == step]
     assert len(chart.tasks) == len(bars) == 3 * 6 + 4  # two buckets a rank; ranks 0 and 1 wait in each
@@ -91,9 +91,9 @@ def test_one_step_of_the_typical_view_is_drawn_rank_by_rank() -> None:
 
 def test_the_bars_have_the_times_of_the_report() -> None:
     report = a_run(100)
-    chart = parsed(mermaid_gantt(report))
+    chart = parsed(render(report, Timeline()))
     typical = report.views[0]
-    step = (typical.first_step + typical.last_step) // 2
+    step = typical.usual_step
     bars = [b for b in typical.bars if b.step == step and b.kind != "communication"]
     origin = min(b.start for b in bars)
     expected = sorted(
@@ -105,14 +105,14 @@ def test_the_bars_have_the_times_of_the_report() -> None:
 
 
 def test_a_collective_begins_where_its_waiting_ends() -> None:
-    chart = parsed(mermaid_gantt(a_run(100)))
+    chart = parsed(render(a_run(100), Timeline()))
     waits = [(section, end) for section, text, tag, _, end in chart.tasks if text.startswith("waiting")]
     begins = [(section, start) for section, text, tag, start, _ in chart.tasks if text.startswith("communication")]
     assert len(waits) == 4 and set(waits) <= set(begins)
 
 
 def test_waiting_is_critical_and_communication_active() -> None:
-    tags = {(text.split()[0].rstrip(","), tag) for _, text, tag, _, _ in parsed(mermaid_gantt(a_run(100))).tasks}
+    tags = {(text.split()[0].rstrip(","), tag) for _, text, tag, _, _ in parsed(render(a_run(100), Timeline())).tasks}
     assert dict(tags) == {
         **dict.fromkeys(["data", "forward", "backward", "optimizer"], ""),
         "communication": "active",
@@ -123,7 +123,7 @@ def test_waiting_is_critical_and_communication_active() -> None:
 
 
 def test_a_short_step_counts_microseconds_and_says_so() -> None:
-    chart = parsed(mermaid_gantt(a_run(1)))
+    chart = parsed(render(a_run(1), Timeline()))
     assert chart.axis == "%Q" and chart.title.endswith("(axis in µs)")
     assert ("rank 0 · cpu", "backward, 1.7 ms", "", 350, 2050) in chart.tasks
 
@@ -152,19 +152,19 @@ def test_the_longest_bars_are_drawn_and_the_others_counted() -> None:
 
 def test_steps_that_were_asked_for_are_drawn_whole() -> None:
     timeline = played(Schedule(steps=20), even(data=1, forward=2, backward=3, optimizer=1))
-    chart = parsed(mermaid_gantt(report_of(timeline, steps=(4, 5))))
+    chart = parsed(render(report_of(timeline, steps=(4, 5)), Timeline()))
     assert chart.title == "schedule, steps 4 to 5 (axis in µs)"
     assert len([text for _, text, *_ in chart.tasks if text.startswith("forward")]) == 6
 
 
 def test_a_prediction_is_called_one() -> None:
     report = dataclasses.replace(a_run(100), source="predicted")
-    assert ", predicted (" in parsed(mermaid_gantt(report)).title
+    assert ", predicted (" in parsed(render(report, Timeline())).title
 
 
 def test_a_run_without_steps_cannot_be_drawn() -> None:
     with pytest.raises(UsageError, match="no steps to draw"):
-        mermaid_gantt(report_of(Timeline()))
+        render(report_of(Timeline()), Timeline())
 
 
 WEIRD = st.text(max_size=12) | st.sampled_from(
@@ -208,7 +208,7 @@ def test_any_name_stays_a_name(title: str, name: str, start: float, seconds: flo
     ],
 )
 def test_the_parser_catches(line: str) -> None:
-    good = mermaid_gantt(a_run(100))
+    good = render(a_run(100), Timeline())
     parsed(good)
     with pytest.raises(AssertionError):
         parsed(good + line + "\n")

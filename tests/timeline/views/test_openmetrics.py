@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise.spec.errors import UsageError
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.run_report import Finding, GoodputPart, Report
 from meshwise.timeline.timeline import Timeline
-from meshwise.timeline.views.openmetrics import openmetrics
+from meshwise.timeline.views.openmetrics import render
 from tests.timeline.schedules import Schedule, delayed, even, played
 
 Values = dict[str, float]
 """By sample, as `name{label="value"}` with the labels sorted."""
+
+
+pytest.importorskip("prometheus_client")
+
+
+def text_of(report: Report) -> str:
+    return render(report, Timeline())
 
 
 def read(text: str) -> Values:
@@ -107,19 +116,19 @@ def expected(report: Report) -> Values:
 
 
 def test_every_value_is_the_reports_and_none_is_missing(report: Report) -> None:
-    assert read(openmetrics(report)) == expected(report)
+    assert read(text_of(report)) == expected(report)
     assert len(report.ranks) == 3 and report.collectives and report.findings  # so that the above says something
 
 
 def test_the_late_rank_shows(report: Report) -> None:
-    found = read(openmetrics(report))
+    found = read(text_of(report))
     assert found[named("meshwise_straggler_seconds_total", rank=2)] == pytest.approx(30 * 8e-3, rel=0.1)
     assert found[named("meshwise_straggler_seconds_total", rank=0)] == 0
     assert found[named("meshwise_phase_seconds_total", rank=0, phase="forward")] == pytest.approx(30 * 10e-3)
 
 
 def test_node_exporter_reads_the_same(report: Report) -> None:
-    text = openmetrics(report)
+    text = text_of(report)
     assert read_as_node_exporter_does(text) == expected(report)
     types = {line.split()[3] for line in text.splitlines() if line.startswith("# TYPE")}
     assert types <= {"counter", "gauge", "summary", "histogram", "untyped"}, "others stop its parser"
@@ -127,43 +136,42 @@ def test_node_exporter_reads_the_same(report: Report) -> None:
 
 
 def test_it_ends_as_it_must(report: Report) -> None:
-    assert openmetrics(report).endswith("\n# EOF\n")
-    assert openmetrics(report).count("# EOF") == 1
+    assert text_of(report).endswith("\n# EOF\n")
+    assert text_of(report).count("# EOF") == 1
 
 
 def test_units_are_said(report: Report) -> None:
-    lines = openmetrics(report).splitlines()
+    lines = text_of(report).splitlines()
     assert "# TYPE meshwise_phase_seconds counter" in lines and "# UNIT meshwise_phase_seconds seconds" in lines
     assert "# UNIT meshwise_memory_peak_bytes bytes" in lines and "# UNIT meshwise_goodput_ratio ratio" in lines
 
 
 def test_a_run_without_steps_says_what_it_can() -> None:
-    found = read(openmetrics(report_of(Timeline())))
+    found = read(text_of(report_of(Timeline())))
     assert found[named("meshwise_steps_total")] == 0
     assert not [key for key in found if "step_seconds" in key or "samples_per_second" in key]
 
 
 def test_what_is_unknown_is_left_out(report: Report) -> None:
     goodput = [GoodputPart("useful", math.nan, math.inf), GoodputPart("lost", -1e-17, 0.0)]
-    found = read(openmetrics(dataclasses.replace(report, goodput=goodput, samples_per_second=None)))
+    found = read(text_of(dataclasses.replace(report, goodput=goodput, samples_per_second=None)))
     assert not [key for key in found if "useful" in key or "samples_per_second" in key]
     assert found[named("meshwise_goodput_seconds_total", part="lost")] == 0  # a counter is never below
 
 
 def test_two_findings_of_one_kind_are_both_there(report: Report) -> None:
     twice = [Finding("memory", "It grows.", "Keep less.", 0.0, 0.0, 1)] * 2
-    assert len([k for k in read(openmetrics(dataclasses.replace(report, findings=twice))) if "finding" in k]) == 4
+    assert len([k for k in read(text_of(dataclasses.replace(report, findings=twice))) if "finding" in k]) == 4
 
 
 WEIRD = st.text(max_size=10) | st.sampled_from(['"', "\\", "\n", '\\"', "\\n", 'a="b",', "} 1", "# EOF", "{", "µs 🦕"])
 
 
-@settings(max_examples=50)
 @given(title=WEIRD, verdict=WEIRD, phase=WEIRD)
 def test_any_text_is_a_label(report: Report, title: str, verdict: str, phase: str) -> None:
     ranks = [dataclasses.replace(report.ranks[0], seconds={phase: 1.5})]
     odd = dataclasses.replace(report, title=title, verdict=verdict, ranks=ranks)
-    assert read(openmetrics(odd)) == expected(odd)
+    assert read(text_of(odd)) == expected(odd)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +186,13 @@ def test_any_text_is_a_label(report: Report, title: str, verdict: str, phase: st
     ids=["no end", "a counter without _total", "a wrong unit", "a quantile above 1", "a counter below 0"],
 )
 def test_the_parser_catches(report: Report, spoil: Callable[[str], str]) -> None:
-    text = openmetrics(report)
+    text = text_of(report)
     assert spoil(text) != text
     with pytest.raises((ValueError, AssertionError)):
         read(spoil(text))
+
+
+def test_without_prometheus_client_the_remedy_is_named(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client.metrics_core", None)
+    with pytest.raises(UsageError, match=r"pip install 'meshwise\[openmetrics\]'"):
+        text_of(report)

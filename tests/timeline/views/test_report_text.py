@@ -34,7 +34,7 @@ def test_the_whole_text_of_a_run_on_two_devices() -> None:
         "0 cuda:0  45 ms  dffffbbbbbbbb═░░░o     73 %   4 %  18 %    0×     0 s  61.2 GiB\n"
         "1 cuda:1  45 ms  dfffffffbbbbbbbb═o     91 %   4 %   0 %   40×  320 ms  61.3 GiB\n"
         "\n"
-        "step 2, one of usual length\n"
+        "step 1, one of usual length\n"
         "rank 0 dddffffffffffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb░░░░░░░░░░░░░═══ooooo\n"
         "  comm                                    ░░░░░░░░░░░░░░═══░░░░░░░░░░░░░════\n"
         "rank 1 dddfffffffffffffffffffffffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb═══ooooo\n"
@@ -94,7 +94,7 @@ def test_numbers_of_the_table_are_those_of_the_report() -> None:
 
 def test_of_many_ranks_the_extremes_and_those_that_stand_out_are_named() -> None:
     report = report_on(64)
-    report.ranks[5].memory["allocated"] = 200 * 2**30  # type: ignore[index]
+    report.ranks[5] = dataclasses.replace(report.ranks[5], peak_memory=200 * 2**30)
     text = printed(report_text(report, 80, 24))
     assert [rank.rank for rank in outliers(report)] == [63, 5]
     for row in ("min ", "median ", "max ", "5 cuda:5 ", "63 cuda:63 "):
@@ -213,7 +213,10 @@ def test_a_run_without_steps_says_so_and_nothing_else() -> None:
 
 
 def test_ranks_without_steps_have_rows_without_numbers() -> None:
-    ranks = [dataclasses.replace(rank, steps=0, seconds={}, sync_points=0, memory={}) for rank in report_on(2).ranks]
+    ranks = [
+        dataclasses.replace(rank, steps=0, seconds={}, step_shares={}, sync_points=0, peak_memory=None)
+        for rank in report_on(2).ranks
+    ]
     text = printed(report_text(empty(ranks=ranks)))
     assert "0 cuda:0" in text and "1 cuda:1" in text
     assert "%" not in text and " 0 s" not in text

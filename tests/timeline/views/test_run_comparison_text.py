@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.compare_runs import RunComparison, TimeDifference, change, compare, comparison_dict, signed
+from meshwise.timeline.compare_runs import RunComparison, TimeDifference, change, compare_runs, comparison_dict, signed
 from meshwise.timeline.run_report import Report
 from meshwise.timeline.spans import KIND, KINDS
 from meshwise.timeline.step_table import OF_STEP, StepTable, step_table_of
@@ -33,7 +33,7 @@ def row(comparison: RunComparison, kind: str) -> TimeDifference:
 
 def test_a_run_and_itself_differ_in_nothing() -> None:
     run = run_of(jittered(even(), 1), "a")
-    comparison = compare(run, run)
+    comparison = compare_runs(run, run)
     assert comparison.step is not None and comparison.step.ratio == 1.0 and not comparison.step.clear
     assert not any(kind.clear or kind.difference for kind in comparison.kinds)
     assert comparison.verdict == "No clear difference in the time of a step (38 ms to 38 ms)."
@@ -42,7 +42,7 @@ def test_a_run_and_itself_differ_in_nothing() -> None:
 
 def test_what_was_slowed_is_clear_and_leads_the_verdict() -> None:
     slow = run_of(jittered(even(backward=24), 2), "slow")
-    comparison = compare(run_of(jittered(even(), 1), "base"), slow)
+    comparison = compare_runs(run_of(jittered(even(), 1), "base"), slow)
     backward = row(comparison, "backward")
     assert backward.clear and backward.difference == pytest.approx(4e-3, rel=0.15)
     assert backward.low is not None and backward.high is not None and backward.ratio is not None
@@ -50,13 +50,13 @@ def test_what_was_slowed_is_clear_and_leads_the_verdict() -> None:
     assert not row(comparison, "forward").clear
     assert comparison.verdict.startswith("slow is 12 % slower a step (38 ms to 42 ms): backward +4.")
     assert "(clear)" in comparison.verdict
-    back = compare(slow, run_of(jittered(even(), 1), "base"))
+    back = compare_runs(slow, run_of(jittered(even(), 1), "base"))
     assert back.verdict.startswith("base is 10 % faster a step (42 ms to 38 ms): backward -4.")
 
 
 def test_medians_are_those_of_the_book() -> None:
     first, second = run_of(jittered(even(), 1), "a"), run_of(jittered(even(forward=12), 2), "b")
-    comparison = compare(first, second)
+    comparison = compare_runs(first, second)
     for at, (table, _) in enumerate((first, second)):
         kinds = table.kind_seconds()[table.steady]
         for kind in comparison.kinds:
@@ -73,22 +73,22 @@ def test_medians_are_those_of_the_book() -> None:
 
 def test_it_says_the_same_every_time() -> None:
     runs = run_of(jittered(even(), 1), "a"), run_of(jittered(even(), 2), "b")
-    assert compare(*runs) == compare(*runs)
+    assert compare_runs(*runs) == compare_runs(*runs)
 
 
 def test_a_kind_that_only_one_run_has() -> None:
     without, with_data = run_of(even(data=0), "without"), run_of(jittered(even(data=5), 3), "with")
-    data = row(compare(without, with_data), "data")
+    data = row(compare_runs(without, with_data), "data")
     assert (data.first, data.ratio, data.low, data.high, data.clear) == (0.0, None, None, None, True)
-    back = row(compare(with_data, without), "data")
+    back = row(compare_runs(with_data, without), "data")
     assert back.ratio == 0.0 and back.second == 0.0 and back.clear
-    assert "transfer" not in {kind.kind for kind in compare(without, with_data).kinds}
-    assert "d data" in printed(run_comparison_text(compare(without, with_data)))
+    assert "transfer" not in {kind.kind for kind in compare_runs(without, with_data).kinds}
+    assert "d data" in printed(run_comparison_text(compare_runs(without, with_data)))
 
 
 def test_a_short_run_says_nothing_of_chance() -> None:
     short = run_of(even(backward=40), "short", Schedule(ranks=2, steps=4))
-    comparison = compare(run_of(even(), "long"), short)
+    comparison = compare_runs(run_of(even(), "long"), short)
     assert comparison.step is not None and comparison.step.low is None
     assert not comparison.step.clear and not any(kind.clear for kind in comparison.kinds)
     assert comparison.verdict.startswith("No clear difference in the time of a step (37 ms to 57 ms): backward +20 ms")
@@ -99,18 +99,20 @@ def test_runs_without_steps_are_compared_as_a_whole() -> None:
     timeline = Timeline(sessions=(RunSession(0, 2 * 10**9, 0, "failed"),), facts={"job": "gone"})
     empty = step_table_of(timeline), report_of(timeline, "runs/empty")
     run = run_of(even(), "full")
-    comparison = compare(run, empty)
+    comparison = compare_runs(run, empty)
     assert comparison.step is None and comparison.kinds == []
     assert comparison.verdict == "Nothing to compare step by step: gone recorded no step."
     assert {figure.name: figure.second for figure in comparison.figures}["wall time"] == 2.0
     assert "Nothing to compare" in printed(run_comparison_text(comparison))
-    assert compare(empty, empty).verdict.endswith("the first and the second recorded no step.")
+    assert compare_runs(empty, empty).verdict.endswith("the first and the second recorded no step.")
 
 
 def test_different_numbers_of_ranks_and_devices_are_noted() -> None:
     three, two = run_of(even(), "three", Schedule(ranks=3)), run_of(even(), "two", Schedule(ranks=2))
     on_cuda = [dataclasses.replace(rank, device=f"cuda:{rank.rank}") for rank in two[1].ranks]
-    comparison = compare(three, (two[0], dataclasses.replace(two[1], ranks=on_cuda, missing=["rank 2 left no log."])))
+    comparison = compare_runs(
+        three, (two[0], dataclasses.replace(two[1], ranks=on_cuda, missing=["rank 2 left no log."]))
+    )
     assert comparison.ranks == (3, 2)
     assert comparison.notes == [
         "3 and 2 ranks: a step is not the same work in both; compare samples/s.",
@@ -123,7 +125,7 @@ def test_figures_of_the_runs_as_a_whole() -> None:
     first, second = run_of(even(), "a"), run_of(even(), "b")
     memory = [dataclasses.replace(rank, memory={"resident": 2.0**30 * (1 + rank.rank)}) for rank in first[1].ranks]
     report = dataclasses.replace(first[1], samples_per_second=100.0, ranks=memory)
-    figures = {f.name: f for f in compare((first[0], report), second).figures}
+    figures = {f.name: f for f in compare_runs((first[0], report), second).figures}
     assert (figures["throughput"].first, figures["throughput"].second) == (100.0, None)
     assert (figures["resident memory"].first, figures["resident memory"].unit) == (2.0**31, "bytes")
     assert figures["useful"].first == report.goodput[0].share
@@ -143,19 +145,19 @@ def with_noise(run: Run, rng: np.random.Generator, memory: float) -> Run:
 def test_chance_is_seldom_called_clear(memory: float, most: int) -> None:
     rng = np.random.default_rng(7)
     run = run_of(even(), "a", Schedule(ranks=2, steps=200))
-    found = [compare(with_noise(run, rng, memory), with_noise(run, rng, memory)).step for _ in range(40)]
+    found = [compare_runs(with_noise(run, rng, memory), with_noise(run, rng, memory)).step for _ in range(40)]
     assert sum(step.clear for step in found if step is not None) <= most
 
 
 def test_a_difference_beyond_chance_is_called_clear() -> None:
     rng = np.random.default_rng(8)
     runs = [run_of(even(forward=ms), str(ms), Schedule(ranks=2, steps=200)) for ms in (10, 14)]
-    found = [compare(*(with_noise(run, rng, 0.3) for run in runs)).step for _ in range(20)]
+    found = [compare_runs(*(with_noise(run, rng, 0.3) for run in runs)).step for _ in range(20)]
     assert sum(step.clear for step in found if step is not None) >= 18
 
 
 def test_it_is_plain_json() -> None:
-    record = comparison_dict(compare(run_of(even(data=0), "a"), run_of(even(), "b")))
+    record = comparison_dict(compare_runs(run_of(even(data=0), "a"), run_of(even(), "b")))
     assert json.loads(json.dumps(record, allow_nan=False))["step"]["kind"] == "step"
     assert record["meshwise_comparison"] == 1
 
@@ -164,9 +166,9 @@ def test_names_are_the_shortest_that_tell_runs_apart() -> None:
     run = run_of(even(), "same")
     other = run[0], dataclasses.replace(run[1], title="another job")
     elsewhere = run[0], dataclasses.replace(run[1], folder="old/same")
-    assert (compare(run, other).first, compare(run, other).second) == ("schedule", "another job")
-    assert compare(run, elsewhere).second == "old/same"
-    assert compare(run, run).second == "the second"
+    assert (compare_runs(run, other).first, compare_runs(run, other).second) == ("schedule", "another job")
+    assert compare_runs(run, elsewhere).second == "old/same"
+    assert compare_runs(run, run).second == "the second"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_how_a_difference_is_said() -> None:
 def test_the_whole_text_of_two_runs() -> None:
     text = printed(
         run_comparison_text(
-            compare(run_of(jittered(even(), 1), "base"), run_of(jittered(even(backward=24), 2), "slow"))
+            compare_runs(run_of(jittered(even(), 1), "base"), run_of(jittered(even(backward=24), 2), "slow"))
         )
     )
     lines = text.splitlines()
@@ -203,7 +205,7 @@ def test_the_whole_text_of_two_runs() -> None:
 @pytest.mark.parametrize("width", [30, 46, 60, 80, 120])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_it_fits_and_columns_are_left_out_whole(width: int, encoding: str) -> None:
-    comparison = compare(run_of(jittered(even(), 1), "base"), run_of(jittered(even(backward=24), 2), "slow"))
+    comparison = compare_runs(run_of(jittered(even(), 1), "base"), run_of(jittered(even(backward=24), 2), "slow"))
     text = printed(run_comparison_text(comparison), width, encoding)
     assert max(map(len, text.splitlines())) <= width
     assert encoding == "utf-8" or text.isascii()

@@ -66,7 +66,7 @@ def test_the_whole_text_of_a_run_on_one_device() -> None:
         "evaluate          0.25    2 %  ▋\n"
         "other             2.00   20 %  ████▊\n"
         "total            10.00  100 %\n"
-        "communication: from the last rank's arrival on, where no computing hides it\n"
+        "communication: from the last rank's arrival on, not overlapped with computing\n"
         "\n"
         "records     runs/20260101-mnist-mlp\n"
         "more with   meshwise report runs/20260101-mnist-mlp\n"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 from meshwise.equivalence.compare import Difference
 from meshwise.equivalence.proof import Proof
 from meshwise.equivalence.tolerance import LIMIT
+from meshwise.spec.json_values import json_value
 from meshwise.spec.plan import changed
 
 
@@ -18,7 +17,7 @@ def check_dict(proof: Proof) -> dict[str, Any]:
     return {
         "equal": proof.equal,
         "job": proof.job,
-        "plan": _plain(changed(proof.plan)),
+        "plan": json_value(changed(proof.plan), str),
         "devices": proof.devices,
         "batches": list(proof.batches),
         "limit": LIMIT,
@@ -35,7 +34,9 @@ def check_dict(proof: Proof) -> dict[str, Any]:
         ],
         "differences": [_difference(d) for d in c.differences if d.relative > 0],
         "left_out": list(c.left_out),
-        "rounding": [{"kind": r.kind, "one_device": r.one_device, "plan": _plain(r.plan)} for r in proof.rounding],
+        "rounding": [
+            {"kind": r.kind, "one_device": r.one_device, "plan": json_value(r.plan, str)} for r in proof.rounding
+        ],
         "notes": list(proof.notes),
     }
 
@@ -45,18 +46,7 @@ def _difference(d: Difference) -> dict[str, Any]:
         "kind": d.kind,
         "step": d.step,
         "name": d.name,
-        "relative": _plain(d.relative),
-        "absolute": _plain(d.absolute),
-        "facts": _plain(d.facts),
+        "relative": json_value(d.relative, str),
+        "absolute": json_value(d.absolute, str),
+        "facts": json_value(d.facts, str),
     }
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinity."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.machine.discovery.found import Accelerator, Between, Found
-from meshwise.machine.discovery.sysfs import PciFacts, narrowest, pci_facts, read_text
+from meshwise.machine.discovery.sysfs import narrowest, pci_facts, read_text
 
 PCIE, XGMI = 2, 11
 """CRAT_IOLINK_TYPE_PCIEXPRESS and _XGMI of the kernel (drivers/gpu/drm/amd/amdkfd/kfd_crat.h)."""
@@ -61,7 +61,7 @@ def _device(sys: Path, node: int, facts: Mapping[str, int]) -> Accelerator:
     place = facts.get("location_id", 0)
     bus, device, function = place >> 8 & 0xFF, place >> 3 & 0x1F, place & 0x7
     address = f"{facts.get('domain', 0):04x}:{bus:02x}:{device:02x}.{function}"
-    pci = pci_facts(sys, address) or PciFacts(address)
+    pci = pci_facts(sys, address)
     banks = sorted((sys / f"class/kfd/kfd/topology/nodes/{node}/mem_banks").glob("*/properties"))
     memory = sum(_properties(bank).get("size_in_bytes", 0) for bank in banks)
     number = facts.get("device_id", 0)
@@ -113,8 +113,6 @@ def _crosses(sys: Path, one: Accelerator, other: Accelerator) -> str:
     if one.numa is not None and other.numa is not None and one.numa != other.numa:
         return "socket"
     first, second = (pci_facts(sys, device.pci) for device in (one, other))
-    if first is None or second is None:
-        return "bridge"
     shared = [a for a, b in zip(first.path, second.path, strict=False) if a == b]
     return "" if len(shared) > 1 else "bridge"
 

@@ -18,11 +18,11 @@ from meshwise.machine.discovery.found import Accelerator, Found
 from meshwise.machine.discovery.host_facts import allowed, core_packages, host_facts
 from meshwise.machine.discovery.nvml import read_nvidia
 from meshwise.machine.discovery.sysfs import node_cores
-from meshwise.machine.discovery.topology import device_links, host_links, link_warnings
+from meshwise.machine.discovery.topology import and_more, device_links, host_links, link_warnings
 from meshwise.machine.discovery.visible import visible
 from meshwise.spec.machine import HOST, Device, Host, Link, Machine
 
-DRIVER = "as the driver tells it"
+DRIVER = "as the driver reports it"
 
 
 def discover(
@@ -53,7 +53,9 @@ def discover(
         return _cpu_machine(host, found, part_of)
     names = [f"cuda:{index}" for index in range(len(found.accelerators))]
     parts = [part_of(device.name, device.memory) for device in found.accelerators]
-    own = {sockets.get(node) for node in _own_nodes(sys, allowed(affinity, core_packages(proc)))}
+    devices = tuple(map(described, names, found.accelerators, parts))
+    cores = allowed(affinity, core_packages(proc))
+    own = {sockets.get(node) for node, members in node_cores(sys).items() if members.intersection(cores)}
     links = [
         *host_links(names, found, parts, lambda device: _far(device, sockets, own)),
         *device_links(names, found, parts),
@@ -67,10 +69,8 @@ def discover(
         *_far_warnings(links),
     )
     return Machine(
-        _name(found, parts),
-        tuple(
-            described(name, device, part) for name, device, part in zip(names, found.accelerators, parts, strict=True)
-        ),
+        machine_name([device.part for device in devices]),
+        devices,
         tuple(links),
         (host,),
         versions=found.versions,
@@ -100,15 +100,8 @@ def _cpu_machine(host: Host, found: Found, part_of: Callable[[str, int | None], 
 
 def described(name: str, device: Accelerator, part: Part | None) -> Device:
     """The device of this name, with the nominal figures of its part where that is known."""
-    memory = "memory" if device.memory is not None else ""
-    made = Device(
-        name,
-        device.name,
-        memory=device.memory,
-        numa=device.numa,
-        pci=device.pci,
-        origins={memory: DRIVER} if memory else {},
-    )
+    origins = {} if device.memory is None else {"memory": DRIVER}
+    made = Device(name, device.name, memory=device.memory, numa=device.numa, pci=device.pci, origins=origins)
     return made if part is None else _with_part(made, part)
 
 
@@ -127,21 +120,19 @@ def _with_part(device: Device, part: Part) -> Device:
     )
 
 
-def _name(found: Found, parts: Sequence[Part | None]) -> str:
+def machine_name(names: Sequence[str]) -> str:
     """`8xH100-SXM`, or `2xRTX-4090 + 1xNVIDIA T4` where parts differ."""
-    names = [part.name if part else device.name for device, part in zip(found.accelerators, parts, strict=True)]
     return " + ".join(f"{names.count(name)}x{name}" for name in dict.fromkeys(names))
 
 
 def _part_warnings(found: Found, parts: Sequence[Part | None]) -> list[str]:
     unknown = [device for device, part in zip(found.accelerators, parts, strict=True) if part is None]
-    sliced = any(device.sliced for device in found.accelerators)
-    said = [unknown_part(name) for name in dict.fromkeys(device.name for device in unknown)]
-    if sliced:
-        said.append(
+    warnings = [unknown_part(name) for name in dict.fromkeys(device.name for device in unknown)]
+    if any(device.sliced for device in found.accelerators):
+        warnings.append(
             "MIG is on: what programs get are slices of these devices. torch tells which (leave --no-torch out)."
         )
-    return said
+    return warnings
 
 
 def _host_warnings(sys: Path, host: Host) -> list[str]:
@@ -156,10 +147,9 @@ def _far_warnings(links: Sequence[Link]) -> list[str]:
     far = [link.target for link in links if link.source == HOST and link.crosses == "socket"]
     if not far:
         return []
-    more = f" and {len(far) - 1} more" if len(far) > 1 else ""
     return [
-        f"{far[0]}{more}: on a socket whose cores this process may not use, so that copies from the host cross to the "
-        "other socket. Give the process cores of that socket."
+        f"{far[0]}{and_more(far, 'device')}: on a socket whose cores this process may not use, so that copies from "
+        "the host cross to the other socket. Give the process cores of that socket."
     ]
 
 
@@ -167,10 +157,6 @@ def _sockets(sys: Path, proc: Path) -> Mapping[int, int | None]:
     """The socket of each NUMA node."""
     packages = core_packages(proc)
     return {node: packages.get(min(cores)) for node, cores in node_cores(sys).items()}
-
-
-def _own_nodes(sys: Path, cores: Sequence[int]) -> list[int]:
-    return [node for node, members in node_cores(sys).items() if members.intersection(cores)]
 
 
 def _far(device: Accelerator, sockets: Mapping[int, int | None], own: set[int | None]) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from meshwise.machine.discovery.found import Accelerator, Between, Found
 from meshwise.machine.discovery.sysfs import displays, pci_facts, read_text
 
 INSTALL = "pip install nvidia-ml-py"
-VENDOR = "0x10de"
+VENDOR, NAMELESS = "0x10de", "NVIDIA device"
 # NVML's numbers, as nvml.h has them. Written out: nvidia-ml-py makes a tuple of NVML_P2P_CAPS_INDEX_READ by a comma.
 P2P_READ, P2P_WRITE, P2P_NVLINK, P2P_OK = 0, 1, 2, 0
 NVLINK_TO_DEVICE, MOST_NVLINKS = 0, 36
@@ -42,11 +43,11 @@ def read_nvidia(
     except Exception as error:
         return _without_nvml(sys, proc, f"NVML does not start ({error})") if present else Found()
     try:
-        return _ask(nvml, sys, same_socket or (lambda one, other: False))
+        return _ask(_Nvml(nvml), sys, same_socket or (lambda one, other: False))
     except Exception as error:
         return _without_nvml(sys, proc, f"NVML failed ({type(error).__name__}: {error})")
     finally:
-        _try(nvml.nvmlShutdown)
+        _Nvml(nvml)("Shutdown")
 
 
 def pcie_now(nvml: Any = None) -> Mapping[str, tuple[int | None, int | None]]:
@@ -60,12 +61,12 @@ def pcie_now(nvml: Any = None) -> Mapping[str, tuple[int | None, int | None]]:
     except Exception:
         return {}
     try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        return {_address(nvml.nvmlDeviceGetPciInfo(handle)): _now(nvml, handle) for handle in handles}
+        asked = _Nvml(nvml)
+        return {asked.address(handle): asked.pcie_now(handle) for handle in asked.handles()}
     except Exception:
         return {}
     finally:
-        _try(nvml.nvmlShutdown)
+        _Nvml(nvml)("Shutdown")
 
 
 def _installed() -> Any:
@@ -76,70 +77,82 @@ def _installed() -> Any:
     return pynvml
 
 
-def _ask(nvml: Any, sys: Path, same_socket: Callable[[int, int], bool]) -> Found:
-    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+class _Nvml:
+    """NVML, each of whose functions some device, driver or version of the library does not have."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        """What `nvml<name>` answers; None where it cannot tell."""
+        try:
+            return getattr(self._library, f"nvml{name}")(*arguments)
+        except Exception:
+            return None
+
+    def handles(self) -> list[Any]:
+        """A handle of each device. Raises where NVML cannot be asked at all."""
+        count = self._library.nvmlDeviceGetCount()
+        return [self._library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+
+    def name(self, handle: Any) -> str:
+        return _text(self._library.nvmlDeviceGetName(handle))
+
+    def address(self, handle: Any) -> str:
+        return _address(self._library.nvmlDeviceGetPciInfo(handle))
+
+    def pcie_now(self, handle: Any) -> tuple[int | None, int | None]:
+        return self("DeviceGetCurrPcieLinkGeneration", handle), self("DeviceGetCurrPcieLinkWidth", handle)
+
+
+def _ask(nvml: _Nvml, sys: Path, same_socket: Callable[[int, int], bool]) -> Found:
+    handles = nvml.handles()
     devices = tuple(_device(nvml, handle, sys) for handle in handles)
     places = {device.pci: place for place, device in enumerate(devices)}
     nvlinks = [_nvlinks(nvml, handle, places) for handle in handles]
     between = {}
-    for one, first in enumerate(handles):
-        for other, second in enumerate(handles):
-            if one != other:
-                links = _links_between(nvml, (first, second), (nvlinks[one], nvlinks[other]), (one, other))
-                between[one, other] = Between(
-                    links,
-                    nvlinks[one].get("generation") if links else None,
-                    _peer(nvml, first, second),
-                    "" if links else _crosses(nvml, first, second, devices[one], devices[other], same_socket),
-                )
-    versions = {"driver": _text(_try(nvml.nvmlSystemGetDriverVersion))}
-    return Found(devices, between, {name: text for name, text in versions.items() if text})
+    for one, other in permutations(range(len(handles)), 2):
+        pair = (handles[one], handles[other])
+        links = _links_between(nvml, pair, (nvlinks[one], nvlinks[other]), other)
+        crosses = "" if links else _crosses(nvml, pair, (devices[one].numa, devices[other].numa), same_socket)
+        generation = nvlinks[one].get("generation") if links else None
+        between[one, other] = Between(links, generation, _peer(nvml, *pair), crosses)
+    driver = _text(nvml("SystemGetDriverVersion"))
+    return Found(devices, between, {"driver": driver} if driver else {})
 
 
-def _device(nvml: Any, handle: Any, sys: Path) -> Accelerator:
-    pci = _address(nvml.nvmlDeviceGetPciInfo(handle))
+def _device(nvml: _Nvml, handle: Any, sys: Path) -> Accelerator:
+    pci = nvml.address(handle)
     facts = pci_facts(sys, pci)
-    system = (
-        _try(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-        _try(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-    )
+    system = nvml("DeviceGetMaxPcieLinkGeneration", handle), nvml("DeviceGetMaxPcieLinkWidth", handle)
     # NVML's most lanes are those of the slot; the card's own stand in /sys alone.
-    most = facts.most if facts else (None, None)
-    own = (_try(getattr(nvml, "nvmlDeviceGetGpuMaxPcieLinkGeneration", None), handle) or most[0], most[1])
-    memory = _try(nvml.nvmlDeviceGetMemoryInfo, handle)
-    mig = _try(getattr(nvml, "nvmlDeviceGetMigMode", None), handle)
+    generation = nvml("DeviceGetGpuMaxPcieLinkGeneration", handle) or facts.most[0]
+    memory, mig = nvml("DeviceGetMemoryInfo", handle), nvml("DeviceGetMigMode", handle)
     return Accelerator(
-        _text(nvml.nvmlDeviceGetName(handle)),
+        nvml.name(handle),
         pci,
-        _text(_try(nvml.nvmlDeviceGetUUID, handle)),
+        _text(nvml("DeviceGetUUID", handle)),
         int(memory.total) if memory is not None else None,
-        facts.numa if facts else None,
-        _now(nvml, handle),
+        facts.numa,
+        nvml.pcie_now(handle),
         system,
-        (own[0] or system[0], own[1] or system[1]),
+        (generation or system[0], facts.most[1] or system[1]),
         bool(mig and mig[0]),
     )
 
 
-def _now(nvml: Any, handle: Any) -> tuple[int | None, int | None]:
-    return (
-        _try(nvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
-        _try(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-    )
-
-
-def _nvlinks(nvml: Any, handle: Any, places: Mapping[str, int]) -> dict[Any, int]:
+def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, int]:
     """How many links are up to each device, by its place, and to a switch (`switch`); and their `generation`."""
     found: dict[Any, int] = {}
     for link in range(MOST_NVLINKS):
-        state = _try(nvml.nvmlDeviceGetNvLinkState, handle, link)
+        state = nvml("DeviceGetNvLinkState", handle, link)
         if state is None:
             break  # this device has no such link
         if not state:
             continue
-        found["generation"] = NVLINK_GENERATIONS.get(_try(nvml.nvmlDeviceGetNvLinkVersion, handle, link) or 0, 0)
-        remote = _try(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
-        kind = _try(getattr(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", None), handle, link)
+        found["generation"] = NVLINK_GENERATIONS.get(nvml("DeviceGetNvLinkVersion", handle, link) or 0, 0)
+        remote = nvml("DeviceGetNvLinkRemotePciInfo", handle, link)
+        kind = nvml("DeviceGetNvLinkRemoteDeviceType", handle, link)
         place = places.get(_address(remote)) if remote is not None else None
         # A virtual machine may hide what is at the other end: what is no device that we know is taken for a switch.
         end: Any = place if place is not None else "elsewhere" if kind == NVLINK_TO_DEVICE else "switch"
@@ -148,34 +161,27 @@ def _nvlinks(nvml: Any, handle: Any, places: Mapping[str, int]) -> dict[Any, int
 
 
 def _links_between(
-    nvml: Any, handles: tuple[Any, Any], nvlinks: tuple[dict[Any, int], dict[Any, int]], places: tuple[int, int]
+    nvml: _Nvml, pair: tuple[Any, Any], nvlinks: tuple[dict[Any, int], dict[Any, int]], second: int
 ) -> int:
-    direct = nvlinks[0].get(places[1], 0)
+    """How many NVLinks join two devices, the second at its place: their own, else those of both to the switch."""
+    direct = nvlinks[0].get(second, 0)
     if direct:
         return direct
     switched = min(nvlinks[0].get("switch", 0), nvlinks[1].get("switch", 0))
-    if switched and _try(nvml.nvmlDeviceGetP2PStatus, *handles, P2P_NVLINK) in (P2P_OK, None):
-        return switched
-    return 0
+    return switched if switched and nvml("DeviceGetP2PStatus", *pair, P2P_NVLINK) in (P2P_OK, None) else 0
 
 
-def _peer(nvml: Any, one: Any, other: Any) -> bool | None:
-    status = [_try(nvml.nvmlDeviceGetP2PStatus, one, other, what) for what in (P2P_READ, P2P_WRITE)]
+def _peer(nvml: _Nvml, one: Any, other: Any) -> bool | None:
+    status = [nvml("DeviceGetP2PStatus", one, other, what) for what in (P2P_READ, P2P_WRITE)]
     return None if None in status else all(found == P2P_OK for found in status)
 
 
 def _crosses(
-    nvml: Any,
-    one: Any,
-    other: Any,
-    first: Accelerator,
-    second: Accelerator,
-    same_socket: Callable[[int, int], bool],
+    nvml: _Nvml, pair: tuple[Any, Any], nodes: tuple[int | None, int | None], same_socket: Callable[[int, int], bool]
 ) -> str:
-    level = _try(nvml.nvmlDeviceGetTopologyCommonAncestor, one, other)
+    level = nvml("DeviceGetTopologyCommonAncestor", *pair)
     if level is None or level < HOST_BRIDGE:
         return ""
-    nodes = (first.numa, second.numa)
     if level >= OTHER_NODE and not (None not in nodes and same_socket(nodes[0] or 0, nodes[1] or 0)):
         return "socket"
     return "bridge"
@@ -191,11 +197,11 @@ def _without_nvml(sys: Path, proc: Path, why: str) -> Found:
         facts = pci_facts(sys, address)
         devices.append(
             Accelerator(
-                model[1].strip() if model else "NVIDIA device",
+                model[1].strip() if model else NAMELESS,
                 address,
-                numa=facts.numa if facts else None,
-                now=facts.now if facts else (None, None),
-                own=facts.most if facts else (None, None),
+                numa=facts.numa,
+                now=facts.now,
+                own=facts.most,
             )
         )
     warning = f"Memory, NVLinks and peer access of the NVIDIA devices are unknown: {why}."
@@ -217,13 +223,3 @@ def _address(pci: Any) -> str:
 def _text(value: Any) -> str:
     """Old versions of the library give bytes."""
     return value.decode() if isinstance(value, bytes) else str(value or "")
-
-
-def _try(ask: Any, *arguments: Any) -> Any:
-    """What NVML answers; None where this device, driver or library cannot tell."""
-    if ask is None:
-        return None
-    try:
-        return ask(*arguments)
-    except Exception:
-        return None

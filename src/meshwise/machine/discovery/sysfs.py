@@ -38,11 +38,11 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def pci_facts(sys: Path, address: str) -> PciFacts | None:
-    """What /sys says of the device at `0000:3b:00.0`; None where there is none."""
+def pci_facts(sys: Path, address: str) -> PciFacts:
+    """What /sys says of the device at `0000:3b:00.0`; its address alone where there is none."""
     folder = sys / "bus/pci/devices" / address.lower()
     if not folder.is_dir():
-        return None
+        return PciFacts(address.lower())
     node = read_text(folder / "numa_node")
     place = folder.resolve()
     parts = place.parts
@@ -72,6 +72,12 @@ def narrowest(sys: Path, device: PciFacts) -> tuple[int | None, int | None]:
             slowest = link
         folder = folder.parent
     return slowest
+
+
+def address_of(properties: object) -> str:
+    """`0000:3b:00.0` of torch's properties of a device, as sysfs writes it; empty where this torch has none."""
+    numbers = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    return "" if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*map(int, numbers))  # type: ignore[arg-type]
 
 
 def displays(sys: Path, vendor: str) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from meshwise.machine.catalog import Part, PartLink, nvlink, pcie
 from meshwise.machine.discovery.found import Accelerator, Between, Found
 from meshwise.spec.machine import HOST, Link
 
-AS_TOLD = "by generation and width, as the device tells them; the part is not in the catalog"
+AS_REPORTED = "by generation and width, as the device reports them; the part is not in the catalog"
 
 
 def host_links(
@@ -19,18 +20,15 @@ def host_links(
     links = []
     for name, device, part in zip(names, found.accelerators, parts, strict=True):
         link = _host_link(name, device, part, "socket" if far(device) else "")
-        links += [link, _turned(link)]
+        links += [link, replace(link, source=name, target=HOST)]
     return links
 
 
 def device_links(names: Sequence[str], found: Found, parts: Sequence[Part | None]) -> list[Link]:
     """Between each two accelerators, both ways: by NVLink or xGMI where there is one, else by PCIe."""
     return [
-        _device_link(
-            (names[one], names[other]), between, [found.accelerators[at] for at in pair], [parts[at] for at in pair]
-        )
-        for (one, other), between in found.between.items()
-        for pair in [(one, other)]
+        _device_link((names[a], names[b]), between, [found.accelerators[at] for at in (a, b)], [parts[a], parts[b]])
+        for (a, b), between in found.between.items()
     ]
 
 
@@ -38,65 +36,43 @@ def link_warnings(
     links: Sequence[Link], parts: Mapping[str, Part | None], found: Mapping[str, Accelerator]
 ) -> list[str]:
     """What looks wrong of links, in one sentence a kind, with what to do."""
-    said = [_pcie_warning(link, found[link.target]) for link in links if link.source == HOST and link.kind == "pcie"]
+    slow = [_pcie_warning(link, found[link.target]) for link in links if link.source == HOST and link.kind == "pcie"]
     pairs = [link for link in links if HOST not in (link.source, link.target) and link.source < link.target]
     few = [link for link in pairs if link.kind == "nvlink" and (link.width or 0) < (link.full_width or 0)]
-    if few:
-        said.append(
-            (
-                "",
-                f"{_pair(few[0])}{_more(few, 'pair')}: {few[0].width} of {few[0].full_width} NVLinks are up. "
-                "nvidia-smi nvlink --status tells which are down.",
-            )
-        )
     missing = [link for link in pairs if link.kind == "pcie" and _should_have_nvlink(parts, link)]
-    if missing:
-        said.append(
-            (
-                "",
-                f"{_pair(missing[0])}{_more(missing, 'pair')}: these parts have NVLink, and none is up between them. "
-                "See whether nvidia-fabricmanager runs (systemctl status nvidia-fabricmanager).",
-            )
-        )
     off = [link for link in pairs if link.peer is False]
-    if off:
-        known = {
-            part.name
-            for link in off
-            for end in (link.source, link.target)
-            if (part := parts[end]) and part.peer is False
-        }
-        why = f" The vendor switched it off for {', '.join(sorted(known))}." if known else ""
-        said.append(
-            ("", f"{_pair(off[0])}{_more(off, 'pair')}: no peer access, copies are staged through the host.{why}")
+    never = {p.name for link in off for end in (link.source, link.target) if (p := parts[end]) and p.peer is False}
+    why = f" The vendor switched it off for {', '.join(sorted(never))}." if never else ""
+    warnings = _gathered(slow)
+    if few:
+        up = f"{few[0].width} of {few[0].full_width} NVLinks are up. nvidia-smi nvlink --status tells which are down."
+        warnings.append(f"{_pairs(few)}: {up}")
+    if missing:
+        warnings.append(
+            f"{_pairs(missing)}: these parts have NVLink, and none is up between them. "
+            "See whether nvidia-fabricmanager runs (systemctl status nvidia-fabricmanager)."
         )
-    return _gathered(said)
+    if off:
+        warnings.append(f"{_pairs(off)}: no peer access, copies are staged through the host.{why}")
+    return warnings
 
 
 def _host_link(name: str, device: Accelerator, part: Part | None, crosses: str) -> Link:
     known = part.host_link if part is not None else None
-    generation, width = device.now
-    if known is None:
-        full = (device.own[0] or device.system[0], device.own[1] or device.system[1])
-        rate = pcie(full[0], full[1]) if full[0] and full[1] else None
-        return Link(
-            HOST, name, "pcie", rate, None, generation, width, *full, crosses=crosses, origin=AS_TOLD if rate else ""
-        )
-    if known.kind != "pcie":
-        return Link(HOST, name, known.kind, known.bandwidth, crosses=crosses, origin=known.origin)
-    return Link(
-        HOST,
-        name,
-        "pcie",
-        known.bandwidth,
-        None,
-        generation,
-        width,
-        known.generation,
-        known.width,
-        crosses=crosses,
-        origin=known.origin,
-    )
+    if known is not None and known.kind != "pcie":
+        return Link(HOST, name, known.kind, crosses=crosses, **known.full)
+    if known is not None:
+        full = known.full
+    else:
+        most = (device.own[0] or device.system[0], device.own[1] or device.system[1])
+        full = _full(pcie(most[0], most[1]) if most[0] and most[1] else None, *most)
+    return Link(HOST, name, "pcie", generation=device.now[0], width=device.now[1], crosses=crosses, **full)
+
+
+def _full(rate: float | None, generation: int | None, width: int | None) -> dict[str, Any]:
+    """What a link could do, of a part that the catalog does not have."""
+    origin = AS_REPORTED if rate else ""
+    return {"bandwidth": rate, "full_generation": generation, "full_width": width, "origin": origin}
 
 
 def _device_link(
@@ -106,29 +82,17 @@ def _device_link(
         return _pcie_pair(names, between, devices, parts)
     kind = "xgmi" if devices[0].vendor == "amd" else "nvlink"
     known = _common([part.link or part.bridge if part is not None else None for part in parts], kind)
-    width = between.links
+    generation, width = between.generation, between.links
+    crosses = ""
     if known is None:
-        rate = nvlink(between.generation, width) if kind == "nvlink" and between.generation and width else None
-        full = (between.generation, width)
-        return Link(
-            *names, kind, rate, None, between.generation, width, *full, between.peer, origin=AS_TOLD if rate else ""
-        )
-    each = known.bandwidth / known.width if known.width else None
-    full_width = width if known.mesh else known.width
-    rate = None if full_width is None or each is None else each * full_width
-    return Link(
-        *names,
-        kind,
-        rate,
-        None,
-        between.generation,
-        width,
-        known.generation,
-        full_width,
-        between.peer,
-        between.crosses,
-        origin=known.origin,
-    )
+        rate = nvlink(generation, width) if kind == "nvlink" and generation and width else None
+        full = _full(rate, generation, width)
+    else:
+        crosses, most = between.crosses, width if known.mesh else known.width
+        each = known.bandwidth / known.width if known.width else None
+        rate = None if most is None or each is None else each * most
+        full = known.full | {"bandwidth": rate, "full_width": most}
+    return Link(*names, kind, generation=generation, width=width, peer=between.peer, crosses=crosses, **full)
 
 
 def _pcie_pair(
@@ -138,19 +102,18 @@ def _pcie_pair(
     ends = [_host_link("", device, part, "") for device, part in zip(devices, parts, strict=True)]
     slow = min(ends, key=lambda link: (link.generation or 99, link.width or 99))
     full = min(ends, key=lambda link: (link.full_generation or 99, link.full_width or 99))
-    rates = [link.bandwidth for link in ends]
-    rate = min((r for r in rates if r is not None), default=None) if None not in rates else None
-    return Link(
-        *names,
-        "pcie",
-        rate,
-        None,
-        slow.generation,
-        slow.width,
-        full.full_generation,
-        full.full_width,
-        between.peer,
-        between.crosses,
+    rates = [link.bandwidth for link in ends if link.bandwidth is not None]
+    rate = min(rates) if len(rates) == len(ends) else None
+    return replace(
+        full,
+        source=names[0],
+        target=names[1],
+        kind="pcie",
+        bandwidth=rate,
+        generation=slow.generation,
+        width=slow.width,
+        peer=between.peer,
+        crosses=between.crosses,
         origin=full.origin if rate else "",
     )
 
@@ -192,23 +155,19 @@ def _pcie_warning(link: Link, device: Accelerator) -> tuple[str, str] | None:
     return (link.target, "; ".join(said).replace("%", " %")) if said else None
 
 
-def _gathered(said: Sequence[tuple[str, str] | None]) -> list[str]:
-    """One sentence for all devices of which the same is said."""
+def _gathered(found: Sequence[tuple[str, str] | None]) -> list[str]:
+    """One sentence for all devices of which the same is to be said."""
     by_sentence: dict[str, list[str]] = {}
-    for entry in said:
-        if entry is not None:
-            by_sentence.setdefault(entry[1], []).append(entry[0])
-    return [f"{names[0]}{_more(names, 'device')}: {text}." if names[0] else text for text, names in by_sentence.items()]
+    for device, sentence in filter(None, found):
+        by_sentence.setdefault(sentence, []).append(device)
+    return [f"{names[0]}{and_more(names, 'device')}: {sentence}." for sentence, names in by_sentence.items()]
 
 
-def _more(found: Sequence[object], word: str) -> str:
+def and_more(found: Sequence[object], word: str) -> str:
+    """` and 3 more devices`, behind the first of what was found; empty for one."""
     more = len(found) - 1
     return f" and {more} more {word}{'s' if more > 1 else ''}" if more else ""
 
 
-def _pair(link: Link) -> str:
-    return f"{link.source} and {link.target}"
-
-
-def _turned(link: Link) -> Link:
-    return replace(link, source=link.target, target=link.source)
+def _pairs(links: Sequence[Link]) -> str:
+    return f"{links[0].source} and {links[0].target}{and_more(links, 'pair')}"

@@ -8,13 +8,16 @@ torch is imported when it is asked, not when this file is: what can do without i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwise.machine.catalog import Part, part_of_driver_name
-from meshwise.machine.discovery.discover import described, unknown_part
+from meshwise.machine.discovery.discover import described, machine_name, unknown_part
 from meshwise.machine.discovery.found import Accelerator
+from meshwise.machine.discovery.sysfs import address_of
+from meshwise.machine.discovery.topology import and_more
 from meshwise.spec.machine import HOST, Device, Link, Machine
 
 LEAST_WHOLE = 0.85
@@ -88,7 +91,7 @@ def joined(
     ]
     listed = {(link.source, link.target) for link in links}
     links += [Link(*pair, "", peer=peer) for pair, peer in facts.peers.items() if pair not in listed]
-    warnings = [_told_anew(warning, names) for warning in machine.warnings] if accelerators else []
+    warnings = [_renumbered(warning, names) for warning in machine.warnings] if accelerators else []
     if len(names) < len(accelerators):
         warnings.append(f"torch sees {len(names)} of the {len(accelerators)} devices that the driver has.")
     warnings += _peers_lost(machine, names, facts.peers)
@@ -96,8 +99,13 @@ def joined(
     told = zip(devices, facts.devices, strict=True)
     unknown = [device.part for device, torchs in told if device.part == torchs.model and device.part not in before]
     warnings += [unknown_part(part) for part in dict.fromkeys(unknown)]
-    return replace(
-        machine, name=_name(devices), devices=devices, links=tuple(links), versions=versions, warnings=tuple(warnings)
+    return Machine(
+        machine_name([device.part for device in devices]),
+        devices,
+        tuple(links),
+        machine.hosts,
+        versions=versions,
+        warnings=tuple(warnings),
     )
 
 
@@ -106,21 +114,13 @@ def _device(torch: Any, kind: str, index: int) -> TorchDevice:
     if kind == "cuda":
         facts = torch.cuda.get_device_properties(index)
         capability = f"{facts.major}.{facts.minor}"
-        return TorchDevice(name, facts.name, int(facts.total_memory), _pci(facts), capability)
+        return TorchDevice(name, facts.name, int(facts.total_memory), address_of(facts), capability)
     if kind == "xpu":
         found = torch.xpu.get_device_properties(index)
         return TorchDevice(name, found.name, int(found.total_memory))
     if kind == "mps":
         return TorchDevice(name, "Apple GPU", int(torch.mps.recommended_max_memory()))
     return TorchDevice(name, kind)
-
-
-def _pci(facts: object) -> str:
-    """`0000:3b:00.0`, as sysfs writes it; empty where this torch does not tell."""
-    numbers = [getattr(facts, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    if any(number is None for number in numbers):
-        return ""
-    return "{:04x}:{:02x}:{:02x}.0".format(*(int(number or 0) for number in numbers))
 
 
 def _peers(torch: Any, devices: tuple[TorchDevice, ...]) -> Mapping[tuple[str, str], bool]:
@@ -159,21 +159,15 @@ def _peers_lost(machine: Machine, names: Mapping[str, str], peers: Mapping[tuple
     lost = [pair for pair in ends if peers.get(pair) is False and pair[0] < pair[1]]
     if not lost:
         return []
-    more = f" and {len(lost) - 1} more pairs" if len(lost) > 1 else ""
     return [
-        f"{lost[0][0]} and {lost[0][1]}{more}: the driver has peer access, and torch cannot use it. Copies are staged "
-        "through the host. A virtual machine, an IOMMU or slices (MIG) do this."
+        f"{lost[0][0]} and {lost[0][1]}{and_more(lost, 'pair')}: the driver has peer access, and torch cannot use it. "
+        "Copies are staged through the host. A virtual machine, an IOMMU or slices (MIG) do this."
     ]
 
 
-def _told_anew(warning: str, names: Mapping[str, str]) -> str:
+def _renumbered(warning: str, names: Mapping[str, str]) -> str:
     """A warning with torch's numbers in it."""
-    words = warning.split(" ")
-    anew = []
-    for word in words:
-        bare = word.rstrip(":,.")
-        anew.append(names.get(bare, bare) + word[len(bare) :])
-    return " ".join(anew)
+    return re.sub(r"\S+?(?=[:,.]*(?:\s|$))", lambda word: names.get(word[0], word[0]), warning)
 
 
 def _no_device(facts: TorchFacts, devices: int) -> str:
@@ -185,8 +179,3 @@ def _no_device(facts: TorchFacts, devices: int) -> str:
         f"{many}, and torch {version} can use none. The driver may be too old for its CUDA "
         f"{facts.versions.get('cuda', '')}: install a newer driver, or a torch for this one: {INSTALL}."
     )
-
-
-def _name(devices: tuple[Device, ...]) -> str:
-    parts = [device.part for device in devices]
-    return " + ".join(f"{parts.count(part)}x{part}" for part in dict.fromkeys(parts))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from meshwise.machine.bench import Bench
 from meshwise.machine.measure.result import PathResult
-from meshwise.machine.views.machine_dict import machine_dict, plain
+from meshwise.machine.views.machine_dict import machine_dict
 from meshwise.spec.bandwidth import DEFINITIONS, algorithm_bandwidth, bus_bandwidth
+from meshwise.spec.json_values import json_value
 
 FACTS = ("operation", "source", "target", "path", "ranks", "wrong", "note")
 
@@ -21,7 +21,7 @@ def bench_dict(bench: Bench) -> dict[str, Any]:
         "seconds": bench.seconds,
         "definitions": DEFINITIONS,
         "results": [_result(result) for result in bench.results],
-        "verdicts": [plain(asdict(verdict)) for verdict in bench.verdicts],
+        "verdicts": json_value(bench.verdicts),
         "machine": machine_dict(bench.machine),
     }
 
@@ -40,8 +40,5 @@ def _result(result: PathResult) -> dict[str, Any]:
         }
         for at, (size, seconds) in enumerate(zip(t.sizes, t.seconds, strict=True))
     ]
-    fit = plain({"latency": t.latency, "bandwidth": t.bandwidth, "residual": t.residual})
-    facts = {
-        name: getattr(result, name) for name in ("operation", "source", "target", "path", "ranks", "wrong", "note")
-    }
-    return {**facts, "fit": fit, "sizes": table}
+    fit = json_value({"latency": t.latency, "bandwidth": t.bandwidth, "residual": t.residual})
+    return {**{name: getattr(result, name) for name in FACTS}, "fit": fit, "sizes": table}

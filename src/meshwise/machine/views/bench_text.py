@@ -7,9 +7,8 @@ not fit are left out, the last first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.machine.bench import COPIES, Bench
@@ -19,8 +18,8 @@ from meshwise.spec.bandwidth import DEFINITIONS, bus_bandwidth
 from meshwise.spec.machine import Device
 from meshwise.spec.timings import Timings, rate_at
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, percent_text, seconds_text
-from meshwise.terminal.kind_marks import fitting
-from meshwise.terminal.table import columns, wrap
+from meshwise.terminal.screen import Drawn, Screen, spaced
+from meshwise.terminal.table import Cell, table_lines
 
 MOST_ROWS = 16
 """Copies that are told in a row each; more of them are told as a matrix."""
@@ -47,31 +46,15 @@ def done_text(done: PathResult | DeviceResult) -> str:
 
 def bench_text(bench: Bench, width: int | None = None) -> RenderableType:
     """The bench, at most `width` characters wide (None: as wide as the console)."""
-    return _BenchText(bench, width)
+    return Drawn(lambda screen: _lines(bench, screen, width is not None), width)
 
 
-@dataclass(frozen=True)
-class _BenchText:
-    """Drawn when it is printed: only the console knows how wide it is, and whether it can show arrows."""
-
-    bench: Bench
-    width: int | None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        bench = self.bench
-        width = min(self.width or options.max_width, options.max_width)
-        wide = width if self.width or console.is_terminal else IN_A_FILE
-        parts = [
-            _devices(bench.machine.devices, wide),
-            _copies([r for r in bench.results if r.operation in COPIES], bench.verdicts, wide),
-            _collectives([r for r in bench.results if r.operation not in COPIES], wide),
-            [line for text in _judgement(bench) for line in wrap(text, width, console)],
-        ]
-        lines = [line for part in parts if part for line in [*part, Text()]][:-1]
-        for line in lines:
-            line.no_wrap, line.overflow = True, "crop"
-            line.plain = fitting(line.plain, options.ascii_only)
-        yield from lines
+def _lines(bench: Bench, screen: Screen, limited: bool) -> list[Text]:
+    width = screen.width if limited or screen.console.is_terminal else IN_A_FILE
+    copies = [result for result in bench.results if result.operation in COPIES]
+    collectives = [result for result in bench.results if result.operation not in COPIES]
+    parts = [_devices(bench.machine.devices, width), _copies(copies, bench.verdicts, width)]
+    return spaced([*parts, _collectives(collectives, width), screen.wrap(*_judgement(bench))], None)
 
 
 def _devices(devices: Sequence[Device], width: int) -> list[Text]:
@@ -83,8 +66,8 @@ def _devices(devices: Sequence[Device], width: int) -> list[Text]:
     for device in measured:
         cells = [bandwidth_text(device.memory_rate or 0.0), seconds_text(device.launch or 0.0)]
         cells += [_best(device, dtype) for dtype in dtypes]
-        rows.append([Text(device.name), *map(Text, cells)])
-    return columns(["device", "memory", "launch", *(f"{dtype} products" for dtype in dtypes)], rows, width)
+        rows.append([device.name, *cells])
+    return table_lines(["device", "memory", "launch", *(f"{dtype} products" for dtype in dtypes)], rows, width)
 
 
 def _best(device: Device, dtype: str) -> str:
@@ -105,21 +88,16 @@ def _copies(results: Sequence[PathResult], verdicts: Sequence[Verdict], width: i
     both = {(r.source, r.target, r.path): r for r in results if r.operation == COPIES[1]}
     both |= {(target, source, path): r for (source, target, path), r in both.items()}
     levels = {verdict.what: verdict for verdict in verdicts}
-    rows = []
+    rows: list[list[Cell]] = []
     for result in one_way:
-        name = f"{result.source} → {result.target}"
         verdict = levels.get(f"{result.source} -> {result.target}, {result.path}")
         back = both.get((result.source, result.target, result.path))
         timings = result.timings
-        cells = [Text(name), Text(result.path), Text(_rate(timings)), Text(bytes_text(timings.sizes[-1]))]
-        cells += [
-            _of_expected(result, verdict),
-            Text(_latency(timings)),
-            Text("" if back is None else _both(back, result)),
-        ]
-        rows.append([*cells, *_slowest(timings)])
+        cells = [f"{result.source} → {result.target}", result.path, _rate(timings), bytes_text(timings.sizes[-1])]
+        rest = [_latency(timings), "" if back is None else _both(back, result), *_slowest(timings)]
+        rows.append([*cells, _of_expected(result, verdict), *rest])
     titles = ["copy", "path", "one way", "at", "of expected", "latency", "both ways", "p95", "p99"]
-    return columns(titles, rows, width)
+    return table_lines(titles, rows, width)
 
 
 def _both(back: PathResult, one_way: PathResult) -> str:
@@ -130,9 +108,9 @@ def _both(back: PathResult, one_way: PathResult) -> str:
     return f"{_rate(back.timings)} at {bytes_text(back.timings.sizes[-1])}"
 
 
-def _slowest(timings: Timings) -> list[Text]:
+def _slowest(timings: Timings) -> list[str]:
     """The 95th and 99th percentile of the largest size's seconds."""
-    return [Text(seconds_text(table[-1]) if table else "") for table in (timings.p95, timings.p99)]
+    return [seconds_text(table[-1]) if table else "" for table in (timings.p95, timings.p99)]
 
 
 def _of_expected(result: PathResult, verdict: Verdict | None) -> Text:
@@ -150,8 +128,10 @@ def _matrices(results: Sequence[PathResult], width: int) -> list[Text]:
         cells = {(r.source, r.target): r for r in results if r.path == path}
         sources = list(dict.fromkeys(source for source, _ in cells))
         targets = [*sources, *dict.fromkeys(target for _, target in cells if target not in sources)]
-        rows = [[Text(source), *(_cell(cells.get((source, target))) for target in targets)] for source in sources]
-        lines += [Text(), *columns([f"{path}, GB/s", *targets], rows, width)]
+        rows: list[list[Cell]] = [
+            [source, *(_cell(cells.get((source, target))) for target in targets)] for source in sources
+        ]
+        lines += [Text(), *table_lines([f"{path}, GB/s", *targets], rows, width)]
     return lines[1:]
 
 
@@ -170,28 +150,18 @@ def _rate(timings: Timings) -> str:
 def _collectives(results: Sequence[PathResult], width: int) -> list[Text]:
     if not results:
         return []
-    rows = []
+    rows: list[list[Cell]] = []
     for result in results:
         ends = f" {result.source} → {result.target}" if result.source or result.target else ""
         timings = result.timings
         cells = [result.operation + ends, str(result.ranks), result.path, _latency(timings)]
         cells += [_bus(result, size) for size in MIDDLE_SIZES]
         cells += [_bus(result, timings.sizes[-1]), bytes_text(timings.sizes[-1])]
-        fit = Text("corrupt", LEVEL_STYLES["corrupt"]) if result.wrong else Text(_fit(timings))
-        rows.append([*map(Text, cells), fit, *_slowest(timings)])
-    titles = [
-        "collective",
-        "ranks",
-        "path",
-        "latency",
-        *map(bytes_text, MIDDLE_SIZES),
-        "largest",
-        "at",
-        "fit",
-        "p95",
-        "p99",
-    ]
-    return [*columns(titles, rows, width), Text(f"bus bandwidth by the definitions of {DEFINITIONS}", "dim")]
+        fit = Text("corrupt", LEVEL_STYLES["corrupt"]) if result.wrong else _fit(timings)
+        rows.append([*cells, fit, *_slowest(timings)])
+    sizes = map(bytes_text, MIDDLE_SIZES)
+    titles = ["collective", "ranks", "path", "latency", *sizes, "largest", "at", "fit", "p95", "p99"]
+    return [*table_lines(titles, rows, width), Text(f"bus bandwidth by the definitions of {DEFINITIONS}", "dim")]
 
 
 def _latency(timings: Timings) -> str:
@@ -218,13 +188,13 @@ def _judgement(bench: Bench) -> list[Text]:
     counted = {
         level: sum(v.level == level for v in bench.verdicts) for level in ("good", "low", "far below", "unknown")
     }
-    told = ", ".join(f"{count} {level}" for level, count in counted.items() if count)
+    levels = ", ".join(f"{count} {level}" for level, count in counted.items() if count)
     right = len(bench.results) - len(bench.wrong)
     if bench.results:
         lines.append(Text(f"integrity   {right} of {len(bench.results)} paths delivered the bytes they were given"))
-    if told:
+    if levels:
         why = ", whose parts the catalog does not know" if counted["unknown"] else ""
-        lines.append(Text(f"judgement   {told}{why}"))
+        lines.append(Text(f"judgement   {levels}{why}"))
     cut = [result for result in bench.results if result.note]
     if cut:
         most = bytes_text(max(size for result in cut for size in result.timings.sizes))

@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.machine.compare import Change
-from meshwise.terminal.kind_marks import fitting
-from meshwise.terminal.table import columns, wrap
+from meshwise.terminal.screen import Drawn, Screen, spaced
+from meshwise.terminal.table import table_lines
 
 STYLES = {"worse": "bold red", "gone": "red", "changed": "yellow", "new": "cyan", "better": "green"}
-"""Kinds of change in the order in which they are told."""
+"""Kinds of change in the order in which they are listed."""
 MOST_ROWS = 40
 
 
 def changes_text(changes: Sequence[Change], width: int | None = None) -> RenderableType:
     """The changes, at most `width` characters wide (None: as wide as the console)."""
-    return _CompareText(tuple(changes), width)
+    return Drawn(lambda screen: _lines(changes, screen), width)
 
 
-@dataclass(frozen=True)
-class _CompareText:
-    """Drawn when it is printed: only the console knows how wide it is."""
-
-    changes: tuple[Change, ...]
-    width: int | None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(self.width or options.max_width, options.max_width)
-        clear = [change for kind in STYLES for change in sorted(self._of(kind), key=_size, reverse=True)]
-        lines = []
-        if clear:
-            rows = [_row(change) for change in clear[:MOST_ROWS]]
-            lines += [*columns(["what changed", "old", "new", "speed", ""], rows, width), Text()]
-        if len(clear) > MOST_ROWS:
-            lines.append(Text(f"and {len(clear) - MOST_ROWS} more; --json tells all", "dim"))
-        lines += wrap(Text(_summary(self.changes), "bold" if clear else ""), width, console)
-        for line in lines:
-            line.no_wrap, line.overflow = True, "crop"
-            line.plain = fitting(line.plain, options.ascii_only)
-        yield from lines
-
-    def _of(self, kind: str) -> list[Change]:
-        return [change for change in self.changes if change.kind == kind]
+def _lines(changes: Sequence[Change], screen: Screen) -> list[Text]:
+    order = [*STYLES]
+    clear = sorted((c for c in changes if c.kind in STYLES), key=lambda c: (order.index(c.kind), -_size(c)))
+    table = []
+    if clear:
+        rows = [_row(change) for change in clear[:MOST_ROWS]]
+        table = table_lines(["what changed", "old", "new", "speed", ""], rows, screen.width)
+    more = [Text(f"and {len(clear) - MOST_ROWS} more; --json has all", "dim")] if len(clear) > MOST_ROWS else []
+    return spaced([table, more + screen.wrap(Text(_summary(changes), "bold" if clear else ""))], None)
 
 
 def _size(change: Change) -> float:
@@ -53,16 +37,16 @@ def _size(change: Change) -> float:
     return max(change.speed, 1 / change.speed) if change.speed else 0.0
 
 
-def _row(change: Change) -> list[Text]:
+def _row(change: Change) -> list[str | Text]:
     speed = "" if change.speed is None else f"x {change.speed:.2f}"
     style = STYLES[change.kind]
-    return [Text(change.what), Text(change.old or "-"), Text(change.new or "-"), Text(speed), Text(change.kind, style)]
+    return [change.what, change.old or "-", change.new or "-", speed, Text(change.kind, style)]
 
 
 def _summary(changes: Sequence[Change]) -> str:
     counted = {kind: sum(change.kind == kind for change in changes) for kind in (*STYLES, "same")}
-    told = [f"{count} {kind}" for kind, count in counted.items() if count and kind != "same"]
+    clear = [f"{count} {kind}" for kind, count in counted.items() if count and kind != "same"]
     same = f"no clear change in {counted['same']} figures" if counted["same"] else ""
-    return "; ".join([", ".join(told), same] if told and same else [*told, *([same] if same else [])]) or (
+    return "; ".join([", ".join(clear), same] if clear and same else [*clear, *([same] if same else [])]) or (
         "nothing to compare: the two have no measured figure in common"
     )

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.machine.discovery.host_facts import limits_that_hurt
 from meshwise.machine.views.links_text import KINDS, links_text, pcie_text
 from meshwise.spec.machine import HOST, Device, Host, Link, Machine, link_between
-from meshwise.spec.units import bandwidth_text, bytes_text, flops_text
-from meshwise.terminal.kind_marks import fitting
-from meshwise.terminal.table import columns, wrap
+from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, plural
+from meshwise.terminal.screen import Drawn, Screen, spaced
+from meshwise.terminal.table import table_lines
 
 MOST_SINGLE = 4
 """Devices that get a row each; of more, those that stand next to each other and are alike share one."""
@@ -36,45 +34,19 @@ def devices_text(machine: Machine, width: int | None = None) -> RenderableType:
 
     Sentences stay whole lines where they go into a file or a pipe and no width is given.
     """
-    return _DevicesText(machine, width)
+    return Drawn(lambda screen: _lines(machine, screen, width is not None), width)
 
 
-@dataclass(frozen=True)
-class _DevicesText:
-    """Drawn when it is printed: only the console knows how wide it is, and whether it is a terminal."""
-
-    machine: Machine
-    width: int | None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        machine = self.machine
-        width = min(self.width or options.max_width, options.max_width)
-        most = MOST_NOTES if console.is_terminal else None
-        parts = [
-            _hosts(machine, width),
-            _table(machine, width),
-            links_text(machine, width),
-            [*_facts(machine), *_limits(machine), *_notes(machine, most)],
-        ]
-        if console.is_terminal or self.width is not None:
-            parts = [[line for text in part for line in _hanging(text, width, console)] for part in parts]
-        height = console.size.height - 1 if console.is_terminal else None
-        lines = _spaced([part for part in parts if part], height)
-        for line in lines:
-            line.no_wrap, line.overflow = True, "crop" if console.is_terminal else "ignore"
-            line.plain = fitting(line.plain, options.ascii_only)
-        yield from lines
-
-
-def _spaced(parts: Sequence[list[Text]], height: int | None) -> list[Text]:
-    """The parts below each other, apart by an empty line as long as there is room for one."""
-    lines = list(parts[0]) if parts else []
-    room = None if height is None else height - sum(map(len, parts))
-    for part in parts[1:]:
-        if room is None or room > 0:
-            lines.append(Text())
-            room = None if room is None else room - 1
-        lines += part
+def _lines(machine: Machine, screen: Screen, wrapped: bool) -> list[Text]:
+    terminal = screen.console.is_terminal
+    notes = _notes(machine, MOST_NOTES if terminal else None)
+    facts = [*_facts(machine), *_limits(machine), *notes]
+    parts = [_hosts(machine, screen.width), _table(machine, screen.width), links_text(machine, screen.width), facts]
+    if terminal or wrapped:
+        parts = [screen.wrap(*part, indent=LABEL) for part in parts]
+    lines = spaced(parts, screen.height)
+    for line in lines:
+        line.no_wrap, line.overflow = True, "crop" if terminal else "ignore"
     return lines
 
 
@@ -92,11 +64,8 @@ def _hosts(machine: Machine, width: int) -> list[Text]:
 
 
 def _host_facts(host: Host) -> list[str]:
-    counts = [
-        f"{count} {word}s"
-        for count, word in ((host.sockets, "socket"), (host.numa_nodes, "NUMA node"))
-        if count is not None and count > 1
-    ]
+    several = [(host.sockets, "socket"), (host.numa_nodes, "NUMA node")]
+    counts = [plural(count, word) for count, word in several if count is not None and count > 1]
     facts = [
         re.sub(r"\((R|TM)\)", "", host.processor),
         ", ".join(counts),
@@ -142,7 +111,7 @@ def _table(machine: Machine, width: int) -> list[Text]:
     if over > 0:  # a long name of an unknown part gives way before a figure does
         for row in shown:
             row[1] = _cut(row[1], max(LEAST_NAME, wide[1] - over))
-    lines = columns([titles[at] for at in kept], [[Text(row[at]) for at in kept] for row in shown], width)
+    lines = table_lines([titles[at] for at in kept], [[row[at] for at in kept] for row in shown], width)
     return [*lines, Text(f"and {many} more rows; --json has all", "dim")] if many > 0 else lines
 
 
@@ -227,12 +196,3 @@ def _notes(machine: Machine, most: int | None) -> list[Text]:
 
 def _labelled(label: str, text: str, style: str = "") -> Text:
     return Text(f"{label:<{LABEL}}", style or "dim").append(text, "default")
-
-
-def _hanging(text: Text, width: int, console: Console) -> list[Text]:
-    """The line in lines, the second and later ones below the first word behind the label."""
-    if cell_len(text.plain) <= width:
-        return [text]
-    label, rest = text[:LABEL], text[LABEL:]
-    lines = wrap(rest, width - LABEL, console)
-    return [label + lines[0], *(Text(" " * LABEL) + line for line in lines[1:])]

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from meshwise.spec.machine import DEVICE, HOST, NODE, Link, Machine
 from meshwise.spec.units import bandwidth_text
-from meshwise.terminal.table import columns
+from meshwise.terminal.table import table_lines, width_of
 
 KINDS = {"nvlink": "NVLink", "xgmi": "xGMI", "pcie": "PCIe", "c2c": "C2C", "network": "network", "memory": "memory"}
 CROSSES = {"": "", "bridge": "over the host's bridge", "socket": "over the other socket"}
@@ -86,18 +86,16 @@ def _pairs(pairs: Mapping[tuple[str, str], Link], names: Sequence[str], width: i
 def _matrix(
     pairs: Mapping[tuple[str, str], Link], names: Sequence[str], labels: Mapping[str, str], width: int
 ) -> list[Text] | None:
-    """The matrix with these labels; None where it is too wide."""
+    """The matrix with these labels, under the devices' names or their numbers; None where it is too wide."""
     rows = [
-        [Text(one), *(Text(labels[_sentence(pairs[one, other])] if (one, other) in pairs else "-") for other in names)]
+        [one, *(labels[_sentence(pairs[one, other])] if (one, other) in pairs else "-" for other in names)]
         for one in names
     ]
-    widest = [max(len(row[at]) for row in rows) for at in range(len(names) + 1)]
-    titles = ["links", *names]
-    need = sum(max(len(title), wide) for title, wide in zip(titles, widest, strict=True)) + 2 * len(names)
-    if need > width:
-        titles = ["links", *(name.rpartition(":")[2] for name in names)]
-        need = sum(max(len(title), wide) for title, wide in zip(titles, widest, strict=True)) + 2 * len(names)
-    return columns(titles, rows, width) if need <= width else None
+    for titles in (names, [name.rpartition(":")[2] for name in names]):
+        lines = table_lines(["links", *titles], rows)
+        if width_of(lines) <= width:
+            return lines
+    return None
 
 
 def _short(link: Link) -> str:

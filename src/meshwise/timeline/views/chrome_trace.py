@@ -10,20 +10,18 @@ out.
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.records.atomic import atomic_file
 from meshwise.spec.units import seconds_text
 from meshwise.timeline.arrivals import Arrivals, arrival_table, is_collective
 from meshwise.timeline.run_report import NOT_MEMORY, Report
@@ -45,35 +43,34 @@ class _Rows:
     thread: Whole
 
 
-def write_chrome_trace(timeline: Timeline, report: Report, path: Path, steps: tuple[int, int] | None = None) -> int:
-    """Write the trace to `path`, whole or not at all, compressed where it ends in .gz; returns the number of slices.
+def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
+    """The trace, compressed; of the steps that were asked for, else of all.
 
-    There is one for each span, and one for each waiting that was found in one. Times are µs from the run's begin, with
-    ns as decimals. steps: only those from the first to the last.
+    It has a slice for each span, and one for each waiting that was found in one. Times are µs from the run's begin,
+    with ns as decimals.
     """
+    packer = zlib.compressobj(level=5, wbits=zlib.MAX_WBITS | 16)  # with gzip's head, without a name or a time
+    for text in trace_text(report, timeline):
+        yield packer.compress(text)
+    yield packer.flush()
+
+
+def trace_text(report: Report, timeline: Timeline) -> Iterator[bytes]:
+    """The trace as JSON, in pieces."""
+    steps = report.chosen_steps
     rows = [_rank_rows(timeline, rank, steps) for rank in _ranks(timeline)]
     counters = [_of_steps(counter, steps) for counter in timeline.counters]
-    table = arrival_table(timeline.spans, timeline.names)
+    arrivals = arrival_table(timeline.spans, timeline.names)
     times = [r.spans["start"] for r in rows] + [counter.time for counter in counters]
     origin = min([0, *(int(some.min()) for some in times if len(some))])
     threads = _threads(rows)
     events = itertools.chain(
         _names(timeline, report, rows, threads),
-        *(_slices(r, table, threads, timeline.names, origin) for r in rows),
+        *(_slices(r, arrivals, threads, timeline.names, origin) for r in rows),
         *(_counts(counter, origin) for counter in counters),
-        _flows(rows, table, threads, origin),
+        _flows(rows, arrivals, threads, origin),
     )
-    with atomic_file(path) as file:
-        if path.suffix == ".gz":
-            with gzip.GzipFile(filename="", mode="wb", compresslevel=5, fileobj=file, mtime=0) as packed:
-                packed.writelines(_text(_facts(timeline, report, origin), events))
-        else:
-            file.writelines(_text(_facts(timeline, report, origin), events))
-    return sum(len(r.spans) + int((table.waits_until(r.spans) > r.spans["start"]).sum()) for r in rows)
-
-
-def _text(facts: dict[str, Any], events: Iterator[str]) -> Iterator[bytes]:
-    yield f'{{"otherData":{_json(facts)},\n"traceEvents":[\n'.encode()
+    yield f'{{"otherData":{_json(_facts(timeline, report, origin))},\n"traceEvents":[\n'.encode()
     between = ""
     while several := list(itertools.islice(events, 1024)):
         yield (between + ",\n".join(several)).encode()

@@ -1,4 +1,4 @@
-"""Watch a run from beside it: its report again and again while it goes on, and once more when it is over.
+"""Follow a run from outside: its report again and again while it goes on, and once more when it is over.
 
 It reads the run's folder and nothing else, so it can come and go at any time, from any machine that sees the folder. Of
 a long run it reads the newest stretch: what it then shows is of that stretch alone.
@@ -19,8 +19,8 @@ from rich.text import Text
 
 from meshwise.records import folder as names
 from meshwise.spec.errors import UsageError
-from meshwise.spec.units import count_text, seconds_text
-from meshwise.terminal.kind_marks import fitting
+from meshwise.spec.units import count_text, seconds_text, whole_seconds_text
+from meshwise.terminal.kind_marks import printable
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.run_report import Report
@@ -57,16 +57,16 @@ def follow(
     *,
     every: float = 1.0,
     stop: Callable[[], bool] | None = None,
-    beside: Callable[[], object] | None = None,
+    also: Callable[[], object] | None = None,
 ) -> None:
     """Show the run in `folder` until it is over, Ctrl-C is pressed or `stop` says so; then, if it is over, its report.
 
     On a terminal the screen is drawn anew each `every` seconds; elsewhere a line is printed each LINE_EVERY.
-    `beside` is called as often as a line would be, and at the end. Raises UsageError when `folder` is no run folder.
+    `also` is called as often as a line would be, and at the end. Raises UsageError when `folder` is no run folder.
     """
     names.read_run(folder)
     view = LiveView(console)  # guards the console: a terminal that goes away ends the drawing, with no traceback
-    polls = _snapshots(folder, every, stop, beside)
+    polls = _snapshots(folder, every, stop, also)
     try:
         over = _on_screen(polls, console) if view.draws else _in_lines(polls, view)
         if over:
@@ -76,15 +76,15 @@ def follow(
 
 
 def _snapshots(
-    folder: Path, every: float, stop: Callable[[], bool] | None, beside: Callable[[], object] | None
+    folder: Path, every: float, stop: Callable[[], bool] | None, also: Callable[[], object] | None
 ) -> Iterator[Snapshot]:
     """What is seen of the run, poll by poll, until it is over or `stop` says so."""
     snapshot, called = None, -math.inf
     while stop is None or not stop():
         began = time.monotonic()
         snapshot = poll(folder, snapshot)
-        if beside is not None and (began - called >= LINE_EVERY or not snapshot.running):
-            beside()
+        if also is not None and (began - called >= LINE_EVERY or not snapshot.running):
+            also()
             called = began
         yield snapshot
         if not snapshot.running:
@@ -110,10 +110,10 @@ def _in_lines(polls: Iterator[Snapshot], view: LiveView) -> bool:
             return True
         now = time.monotonic()
         if now - said >= LINE_EVERY:
-            view.say(line_of(snapshot))
+            view.print(line_of(snapshot))
             said = now
         if silence(snapshot) and not silent:
-            view.say(silence(snapshot))
+            view.print(silence(snapshot))
         silent = bool(silence(snapshot))
     return False
 
@@ -182,14 +182,9 @@ def silence(snapshot: Snapshot) -> str:
     if seconds <= SILENT:
         return ""
     return (
-        f"No log has grown for {_whole(seconds)}: the run's launcher may be gone without a word "
+        f"No log has grown for {whole_seconds_text(seconds)}: the run's launcher may be gone without a word "
         "(run.json says running), or a step takes that long."
     )
-
-
-def _whole(seconds: float) -> str:
-    """Whole seconds: tenths that change each second only flicker."""
-    return seconds_text(max(1, round(seconds))).replace(".0 s", " s")
 
 
 def line_of(snapshot: Snapshot) -> str:
@@ -206,9 +201,9 @@ def line_of(snapshot: Snapshot) -> str:
 def screen(snapshot: Snapshot, console: Console) -> RenderableType:
     """The report on the whole screen, and in the last line what is being watched."""
     words = silence(snapshot)
-    of = "" if snapshot.window is None else f"of the newest {_whole(snapshot.window)} · "
+    of = "" if snapshot.window is None else f"of the newest {whole_seconds_text(snapshot.window)} · "
     foot = Text(words, "bold yellow") if words else Text(f"{of}Ctrl-C leaves; the run goes on", "dim")
-    foot.plain = fitting(foot.plain, console.options.ascii_only)
+    foot.plain = printable(foot.plain, console.options.ascii_only)
     height = console.height - len(foot.wrap(console, console.width))
     if snapshot.report is None:
         return Group(Text("Its files cannot be read yet."), foot)

@@ -1,151 +1,83 @@
-"""One step of a view as rows of characters: who did what when, and who waited.
+"""One step of a window as rows of characters: who did what when, and who waited.
 
-Every column is a slice of the time; it shows the kind that owns most of it, by the rights in `account`: a backward that
-has handed over its last bucket waits, or communicates. Time in which nothing was recorded shows only where a column
-holds nothing else. The thin row below a rank shows its collectives, those too that computing hides.
+Every column is a slice of the time; it shows the kind that owns most of it, by the report's attribution. Time in which
+nothing was recorded shows only where a column holds nothing else. The thin row below a rank shows its collectives that
+overlap with the computing.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rich.text import Text
 
-from meshwise.terminal.kind_marks import fitting, legend, mark_of, style_of
-from meshwise.timeline.run_report import Bar, StepWindow
+from meshwise.terminal.kind_marks import legend, mark_of, printable, style_of
+from meshwise.timeline.run_report import Bar, StepTimes, StepWindow
 from meshwise.timeline.spans import KINDS
 
-MAIN, BESIDE = "main", "communication"
+OVERLAPPED = "communication"
 NOTHING = ""
-LAST = ("data", "waiting", "idle")
-"""Phases that own a moment only where nothing else goes on."""
 LEAST_WIDTH = 10
 TICK_STEPS = (1.0, 2.0, 5.0, 10.0)
 
 
-Right = tuple[int, bool, float, float]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of time in s, and the kind that owns it."""
-
-    start: float
-    end: float
-    kind: str
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """One step of a view: start is s since the view's."""
-
-    step: int
-    start: float
-    seconds: float
-
-
-def step_times(view: StepWindow) -> list[StepTimes]:
-    """When the steps of a view were, from the first rank's beginning to the last one's end, in their order."""
-    times: dict[int, tuple[float, float]] = {}
-    for bar in view.bars:
-        low, high = times.get(bar.step, (bar.start, bar.start))
-        times[bar.step] = min(low, bar.start), max(high, bar.start + bar.seconds)
-    return [StepTimes(step, low, high - low) for step, (low, high) in sorted(times.items())]
-
-
-def step_nearest(view: StepWindow, seconds: float) -> int | None:
-    """The step of a view that took most nearly so long; None in an empty view."""
-    return min(step_times(view), key=lambda times: abs(times.seconds - seconds)).step if view.bars else None
-
-
 def gantt_text(
-    view: StepWindow,
+    window: StepWindow,
     ranks: Sequence[int],
     width: int,
     *,
     step: int | None = None,
     ascii_only: bool = False,
-    beside: bool = True,
+    overlapped: bool = True,
     with_legend: bool = True,
 ) -> list[Text]:
-    """Lines of at most `width` characters: a row a rank, one below it for its collectives beside the computing
-    (`beside`), the axis in ms, and the legend (`with_legend`). step: the one to draw; None draws all of the view.
-    Nothing where there is no bar."""
-    drawn = [bar for bar in view.bars if step in (None, bar.step)]
-    start = min((bar.start for bar in drawn), default=0.0)
-    seconds = max((bar.start + bar.seconds for bar in drawn), default=0.0) - start
-    if seconds <= 0:
+    """Lines of at most `width` characters: a row a rank, one below it for its overlapped collectives (`overlapped`),
+    the axis in ms, and the legend (`with_legend`). step: the one to draw; None draws all of the window. Nothing where
+    no time passes."""
+    times = StepTimes(0, 0.0, window.seconds) if step is None else window.step(step)
+    if times is None or times.seconds <= 0:
         return []
     label = len(f"rank {max(ranks, default=0)} ")
     columns = max(width - label, LEAST_WIDTH)
     lines: list[Text] = []
     kinds: set[str] = set()
     for rank in ranks:
-        bars = [bar for bar in drawn if bar.rank == rank]
-        row = _with_gaps(column_kinds(owned_pieces(bars), start, seconds, columns))
+        row = _with_gaps(column_kinds(_of(window.attributed, rank, step), times, columns))
         lines.append(_line(f"{f'rank {rank}':<{label}}", row, True, ascii_only))
         kinds |= {*row}
-        collectives = [bar for bar in bars if bar.lane == BESIDE]
-        if beside and collectives:
-            row = column_kinds(owned_pieces(collectives), start, seconds, columns)
+        collectives = [bar for bar in _of(window.bars, rank, step) if bar.lane == OVERLAPPED]
+        if overlapped and collectives:
+            row = column_kinds(collectives, times, columns)
             lines.append(_line(f"{'  comm':<{label}}", row, False, ascii_only))
             kinds |= {*row}
-    lines.append(_axis(label, columns, seconds, ascii_only))
+    lines.append(_axis(label, columns, times.seconds, ascii_only))
     return [*lines, *legend(kinds, width, ascii_only)] if with_legend else lines
 
 
-def column_kinds(pieces: Sequence[Piece], start: float, seconds: float, columns: int) -> list[str]:
-    """The kind that has most of each of `columns` equal slices of `seconds` from `start`; "" where there is nothing.
+def _of(bars: Sequence[Bar], rank: int, step: int | None) -> list[Bar]:
+    return [bar for bar in bars if bar.rank == rank and step in (None, bar.step)]
+
+
+def column_kinds(bars: Sequence[Bar], times: StepTimes, columns: int) -> list[str]:
+    """The kind that has most of each of `columns` equal slices of `times`; "" where there is nothing.
 
     Of kinds with equal time the one that a step comes to first.
     """
     share = [dict.fromkeys(KINDS, 0) for _ in range(columns)]
-    whole = max(round(seconds * 1e9), 1)  # ns, and whole: what ends where a column begins is not in it
-    for piece in pieces:
-        first, last = (round((time - start) * 1e9) * columns for time in (piece.start, piece.end))
+    whole = max(round(times.seconds * 1e9), 1)  # ns, and whole: what ends where a column begins is not in it
+    for bar in bars:
+        first, last = (round((at - times.start) * 1e9) * columns for at in (bar.start, bar.start + bar.seconds))
         for column in range(max(0, first // whole), min(columns, -(-last // whole))):
-            share[column][piece.kind] += min(last, (column + 1) * whole) - max(first, column * whole)
+            share[column][bar.kind] += min(last, (column + 1) * whole) - max(first, column * whole)
     best = [max(KINDS, key=lambda kind: of_kind[kind]) for of_kind in share]
     return [kind if of_kind[kind] > 0 else NOTHING for kind, of_kind in zip(best, share, strict=True)]
-
-
-def owned_pieces(bars: Sequence[Bar]) -> list[Piece]:
-    """The bars of one rank as pieces that do not overlap, each moment with the one that owns it (see `account`)."""
-    claims = [claim for bar in bars for claim in _claims(bar, bars)]
-    edges = sorted({edge for piece, _ in claims for edge in (piece.start, piece.end)})
-    owned = []
-    for low, high in itertools.pairwise(edges):
-        there = [(right, piece.kind) for piece, right in claims if piece.start <= low and piece.end >= high]
-        if there:
-            owned.append(Piece(low, high, max(there)[1]))
-    return owned
-
-
-def _claims(bar: Bar, bars: Sequence[Bar]) -> Iterator[tuple[Piece, Right]]:
-    """What a bar claims, and by which right: the highest owns the moment. Of equals it is the bar that was found (a
-    waiting), then the one that began later, then the shorter."""
-    end = bar.start + bar.seconds
-    rest = (bar.found, bar.start, -bar.seconds)
-    if bar.lane == MAIN and bar.kind == "backward":
-        begun = [b.start for b in bars if b.lane == BESIDE and not b.found and bar.start <= b.start < end]
-        handed = max(begun, default=end)
-        yield Piece(bar.start, handed, bar.kind), (3, *rest)
-        yield Piece(handed, end, bar.kind), (1, *rest)
-    elif bar.lane == MAIN:
-        yield Piece(bar.start, end, bar.kind), (3 if bar.found or bar.kind not in LAST else 0, *rest)
-    elif bar.lane == BESIDE:
-        yield Piece(bar.start, end, bar.kind), (2, *rest)
 
 
 def _with_gaps(row: list[str]) -> list[str]:
     """Nothing between two kinds is time between phases; before the first and after the last it stays nothing."""
     filled = [column for column, kind in enumerate(row) if kind]
-    if not filled:
-        return row
-    inside = range(filled[0], filled[-1] + 1)
+    inside = range(filled[0], filled[-1]) if filled else ()
     return [kind or ("idle" if column in inside else NOTHING) for column, kind in enumerate(row)]
 
 
@@ -170,7 +102,7 @@ def _axis(label: int, columns: int, seconds: float, ascii_only: bool) -> Text:
             break
         line[column : column + len(text)] = text
         at += 1
-    return Text(" " * label + fitting("".join(line).rstrip(), ascii_only), "dim", no_wrap=True)
+    return Text(" " * label + printable("".join(line).rstrip(), ascii_only), "dim", no_wrap=True)
 
 
 def _tick(seconds: float, columns: int) -> float:

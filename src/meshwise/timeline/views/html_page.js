@@ -1,46 +1,10 @@
 "use strict";
-// Builds the page from the JSON that it carries. No number is made here: `shown` writes one, and says where it stands.
+// Builds the page from the JSON that it carries. No number is made or written here: `shown` takes its text from there.
 const R = JSON.parse(document.getElementById("report").textContent);
 const page = document.getElementById("page");
-const KINDS = ["data", "transfer", "forward", "backward", "communication", "waiting", "optimizer", "evaluate", "checkpoint", "idle"];
-const MEMORY = ["allocated", "resident"]; // the peak that is shown: of the process, as in the text
 const HATCHED = ["waiting", "idle", "starting"];
 document.documentElement.dataset.errors = "0";
 window.addEventListener("error", () => { document.documentElement.dataset.errors++; });
-
-// ---- numbers as text: the same as spec/units.py ----
-function grouped(text) { return text.replace(/\B(?=(\d{3})+(?!\d))/g, ","); }
-function rounded(value, digits = 0) { // as Python rounds, on the exact binary value: toFixed takes halves up, this to even
-  if (Math.abs(value) >= 1e21) return BigInt(value) + (digits ? `.${"0".repeat(digits)}` : "");
-  const text = value.toFixed(digits), half = Math.abs(value * 2 ** (digits + 1)) % 2 === 1;
-  return half && Number(text.slice(-1)) % 2 ? (value - Math.sign(value) * 2 ** -(digits + 5)).toFixed(digits) : text;
-}
-function count(value) { return value === null ? "unknown" : grouped(rounded(value)); }
-function bytes(value) {
-  if (value === null) return "unknown";
-  if (Math.abs(value) < 1023.5) return `${rounded(value)} B`;
-  let unit = 0, size = value / 1024;
-  const units = ["KiB", "MiB", "GiB", "TiB", "PiB"];
-  while (Math.abs(size) >= 1023.95 && unit < units.length - 1) { size /= 1024; unit++; }
-  return `${rounded(size, 1)} ${units[unit]}`;
-}
-function seconds(value) {
-  if (value === null) return "unknown";
-  if (value < 0) return `-${seconds(-value)}`;
-  if (value === 0) return "0 s";
-  if (value < 0.0009995) return `${rounded(value * 1e6)} µs`;
-  if (value < 0.01) return `${rounded(value * 1e3, 1)} ms`;
-  if (value < 0.9995) return `${rounded(value * 1e3)} ms`;
-  if (value < 59.95) return `${rounded(value, 1)} s`;
-  const whole = Number(rounded(value)), minutes = Math.floor(whole / 60);
-  if (minutes < 60) return `${minutes} min ${String(whole % 60).padStart(2, "0")} s`;
-  const all = Number(rounded(value / 60));
-  return `${Math.floor(all / 60)} h ${String(all % 60).padStart(2, "0")} min`;
-}
-function percent(value) { return value === null ? "unknown" : `${rounded(100 * value)} %`; }
-function rate(value) { return value === null ? "unknown" : `${bytes(value)}/s`; }
-function drift(value) { return value === null ? "unknown" : `${rounded(value * 1e6, 2)} ppm`; }
-const WRITE = { count, bytes, seconds, percent, rate, drift, text: String };
 
 // ---- elements ----
 function el(tag, attributes, ...children) {
@@ -52,15 +16,11 @@ function el(tag, attributes, ...children) {
   return element;
 }
 function at(path) { return path.split("/").reduce((value, key) => (value === null || value === undefined ? null : value[key]), R); }
-function shown(path, as, tag = "span") {
+function shown(path, tag = "span") { // a number by its text, a name as it is
   const value = at(path) ?? null;
-  return el(tag, { "data-path": path, "data-as": as, "data-value": JSON.stringify(value) }, value === null && as === "text" ? "" : WRITE[as](value));
+  return el(tag, { "data-path": path, "data-value": JSON.stringify(value) }, R.text[path] ?? String(value ?? ""));
 }
-function named(i) { return el("span", {}, "rank ", shown(`ranks/${i}/rank`, "text")); }
-function peak(i) { // of memory, where it was counted
-  const name = MEMORY.find((one) => one in R.ranks[i].memory) || Object.keys(R.ranks[i].memory)[0];
-  return name === undefined ? null : [`ranks/${i}/memory/${name}`, name];
-}
+function named(i) { return el("span", {}, "rank ", shown(`ranks/${i}/rank`)); }
 function swatch(kind) { return el("i", { style: `--kind: var(--${kind})`, class: HATCHED.includes(kind) ? "hatched" : "" }); }
 function add(...children) { page.append(...children.filter(Boolean)); }
 function section(title, note) { add(el("h2", {}, title), note ? el("p", { class: "note" }, ...[].concat(note)) : null); }
@@ -79,20 +39,20 @@ function head() {
   const facts = R.facts || {}, versions = facts.versions || {};
   const hosts = [...new Set(R.ranks.map((rank) => rank.host))];
   const devices = [...new Set(R.ranks.map((rank) => rank.device))];
-  add(el("header", {}, el("h1", {}, shown("title", "text")), el("span", { class: `status ${R.status}` }, shown("status", "text")),
+  add(el("header", {}, el("h1", {}, shown("title")), el("span", { class: `status ${R.status}` }, shown("status")),
     el("span", {}, `${R.ranks.length} × ${devices.join(", ") || "unknown"} on ${hosts.join(", ") || "no host"}`),
     versions.torch ? el("span", {}, `torch ${versions.torch}`) : null, facts.started ? el("span", {}, facts.started) : null,
-    R.source === "measured" ? null : el("span", { class: "status" }, shown("source", "text"))));
-  add(el("p", { class: "verdict" }, shown("verdict", "text")));
+    R.source === "measured" ? null : el("span", { class: "status" }, shown("source"))));
+  add(el("p", { class: "verdict" }, shown("verdict")));
   if (R.missing.length) {
     add(el("div", { class: "card missing" }, el("b", {}, "What is missing"),
-      el("ul", {}, ...R.missing.map((_, i) => el("li", {}, shown(`missing/${i}`, "text"))))));
+      el("ul", {}, ...R.missing.map((_, i) => el("li", {}, shown(`missing/${i}`))))));
   }
-  const peaks = R.ranks.map((_, i) => peak(i)), size = (i) => (peaks[i] ? at(peaks[i][0]) ?? -1 : -1);
-  const most = R.ranks.reduce((best, _, i) => (peaks[i] && (best < 0 || size(i) > size(best)) ? i : best), -1);
-  const tiles = [["step, median", shown("step_seconds", "seconds")], ["step, 95 % within", shown("step_seconds_p95", "seconds")],
-    ["samples a second", shown("samples_per_second", "count")], ["steps", shown("steps", "count")], ["wall time", shown("wall_seconds", "seconds")]];
-  if (most >= 0) tiles.push([el("span", {}, "peak memory, ", named(most)), shown(peaks[most][0], "bytes")]);
+  const size = (i) => R.ranks[i].peak_memory ?? -1;
+  const most = R.ranks.reduce((best, _, i) => (size(i) >= 0 && (best < 0 || size(i) > size(best)) ? i : best), -1);
+  const tiles = [["step, median", shown("step_seconds")], ["step, 95 % within", shown("step_seconds_p95")],
+    ["samples a second", shown("samples_per_second")], ["steps", shown("steps")], ["wall time", shown("wall_seconds")]];
+  if (most >= 0) tiles.push([el("span", {}, "peak memory, ", named(most)), shown(`ranks/${most}/peak_memory`)]);
   add(el("div", { class: "tiles" }, ...tiles.map(([label, value]) =>
     el("div", { class: "card tile" }, el("div", { class: "label" }, label), el("div", { class: "value" }, value)))));
 }
@@ -102,12 +62,12 @@ function findings() {
   const colour = { "straggler": "waiting", input: "data", imbalance: "waiting", compute: "backward", checkpoint: "checkpoint", evaluation: "evaluate", idle: "idle", memory: "lost", stalls: "lost" };
   add(el("div", { class: "findings" }, ...R.findings.map((finding, i) =>
     el("div", { class: "card finding", style: `--kind: var(--${colour[finding.kind] || finding.kind})` },
-      shown(`findings/${i}/sentence`, "text", "p"), el("p", { class: "advice" }, shown(`findings/${i}/advice`, "text"))))));
+      shown(`findings/${i}/sentence`, "p"), el("p", { class: "advice" }, shown(`findings/${i}/advice`))))));
 }
 function goodput() {
   section("Goodput", "What the wall time went into, mean over devices. The parts add up to all of it.");
-  const key = (path, part) => el("span", { class: "key" }, part ? swatch(part) : null, shown(`${path}/name`, "text"),
-    shown(`${path}/share`, "percent"), el("span", { class: "soft" }, shown(`${path}/seconds`, "seconds")));
+  const key = (path, part) => el("span", { class: "key" }, part ? swatch(part) : null, shown(`${path}/name`),
+    shown(`${path}/share`), el("span", { class: "soft" }, shown(`${path}/seconds`)));
   add(el("div", { class: "card" }, stack(R.goodput.map((part) => [part.name, part.share])),
     el("div", { class: "keys" }, ...R.goodput.map((part, i) => key(`goodput/${i}`, part.name))),
     el("div", { class: "keys soft" }, "waiting for", ...R.waiting.map((_, i) => key(`waiting/${i}`, null)))));
@@ -116,11 +76,11 @@ function ranks() {
   if (!R.ranks.length) return;
   const kinds = KINDS.filter((kind) => R.ranks.some((rank) => rank.seconds[kind] > 0));
   section("Devices", "Seconds of training, evaluating and saving. Communication counts from the last rank's arrival on, where no computing hides it; waiting is until then.");
-  const heads = [["device", true], ["steps"], ["a step"], ["its time"], ...kinds.map((kind) => [kind === "communication" ? "comm." : kind]), ["comm. hidden"], ["came last"], ["which cost"], ["peak memory"]];
-  add(table(heads, R.ranks.map((rank, i) => [named(i), shown(`ranks/${i}/steps`, "count"), shown(`ranks/${i}/step_seconds`, "seconds"), stack(kinds.map((kind) => [kind, rank.seconds[kind]])),
-    ...kinds.map((kind) => shown(`ranks/${i}/seconds/${kind}`, "seconds")), shown(`ranks/${i}/hidden_seconds`, "seconds"),
-    el("span", {}, shown(`ranks/${i}/last_arrivals`, "count"), el("span", { class: "soft" }, " of ", shown(`ranks/${i}/sync_points`, "count"))), shown(`ranks/${i}/straggler_seconds`, "seconds"),
-    peak(i) ? shown(peak(i)[0], "bytes") : ""])));
+  const heads = [["device", true], ["steps"], ["a step"], ["its time"], ...kinds.map((kind) => [kind === "communication" ? "comm." : kind]), ["comm. hidden"], ["was last"], ["cost"], ["peak memory"]];
+  add(table(heads, R.ranks.map((rank, i) => [named(i), shown(`ranks/${i}/steps`), shown(`ranks/${i}/step_seconds`), stack(kinds.map((kind) => [kind, rank.seconds[kind]])),
+    ...kinds.map((kind) => shown(`ranks/${i}/seconds/${kind}`)), shown(`ranks/${i}/hidden_seconds`),
+    el("span", {}, shown(`ranks/${i}/last_arrivals`), el("span", { class: "soft" }, " of ", shown(`ranks/${i}/sync_points`))), shown(`ranks/${i}/straggler_seconds`),
+    rank.peak_memory === null ? "" : shown(`ranks/${i}/peak_memory`)])));
   add(el("div", { class: "keys" }, ...kinds.map((kind) => el("span", { class: "key" }, swatch(kind), kind))));
 }
 
@@ -143,8 +103,8 @@ function chart(parent, name, height, draw) {
 function times(values, factor) { return values.map((value) => (value === null ? null : value * factor)); } // unknown stays unknown
 function safe(text) { return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;"); }
 function rows(view) { // of the Gantt: [rank, lane] from top to bottom
-  const lanes = ["main", "blocks", "host", "communication"], used = new Set(view.bars.map((bar) => `${bar.rank} ${bar.lane}`));
-  return R.ranks.flatMap((rank) => lanes.filter((lane) => used.has(`${rank.rank} ${lane}`)).map((lane) => [rank.rank, lane]));
+  const used = new Set(view.bars.map((bar) => `${bar.rank} ${bar.lane}`));
+  return R.ranks.flatMap((rank) => LANES.filter((lane) => used.has(`${rank.rank} ${lane}`)).map((lane) => [rank.rank, lane]));
 }
 function label(rank, lane) { return lane === "main" ? `rank ${rank}` : `${lane === "communication" ? "comm." : lane} ${rank}`; }
 function gantt(view) {
@@ -152,13 +112,12 @@ function gantt(view) {
   const found = view.bars.filter((bar) => bar.found), logged = view.bars.filter((bar) => !bar.found);
   const trace = (bars, kind, name, more) => ({ type: "bar", orientation: "h", name, legendgroup: kind, base: bars.map((bar) => bar.start * 1e3), x: bars.map((bar) => bar.seconds * 1e3),
     y: bars.map((bar) => label(bar.rank, bar.lane)), width: bars.map((bar) => (bar.lane === "main" ? 0.86 : 0.6)), hoverinfo: "text",
-    hovertext: bars.map((bar) => `<b>${safe(kind)}${bar.name ? ` · ${safe(bar.name)}` : ""}</b><br>rank ${bar.rank}, step ${bar.step}<br>${seconds(bar.seconds)} from ${seconds(bar.start)}`
-      + (bar.bytes ? `<br>${bytes(bar.bytes)}` : "") + (bar.collective >= 0 ? `<br>collective ${bar.collective}` : "")), ...more });
+    hovertext: bars.map((bar) => `<b>${safe(kind)}${bar.name ? ` · ${safe(bar.name)}` : ""}</b><br>rank ${bar.rank}, step ${bar.step}<br>${safe(bar.text)}`), ...more });
   const line = { color: colour("card"), width: 0.6 };
   const traces = KINDS.map((kind) => [kind, logged.filter((bar) => bar.kind === kind)]).filter(([, bars]) => bars.length)
     .map(([kind, bars]) => trace(bars, kind, kind, { marker: { color: colour(kind), line } }));
   const hatch = (name) => ({ marker: { color: colour(name), line: { color: colour("card"), width: 0.6 }, pattern: { shape: "/", fillmode: "overlay", fgcolor: colour("card"), fgopacity: 0.75, size: 6, solidity: 0.38 } } });
-  const waits = [...found, ...view.blocked.filter((bar) => bar.kind === "waiting")], sends = view.blocked.filter((bar) => bar.kind === "communication");
+  const waits = [...found, ...view.attributed.filter((bar) => bar.kind === "waiting")], sends = view.attributed.filter((bar) => bar.kind === "communication");
   if (waits.length) traces.push(trace(waits, "waiting", "waiting for the last rank", hatch("waiting")));
   if (sends.length) traces.push(trace(sends, "communication", "communicating, nothing to compute", hatch("communication")));
   return [traces, { barmode: "overlay", bargap: 0, showlegend: document.getElementById("gantt").clientWidth > 640, dragmode: "zoom", margin: { l: 84, r: 18, t: document.getElementById("gantt").clientWidth > 640 ? 40 : 12, b: 48 },
@@ -168,14 +127,14 @@ function gantt(view) {
 function chosen() { return Math.max(0, R.views.findIndex((view) => location.hash === `#view=${view.name}`)); }
 function timeline() {
   if (!R.views.length) return;
-  section("Timeline", [el("span", { id: "view" }), " Drag to zoom, double-click for all of it. Hatched: nothing to compute, for the last rank has not come, or the bytes are on their way. Times of different ranks agree to ±", shown("error_seconds", "seconds"), "."]);
+  section("Timeline", [el("span", { id: "view" }), " Drag to zoom, double-click for all of it. Hatched: nothing to compute, for the last rank has not come, or the bytes are on their way. Times of different ranks agree to ±", shown("error_seconds"), "."]);
   const links = R.views.map((view) => el("a", { href: `#view=${view.name}` }, view.name === "all" ? "all steps" : view.name));
   if (links.length > 1) add(el("div", { class: "choose" }, ...links));
   const height = Math.max(...R.views.map((view) => 110 + rows(view).reduce((sum, [, lane]) => sum + (lane === "main" ? 30 : 24), 0)));
   const place = chart(page, "gantt", Math.max(240, height), () => {
     const view = R.views[chosen()];
     links.forEach((link, i) => link.classList.toggle("here", i === chosen()));
-    const step = (end) => shown(`views/${chosen()}/${end}_step`, "count");
+    const step = (end) => shown(`views/${chosen()}/${end}_step`);
     document.getElementById("view").replaceChildren(...(view.first_step === view.last_step ? ["Step ", step("first"), "."] : ["Steps ", step("first"), " to ", step("last"), "."]));
     place.dataset.view = view.name;
     return gantt(view);
@@ -202,7 +161,7 @@ function series() {
     chart(half("Loss"), "loss", 260, () => [[{ type: "scatter", mode: "lines", x: R.series.step, y: R.series.loss, connectgaps: true, line: { color: colour("accent"), width: 1.8 }, hovertemplate: "step %{x}: %{y:.4f}<extra></extra>" }],
       { xaxis: { title: { text: "step" } }, showlegend: false }]);
   }
-  const memory = R.counters.filter((counter) => !["samples", "loss"].includes(counter.name));
+  const memory = R.counters.filter((counter) => !NOT_MEMORY.includes(counter.name));
   if (memory.length) {
     const names = [...new Set(memory.map((counter) => counter.name))];
     chart(half("Memory over time"), "memory", 260, () => [memory.map((counter) => ({ type: "scatter", mode: counter.time.length > 1 ? "lines" : "markers", x: counter.time, y: times(counter.value, 2 ** -20),
@@ -218,26 +177,26 @@ function memoryByPhase() {
     if (!phases.length) continue;
     section(`Memory by phase: ${name}`, `The most that was ${name} at the end of each phase, sampled about once a second.`);
     add(table([["device", true], ...phases.map((phase) => [phase])], R.ranks.map((rank, i) => [named(i),
-      ...phases.map((phase) => (of(rank)[phase] === undefined ? "" : shown(`ranks/${i}/memory_by_phase/${name}/${phase}`, "bytes")))])));
+      ...phases.map((phase) => (of(rank)[phase] === undefined ? "" : shown(`ranks/${i}/memory_by_phase/${name}/${phase}`)))])));
   }
 }
 function collectives() {
   if (!R.collectives.length) return;
   section("Collectives", "From the last rank's arrival to the last end, median. Bus bandwidth by the definition of nccl-tests.");
-  add(table([["collective", true], ["bytes"], ["times"], ["takes"], ["bus bandwidth"]], R.collectives.map((_, i) => [shown(`collectives/${i}/name`, "text"), shown(`collectives/${i}/bytes`, "bytes"),
-    shown(`collectives/${i}/count`, "count"), shown(`collectives/${i}/seconds`, "seconds"), at(`collectives/${i}/bus_bandwidth`) === null ? "" : shown(`collectives/${i}/bus_bandwidth`, "rate")])));
+  add(table([["collective", true], ["bytes"], ["times"], ["takes"], ["bus bandwidth"]], R.collectives.map((_, i) => [shown(`collectives/${i}/name`), shown(`collectives/${i}/bytes`),
+    shown(`collectives/${i}/count`), shown(`collectives/${i}/seconds`), at(`collectives/${i}/bus_bandwidth`) === null ? "" : shown(`collectives/${i}/bus_bandwidth`)])));
 }
 function watching() {
   if (!R.ranks.length) return;
   section("Clocks and watching", "Each rank's clock against rank 0's, from round trips between them; what was recorded, and what that took of a core.");
-  const clock = (rank, key, as) => { const i = R.clocks.findIndex((one) => one.rank === rank); return i < 0 ? "" : shown(`clocks/${i}/${key}`, as); };
+  const clock = (rank, key) => { const i = R.clocks.findIndex((one) => one.rank === rank); return i < 0 ? "" : shown(`clocks/${i}/${key}`); };
   add(table([["device", true], ["offset"], ["drift"], ["±"], ["round trips"], ["spans"], ["dropped"], ["processor time"]], R.ranks.map((rank, i) => [named(i),
-    clock(rank.rank, "offset_seconds", "seconds"), clock(rank.rank, "drift", "drift"), clock(rank.rank, "error_seconds", "seconds"), clock(rank.rank, "samples", "count"),
-    shown(`ranks/${i}/spans`, "count"), shown(`ranks/${i}/dropped`, "count"), shown(`ranks/${i}/overhead_seconds`, "seconds")])));
+    clock(rank.rank, "offset_seconds"), clock(rank.rank, "drift"), clock(rank.rank, "error_seconds"), clock(rank.rank, "samples"),
+    shown(`ranks/${i}/spans`), shown(`ranks/${i}/dropped`), shown(`ranks/${i}/overhead_seconds`)])));
 }
 function drawAll() { return Promise.all(charts.map((draw) => draw())); }
 
 head(); findings(); goodput(); ranks(); timeline(); series(); memoryByPhase(); collectives(); watching();
-add(el("footer", {}, "meshwise report ", shown("folder", "text")));
+add(el("footer", {}, "meshwise report ", shown("folder")));
 drawAll().then(() => { document.documentElement.dataset.drawn = "yes"; });
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

@@ -1,7 +1,7 @@
 """The report as one page that works offline: everything on it is drawn from the JSON that it carries.
 
-`html_page.js` builds the page and formats numbers as `spec/units.py` does; each number in it says where in the JSON it
-comes from (`data-path`). The charts are plotly's.
+`html_page.js` builds the page; each number on it names its place in the JSON (`data-path`), which has its text too. The
+charts are plotly's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import json
 from pathlib import Path
 
 from meshwise.spec.errors import UsageError
-from meshwise.timeline.run_report import Report, report_dict
+from meshwise.timeline.run_report import NOT_MEMORY, Report, report_dict
+from meshwise.timeline.spans import KINDS, LANES
+from meshwise.timeline.timeline import Timeline
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -26,13 +28,14 @@ PAGE = """<!doctype html>
 <main id="page"><noscript>This page draws itself: it needs JavaScript, and nothing from any network.</noscript></main>
 <script type="application/json" id="report">{report}</script>
 <script>{plotly}</script>
+<script>const {{ KINDS, LANES, NOT_MEMORY }} = {names};</script>
 <script>{script}</script>
 </body>
 </html>
 """
 
 
-def page_html(report: Report) -> str:
+def render(report: Report, timeline: Timeline) -> str:
     """The page, about 5 MB: the charts' script is in it. Raises UsageError where plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs
@@ -44,5 +47,6 @@ def page_html(report: Report) -> str:
         style=beside.with_suffix(".css").read_text(encoding="utf-8"),
         report=json.dumps(report_dict(report), separators=(",", ":")).replace("<", "\\u003c"),
         plotly=get_plotlyjs().replace("</script", "<\\/script"),
+        names=json.dumps({"KINDS": KINDS, "LANES": LANES, "NOT_MEMORY": NOT_MEMORY}),
         script=beside.with_suffix(".js").read_text(encoding="utf-8"),
     )

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any, Self, cast
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwise.spec.units import bytes_text, count_text, seconds_text
+from meshwise.spec.units import bytes_text, rate_text, whole_seconds_text
+from meshwise.terminal.table import rendered, table_lines, width_of
 
 REFRESH_SECONDS = 0.25
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -66,13 +68,6 @@ def loss_text(loss: float) -> str:
     return f"{loss:,.1f}" if 1e3 <= abs(loss) < 1e6 else f"{loss:.3e}"
 
 
-def rate_text(rate: float) -> str:
-    """Things a second as `12,300`; slow ones as `3.4` or `0.052`."""
-    if not math.isfinite(rate) or rate >= 10 or rate <= 0:
-        return count_text(rate)
-    return f"{rate:.1f}" if rate >= 1 else f"{rate:.2g}"
-
-
 def sparkline(values: Sequence[float]) -> str:
     """Values as a row of blocks from the lowest to the highest; what is not finite is a `?`."""
     finite = [value for value in values if math.isfinite(value)]
@@ -90,7 +85,7 @@ class LiveView:
 
     def __init__(self, console: Console | None = None) -> None:
         console = Console() if console is None else console
-        _guard(console)
+        _guarded(console)
         self._console = console
         self.draws = console.is_terminal and console.is_interactive and not console.is_dumb_terminal
         self._entered = False
@@ -114,19 +109,19 @@ class LiveView:
         drawn = self._live is not None
         self.close()
         if error is not None and drawn and self._newest is not None:
-            self.say(progress_line(self._newest))  # the area is gone: say how far the run came
+            self.print(progress_line(self._newest))  # the area is gone: print how far the run came
 
     def update(self, p: Progress) -> None:
         """The run has come as far as `p`. On a terminal this only stores it; elsewhere it prints a line."""
         if not (self.draws and self._entered):
-            self.say(progress_line(p))
+            self.print(progress_line(p))
             return
         if p.loss is not None and (self._newest is None or p.loss != self._newest.loss):
             self._losses.append(p.loss)
         self._newest = p
 
-    def say(self, text: str) -> None:
-        """Show text of the run, as it is: nothing in it is taken for markup."""
+    def print(self, text: str) -> None:
+        """Print text of the run, as it is: nothing in it is taken for markup."""
         with self._lock:
             if self._live is not None:
                 # ANSI colours stay; what would move the cursor, or a progress bar's carriage returns, does not.
@@ -208,28 +203,21 @@ def memory_lines(devices: Sequence[str], memory: Sequence[int | None], width: in
 
 
 def _in_columns(names: Sequence[str], values: Sequence[str], width: int) -> list[str]:
-    label, gap = "memory  ", "   "
-    wide, broad = max(map(len, names), default=0), max(map(len, values), default=0)
-    cells = [f"{name:<{wide}} {value:>{broad}}" for name, value in zip(names, values, strict=True)]
-    columns = max(1, (width - len(label) + len(gap)) // (wide + 1 + broad + len(gap)))
-    lines = [gap.join(cells[i : i + columns]) for i in range(0, len(cells), columns)]
-    return [(" " * len(label) if i else label) + line for i, line in enumerate(lines)]
+    label = "memory  "
+    cells = table_lines(["", ""], list(zip(names, values, strict=True)), gap=1)[1:]
+    lines = rendered(Columns(cells, padding=(0, 3), equal=True), max(width - len(label), width_of(cells)))
+    return [(" " * len(label) if at else label) + line.plain for at, line in enumerate(lines)]
 
 
 def _facts(p: Progress, losses: Sequence[float], width: int) -> Text:
     loss = "not yet known" if p.loss is None else loss_text(p.loss)
     rest = "" if p.samples_per_second is None else f"   {rate_text(p.samples_per_second)} samples/s"
-    rest += "" if p.seconds_left is None else f"   {_left_text(p.seconds_left)} left"
+    rest += "" if p.seconds_left is None else f"   {whole_seconds_text(p.seconds_left)} left"
     facts = Text("loss    ", no_wrap=True, overflow="ellipsis").append(loss, style="bold")
     room = width - len("loss    ") - len(loss) - len(rest) - 2
     if len(losses) > 1 and room > 1:
         facts.append(f"  {sparkline(losses[-room:])}", style="cyan")
     return facts.append(rest)
-
-
-def _left_text(seconds: float) -> str:
-    """Whole seconds: tenths of a guess only flicker."""
-    return seconds_text(max(1, round(seconds)) if math.isfinite(seconds) else seconds).replace(".0 s", " s")
 
 
 def _step_text(p: Progress) -> str:
@@ -278,7 +266,7 @@ class _GuardedFile:
             self._file.write(text.encode(error.encoding, "replace").decode(error.encoding))
 
 
-def _guard(console: Console) -> None:
+def _guarded(console: Console) -> None:
     """Put a guard before the console's file: rich itself ends the whole process when a pipe breaks."""
     if not isinstance(console.file, _GuardedFile):
         console.file = cast("IO[str]", _GuardedFile(console.file))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshwise.spec.errors import UsageError
-from meshwise.spec.units import count_text, seconds_text
-from meshwise.timeline.run_report import Bar, RankReport, Report, StepWindow
+from meshwise.spec.units import count_text, plural, seconds_text
+from meshwise.timeline.run_report import Bar, RankReport, Report
+from meshwise.timeline.timeline import Timeline
 
 MOST_BARS = 60
 IN_MICROSECONDS = 0.1  # s: what is shorter
@@ -30,18 +31,24 @@ class _Scale:
     unit: str
 
 
-def mermaid_gantt(report: Report, view: StepWindow | None = None) -> str:
-    """The Gantt chart of a view; by default of one step in the middle of the typical view, or of the view asked for.
+def render(report: Report, timeline: Timeline) -> str:
+    """The Gantt chart of the steps that were asked for, or of one step of usual length.
 
     Of more than MOST_BARS bars the longest are drawn. Raises UsageError when the run has no steps.
     """
-    if view is None:
-        view = _default(report)
-    bars = _waiting_apart(view.bars)
-    origin = min((bar.start for bar in bars), default=0.0)
-    scale = _scale(max((bar.start + bar.seconds for bar in bars), default=0.0) - origin)
+    if not report.views:
+        raise UsageError("this run has no steps to draw: it ended before its first, or it was not recorded.")
+    window = report.views[0]
+    bars = [bar for bar in window.bars if bar.step == window.usual_step or report.chosen_steps]
+    return gantt(report, bars)
+
+
+def gantt(report: Report, bars: Sequence[Bar]) -> str:
+    """The chart of these bars."""
+    origin = min(bar.start for bar in bars)
+    scale = _scale(max(bar.start + bar.seconds for bar in bars) - origin)
     drawn = _longest(bars)
-    first, last = view.first_step, view.last_step
+    first, last = min(bar.step for bar in bars), max(bar.step for bar in bars)
     steps = f"step {count_text(first)}" if first == last else f"steps {count_text(first)} to {count_text(last)}"
     predicted = "" if report.source == "measured" else f", {report.source}"
     lines = [
@@ -53,38 +60,13 @@ def mermaid_gantt(report: Report, view: StepWindow | None = None) -> str:
         "    %% crit: waits for another rank. active: communicates.",
     ]
     if len(drawn) < len(bars):
-        left_out = len(bars) - len(drawn)
-        lines.append(f"    %% {count_text(left_out)} shorter bar{'s' if left_out > 1 else ''} left out.")
+        lines.append(f"    %% {plural(len(bars) - len(drawn), 'shorter bar')} left out.")
     if len(report.clocks) > 1:
         lines.append(f"    %% times of different ranks agree to ±{seconds_text(report.error_seconds)}.")
     for rank in sorted({bar.rank for bar in drawn}):
         lines.append(f"    section {_escaped(_rank_name(rank, report.ranks))}")
         lines += [_task(bar, origin, scale) for bar in drawn if bar.rank == rank]
     return "\n".join(lines) + "\n"
-
-
-def _default(report: Report) -> StepWindow:
-    views = {view.name: view for view in report.views}
-    if "chosen" in views:
-        return views["chosen"]
-    if not views:
-        raise UsageError("this run has no steps to draw: it ended before its first, or it was not recorded.")
-    view = views.get("typical", report.views[0])
-    step = (view.first_step + view.last_step) // 2
-    bars = [bar for bar in view.bars if bar.step == step]
-    return replace(view, first_step=step, last_step=step, bars=bars) if bars else view
-
-
-def _waiting_apart(bars: Sequence[Bar]) -> list[Bar]:
-    """Each collective from where its found waiting ends: in a Gantt chart bars do not lie upon each other."""
-    waits = {(bar.rank, bar.lane, bar.collective, bar.start): bar.seconds for bar in bars if bar.found}
-    apart = []
-    for bar in bars:
-        wait = waits.get((bar.rank, bar.lane, bar.collective, bar.start), 0.0)
-        if wait and bar.kind == "communication":
-            bar = replace(bar, start=bar.start + wait, seconds=max(bar.seconds - wait, 0.0))
-        apart.append(bar)
-    return apart
 
 
 def _longest(bars: Sequence[Bar]) -> list[Bar]:

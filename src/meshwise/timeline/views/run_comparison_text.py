@@ -1,63 +1,42 @@
-"""Two runs beside each other in a terminal: the verdict, a row a kind of time, and the runs as a whole."""
+"""Two runs compared in a terminal: the verdict, a row a kind of time, and the runs as a whole."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import RenderableType
 from rich.text import Text
 
-from meshwise.spec.units import bytes_text, count_text, seconds_text
-from meshwise.terminal.kind_marks import MARKS, fitting, mark_of, style_of
-from meshwise.terminal.table import columns, wrap
+from meshwise.spec.units import bytes_text, count_text, percent_text, plural, rate_text, seconds_text
+from meshwise.terminal.kind_marks import MARKS, mark_of, style_of
+from meshwise.terminal.screen import Drawn, Screen, spaced
+from meshwise.terminal.table import table_lines
 from meshwise.timeline.compare_runs import Figure, RunComparison, TimeDifference, clearly, signed
-from meshwise.timeline.views.live_progress import rate_text
-from meshwise.timeline.views.rank_table import percent
 
 CLEAR_STYLES = {True: "bold red", False: "bold green"}
 
 
 def run_comparison_text(comparison: RunComparison, width: int | None = None) -> RenderableType:
     """The comparison, at most `width` characters wide (None: as wide as the console)."""
-    return _CompareText(comparison, width)
+    return Drawn(lambda screen: _lines(comparison, screen), width)
 
 
-@dataclass(frozen=True)
-class _CompareText:
-    """Drawn when it is printed: only the console knows how wide it is, and whether it can show blocks."""
-
-    comparison: RunComparison
-    width: int | None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        c, ascii_only = self.comparison, options.ascii_only
-        width = min(self.width or options.max_width, options.max_width)
-        lines = [
-            line
-            for at, (letter, name) in enumerate((("A", c.first), ("B", c.second)))
-            for line in wrap(Text(f"{letter}  {name} · {_size(c, at)}"), width, console)
-        ]
-        lines += wrap(Text(c.verdict, "bold"), width, console)
-        if c.step is not None:
-            rows = [_row(difference, ascii_only) for difference in [*c.kinds, c.step]]
-            lines += [Text(), *columns(["a step", "A", "B", "B - A", "B / A", "95 %", ""], rows, width)]
-        if c.figures:
-            rows = [_figure_row(figure) for figure in c.figures]
-            lines += [Text(), *columns(["the run", "A", "B", "B - A"], rows, width)]
-        notes = [line for note in c.notes for line in wrap(Text(note, "yellow"), width, console)]
-        lines += [Text(), *notes] if notes else []
-        for line in lines:
-            line.no_wrap, line.overflow = True, "crop"
-            line.plain = fitting(line.plain, ascii_only)
-        yield from lines
+def _lines(c: RunComparison, screen: Screen) -> list[Text]:
+    runs = [
+        Text(f"{letter}  {name} · {plural(ranks, 'rank')}, {plural(steps, 'step')}")
+        for letter, name, ranks, steps in zip("AB", (c.first, c.second), c.ranks, c.steps, strict=True)
+    ]
+    steps, figures = [], []
+    if c.step is not None:
+        rows = [_row(difference, screen.ascii_only) for difference in [*c.kinds, c.step]]
+        steps = table_lines(["a step", "A", "B", "B - A", "B / A", "95 %", ""], rows, screen.width)
+    if c.figures:
+        figures = table_lines(["the run", "A", "B", "B - A"], [_figure_row(f) for f in c.figures], screen.width)
+    notes = screen.wrap(*(Text(note, "yellow") for note in c.notes))
+    return spaced([screen.wrap(*runs, Text(c.verdict, "bold")), steps, figures, notes], None)
 
 
-def _size(comparison: RunComparison, at: int) -> str:
-    ranks, steps = comparison.ranks[at], comparison.steps[at]
-    return f"{ranks} rank{'' if ranks == 1 else 's'}, {count_text(steps)} step{'' if steps == 1 else 's'}"
-
-
-def _row(difference: TimeDifference, ascii_only: bool) -> list[Text]:
+def _row(difference: TimeDifference, ascii_only: bool) -> list[str | Text]:
     """kind, both medians, difference, ratio, its interval, whether it is clear."""
     d = difference
     name = Text()
@@ -69,7 +48,7 @@ def _row(difference: TimeDifference, ascii_only: bool) -> list[Text]:
     interval = "" if d.low is None or d.high is None else f"{_ratio(d.low)} to {_ratio(d.high)}"
     ratio = "" if d.ratio is None else _ratio(d.ratio)
     cells = [signed(d.difference), ratio, interval, clearly(d)]
-    return [name, Text(_time(d.first)), Text(_time(d.second)), *(Text(cell, style) for cell in cells)]
+    return [name, _time(d.first), _time(d.second), *(Text(cell, style) for cell in cells)]
 
 
 def _ratio(ratio: float) -> str:
@@ -81,7 +60,7 @@ def _time(seconds: float) -> str:
     return seconds_text(seconds) if seconds else "–"
 
 
-def _figure_row(figure: Figure) -> list[Text]:
+def _figure_row(figure: Figure) -> list[str]:
     """name, both values, and the difference where both are known: of shares in points, of others as a share."""
     a, b = figure.first, figure.second
     change = ""
@@ -92,7 +71,7 @@ def _figure_row(figure: Figure) -> list[Text]:
         elif a > 0:
             more = round(100 * (b / a - 1))
             change = f"{more:+,d} %" if more else "0 %"
-    return [Text(figure.name), Text(_value(a, figure.unit)), Text(_value(b, figure.unit)), Text(change)]
+    return [figure.name, _value(a, figure.unit), _value(b, figure.unit), change]
 
 
 def _value(value: float | None, unit: str) -> str:
@@ -100,4 +79,5 @@ def _value(value: float | None, unit: str) -> str:
         return "unknown"
     if unit == "samples/s":
         return f"{rate_text(value)} samples/s"
-    return {"share": percent, "bytes": bytes_text, "seconds": seconds_text}[unit](value)
+    write: dict[str, Callable[[float], str]] = {"share": percent_text, "bytes": bytes_text, "seconds": seconds_text}
+    return write[unit](value)

@@ -7,42 +7,36 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import RenderableType
 from rich.text import Text
 
-from meshwise.spec.units import bytes_text, count_text, percent_text, seconds_text
+from meshwise.spec.units import bytes_text, count_text, percent_text, plural, seconds_text
+from meshwise.terminal.screen import Drawn, Screen
+from meshwise.terminal.table import table_lines, width_of
 from meshwise.timeline.run_summary import RunSummary
 from meshwise.timeline.spans import KINDS
 
 OTHER = "other"
-DEFAULT_WIDTH = 80
 BLOCKS = " ▏▎▍▌▋▊▉█"
 MOST_RANK_COLUMNS = 8
 MOST_BAR, LEAST_BAR = 24, 8
+SPREAD: Mapping[str, Callable[[Sequence[float]], float]] = {"min": min, "median": median, "max": max}
 
 
 def summary_text(summary: RunSummary, width: int | None) -> RenderableType:
     """What to print at the end of a run, at most `width` characters wide (None: as wide as the console)."""
-    return _SummaryText(summary, width)
+    return Drawn(lambda screen: _lines(summary, screen), width)
 
 
-@dataclass(frozen=True)
-class _SummaryText:
-    """Drawn when it is printed: only the console knows whether it can show blocks."""
-
-    summary: RunSummary
-    width: int | None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(self.width or options.max_width, options.max_width)
-        parts = [*_head(self.summary), Text()]
-        if _rows(self.summary):
-            parts += [*_time_table(self.summary, width, ascii_only=options.ascii_only), Text()]
-        yield Group(*parts, *_end(self.summary))
+def _lines(s: RunSummary, screen: Screen) -> list[Text]:
+    table = [*_time_table(s, screen), Text()] if _rows(s) else []
+    lines = [*_head(s), Text(), *table, *_end(s)]
+    for line in lines:  # only tables are never wrapped
+        line.no_wrap = bool(line.no_wrap)
+    return lines
 
 
 def metric_text(name: str, value: float) -> str:
@@ -59,16 +53,16 @@ def mean_seconds(summary: RunSummary) -> dict[str, float]:
 
 
 def _head(s: RunSummary) -> list[Text]:
-    done = f"{_plural(s.epochs, 'epoch')} and {_plural(s.steps, 'step')}"
-    lines = [Text(f"{s.job} {s.status} after {done} in {seconds_text(s.seconds)}", style="bold", no_wrap=False)]
+    done = f"{plural(s.epochs, 'epoch')} and {plural(s.steps, 'step')}"
+    lines = [Text(f"{s.job} {s.status} after {done} in {seconds_text(s.seconds)}", style="bold")]
     facts = [metric_text(name, value) for name, value in s.metrics.items()]
     if facts:
-        lines.append(Text("test        " + "   ".join(facts), no_wrap=False))
+        lines.append(Text("test        " + "   ".join(facts)))
     lines.append(
-        Text(f"throughput  {count_text(s.samples_per_second)} samples/s on {_plural(len(s.devices), 'device')}")
+        Text(f"throughput  {count_text(s.samples_per_second)} samples/s on {plural(len(s.devices), 'device')}")
     )
     if any(size is not None for size in s.memory):
-        lines.append(Text(f"memory      peak {_memory_text(s.memory)}", no_wrap=False))
+        lines.append(Text(f"memory      peak {_memory_text(s.memory)}"))
     return lines
 
 
@@ -80,8 +74,8 @@ def _memory_text(memory: Sequence[int | None]) -> str:
 
 
 def _end(s: RunSummary) -> list[Text]:
-    lines = [Text(s.verdict, no_wrap=False)] if s.verdict else []
-    lines += [Text(note, no_wrap=False) for note in s.notes]
+    lines = [Text(s.verdict)] if s.verdict else []
+    lines += [Text(note) for note in s.notes]
     if not s.folder:
         return lines
     # Paths are never cut where they are printed with soft_wrap, so that they can be copied.
@@ -100,66 +94,59 @@ def _rows(s: RunSummary) -> dict[str, list[float]]:
     return {kind: row for kind, row in rows.items() if any(row)}
 
 
-def _time_table(s: RunSummary, width: int, *, ascii_only: bool) -> list[Text]:
+def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
+    """The mean over ranks, its share with a bar, and what there is room for: a column a rank, or the least, the median
+    and the most of all ranks, or neither."""
     rows = _rows(s)
     rows["total"] = [sum(row[rank] for row in rows.values()) for rank in range(len(s.phases))]
-    total = fmean(rows["total"])
-    unit, numbers = _in_one_unit(rows)
-    means = _column(unit, [numbers(fmean(row)) for row in rows.values()])
-    names = max(map(len, rows))
-    columns, gap, bar = _columns(rows, width - names - 2 - means[1] - 7, numbers)
+    unit, write = _in_one_unit(max(rows["total"]))
+    for titles, gap, least in _rank_columns(len(s.phases)):
+        bare = _time_lines(rows, unit, write, titles, 0, gap, screen.ascii_only)
+        room = screen.width - width_of(bare) - gap
+        if room >= least or not titles:
+            bar = min(MOST_BAR, room) if room >= LEAST_BAR else 0
+            table = _time_lines(rows, unit, write, titles, bar, gap, screen.ascii_only)
+            break
     several = f", mean of {len(s.phases)} ranks" if len(s.phases) > 1 else ""
-    head = f"{'':{names}}  {unit:>{means[1]}}  share" + (f"  {'':{bar}}" if bar else "")
-    lines = [Text(f"Where the time went{several}", style="bold")]
-    lines.append(Text((head + "".join(f"{gap}{title:>{wide}}" for title, wide, _ in columns)).rstrip(), style="dim"))
-    for at, (kind, row) in enumerate(rows.items()):
-        share = fmean(row) / total
-        text = f"{kind:{names}}  {means[2][at]:>{means[1]}}  {_share_text(share)}"
-        if bar:
-            text += f"  {_bar_text(0.0 if kind == 'total' else share, bar, ascii_only):{bar}}"
-        text += "".join(f"{gap}{cells[at]:>{wide}}" for _, wide, cells in columns)
-        lines.append(Text(text.rstrip(), style="dim" if kind == "total" else ""))
+    lines = [Text(f"Where the time went{several}", style="bold"), *table]
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
     if "communication" in rows:
-        note = "communication: from the last rank's arrival on, where no computing hides it"
-        lines.append(Text(note, style="dim", no_wrap=False))
+        note = "communication: from the last rank's arrival on, not overlapped with computing"
+        lines.append(Text(note, style="dim"))
     return lines
 
 
-Column = tuple[str, int, list[str]]  # title, width, cells
-Numbers = Callable[[float], str]
+def _rank_columns(ranks: int) -> Iterator[tuple[list[str], int, int]]:
+    """Titles of columns beside the mean, the gap between columns, and the room that a bar must have; best first."""
+    if 1 < ranks <= MOST_RANK_COLUMNS:
+        for word, gap, least in (("rank ", 2, LEAST_BAR), ("r", 1, LEAST_BAR), ("r", 1, -1)):
+            yield [f"{word}{rank}" for rank in range(ranks)], gap, least
+    if ranks > 1:
+        yield [*SPREAD], 2, -2
+    yield [], 2, 0
 
 
-def _columns(rows: Mapping[str, Sequence[float]], room: int, numbers: Numbers) -> tuple[list[Column], str, int]:
-    """The columns beside the means, the gap before each, and the width that is left for bars (0: none).
-
-    One a rank where they fit, else the least, the median and the most of all ranks, else none: no number is ever cut.
-    """
-    ranks = len(next(iter(rows.values())))
-    if ranks == 1:
-        return [], "", _bar_width(room)
-    if ranks <= MOST_RANK_COLUMNS:
-        cells = [[numbers(row[rank]) for row in rows.values()] for rank in range(ranks)]
-        for word, gap, least in (("rank ", "  ", LEAST_BAR), ("r", " ", LEAST_BAR), ("r", " ", 0)):
-            columns = [_column(f"{word}{rank}", texts) for rank, texts in enumerate(cells)]
-            left = room - sum(wide + len(gap) for _, wide, _ in columns)
-            if left >= least + (2 if least else 0):
-                return columns, gap, _bar_width(left)
-    columns = [
-        _column(title, [numbers(pick(row)) for row in rows.values()])
-        for title, pick in (("min", min), ("median", median), ("max", max))
-    ]
-    left = room - sum(wide + 2 for _, wide, _ in columns)
-    return (columns, "  ", _bar_width(left)) if left >= 0 else ([], "", _bar_width(room))
-
-
-def _column(title: str, texts: list[str]) -> Column:
-    return title, max(map(len, [title, *texts])), texts
-
-
-def _bar_width(room: int) -> int:
-    return 0 if room - 2 < LEAST_BAR else min(MOST_BAR, room - 2)
+def _time_lines(
+    rows: Mapping[str, list[float]],
+    unit: str,
+    write: Callable[[float], str],
+    titles: Sequence[str],
+    bar: int,
+    gap: int,
+    ascii_only: bool,
+) -> list[Text]:
+    total = fmean(rows["total"])
+    cells = []
+    for kind, row in rows.items():
+        share = fmean(row) / total
+        shown = 0.0 if kind == "total" else share
+        picked = [pick(row) for pick in SPREAD.values()] if titles == [*SPREAD] else row[: len(titles)]
+        drawn = [_bar_text(shown, bar, ascii_only)] * bool(bar)
+        texts = [kind, write(fmean(row)), percent_text(share), *drawn, *map(write, picked)]
+        cells.append([Text(text, "dim" if kind == "total" else "") for text in texts])
+    heads = ["", unit, "share", *([" " * bar] if bar else []), *titles]
+    return table_lines(heads, cells, left=(0, 3) if bar else (0,), gap=gap)
 
 
 def _bar_text(share: float, width: int, ascii_only: bool) -> str:
@@ -169,18 +156,9 @@ def _bar_text(share: float, width: int, ascii_only: bool) -> str:
     return (BLOCKS[-1] * (eighths // 8) + BLOCKS[eighths % 8]).strip()
 
 
-def _share_text(share: float) -> str:
-    return " <1 %".rjust(5) if 0 < share < 0.005 else f"{100 * share:3.0f} %"
-
-
-def _in_one_unit(rows: Mapping[str, Sequence[float]]) -> tuple[str, Numbers]:
-    """The unit in which the row `total` reads well, and how seconds are written in it: all with one precision."""
-    most = max(rows["total"])
+def _in_one_unit(most: float) -> tuple[str, Callable[[float], str]]:
+    """The unit in which `most` seconds read well, and how seconds are written in it: all with one precision."""
     units = (("ms", 1e3, 1.0), ("seconds", 1.0, 600.0), ("minutes", 1 / 60, 10800.0), ("hours", 1 / 3600, math.inf))
     unit, factor = next((unit, factor) for unit, factor, limit in units if most < limit)
     digits = 3 if most * factor < 9.9995 else 2 if most * factor < 99.995 else 1
     return unit, lambda seconds: f"{seconds * factor:,.{digits}f}"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count_text(count)} {noun}{'' if count == 1 else 's'}"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,36 +17,31 @@ Scalar = tuple[str, float, int, float]
 MOST_LOSSES = 5000
 
 
-def write_tensorboard(timeline: Timeline, report: Report, folder: Path) -> int:
-    """Write the scalars of a run to a new file of events in `folder`; returns how many. Each has the run's own time.
+def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
+    """The scalars of a run as the content of a file of events; each has the run's own time.
 
     step/seconds, step/forward ...     seconds of a step, and of its parts, mean over ranks
-    train/loss                         of the lowest rank that told one, at most MOST_LOSSES of its steps
+    train/loss                         of the lowest rank that has one, at most MOST_LOSSES of its steps
     memory/allocated/rank 0 ...        bytes
     goodput/useful ...                 shares of the wall time, at the last step
     throughput/samples_per_second      of the run, at the last step
 
     What is not a finite number is left out. Raises UsageError where tensorboard is not installed.
     """
-    writer = _writer(folder)
-    began = _began(timeline)
-    count = 0
     try:
-        for tag, value, step, time in _scalars(timeline, report):
-            if math.isfinite(value):
-                writer.add_scalar(tag, value, step, walltime=began + time)
-                count += 1
-    finally:
-        writer.close()
-    return count
-
-
-def _writer(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError:
         raise UsageError("TensorBoard's events need tensorboard: pip install 'meshwise[tensorboard]'") from None
-    return SummaryWriter(str(folder))
+    file, began = io.BytesIO(), _began(timeline)
+    records = RecordWriter(file)
+    records.write(Event(wall_time=began, file_version="brain.Event:2").SerializeToString())
+    for tag, value, step, time in _scalars(timeline, report):
+        if math.isfinite(value):
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+            records.write(Event(wall_time=began + time, step=step, summary=summary).SerializeToString())
+    yield file.getvalue()
 
 
 def _began(timeline: Timeline) -> float:

@@ -1,8 +1,8 @@
 """The record of a constructor: its operators on fake tensors, in their order, and what random numbers they would draw.
 
 torch tells nobody when a program sets a generator. So each random operator moves the real generator on by one number,
-which gives every place in the record a state of its own: a state that is found changed was set, or put back to what it
-was at a known place.
+which gives every view in the record a state of its own: a state that is found changed was set, or put back to what it
+was at a known view.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch import Tensor
 from meshwise.compat import fake
 from meshwise.compat.dispatch import StorageMap, operator_name, without_interception, written_arguments
 from meshwise.compat.tree import leaves_of, map_kind, map_leaves, map_tensors, tensors_in
-from meshwise.parallel.replay import Call, Entry, Place, Turn, Unlike, replay
+from meshwise.parallel.op_replay import Entry, RecordedOp, ReplayMismatch, SetGenerator, StorageView, replay
 from meshwise.spec.errors import UsageError
 
-Given = Callable[[Tensor, torch.device | str], Tensor]
+Loaded = Callable[[Tensor, torch.device | str], Tensor]
 """(tensor that lies as the wanted one does, device) -> this rank's part of the wanted one."""
 
 PLAIN = (int, float, str, list, tuple, dict)
 """What of an operator's arguments its digest keeps."""
 
 
-class Record:
+class OpRecord:
     """The operators on fake tensors, in their order, and what random numbers they would draw."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.mode = fake.FakeTensors(self._handle)
+        self.mode = fake.FakeTensors(self._handle, owner=self)
         self.start = torch.default_generator.get_state()
         self.left = b""
-        self.given: dict[int, Given] = {}
+        self.loaded: dict[int, Loaded] = {}
         """By storage: what gives this rank's part of a tensor that was loaded, so that it is not replayed."""
-        self.given_after = 0
+        self.loaded_after = 0
         self._storages = StorageMap()
         self._count = 0
         self._last: dict[torch.Generator, bytes] = {torch.default_generator: _key(torch.default_generator)}
@@ -45,22 +45,22 @@ class Record:
 
     def leave(self) -> None:
         """The constructor is over: remember where the random numbers are now."""
-        self._turns(torch.default_generator)
+        self._note_generator(torch.default_generator)
         self.left = _key(torch.default_generator)
 
     def _handle(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         for tensor in tensors_in(written_arguments(operator, args, kwargs)):
             if not fake.is_fake(tensor):
-                raise Unlike(f"{operator_name(operator)} writes a tensor that was made outside of it.")
+                raise ReplayMismatch(f"{operator_name(operator)} writes a tensor that was made outside of it.")
         before, after = map_kind((Tensor, torch.UntypedStorage), self.known, (args, kwargs)), None
         random = fake.is_random(operator)
         if random:
             generator = kwargs.get("generator") or fake.own_generator(_device(args, kwargs))
-            self._turns(generator)
+            self._note_generator(generator)
         try:
             result = run()
         except fake.NEEDS_VALUES:
-            result = after = self._look(operator, before)
+            result = after = self._compute(operator, before)
             if not any(True for _ in tensors_in(after)):
                 return after
             result = map_tensors(self.mode.fake_of, after)
@@ -71,17 +71,17 @@ class Record:
 
     def _add(self, operator: Any, before: Any, result: Any, random: bool) -> None:
         arguments, keywords = before
-        reads = {place.storage for place in leaves_of(Place, before)}
-        places = map_tensors(self._placed, result)
-        made = {place.storage for place in leaves_of(Place, places)} - reads
-        written = {place.storage for place in leaves_of(Place, written_arguments(operator, arguments, keywords))}
+        reads = {view.storage for view in leaves_of(StorageView, before)}
+        views = map_tensors(self._view_of, result)
+        made = {view.storage for view in leaves_of(StorageView, views)} - reads
+        written = {view.storage for view in leaves_of(StorageView, written_arguments(operator, arguments, keywords))}
         self.entries.append(
-            Call(
+            RecordedOp(
                 operator,
                 operator_name(operator),
                 arguments,
                 keywords,
-                places,
+                views,
                 frozenset(reads),
                 frozenset(written),
                 frozenset(made),
@@ -91,21 +91,21 @@ class Record:
         )
 
     def known(self, value: Any) -> Any:
-        """Where a fake tensor lies; anything else is as it is. Raises Unlike for one that no operator has made."""
+        """The view that a fake tensor is; anything else is as it is. Raises ReplayMismatch for one from no operator."""
         if isinstance(value, torch.UntypedStorage) or (fake.is_fake(value) and self._storages.get(value) is None):
-            raise Unlike("a tensor was read from a file, or made by what is no operator of torch.")
-        return self._placed(value)
+            raise ReplayMismatch("a tensor was read from a file, or made by what is no operator of torch.")
+        return self._view_of(value)
 
-    def _placed(self, value: Any) -> Any:
+    def _view_of(self, value: Any) -> Any:
         if not fake.is_fake(value):
             return value
         if value.layout != torch.strided or value.is_conj() or value.is_neg():
-            raise Unlike(f"a tensor of layout {value.layout} cannot be recorded.")
+            raise ReplayMismatch(f"a tensor of layout {value.layout} cannot be recorded.")
         number = self._storages.get(value)
         if number is None:
             number, self._count = self._count, self._count + 1
             self._storages.set(value, number)
-        return Place(
+        return StorageView(
             number,
             value.untyped_storage().nbytes(),
             value.dtype,
@@ -115,12 +115,12 @@ class Record:
             int(value.storage_offset()),
         )
 
-    def _turns(self, generator: torch.Generator) -> None:
+    def _note_generator(self, generator: torch.Generator) -> None:
         """Notice that the program has set a generator: torch tells nobody."""
         key = _key(generator)
         if self._last.get(generator) != key:
             known = self._marks.get(key) if generator is torch.default_generator else None
-            self.entries.append(Turn(generator, generator.get_state() if known is None else known))
+            self.entries.append(SetGenerator(generator, generator.get_state() if known is None else known))
             self._last[generator] = key
 
     def _tick(self, generator: torch.Generator) -> None:
@@ -131,18 +131,18 @@ class Record:
         if generator is torch.default_generator:
             self._marks[key] = len(self.entries) - 1
 
-    def _look(self, operator: Any, before: Any) -> Any:
+    def _compute(self, operator: Any, before: Any) -> Any:
         """What an operator gives on the values that its arguments will have."""
         found: dict[int, torch.UntypedStorage] = {}
         states = {generator: generator.get_state() for generator in self._last}
         with without_interception():
             try:
                 torch.default_generator.set_state(self.start)
-                replay(self.entries, {place.storage for place in leaves_of(Place, before)}, found.__setitem__)
+                replay(self.entries, {view.storage for view in leaves_of(StorageView, before)}, found.__setitem__)
             finally:
                 for generator, state in states.items():
                     generator.set_state(state)
-            args, kwargs = map_kind(Place, lambda place: place.of(found[place.storage]), before)
+            args, kwargs = map_kind(StorageView, lambda view: view.of(found[view.storage]), before)
             with torch.no_grad():
                 return operator(*args, **kwargs)
 
@@ -150,22 +150,22 @@ class Record:
         """Of what was recorded: the same on all ranks whose constructors did the same."""
         told = hashlib.sha256()
         for entry in self.entries:
-            if isinstance(entry, Call):
+            if isinstance(entry, RecordedOp):
                 plain = map_leaves(lambda v: None, (entry.args, entry.kwargs), lambda v: not isinstance(v, PLAIN))
-                sizes = [place.size for place in leaves_of(Place, (entry.args, entry.result))]
+                sizes = [view.size for view in leaves_of(StorageView, (entry.args, entry.result))]
                 told.update(f"{entry.name}{sizes}{plain}".encode())
         return told.hexdigest()
 
-    def check_given(self) -> None:
+    def check_loaded(self) -> None:
         """Raises UsageError when an operator touched what was loaded: the record does not know its values."""
-        for entry in self.entries[self.given_after :]:
-            if isinstance(entry, Call) and not self.given.keys().isdisjoint(entry.reads):
+        for entry in self.entries[self.loaded_after :]:
+            if isinstance(entry, RecordedOp) and not self.loaded.keys().isdisjoint(entry.reads):
                 raise UsageError(
                     f"the model was changed ({entry.name}) after mw.load_weights, and has no values yet. "
                     "Change it first, then load."
                 )
 
-    def put_back(self) -> Callable[[], None]:
+    def rewind(self) -> Callable[[], None]:
         """Begin a replay: the generator is as it was at the start. What is given ends it: a program that drew nothing
         since goes on where a plain construction would have left it."""
         now, untouched = torch.get_rng_state(), _key(torch.default_generator) == self.left
@@ -178,12 +178,11 @@ class Record:
         return end
 
 
-def record_of(tensor: Tensor) -> Record:
+def record_of(tensor: Tensor) -> OpRecord:
     """The record that a fake tensor was made in. Raises UsageError where there is none."""
-    mode = fake.mode_of(tensor)
-    if not isinstance(mode, fake.FakeTensors):
+    record = fake.owner_of(tensor)
+    if not isinstance(record, OpRecord):
         raise UsageError("the model holds fake tensors of another mode. Build it inside mw.deferred.")
-    record: Record = mode.handler.__self__  # type: ignore[attr-defined]
     return record
 
 

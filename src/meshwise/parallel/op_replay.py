@@ -19,16 +19,16 @@ from meshwise.compat.tree import leaves_of, map_kind
 
 DRAWS = {"normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_"}
 FILLS = DRAWS | {"zero_", "fill_", "copy_"}
-"""Operators in place that read nothing of what they write, when they write the whole of it."""
+"""Operators in view that read nothing of what they write, when they write the whole of it."""
 Finished = Callable[[int, torch.UntypedStorage], None]
 
 
-class Unlike(Exception):
+class ReplayMismatch(Exception):
     """An operator gave something else when it was replayed than when it was recorded."""
 
 
 @dataclass(frozen=True)
-class Place:
+class StorageView:
     """Where a tensor lies: in which storage (of `nbytes`), with which shape."""
 
     storage: int
@@ -54,7 +54,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedOp:
     """One operator. Tensors in its arguments are Places, or real ones that came from outside.
 
     default: torch's default dtype at that time. name: `normal_`. fresh: the storages that it made.
@@ -75,50 +75,50 @@ class Call:
     def fills(self) -> bool:
         """Whether the first argument is wholly written, and not read."""
         first = self.args[0] if self.args else None
-        others = {place.storage for place in leaves_of(Place, (self.args[1:], self.kwargs))}
-        return isinstance(first, Place) and self.name in FILLS and first.whole and first.storage not in others
+        others = {view.storage for view in leaves_of(StorageView, (self.args[1:], self.kwargs))}
+        return isinstance(first, StorageView) and self.name in FILLS and first.whole and first.storage not in others
 
 
 @dataclass(frozen=True)
-class Turn:
+class SetGenerator:
     """A generator was set: to a state, or to what it was after the entry of that number (-1: at the start)."""
 
     generator: torch.Generator
     to: Tensor | int
 
 
-Entry = Call | Turn
+Entry = RecordedOp | SetGenerator
 
 
 @dataclass(frozen=True)
-class Planned:
+class ReplayStep:
     """An entry to run, and the storages that are needed no more after it: let go, or finished."""
 
     index: int
     entry: Entry
-    aside: bool = False
+    rng_only: bool = False
     """Whether only its random numbers are of use."""
     done: tuple[int, ...] = ()
 
 
-def planned(entries: Sequence[Entry], keep: Iterable[int]) -> list[Planned]:
+def steps_for(entries: Sequence[Entry], keep: Iterable[int]) -> list[ReplayStep]:
     """What of `entries` must run so that the storages `keep` are right at the end, the generators too."""
     live, later = set(keep), set[int]()
-    steps: list[Planned] = []
+    steps: list[ReplayStep] = []
     for index in reversed(range(len(entries))):
         entry = entries[index]
-        if isinstance(entry, Turn):
-            steps.append(Planned(index, entry))
+        if isinstance(entry, SetGenerator):
+            steps.append(ReplayStep(index, entry))
             continue
         fills = entry.fills
         useful = bool((entry.writes | entry.fresh) & live)
         if not useful and entry.random and fills:
-            steps.append(Planned(index, entry, aside=True))
+            steps.append(ReplayStep(index, entry, rng_only=True))
         elif useful or entry.random:
             touched = entry.reads | entry.writes | entry.fresh
             # A storage may be touched later and not live here: it is filled anew then.
             done = tuple(sorted(s for s in touched if s not in later or s not in live))
-            steps.append(Planned(index, entry, done=done))
+            steps.append(ReplayStep(index, entry, done=done))
             later |= touched
             made = entry.fresh | (entry.writes if fills else set())
             live = (live - made) | (entry.reads - (entry.writes if fills else set()))
@@ -128,24 +128,24 @@ def planned(entries: Sequence[Entry], keep: Iterable[int]) -> list[Planned]:
 def replay(entries: Sequence[Entry], keep: Iterable[int], finished: Finished) -> None:
     """Run `entries` again. `finished(number, storage)` is called as soon as one of `keep` is what it will be.
 
-    Raises Unlike when an operator gives another shape than it did when it was recorded.
+    Raises ReplayMismatch when an operator gives another shape than it did when it was recorded.
     """
     keep = set(keep)
-    marks = {entry.to for entry in entries if isinstance(entry, Turn) and isinstance(entry.to, int)}
+    marks = {entry.to for entry in entries if isinstance(entry, SetGenerator) and isinstance(entry.to, int)}
     states: dict[int, Tensor] = {-1: torch.default_generator.get_state()}
     storages: dict[int, torch.UntypedStorage] = {}
     before = torch.get_default_dtype()
-    steps = planned(entries, keep)
+    steps = steps_for(entries, keep)
     last = {number: step.index for step in steps for number in step.done}
     try:
         with torch.no_grad():
             for step in steps:
-                if isinstance(step.entry, Turn):
+                if isinstance(step.entry, SetGenerator):
                     to = step.entry.to
                     step.entry.generator.set_state(states[to] if isinstance(to, int) else to)
                     continue
                 torch.set_default_dtype(step.entry.default)
-                _run(step.entry, storages, step.aside)
+                _run(step.entry, storages, step.rng_only)
                 if step.index in marks:
                     generator = step.entry.kwargs.get("generator") or torch.default_generator
                     states[step.index] = generator.get_state()
@@ -158,7 +158,7 @@ def replay(entries: Sequence[Entry], keep: Iterable[int], finished: Finished) ->
         torch.set_default_dtype(before)
 
 
-def _run(call: Call, storages: dict[int, torch.UntypedStorage], aside: bool) -> None:
+def _run(call: RecordedOp, storages: dict[int, torch.UntypedStorage], rng_only: bool) -> None:
     def real(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.clone()  # what came from outside stays as it is
@@ -166,32 +166,32 @@ def _run(call: Call, storages: dict[int, torch.UntypedStorage], aside: bool) -> 
             storages[value.storage] = torch.UntypedStorage(value.nbytes, device=value.device)
         return value.of(storages[value.storage])
 
-    if aside:
-        place: Place = call.args[0]
-        scratch = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=place.device)
-        args, kwargs = map_kind((Tensor, Place), real, (call.args[1:], call.kwargs))
+    if rng_only:
+        view: StorageView = call.args[0]
+        scratch = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=view.device)
+        args, kwargs = map_kind((Tensor, StorageView), real, (call.args[1:], call.kwargs))
         call.operator(scratch, *args, **kwargs)
         return
-    args, kwargs = map_kind((Tensor, Place), real, (call.args, call.kwargs))
+    args, kwargs = map_kind((Tensor, StorageView), real, (call.args, call.kwargs))
     result = call.operator(*args, **kwargs)
     _take(call, call.result, result, storages)
 
 
-def _take(call: Call, places: Any, result: Any, storages: dict[int, torch.UntypedStorage]) -> None:
-    if isinstance(places, list | tuple):
-        for place, part in zip(places, result, strict=True):
-            _take(call, place, part, storages)
-    elif isinstance(places, Place):
-        _check(call, places, result)
-        storages.setdefault(places.storage, result.untyped_storage())
+def _take(call: RecordedOp, views: Any, result: Any, storages: dict[int, torch.UntypedStorage]) -> None:
+    if isinstance(views, list | tuple):
+        for view, part in zip(views, result, strict=True):
+            _take(call, view, part, storages)
+    elif isinstance(views, StorageView):
+        _check(call, views, result)
+        storages.setdefault(views.storage, result.untyped_storage())
 
 
-def _check(call: Call, place: Place, result: Tensor) -> None:
-    told = (place.dtype, place.size, place.offset if math.prod(place.size) else 0)
+def _check(call: RecordedOp, view: StorageView, result: Tensor) -> None:
+    told = (view.dtype, view.size, view.offset if math.prod(view.size) else 0)
     given = (result.dtype, tuple(result.shape), result.storage_offset() if result.numel() else 0)
-    steps = [(a, b) for a, b, n in zip(place.stride, result.stride(), place.size, strict=False) if n > 1]
+    steps = [(a, b) for a, b, n in zip(view.stride, result.stride(), view.size, strict=False) if n > 1]
     if told != given or (result.numel() and any(a != b for a, b in steps)):
-        raise Unlike(
+        raise ReplayMismatch(
             f"{call.name} gave a tensor of shape {given[1]}, {given[0]}, strides {tuple(result.stride())}; "
-            f"on fake tensors {told[1]}, {told[0]}, {place.stride}"
+            f"on fake tensors {told[1]}, {told[0]}, {view.stride}"
         )

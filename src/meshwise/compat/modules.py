@@ -1,0 +1,24 @@
+"""What a module of torch keeps to itself: its own tensors as dictionaries, and the check of an input's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers by name. Written to, it changes the module without its `__setattr__`."""
+    return module._buffers
+
+
+def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own parameters and buffers that its `state_dict` has."""
+    own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+    left_out = module._non_persistent_buffers_set
+    return {name: tensor for name, tensor in own.items() if tensor is not None and name not in left_out}
+
+
+def check_input_dim(batch_norm: Any, x: Tensor) -> None:
+    """Raises ValueError for an input of a shape that this batch norm does not take."""
+    batch_norm._check_input_dim(x)

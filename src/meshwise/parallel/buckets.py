@@ -1,0 +1,27 @@
+"""Buckets: neighbouring tensors of one dtype and device that are moved together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def buckets_of(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
+    """Neighbours of one dtype and device, up to `most` bytes on this rank together; a larger one has a bucket alone."""
+    buckets: list[list[Tensor]] = []
+    size = 0
+    for t in tensors:
+        size += local(t).nbytes
+        last = buckets[-1] if buckets else []
+        if not last or size > most or (last[0].dtype, last[0].device) != (t.dtype, t.device):
+            buckets.append([])
+            size = local(t).nbytes
+        buckets[-1].append(t)
+    return buckets

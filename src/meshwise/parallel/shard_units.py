@@ -1,0 +1,70 @@
+"""What is gathered together under shard, and what a parameter must be so that it can be divided."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwise.parallel.blocks import called_in, repeated_blocks
+from meshwise.spec.errors import PlanError
+
+SMALL = 4096  # elements: below, a collective of its own costs more than keeping the layer's parameters gathered
+
+
+def roots_of(model: nn.Module) -> list[nn.Module]:
+    """What is called of `model` and has parameters."""
+    return [root for root in called_in(model) if any(True for _ in root.parameters())]
+
+
+def units_of(root: nn.Module) -> list[nn.Module]:
+    """The blocks of `root` that are gathered one by one: its repeated layers of `SMALL` elements or more.
+
+    A block that shares a parameter with what lies outside it (a tied embedding) is none: its parameters are needed
+    while it is not at work.
+    """
+    places, holders = _places(root), Counter(id(child) for m in root.modules() for child in m.children())
+    units = []
+    for _, block in repeated_blocks(root):
+        own = all(places[key] == count for key, count in _places(block).items()) and holders[id(block)] == 1
+        if own and sum(p.numel() for p in block.parameters()) >= SMALL:
+            units.append(block)
+    return units
+
+
+def _places(module: nn.Module) -> Counter[int]:
+    """How often each parameter, by its id, stands in the parts of `module`."""
+    return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
+
+
+def check_can_be_sharded(model: nn.Module, module: nn.Module) -> None:
+    """Raises PlanError for a block that `fully_shard` cannot take, with its parameter's name."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    own = [p for p in module.parameters() if not isinstance(p, DTensor)]
+    for p in own:
+        if p.ndim == 0:
+            raise PlanError(
+                f"shard: parameter {names[id(p)]} is a single number, which cannot be divided over ranks. "
+                "Give it the shape (1,), or use shard=1."
+            )
+        if p.numel() == 0:
+            raise PlanError(
+                f"shard: parameter {names[id(p)]} of shape {tuple(p.shape)} has no elements, so there is nothing to "
+                "divide. Leave it out of the model, or use shard=1."
+            )
+    dtypes = {p.dtype: names[id(p)] for p in own if p.requires_grad}
+    if len(dtypes) > 1:
+        stored = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
+        raise PlanError(
+            f"shard: the trained parameters of a block must be stored in one dtype; here are {stored}. "
+            "Store them in one dtype (precision says what is computed in), or use shard=1."
+        )
+
+
+def make_contiguous(model: nn.Module) -> list[str]:
+    """Make parameters contiguous in memory, in place, where they are not; returns their names."""
+    changed = [(name, p) for name, p in model.named_parameters() if not p.is_contiguous()]
+    for _, p in changed:
+        p.data = p.data.contiguous()
+    return [name for name, _ in changed]

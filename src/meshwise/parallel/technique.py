@@ -1,0 +1,72 @@
+"""What a technique is: how it is checked, applied to a model, and bound to an optimizer. Each has a file of its own.
+
+A new technique is a field of the plan, its file, and its place in the order of `apply.py`. What an earlier technique
+leaves for a later one stands in `Setup`: techniques do not import each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from meshwise.parallel.reduction import Reduction
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+
+
+@dataclass
+class Setup:
+    """A model while a plan is applied to it.
+
+    counts: whether what this rank runs now counts, or is a padding sample. Where it is given, batch norms take the
+        statistics of all ranks.
+    piggyback_loss: whether the mean of a loss should travel with the gradients.
+    was_compiled: whether the user had compiled the model or a part of it.
+    fill: gives a deferred model its values on a device, and this rank's parts of them on another.
+    parts_on_host: whether this rank's parts of divided parameters lie in the host's memory.
+    gather_dtypes, gathered_narrow: what a shard gathers in, and the ids of the parameters of which that is true.
+    reduce_dtype: what gradients are sent in, where that is not their own dtype.
+    coupled_gradients: whether a rank's gradients depend on other ranks inside the backward.
+    notes: what differs from one device, a sentence each, for the user to read.
+    """
+
+    model: nn.Module
+    plan: Plan
+    world: World
+    counts: Callable[[], bool] | None = None
+    piggyback_loss: bool = False
+    was_compiled: bool = False
+    fill: Callable[[torch.device | str, torch.device | str], None] | None = None
+    parts_on_host: bool = False
+    gather_dtypes: MixedPrecisionPolicy | None = None
+    gathered_narrow: Collection[int] = ()
+    reduce_dtype: torch.dtype | None = None
+    reduction: Reduction | None = None
+    coupled_gradients: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def _nothing(*_: Any) -> None:
+    """What a technique does where it has nothing to do."""
+
+
+@dataclass(frozen=True)
+class Technique:
+    """Functions that do nothing under a plan that does not ask for the technique.
+
+    check: raises PlanError, before workers start, for what the machine lacks.
+    check_model: raises PlanError, before the model is touched, for what the model cannot have.
+    apply: changes the model in place. Collective.
+    bind: changes an optimizer of the model's parameters in place.
+    """
+
+    check: Callable[[Plan, World], None] = _nothing
+    check_model: Callable[[Setup], None] = _nothing
+    apply: Callable[[Setup], None] = _nothing
+    bind: Callable[[Optimizer, Plan, World], None] = _nothing

@@ -1,0 +1,73 @@
+"""What a console can show: its width, its characters, and lines that are made when they are printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from meshwise.terminal.kind_marks import printable
+
+UNIT = re.compile(r"(?<=\d) (?=(?:%|µs|ms|s|min|h|B|[KMGTP]iB)(?![^\W_]))")
+GLUE = "\ue000"  # stands for a space at which a line must not end
+
+
+@dataclass(frozen=True)
+class Screen:
+    """The console on which lines are drawn. width: their longest; height: how many fit, None where all do."""
+
+    console: Console
+    width: int
+    ascii_only: bool
+
+    @property
+    def height(self) -> int | None:
+        """Lines of a terminal that leave room for a prompt; None for a file or a pipe."""
+        return self.console.size.height - 1 if self.console.is_terminal else None
+
+    def wrap(self, *texts: Text, indent: int = 0) -> list[Text]:
+        """The texts in lines, none of which separates a number from its unit. indent: of the second and later lines."""
+        return [line for text in texts for line in self._wrapped(text, indent)]
+
+    def _wrapped(self, text: Text, indent: int) -> list[Text]:
+        text = text.copy()
+        text.plain = UNIT.sub(GLUE, text.plain)
+        head, text = text[:indent], text[indent:]
+        lines = list(text.wrap(self.console, self.width - indent))
+        for line in lines:
+            line.plain = line.plain.replace(GLUE, " ")
+            line.rstrip()
+        return [(Text(" " * indent) if at else head) + line for at, line in enumerate(lines)] if indent else lines
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Lines that `draw` makes when they are printed, at most `width` characters wide (None: as wide as the console):
+    only the console knows how wide it is, and which characters it can show."""
+
+    draw: Callable[[Screen], Iterable[Text]]
+    width: int | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(self.width or options.max_width, options.max_width)
+        for line in self.draw(Screen(console, width, options.ascii_only)):
+            if line.no_wrap is None:
+                line.no_wrap, line.overflow = True, "crop"
+            line.plain = printable(line.plain, options.ascii_only)
+            yield line
+
+
+def spaced(parts: Iterable[list[Text]], height: int | None) -> list[Text]:
+    """The parts below each other, with an empty line between two as long as there is room for one."""
+    filled = [part for part in parts if part]
+    room = len(filled) if height is None else height - sum(map(len, filled))
+    lines: list[Text] = []
+    for part in filled:
+        if lines and room > 0:
+            lines.append(Text())
+            room -= 1
+        lines += part
+    return lines

@@ -1,0 +1,13 @@
+"""The report as JSON text."""
+
+from __future__ import annotations
+
+import json
+
+from meshwise.timeline.run_report import Report, report_dict
+from meshwise.timeline.timeline import Timeline
+
+
+def render(report: Report, timeline: Timeline) -> str:
+    """Every number of the report, and how it is written."""
+    return json.dumps(report_dict(report), indent=2)

@@ -1,0 +1,144 @@
+"""The log of a run's losses and metrics: to the launcher, metrics.jsonl and TensorBoard as they become known.
+
+Losses stay on the device until a log step. `sync` then gathers those of all steps since the last one from all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.machine.memory import used_bytes
+from meshwise.records import folder as names
+from meshwise.records.lines import append_lines, keep_lines
+from meshwise.spec.errors import LossError
+from meshwise.spec.world import World
+from meshwise.training.weighing import Losses, total_of
+from meshwise.transfer import collectives
+
+Send = Callable[..., None]
+"""`send(kind, **facts)`: a message about the run, to whoever shows it."""
+LIVE_EVERY = 0.2  # seconds between messages to the live view
+
+
+class MetricsLog:
+    """Writes the losses and metrics that the run reached. Rank 0 writes, for all ranks."""
+
+    def __init__(self, folder: Path | None, send: Send | None, world: World, *, scaled: bool) -> None:
+        """folder: of the run; None writes no file. scaled: whether a loss scaler skips steps that are not finite."""
+        self._folder, self._send, self._world, self._scaled = folder, send, world, scaled
+        self._pending: list[tuple[int, int, Losses]] = []
+        self._last_finite: tuple[int, float] | None = None
+        self._last_sent = 0.0
+        self.last_loss: float | None = None
+        self.losses: list[float] = []
+        self._tensorboard = _tensorboard(folder) if world.rank == 0 else None
+
+    def truncate(self, step: int) -> None:
+        """Remove what was written after `step`: the run is resumed from there."""
+        if self._folder is not None and self._world.rank == 0:
+            keep_lines(self._folder / names.METRICS, lambda record: record.get("step", 0) <= step)
+
+    def add(self, epoch: int, step: int, losses: Losses) -> None:
+        """Keep a step's losses for the next `sync`, on their device."""
+        self._pending.append((epoch, step, losses))
+
+    def sync(self, wants_stop: bool = False) -> bool:
+        """Gather the losses since the last time from all ranks, check them and write them. Collective.
+
+        Returns whether any rank wants to stop: the votes travel with the losses. Raises LossError for a loss that is
+        not finite, with the step and the ranks where it began.
+        """
+        if not self._pending:
+            return False
+        pending, self._pending = self._pending, []
+        totals, stop = _gather([losses for _, _, losses in pending], wants_stop)
+        records = []
+        for (epoch, step, _), of_ranks in zip(pending, totals, strict=True):
+            total, weight = of_ranks.sum(0).tolist()
+            loss = total / weight if weight else math.nan
+            self._check_finite(loss, step, of_ranks)
+            records.append({"epoch": epoch + 1, "step": step, "loss": loss})
+        self.last_loss = records[-1]["loss"]
+        self.losses.extend(record["loss"] for record in records)
+        self._write(records)
+        return stop
+
+    def add_evaluation(self, epoch: int, epochs: int, step: int, metrics: dict[str, float]) -> None:
+        """Write and send the metrics of an evaluation."""
+        self._write([{"epoch": epoch + 1, "step": step, "test": metrics}])
+        if self._world.rank == 0:
+            self.send("evaluated", epoch=epoch + 1, epochs=epochs, metrics=metrics)
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """Send a message to whoever shows the run, if anybody does."""
+        if self._send is not None:
+            self._send(kind, **facts)
+
+    def live_is_due(self) -> bool:
+        """Whether it is time for another message to the live view."""
+        now = time.monotonic()
+        if self._send is None or now - self._last_sent < LIVE_EVERY:
+            return False
+        self._last_sent = now
+        return True
+
+    def send_memory(self) -> None:
+        """Send the bytes that this rank uses now."""
+        self.send("memory", bytes=used_bytes(self._world.device))
+
+    def close(self) -> None:
+        """Close the TensorBoard file."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _check_finite(self, loss: float, step: int, of_ranks: Tensor) -> None:
+        if math.isfinite(loss):
+            self._last_finite = (step, loss)
+        elif not self._scaled:  # float16: the loss scaler skips such a step by itself
+            bad = [rank for rank, (total, _) in enumerate(of_ranks.tolist()) if not math.isfinite(total)]
+            before = (
+                f"it was {self._last_finite[1]:.4g} in step {self._last_finite[0]}"
+                if self._last_finite
+                else "it was never finite"
+            )
+            raise LossError(
+                f"step {step}: the loss is {loss} on rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}; "
+                f"{before}. Lower the learning rate, clip with clip_norm, or look at the samples of that step."
+            )
+
+    def _write(self, records: list[dict[str, Any]]) -> None:
+        if self._world.rank != 0:
+            return
+        if self._folder is not None:
+            append_lines(self._folder / names.METRICS, records)
+        if self._tensorboard is not None:
+            for record in records:
+                part, values = ("test", record["test"]) if "test" in record else ("train", {"loss": record["loss"]})
+                for name, value in values.items():
+                    self._tensorboard.add_scalar(f"{part}/{name}", value, record["step"])
+
+
+def _gather(losses: list[Losses], wants_stop: bool) -> tuple[list[Tensor], bool]:
+    """For each step the weighted loss and the weight of each rank, (ranks, 2), and whether any rank wants to stop."""
+    rows = torch.stack([total_of(of_step) for of_step in losses])
+    vote = torch.full((1, 2), float(wants_stop), dtype=rows.dtype, device=rows.device)
+    of_ranks = collectives.all_gather(torch.cat([rows, vote])).cpu()  # (ranks, steps + 1, 2)
+    return list(of_ranks[:, :-1].unbind(1)), bool(of_ranks[:, -1].any())
+
+
+def _tensorboard(folder: Path | None) -> Any:
+    """A TensorBoard writer, where tensorboard is installed."""
+    if folder is None:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder / names.TENSORBOARD))
