@@ -10,27 +10,41 @@ DEV := $(VENV)/installed-dev
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check suite bench browser clean
+.PHONY: help demo quick test check suite lint format types bench browser clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(RUNTIME)  ## train the convolutional network on MNIST, on every accelerator or on two CPU workers
+demo: $(RUNTIME)  ## train the convolutional network on MNIST, on every accelerator or on two CPU workers; write its page
 	@devices="--devices 2xcpu"; \
 	if $(PY) -c "import sys, torch; sys.exit(not torch.accelerator.is_available())"; then devices=""; fi; \
 	echo "meshwise run mnist-cnn $$devices"; \
-	$(PY) -m meshwise run mnist-cnn $$devices
+	$(PY) -m meshwise run mnist-cnn $$devices && \
+	echo && echo "meshwise report --html" && \
+	$(PY) -m meshwise report --html && \
+	echo "Open this page in a browser: all ranks on one clock, loss, memory, findings."
 
-test: check  ## what CI runs: the same as check
+quick: lint types  ## lint, format, types, and the tests that start no process: an answer within 90 seconds
+	$(PY) -m pytest -q -m "not workers and not slow" --hypothesis-profile=quick
 
-check: $(DEV)  ## lint, format, types, tests
+test: lint types  ## what CI runs: lint, format, types, and all tests but the slow ones
+	$(PY) -m pytest
+
+check: test  ## the same as test
+
+suite: lint types  ## everything, for a night: the slow tests too, hypothesis with 400 examples
+	$(PY) -m pytest tests --hypothesis-profile=suite
+
+lint: $(DEV)  ## ruff: rules and format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
-	$(PY) -m pytest -m "not slow"
 
-suite: $(DEV)  ## all tests, the slow ones too
-	$(PY) -m pytest
+format: $(DEV)  ## write what ruff would have
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+types: $(DEV)  ## mypy
+	$(PY) -m mypy
 
 bench: $(DEV)  ## every benchmark, one script a claim; results go to bench/results (bench/gpu.py is run where a GPU is)
 	@set -e; for script in $(filter-out bench/gpu.py,$(sort $(wildcard bench/*.py))); do \

@@ -1,8 +1,23 @@
-"""What every test shares: one thread, fixed random numbers, and no GPU test without a GPU."""
+"""What every test shares: one thread, fixed random numbers, no GPU test without a GPU, and what a test may start.
+
+A test belongs to one of three loops, by what it asks for:
+
+    make quick    what starts no process
+    make test     what starts processes too: it has the fixture `pool` (workers that are kept) or `processes` (its own)
+    make suite    what takes long too: it is marked `slow`
+
+Plain `pytest` runs what `make test` runs; a test that is named, or chosen with -k or -m, is run whatever its marks.
+"""
 
 import os
 import random
+import signal
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -15,10 +30,35 @@ from tests.pool import Pool
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Deadlines measure the machine, not the code. In CI a failure must come back in the next run.
-hypothesis.settings.register_profile("local", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+# A shell that starts `make test &` ignores Ctrl-C for all that follows from it; programs that the tests start must not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Deadlines measure the machine, not the code. But for a night's run, a failure must come back in the next run.
+for name, examples in {"quick": 10, "ci": 25, "suite": 400}.items():
+    hypothesis.settings.register_profile(name, deadline=None, derandomize=name != "suite", max_examples=examples)
+hypothesis.settings.load_profile("ci")  # --hypothesis-profile names another
+
+BUDGET = {
+    "cli": 30,
+    "docs": 10,
+    "equivalence": 60,
+    "examples": 30,
+    "faults": 30,
+    "jobs": 10,
+    "machine": 30,
+    "old": 25,
+    "parallel": 40,
+    "records": 5,
+    "recovery": 10,
+    "spec": 5,
+    "timeline": 30,
+    "training": 30,
+    "transfer": 30,
+    "workers": 20,
+    "": 20,  # the files of no room
+}
+"""Seconds of each room in `make test` on two quiet cores. A room over its budget is shown, and fails nothing."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +70,12 @@ def fixed_random_numbers() -> None:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Callable[[int], Pool]]:
+def processes() -> None:
+    """Asked for by a test that starts Python processes, itself or through a command: `make quick` leaves it out."""
+
+
+@pytest.fixture(scope="session")
+def pool(processes: None) -> Iterator[Callable[[int], Pool]]:
     """`pool(3)`: three CPU workers in one process group, started at the first call and kept for all tests."""
     pools: dict[int, Pool] = {}
 
@@ -44,10 +89,58 @@ def pool() -> Iterator[Callable[[int], Pool]]:
         made.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where there is none."""
-    if torch.accelerator.is_available():
+@pytest.fixture(autouse=True)
+def starts_no_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test without the fixture `processes` fails where it starts Python: it would make `make quick` slow."""
+    if "processes" in request.fixturenames:
         return
+    start = subprocess.Popen.__init__
+
+    def refuse(self: Any, args: Any, *rest: Any, **named: Any) -> None:
+        words = [args] if isinstance(args, str | bytes) else [os.fspath(word) for word in args]
+        if sys.executable in words:
+            pytest.fail("this test starts a Python process: give it the fixture `processes`")
+        start(self, args, *rest, **named)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what starts processes, skip what needs a GPU where there is none, and leave slow tests to those who ask."""
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if "processes" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.workers)
+        if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an accelerator; torch sees none here"))
+    if _nothing_was_chosen(config):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def _nothing_was_chosen(config: pytest.Config) -> bool:
+    """Whether pytest was called without a path, -k or -m."""
+    named = config.args_source == pytest.Config.ArgsSource.ARGS
+    return not (named or config.option.keyword or config.option.markexpr)
+
+
+# ---- Seconds of each room --------------------------------------------------------------------------------------------
+
+_seconds: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add a test's set-up, call and clean-up to its room."""
+    parts = Path(report.nodeid.split("::")[0]).parts
+    _seconds[parts[1] if len(parts) > 2 else ""] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show the seconds of each room, where more than one was run."""
+    if len(_seconds) < 2:
+        return
+    terminalreporter.section("seconds of each room, of its budget in `make test`")
+    for room, seconds in _seconds.most_common():
+        budget = BUDGET.get(room, 0)
+        over = "  over its budget" if seconds > budget else ""
+        terminalreporter.write_line(f"{room or 'of no room':<12} {seconds:7.1f} {budget:5}{over}")

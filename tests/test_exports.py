@@ -124,6 +124,7 @@ def test_the_version_is_in_one_place(capsys: pytest.CaptureFixture[str], monkeyp
     assert not ended.value.code and capsys.readouterr().out == f"meshwise {meshwise.__version__}\n"
 
 
+@pytest.mark.usefixtures("processes")
 def test_importing_the_package_does_not_wait_for_torch() -> None:
     code = "import sys, meshwise, meshwise.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

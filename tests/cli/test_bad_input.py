@@ -109,6 +109,7 @@ def test_cuda_without_a_gpu_says_so(
     assert code == 2 and "finds no cuda device here. Use 2xcpu, or all." in shown
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_truncated_data_file_is_told_with_its_bytes(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_truncated_data_file_is_told_with_its_bytes(
     assert code == 2 and "DataError" in shown and "train-images-idx3-ubyte" in shown
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("job", "sentence"),
     [
@@ -135,6 +137,7 @@ def test_what_only_a_worker_sees_is_one_sentence_too(
     assert code == 2 and sentence in shown and len(shown.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_checkpoint_of_another_model_is_refused(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +149,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert code == 2 and "the checkpoint is of another model: weight is (1, 4) there and (3, 4) here" in shown
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_of_another_job_is_not_resumed(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,7 +36,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:  # type: ignore[type-arg]
+def saved(tmp_path_factory: pytest.TempPathFactory, processes: None) -> tuple[Path, dict]:  # type: ignore[type-arg]
     """A small bench of two workers: its machine file and its JSON."""
     file = tmp_path_factory.mktemp("bench") / "here.toml"
     words = ["bench", "--devices", "2xcpu", "--sizes", "1K:64K", "--seconds", "3", "--json", "--save", str(file)]
@@ -73,6 +73,7 @@ def test_a_machine_compared_with_itself_has_not_changed(saved: tuple[Path, dict]
     assert code == 0 and "no" in out.lower() and "change" in out.lower()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_saved_file_may_be_written_again_and_nothing_else(
     saved: tuple[Path, dict],
     command: Command,
@@ -88,6 +89,7 @@ def test_a_saved_file_may_be_written_again_and_nothing_else(
     assert code == 0 and again.read_bytes() != saved[0].read_bytes()
 
 
+@pytest.mark.usefixtures("processes")
 def test_ctrl_c_keeps_what_is_done() -> None:
     words = ["bench", "--links", "--collectives", "--devices", "2xcpu", "--sizes", "1K:16K", "--seconds", "60"]
     process = subprocess.Popen(
@@ -138,6 +140,7 @@ def test_what_cannot_be_is_one_sentence(
     assert time.monotonic() - start < 30  # refused before anything is measured
 
 
+@pytest.mark.usefixtures("processes")
 def test_devices_without_torch_does_not_import_it_and_writes_nothing(tmp_path: Path) -> None:
     code = (
         "import sys; from meshwise import cli; sys.argv = ['meshwise', 'devices', '--no-torch', '--json']\n"
@@ -157,6 +160,7 @@ def test_devices_in_words_and_here(command: Command) -> None:
     assert code == 0 and "host" in out and "versions" in out
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_other_signals_end_it_as_a_ctrl_c_does(number: signal.Signals, code: int, tmp_path: Path) -> None:
     words = ["bench", "--links", "--devices", "2xcpu", "--sizes", "1K:16K", "--seconds", "60"]
@@ -177,6 +181,7 @@ def test_other_signals_end_it_as_a_ctrl_c_does(number: signal.Signals, code: int
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_worker_that_dies_ends_it_with_1_and_what_was_measured() -> None:
     words = ["bench", "--links", "--devices", "2xcpu", "--sizes", "1K:16K", "--seconds", "60"]
     process = subprocess.Popen(
@@ -204,6 +209,7 @@ def test_what_is_no_file_is_not_read_for_ever(command: Command, tmp_path: Path) 
         assert code == 2 and err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("processes")
 def test_output_that_cannot_be_written_is_one_sentence() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from meshwise.api.machines import read_machine
-from meshwise.workers.launch import free_port
+from meshwise.workers.nodes import free_port
+
+pytestmark = pytest.mark.usefixtures("processes")
 
 BENCH = [sys.executable, "-m", "meshwise", "bench", "--hosts", "--sizes", "1K:4K", "--seconds", "3"]
 

@@ -13,6 +13,8 @@ from meshwise import cli
 from meshwise.api.check import CheckOptions
 from meshwise.equivalence.compare import KINDS
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 Check = Callable[..., tuple[int, str, str]]
 
 JOBS = """

@@ -21,7 +21,7 @@ Report = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Path:
     """One run on two workers, its blocks recorded."""
     out = tmp_path_factory.mktemp("runs")
     command = [
@@ -139,6 +139,7 @@ def test_what_cannot_be_is_a_sentence_and_exit_code_2(
     assert code == 2 and says in error and "Traceback" not in error
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_that_was_killed_has_a_report_that_says_who_was_cut_off(report: Report, tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(

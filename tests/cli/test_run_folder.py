@@ -19,7 +19,7 @@ COMMAND = [sys.executable, "-m", "meshwise", "run", "mnist-mlp", "--epochs", "1"
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object], str]:
+def ran(tmp_path_factory: pytest.TempPathFactory, processes: None) -> tuple[Path, dict[str, object], str]:
     """One run on two workers: its folder, its JSON summary, what it showed beside it."""
     out = tmp_path_factory.mktemp("runs")
     command = [*COMMAND, "--devices", "2xcpu", "--log-every", "20", "--out", str(out)]

@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 Outcome = dict[str, Any]  # one line of run_blocks.py: printed, warned, error
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorials.md"

@@ -14,6 +14,8 @@ import nbformat
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

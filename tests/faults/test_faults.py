@@ -15,6 +15,8 @@ import meshwise as mw
 from meshwise.records.folder import read_run
 from tests.faults.runs import JOBS, CommandRun, run_folder
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 FAULTS = {
     "job_raises": ["rank 1 of 2 failed: ValueError: the planted fault", "rank 1, step 5, phase forward", "in raises"],
     "job_is_killed": ["rank 1 of 2 was killed by SIGKILL"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from meshwise.machine.measure.alone import device_names, measure_alone, measure_here
@@ -37,6 +38,7 @@ def test_a_device_by_itself() -> None:
     assert found.launch is not None and 1e-8 < found.launch < 1e-2
 
 
+@pytest.mark.usefixtures("processes")
 def test_workers_measure_each_their_own() -> None:
     heard: list[PathResult | DeviceResult] = []
     slots = [WorkerSlot("cpu", None, (), 1)] * 2

@@ -63,6 +63,7 @@ def test_affinity_is_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
     assert allowed_cores() == (3, 5, 7)
 
 
+@pytest.mark.usefixtures("processes")
 @given(st.sets(st.integers(0, 200), min_size=1, max_size=40), st.integers(1, 50))
 def test_workers_share_all_cores_evenly_and_none_twice(names: set[int], workers: int) -> None:
     parts = split_cores(sorted(names), workers)

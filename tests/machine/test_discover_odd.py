@@ -40,6 +40,7 @@ def test_nothing_at_all_is_one_cpu_worker(tmp_path: Path) -> None:
     assert machine.links == ()
 
 
+@pytest.mark.usefixtures("processes")
 def test_discovery_never_imports_torch() -> None:
     code = "import sys, meshwise.machine.discovery.discover as it; it.discover(); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,9 +19,9 @@ from machine.machines import machines
 from meshwise.machine.catalog import part
 from meshwise.machine.file.read import FROM_FILE, machine_from_toml
 from meshwise.machine.file.write import machine_to_toml
-from meshwise.machine.views.machine_dict import plain
 from meshwise.machine.words import machine_from_words
 from meshwise.spec.errors import UsageError
+from meshwise.spec.json_values import json_value
 from meshwise.spec.machine import DEVICE, HOST, Device, Host, Link, Machine
 from meshwise.spec.timings import fitted
 
@@ -93,7 +93,7 @@ def test_a_file_of_an_older_version_describes_the_machine_that_it_described_then
     """Written by b03c2b2, which wrote equal devices and links once; the JSON is what it read from its own file."""
     machine = machine_from_toml((OLD / f"machine_{name}.toml").read_text(encoding="utf-8"), "old.toml")
     then = json.loads((OLD / f"machine_{name}.json").read_text(encoding="utf-8"))
-    now = json.loads(json.dumps(plain(machine)))
+    now = json.loads(json.dumps(json_value(machine)))
     for told in (then, now):  # links in the order of the file; each pair of ends has one
         told["links"].sort(key=lambda link: (link["source"], link["target"]))
     assert now == then

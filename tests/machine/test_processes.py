@@ -23,6 +23,8 @@ from meshwise.spec.timings import Timings, fitted
 from meshwise.transfer.collectives import group_of
 from tests.pool import Pool
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 SIZES = (1024, 16384)
 SHARES = [WorkerSlot("cpu", None, (), 1)] * 2
 COLLECTIVES = ["all-reduce", "send-receive", "broadcast", "all-gather", "reduce-scatter", "all-to-all"]

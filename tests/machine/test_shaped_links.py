@@ -22,7 +22,7 @@ from meshwise.transfer import collectives
 from meshwise.workers.join import join
 from tests.hosts import INTERFACE, bits_of, hosts, run_on, why_not
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [pytest.mark.usefixtures("processes"), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 SIZE = 6 << 20
 SENT = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")

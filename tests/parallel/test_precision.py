@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshwise.parallel.precision import cast_batch, computing, loss_scaler, store_parameters
-from meshwise.spec.plan import PRECISIONS
+from meshwise.parallel.precision import cast_batch, computing, store_parameters
+from meshwise.spec.plan import PRECISIONS, Plan
+from meshwise.training.loop import loss_scaler
 
 COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -57,7 +58,7 @@ def test_a_batch_in_float64_keeps_its_labels_and_flags() -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_only_float16_scales_the_loss(precision: str) -> None:
-    scaler = loss_scaler("cpu", precision)
+    scaler = loss_scaler("cpu", Plan(precision=precision))
     assert scaler.is_enabled() is (precision == "fp16")
     assert (scaler.scale(torch.tensor(1.0)).item() > 1) is (precision == "fp16")
 

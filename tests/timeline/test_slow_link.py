@@ -19,7 +19,7 @@ from meshwise.timeline.run_report import Finding, Report
 from tests.hosts import NAMESPACES, Host, hosts, run_on, why_not
 from tests.timeline.sleeping import measured
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [pytest.mark.usefixtures("processes"), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 AHEAD = (0, 7, 400) if why_not(own_clocks=True) is None else ()
 """Seconds by which the hosts' clocks are ahead."""

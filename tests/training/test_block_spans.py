@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import meshwise as mw
 from meshwise.timeline.recorder import WIDTH, Recorder, make_current
-from meshwise.training.block_spans import BLOCKS, record_blocks
+from meshwise.training.block_spans import BLOCKS
 
 
 class Residual(nn.Module):
@@ -41,8 +42,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, asked: str) -> list[tuple[str, str
     ticks = count()
     recorder = Recorder(clock=lambda: next(ticks))
     before = make_current(recorder)
-    model = Model()
-    record_blocks(model)
+    model = mw.distribute(Model())
     with recorder.span("forward"):
         loss = model(torch.ones(2, 4))
     with recorder.span("backward"):
@@ -73,8 +73,7 @@ def test_each_block_has_its_forward_and_its_backward_in_order(monkeypatch: pytes
 def test_hooks_on_parameters_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BLOCKS, "1")
     before = make_current(Recorder())
-    model = Model()
-    record_blocks(model)
+    model = mw.distribute(Model())
     for _ in range(3):
         model(torch.ones(2, 4)).backward()
     make_current(before)

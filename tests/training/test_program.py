@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
-from meshwise.api.run import _run_script_in_worker
+from meshwise.api.run import _script_in_worker
 from meshwise.spec.plan import plan_to_toml
 from meshwise.training.plan_choice import PLAN_FILE
 from meshwise.training.session import default_engine, end_sessions
@@ -686,8 +686,7 @@ def test_a_script_that_distributes_no_model_is_told_that_its_plan_changed_nothin
     plan.write_text("shard = 2\n")
     for name, value in (("argv", []), ("path", [*sys.path])):
         monkeypatch.setattr(sys, name, value)
-    monkeypatch.setenv(PLAN_FILE, "")
-    _run_script_in_worker(script, [], plan)
+    _script_in_worker(script, [], mw.RunOptions(plan=plan), None)
     assert "plain.py gave mw.distribute no model, so the plan changed nothing" in capsys.readouterr().err
     end_sessions()
 

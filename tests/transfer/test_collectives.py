@@ -118,5 +118,5 @@ def test_batches_for_the_cpu_are_passed_on_in_order_and_not_ahead() -> None:
 
 def test_a_batch_that_is_where_it_belongs_is_not_copied() -> None:
     batch = {"x": torch.ones(1)}
-    assert to_device(batch, "cpu") is batch
+    assert next(prefetch([(batch, 0)], "cpu"))[0] is batch
     assert to_device(batch, "meta")["x"].device.type == "meta"

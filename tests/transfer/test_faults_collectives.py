@@ -19,20 +19,20 @@ from torch import Tensor
 
 from meshwise.compat import collectives as compat
 from meshwise.machine.measure import cases
-from meshwise.machine.measure.cases import Place
-from meshwise.machine.measure.together import Path, check_path
+from meshwise.machine.measure.cases import Member
+from meshwise.machine.measure.together import RanksSpec, check_path
 from tests.pool import Pool
 
 TRANSFERS = 1000
 SIZE = 4096
 PATHS = {
-    "all-reduce": Path("all-reduce", "", "", "gloo", cases.all_reduce),
-    "all-gather": Path("all-gather", "", "", "gloo", cases.all_gather(direct=False)),
-    "reduce-scatter": Path("reduce-scatter", "", "", "gloo", cases.reduce_scatter(direct=False)),
-    "broadcast": Path("broadcast", "", "", "gloo", cases.broadcast(0, direct=False)),
-    "all-to-all": Path("all-to-all", "", "", "gloo", cases.all_to_all(direct=False)),
-    "copy": Path("copy", "cpu:0", "cpu:1", "gloo", cases.copy(0, 1), 2, (0, 1)),
-    "copy back": Path("copy", "cpu:1", "cpu:0", "gloo", cases.copy(1, 0), 2, (1, 0)),
+    "all-reduce": RanksSpec("all-reduce", "", "", "gloo", 0, cases.all_reduce),
+    "all-gather": RanksSpec("all-gather", "", "", "gloo", 0, cases.all_gather(direct=False)),
+    "reduce-scatter": RanksSpec("reduce-scatter", "", "", "gloo", 0, cases.reduce_scatter(direct=False)),
+    "broadcast": RanksSpec("broadcast", "", "", "gloo", 0, cases.broadcast(0, direct=False)),
+    "all-to-all": RanksSpec("all-to-all", "", "", "gloo", 0, cases.all_to_all(direct=False)),
+    "copy": RanksSpec("copy", "cpu:0", "cpu:1", "gloo", 2, cases.copy(0, 1), (0, 1)),
+    "copy back": RanksSpec("copy", "cpu:1", "cpu:0", "gloo", 2, cases.copy(1, 0), (1, 0)),
 }
 # Each fault with the path that it is in, the function of torch.distributed that has it, and how its path is named.
 FAULTS = {
@@ -53,7 +53,7 @@ def transfers(seed: int, faults: list[str]) -> tuple[dict[int, str], list[tuple[
     """Carry out and check 1,000 transfers, each fault in one of them; where it was, and what was found, by number."""
     generator = random.Random(seed)
     names = generator.choices(list(PATHS), k=TRANSFERS)
-    place = Place(dist.get_rank(), dist.get_world_size(), None, torch.device("cpu"))
+    place = Member(dist.get_rank(), dist.get_world_size(), None, torch.device("cpu"))
     made = {name: path.make(place, SIZE) for name, path in PATHS.items()}
     where = {}
     for fault in faults:

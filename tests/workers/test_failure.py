@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,9 +18,9 @@ from meshwise.compat.tree import map_tensors
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.workers.failure import (
     Failure,
+    by_error,
     by_exit_status,
     culprit,
-    describe,
     is_communication_error,
     sentence,
     user_traceback,
@@ -72,7 +73,8 @@ def test_a_worker_that_left_does_not_hide_one_that_raised() -> None:
     ],
 )
 def test_a_worker_that_ended_without_a_word_is_told_by_its_exit_status(status: int, kind: str, says: str) -> None:
-    assert by_exit_status(2, status, 5.0) == Failure(2, kind, says, time=5.0)
+    found = by_exit_status(2, status)
+    assert found == Failure(2, kind, says, time=found.time) and time.time() - 60 < found.time <= time.time()
 
 
 def raise_from(cause: BaseException) -> None:
@@ -102,7 +104,7 @@ def raise_while_handling(cause: BaseException) -> None:
 )
 def test_what_comes_out_of_a_collective_is_told_from_a_mistake(error: BaseException, lost: bool) -> None:
     assert is_communication_error(error) is lost
-    assert describe(error)["victim"] is lost
+    assert by_error(0, error).kind == ("victim" if lost else "raised")
 
 
 def test_our_frames_around_the_users_are_left_out() -> None:
@@ -113,14 +115,14 @@ def test_our_frames_around_the_users_are_left_out() -> None:
     text = user_traceback(error)
     assert text.startswith("Traceback (most recent call last):\n")
     assert "in the_users_mistake" in text and 'raise ValueError("mine")' in text
-    assert "meshwise/transfer/tree.py" not in text
+    assert "meshwise/compat/tree.py" not in text
 
 
 def test_a_traceback_of_our_frames_alone_is_whole() -> None:
     error = caught(lambda: map_tensors(1, torch.ones(1)))  # type: ignore[arg-type]
     while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename == __file__:
         error = error.with_traceback(error.__traceback__.tb_next)
-    assert "meshwise/transfer/tree.py" in user_traceback(error)
+    assert "meshwise/compat/tree.py" in user_traceback(error)
 
 
 def test_the_report_of_a_users_error_has_its_traceback_and_notes() -> None:
@@ -129,11 +131,11 @@ def test_the_report_of_a_users_error_has_its_traceback_and_notes() -> None:
         error.add_note("rank 1, step 3, phase forward")
         raise error
 
-    report = describe(caught(step))
-    assert report["message"] == "ValueError: bad label"
-    assert "in step" in str(report["traceback"])
-    assert report["notes"] == ["rank 1, step 3, phase forward"]
-    assert (report["plain"], report["victim"], report["exit_code"]) == (False, False, 1)
+    report = by_error(3, caught(step))
+    assert (report.rank, report.message) == (3, "ValueError: bad label")
+    assert "in step" in report.traceback
+    assert report.notes == ["rank 1, step 3, phase forward"]
+    assert (report.plain, report.kind, report.exit_code) == (False, "raised", 1)
 
 
 @pytest.mark.parametrize("error", [UsageError("write 2xcpu"), WorkerFailed("stopped", exit_code=2)])
@@ -141,8 +143,8 @@ def test_an_error_of_ours_is_a_plain_sentence_with_its_exit_code(error: Meshwise
     try:
         raise error from LOST
     except MeshwiseError as raised:
-        report = describe(raised)
-    assert (report["plain"], report["victim"], report["traceback"], report["exit_code"]) == (True, False, "", 2)
+        report = by_error(0, raised)
+    assert (report.plain, report.kind, report.traceback, report.exit_code) == (True, "raised", "", 2)
 
 
 def test_the_sentence_names_the_rank_what_happened_and_the_traceback_once() -> None:
@@ -154,5 +156,5 @@ def test_the_sentence_names_the_rank_what_happened_and_the_traceback_once() -> N
         'Traceback (most recent call last):\n  File "train.py", line 3, in loss'
     )
     assert sentence(replace(raised, plain=True), 4) == "ValueError: bad label"
-    assert sentence(by_exit_status(2, -9, 0.0), 4).startswith("rank 2 of 4 was killed by SIGKILL")
+    assert sentence(by_exit_status(2, -9), 4).startswith("rank 2 of 4 was killed by SIGKILL")
     assert sentence(Failure(0, "victim", "lost"), 4) == "rank 0 of 4 lost the connection to another rank: lost"

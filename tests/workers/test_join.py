@@ -6,7 +6,7 @@ import pytest
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
-from meshwise.workers.join import derive_ranks, first_host, read_world, tasks_of_nodes
+from meshwise.workers.join import derived_ranks, first_host, read_world, tasks_of_nodes
 
 SBATCH = {"SLURM_JOB_ID": "30017", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 SRUN = SBATCH | {
@@ -29,7 +29,7 @@ PMI = {"PMI_SIZE": "4", "PMI_RANK": "2", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANK
 def derived(environment: dict[str, str]) -> dict[str, str]:
     """What is added to the environment."""
     copy = dict(environment)
-    derive_ranks(copy)
+    copy |= derived_ranks(copy)
     assert environment.items() <= copy.items()  # nothing that was set is changed
     return {name: value for name, value in copy.items() if name not in environment}
 

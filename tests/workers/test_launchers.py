@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.workers.launch import free_port
+from meshwise.workers.nodes import free_port
+
+pytestmark = pytest.mark.usefixtures("processes")
 
 JOB = """
 import torch

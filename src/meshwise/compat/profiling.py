@@ -6,6 +6,7 @@ says so is private; where it is missing, no range is made. Read in torch 2.11, 2
 
 from __future__ import annotations
 
+import functools
 import os
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,14 +16,17 @@ from torch.autograd import profiler
 
 PREFIX = "meshwise."
 # Nsight Systems sets the first in what it starts; the second is for a process that it attaches to.
-_nvtx = torch.cuda.is_available() and bool({"NSYS_PROFILING_SESSION_ID", "MESHWISE_NVTX"} & os.environ.keys())
+NVTX = torch.cuda.is_available() and bool({"NSYS_PROFILING_SESSION_ID", "MESHWISE_NVTX"} & os.environ.keys())
+
+is_profiled = functools.partial(getattr, profiler, "_is_profiler_enabled", False)
+"""Whether a profiler runs now: asked at every span, so that it must cost next to nothing."""
 
 
 def open_range(name: str) -> AbstractContextManager[Any] | None:
     """Begin the range `meshwise.NAME` for a profiler that runs now; None when none does. The caller exits it."""
-    if getattr(profiler, "_is_profiler_enabled", False):
+    if is_profiled():
         opened: AbstractContextManager[Any] = profiler.record_function(PREFIX + name)
-    elif _nvtx:
+    elif NVTX:
         opened = torch.cuda.nvtx.range(PREFIX + name)
     else:
         return None

@@ -71,11 +71,6 @@ def cast_batch(batch: Any, precision: str | Dtypes) -> Any:
     return map_tensors(cast, batch)
 
 
-def loss_scaler(device: str, precision: str | Dtypes) -> torch.amp.GradScaler:
-    """Scales the loss where float16 is computed in; passes everything through otherwise."""
-    return torch.amp.GradScaler(device.split(":")[0], enabled=_dtypes(precision).scaled)
-
-
 def gathered_narrow(model: nn.Module) -> set[int]:
     """Ids of the parameters that autocast casts whenever they are used: the weights of linear layers, convolutions,
     LSTMs and attention, without those that share their tensor with another part (a tied embedding)."""

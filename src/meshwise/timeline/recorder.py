@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-from meshwise.compat.profiling import open_range
+from meshwise.compat.profiling import NVTX, is_profiled, open_range
 from meshwise.timeline.device_clock import DeviceClock, DeviceMark
 from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE
 
@@ -159,7 +159,7 @@ class _Open:
     def __enter__(self) -> None:
         recorder = self._recorder
         self._before, recorder.phase = recorder.phase, self._kind
-        self._profiled = open_range(self._kind)
+        self._profiled = open_range(self._kind) if NVTX or is_profiled() else None
         self._start = recorder.mark(self._on_device)
 
     def __exit__(

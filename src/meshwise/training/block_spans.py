@@ -6,7 +6,6 @@ block whose inputs need no gradient ends with the gradients of its parameters. T
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,10 @@ BLOCKS = "MESHWISE_BLOCKS"
 
 
 def record_blocks(model: nn.Module) -> None:
-    """Record the spans of each block of `model` from now on, if the environment asks for it."""
-    if os.environ.get(BLOCKS, "") not in ("", "0"):
-        backward = _Backward()
-        for name, block in blocks_of(model):
-            _Block(name, block, backward)
+    """Record the spans of each block of `model` from now on."""
+    backward = _Backward()
+    for name, block in blocks_of(model):
+        _Block(name, block, backward)
 
 
 @dataclass

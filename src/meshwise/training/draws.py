@@ -15,5 +15,5 @@ def seed_draws(seed: int, step: int, world: World) -> None:
     """
     key = mixed(seed, step, world.rank)
     torch.default_generator.manual_seed(key)
-    if world.kind == "cuda":
+    if world.device.startswith("cuda"):
         torch.cuda.manual_seed(key)

@@ -26,11 +26,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwise.parallel.apply import scale_gradients
 from meshwise.parallel.precision import cast_batch, computing
 from meshwise.parallel.step_hooks import After, Order, Subscription, subscribe
+from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import current
-from meshwise.training.exact import StepDraws
+from meshwise.training.exact import ExactDraws
 from meshwise.training.order import BatchSlice
 from meshwise.training.phases import Phases
 from meshwise.training.program import Program
@@ -44,6 +45,7 @@ from meshwise.workers.worker import in_progress
 Part = tuple[Any, BatchSlice]
 """A microbatch on this rank, and which slice of the global batch it is."""
 Batch = TypeVar("Batch")
+NOTHING = contextlib.nullcontext()
 Number = TypeVar("Number", int, float, Tensor)
 
 
@@ -56,14 +58,17 @@ class Engine:
         gate: StepGate,
         notify: Callable[[str], None],
         *,
-        draws: StepDraws | None = None,
+        draws: ExactDraws | None = None,
         recording: Recording | None = None,
         infer_phases: bool = False,
     ) -> None:
         """notify: takes a line for the user. infer_phases: the loop is a script's, known from its calls alone."""
         self.world, self._gate, self._notify = world, gate, notify
         self.program = Program(world, lambda: self.part is None or self.part.samples > 0, self.notify)
-        self.draws = draws or StepDraws()
+        self.draws = draws
+        """The exact random draws of jobs, where they are asked for."""
+        self._narrow: Dtypes | None = None  # what is computed in, where that is not what tensors have
+        self._stored: Dtypes | None = None  # what batches are cast to, where that is not float32
         self.recording = recording
         """Ends with the engine."""
         self.watcher: Watcher | None = None
@@ -117,7 +122,7 @@ class Engine:
 
     def notify(self, text: str) -> None:
         """A line for the user, once."""
-        if text in self.notes or (self.draws.exact and text.startswith("dropout:")):  # exact draws make that untrue
+        if text in self.notes or (self.draws is not None and text.startswith("dropout:")):  # exact draws: untrue
             return
         self.notes.append(text)
         if self.world.rank == 0:
@@ -129,6 +134,9 @@ class Engine:
         """Apply `plan` to those models that are new, in place. Collective."""
         self.program.add_models(models, plan, piggyback_loss=piggyback)
         self.has_applied = self.has_applied or bool(models)
+        dtypes = self.plan.dtypes
+        self._stored = dtypes if dtypes.stored != "fp32" else None
+        self._narrow = dtypes if dtypes.computed not in ("fp32", "fp64") else None
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Give an optimizer what the plan has made of its parameters."""
@@ -250,11 +258,11 @@ class Engine:
         recorder.samples += parts[0][1].total
         for number, (batch, part) in enumerate(parts):
             self.begin(part)
-            self.draws.begin((*key, number), part)
-            with recorder.span("forward"), self.computing(), self.draws.forward():
+            draws = None if self.draws is None else self.draws.of_microbatch((*key, number), part)
+            with recorder.span("forward"), self.computing(), draws.forward() if draws else NOTHING:
                 mean, weight = split_weight(loss_function(self.cast(batch)), part.samples, where)
             last = number == len(parts) - 1
-            with self._watched_backward(last), recorder.span("backward"), self.draws.backward():
+            with self._watched_backward(last), recorder.span("backward"), draws.backward() if draws else NOTHING:
                 scaled = scale(weights.scale(mean, weight, part))
                 self._reduced_backward(scaled, last, weights.begin_sum() if last and weight is not None else None)
         if self.watcher is not None:
@@ -273,13 +281,11 @@ class Engine:
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """A forward in the dtypes of the plan."""
-        dtypes = self.plan.dtypes
-        return computing(self.world.device, dtypes) if dtypes.computed != "fp32" else contextlib.nullcontext()
+        return computing(self.world.device, self._narrow) if self._narrow else NOTHING
 
     def cast(self, batch: Any) -> Any:
         """A batch in the dtype that the plan stores."""
-        dtypes = self.plan.dtypes
-        return cast_batch(batch, dtypes) if dtypes.stored != "fp32" else batch
+        return batch if self._stored is None else cast_batch(batch, self._stored)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -312,4 +318,4 @@ class Engine:
     # Who looks on.
 
     def _watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.watcher is None else self.watcher.backward(reduce)
+        return self.watcher.backward(reduce) if self.watcher else NOTHING

@@ -14,36 +14,32 @@ from meshwise.training.keyed import KeyedDraws, Rows, by_rows
 from meshwise.training.order import BatchSlice
 
 
-class StepDraws:
-    """The random draws of a step, a microbatch at a time. Without `exact` each rank draws on its own."""
+class ExactDraws:
+    """The random draws of a run, a microbatch at a time."""
 
-    def __init__(self, *, exact: bool = False) -> None:
-        self.exact = exact
-        self._now: KeyedDraws | None = None
+    def __init__(self) -> None:
         self.unkeyed: set[str] = set()
         """Operators that could not be keyed, so that ranks draw on their own."""
 
-    def begin(self, key: tuple[int, int, int], share: BatchSlice) -> None:
-        """The next microbatch is this rank's `share`; key: seed, step, and its number in the step."""
-        if self.exact:
-            rows = Rows(share.first, len(share.indices), share.micro, share.samples)
-            self._now = KeyedDraws(key, rows, by_rows(rows))
+    def of_microbatch(self, key: tuple[int, int, int], part: BatchSlice) -> MicrobatchDraws:
+        """The draws of this rank's `part` of a microbatch; key: seed, step, and its number in the step."""
+        rows = Rows(part.first, len(part.indices), part.micro, part.samples)
+        return MicrobatchDraws(KeyedDraws(key, rows, by_rows(rows)), self.unkeyed)
+
+
+class MicrobatchDraws:
+    """The draws of one microbatch: the same in its forward, and where its backward recomputes parts of that."""
+
+    def __init__(self, draws: KeyedDraws, unkeyed: set[str]) -> None:
+        self._draws, self._unkeyed = draws, unkeyed
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """The microbatch's forward."""
-        if self._now is None:
+        with sdpa_kernel(SDPBackend.MATH), self._draws.first():
             yield
-            return
-        with sdpa_kernel(SDPBackend.MATH), self._now.first():
-            yield
-        self.unkeyed |= self._now.unkeyed
+        self._unkeyed |= self._draws.unkeyed
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Its backward, which may recompute parts of the forward."""
-        if self._now is None:
-            yield
-            return
-        with sdpa_kernel(SDPBackend.MATH), self._now.again():
+        with sdpa_kernel(SDPBackend.MATH), self._draws.again():
             yield

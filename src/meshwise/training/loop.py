@@ -16,7 +16,6 @@ import torch
 from meshwise.machine.memory import memory_facts, peak_bytes
 from meshwise.parallel.apply import check_fits
 from meshwise.parallel.deferred import constructed
-from meshwise.parallel.precision import loss_scaler
 from meshwise.parallel.shard import note_what_was_not_gathered
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint, save_checkpoint
@@ -29,7 +28,7 @@ from meshwise.timeline.recorder import Recorder, current
 from meshwise.training.draws import seed_draws
 from meshwise.training.engine import Engine, Part
 from meshwise.training.evaluate import evaluate
-from meshwise.training.exact import StepDraws
+from meshwise.training.exact import ExactDraws
 from meshwise.training.job import Job
 from meshwise.training.metrics_log import MetricsLog, Send
 from meshwise.training.order import BatchSlice, epoch_order, epoch_slices, sequential_slices
@@ -116,7 +115,7 @@ def make_engine(session: RankContext, log: MetricsLog | None = None, *, exact_ra
         if log is not None:
             log.send("say", text=text)
 
-    return Engine(session.world, session.gate, notify, draws=StepDraws(exact=exact_random))
+    return Engine(session.world, session.gate, notify, draws=ExactDraws() if exact_random else None)
 
 
 def _prepare(
@@ -144,12 +143,17 @@ def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
     optimizer = job.optimizer(model.parameters())
     engine.add_optimizer(optimizer)
     scheduler = job.scheduler(optimizer) if job.scheduler else None
-    return RunState(model, optimizer, scheduler, loss_scaler(engine.world.device, plan.dtypes), job.seed)
+    return RunState(model, optimizer, scheduler, loss_scaler(engine.world.device, plan), job.seed)
 
 
-def _unkeyed(draws: StepDraws) -> tuple[str, ...]:
+def loss_scaler(device: str, plan: Plan) -> torch.amp.GradScaler:
+    """Scales the loss where float16 is computed in; passes everything through otherwise."""
+    return torch.amp.GradScaler(device.split(":")[0], enabled=plan.dtypes.scaled)
+
+
+def _unkeyed(draws: ExactDraws | None) -> tuple[str, ...]:
     """What exact draws could not be exact in."""
-    if not draws.unkeyed:
+    if draws is None or not draws.unkeyed:
         return ()
     return (
         f"--exact-random: {', '.join(sorted(draws.unkeyed))} cannot be keyed, so each rank draws on its own there.",
@@ -181,7 +185,9 @@ def _train_epoch(run: _Run) -> bool:
     steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size)
     pace = _Pace(run.train.samples * job.epochs, current().samples)
     wanted, log_every = False, run.options.log_every or LOG_EVERY
-    for parts in run.engine.batches("an epoch", _train_batches(run), job.batch_size, step=lambda: state.step + 1):
+    # Held by this frame: a rank that leaves inside the loop is still in the middle of an epoch when it is asked.
+    batches = run.engine.batches("an epoch", _train_batches(run), job.batch_size, step=lambda: state.step + 1)
+    for parts in batches:
         losses = train_step(run.engine, job, state, parts)
         in_epoch += 1
         state.index = min(state.index + job.batch_size, run.train.samples)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwise.compat.profiling import open_range
+from meshwise.compat.profiling import NVTX, is_profiled, open_range
 from meshwise.timeline.recorder import Mark, current
 
 LOSS_EVERY = 0.2  # seconds: reading each loss would cost more than it tells
@@ -48,7 +48,8 @@ class Phases:
             else:
                 recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
         self._since, self._trained = None, False
-        self._asked, self._range = recorder.mark(on_device=False), open_range("data")
+        self._asked = recorder.mark(on_device=False)
+        self._range = open_range("data") if NVTX or is_profiled() else None
 
     def batch_given(self, step: int | None) -> None:
         """The loop has its batch. step: its number, where the loop counts for itself."""

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from meshwise.parallel.rebind import rebind
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.block_spans import record_blocks
+from meshwise.training.block_spans import BLOCKS, record_blocks
 from meshwise.transfer import collectives
 
 
@@ -95,12 +96,14 @@ class Program:
         if plan != Plan():
             self._apply(new, plan, again, options)
         for model in new:
-            materialise(model)  # one that is deferred still: on one device
+            if any(type(p) is not nn.Parameter for p in model.parameters()):  # maybe deferred still: on one device
+                materialise(model)
         now = {id(p) for p in self.named_parameters().values()}
         self._replaced.update({p: name for name, p in before.items() if id(p) not in now})
         self._holds.clear()
         for model in new:  # afterwards: what looks on must not keep the old parameters
-            record_blocks(model)
+            if os.environ.get(BLOCKS, "0") not in ("", "0"):
+                record_blocks(model)
         for optimizer in list(self._optimizers):
             self.add_optimizer(optimizer)
 

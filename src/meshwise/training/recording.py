@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class Recording:
             return
         if world.size > 1:
             self._meet_clocks(world, clock, f"meshwise/clock/{next(_numbers)}")
-        self.recorder.memory = lambda: memory_counters(world.device)
+        self.recorder.memory = partial(memory_counters, world.device)
         head = {
             "rank": world.rank,
             "world": world.size,

@@ -60,16 +60,10 @@ def count_samples(data: Any, what: str) -> int:
 
 def reader(data: Any, settings: LoaderSettings) -> Reader:
     """How batches of `data` are read."""
-    whole = _batch_reader(data, settings)
-    if whole is None:
+    read_batch = _batch_reader(data, settings)
+    if read_batch is None:
         return _loader_reader(data, settings)
-    read_batch = whole
-
-    def read(batches: Iterable[Tensor], epoch: int) -> Iterator[Any]:
-        for indices in batches:
-            yield read_batch(indices)
-
-    return read
+    return lambda batches, epoch: map(read_batch, batches)
 
 
 def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:

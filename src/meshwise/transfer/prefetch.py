@@ -13,15 +13,19 @@ from meshwise.compat.tree import map_tensors
 
 def to_device(batch: Any, device: str) -> Any:
     """Every tensor of `batch` on `device`."""
-    return batch if device == "cpu" else map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def prefetch(batches: Iterable[tuple[Any, Any]], device: str) -> Iterator[tuple[Any, Any]]:
     """`(batch, facts)` pairs with the batch on `device`. On CUDA the next batch is copied while this one is used."""
+    if device == "cpu":
+        return iter(batches)
     if not device.startswith("cuda"):
-        for batch, facts in batches:
-            yield to_device(batch, device), facts
-        return
+        return ((to_device(batch, device), facts) for batch, facts in batches)
+    return _copied_ahead(batches, device)
+
+
+def _copied_ahead(batches: Iterable[tuple[Any, Any]], device: str) -> Iterator[tuple[Any, Any]]:
     stream = torch.cuda.Stream(device)
     ahead: tuple[Any, Any] | None = None
     for batch, facts in batches:

@@ -6,6 +6,7 @@ When one worker dies, its peers fail a moment later in a collective. Such a vict
 from __future__ import annotations
 
 import signal
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Failure:
     message: str
     traceback: str = ""
     plain: bool = False
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     exit_code: int = 1
     time: float = 0.0
 
@@ -56,17 +57,19 @@ def is_communication_error(error: BaseException) -> bool:
     return False
 
 
-def describe(error: BaseException) -> dict[str, object]:
-    """A failed worker's own report, as the facts of a channel message."""
+def by_error(rank: int, error: BaseException) -> Failure:
+    """The failure of a worker whose task raised `error`, as the worker itself reports it."""
     ours = isinstance(error, MeshwiseError)
-    return {
-        "message": f"{type(error).__name__}: {error}",
-        "traceback": "" if ours else user_traceback(error),
-        "notes": getattr(error, "__notes__", []),
-        "plain": ours,
-        "victim": not ours and is_communication_error(error),
-        "exit_code": getattr(error, "exit_code", 1),
-    }
+    return Failure(
+        rank,
+        "victim" if not ours and is_communication_error(error) else "raised",
+        f"{type(error).__name__}: {error}",
+        "" if ours else user_traceback(error),
+        plain=ours,
+        notes=getattr(error, "__notes__", ()),
+        exit_code=getattr(error, "exit_code", 1),
+        time=time.time(),
+    )
 
 
 def user_traceback(error: BaseException) -> str:
@@ -76,14 +79,14 @@ def user_traceback(error: BaseException) -> str:
     return "Traceback (most recent call last):\n" + "".join(traceback.format_list(theirs or frames))
 
 
-def by_exit_status(rank: int, status: int, time: float) -> Failure:
-    """The failure of a worker that ended without a word, from its exit status as `Popen.returncode` gives it."""
+def by_exit_status(rank: int, status: int) -> Failure:
+    """The failure of a worker that ended without a report, from its exit status as `Popen.returncode` gives it."""
     if status < 0:
         names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
         name = names.get(-status, f"signal {-status}")
         hint = " (often the system's out-of-memory killer)" if -status == signal.SIGKILL else ""
-        return Failure(rank, "killed", f"was killed by {name}{hint}", time=time)
-    return Failure(rank, "left", f"left with exit code {status} without saying that its work is done", time=time)
+        return Failure(rank, "killed", f"was killed by {name}{hint}", time=time.time())
+    return Failure(rank, "left", f"left with exit code {status} without saying that its work is done", time=time.time())
 
 
 def culprit(failures: Sequence[Failure]) -> Failure:

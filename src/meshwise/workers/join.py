@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -43,15 +43,14 @@ _session: RankContext | None = None
 
 def started_by_launcher() -> bool:
     """Whether this process is one of several that a launcher started (ours, torchrun, srun or mpirun)."""
-    derive_ranks(os.environ)
-    return read_world(os.environ).size > 1
+    return read_world(os.environ | derived_ranks(os.environ)).size > 1
 
 
 def rank_context() -> RankContext:
     """The session of this process; the first call makes it. It takes the device and opens the side channel, no more."""
     global _session
     if _session is None:
-        derive_ranks(os.environ)
+        os.environ.update(derived_ranks(os.environ))
         world = _take_device(read_world(os.environ))
         channel = connect(os.environ, world.rank)
         _session = RankContext(world, channel, StepGate(channel))
@@ -66,22 +65,19 @@ def join() -> RankContext:
     return session
 
 
-def derive_ranks(environment: MutableMapping[str, str]) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_* and MASTER_* from what srun or mpirun set, where the first two are missing."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return
+def derived_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """RANK, WORLD_SIZE, LOCAL_* and MASTER_* from what srun or mpirun set; nothing where the first two are set."""
     names = _launcher_names(environment)
-    if names is None:
-        return
-    for name, source in names.items():
-        if source in environment:
-            environment.setdefault(name, environment[source])
+    if names is None or {"RANK", "WORLD_SIZE"} <= environment.keys():
+        return {}
+    found = {name: environment[source] for name, source in names.items() if source in environment}
     if "SLURM_STEP_TASKS_PER_NODE" in environment and names["RANK"] == "SLURM_PROCID":
         counts = tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
-        environment.setdefault("LOCAL_WORLD_SIZE", str(counts[int(environment.get("SLURM_NODEID", "0"))]))
+        found["LOCAL_WORLD_SIZE"] = str(counts[int(environment.get("SLURM_NODEID", "0"))])
+    found["MASTER_PORT"] = str(20000 + int(environment.get("SLURM_JOB_ID", "9500")) % 20000)
     if "MASTER_ADDR" not in environment:
-        environment["MASTER_ADDR"] = _host_of_rank_0(environment)
-    environment.setdefault("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", "9500")) % 20000))
+        found["MASTER_ADDR"] = _host_of_rank_0({**found, **environment})
+    return {name: value for name, value in found.items() if name not in environment}
 
 
 def _launcher_names(environment: Mapping[str, str]) -> dict[str, str] | None:

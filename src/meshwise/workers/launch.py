@@ -16,7 +16,6 @@ import os
 import queue
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,13 +34,15 @@ from meshwise.spec.errors import WorkerFailed
 from meshwise.workers import failure, join, process, worker
 from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message
 from meshwise.workers.failure import Failure
-from meshwise.workers.nodes import Nodes
+from meshwise.workers.nodes import Nodes, free_port
 
-GRACE = 1.0  # seconds in which a real culprit may still report after its victim did
-EXIT_GRACE = 3.0  # seconds in which the others may follow a rank that left in the middle of an epoch
-END_GRACE = 10.0  # seconds for a worker that said done to end
-HALT_AGAIN = 0.3  # seconds between two askings of a worker that has not answered
-HALT_GRACE = 60.0  # seconds in which a halted run may finish its step and save
+# Time limits, in seconds.
+CULPRIT_TIMEOUT = 1.0  # after a victim's report, for the real culprit's
+FOLLOW_TIMEOUT = 3.0  # after a rank left in the middle of an epoch, for the others to leave too
+END_TIMEOUT = 10.0  # for a worker that is done to end
+HALT_INTERVAL = 0.3  # between two requests to halt to a worker that has not answered
+HALT_TIMEOUT = 60.0  # for a halted run to finish its step and save
+NODES_INTERVAL = 0.5  # between two looks at what the other machines report
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,35 @@ class Listeners:
     output: Callable[[str, str], None] = lambda stream, text: None
 
 
+class State(Enum):
+    """What a worker does. EXITED: it left with exit code 0, without a failure and without being done."""
+
+    RUNNING = auto()
+    DONE = auto()
+    EXITED = auto()
+    FAILED = auto()
+
+
 @dataclass
 class _Worker:
+    """in_progress: it exited in the middle of an epoch. since: when it came into its state."""
+
     rank: int
     process: subprocess.Popen[bytes]
-    state: str = "running"  # running, done, exited, failed, gone
-    report: Failure | None = None
+    log: BinaryIO
+    state: State = State.RUNNING
+    failure: Failure | None = None
+    in_progress: bool = False
     since: float = 0.0
-    log: BinaryIO | None = None
     readers: list[threading.Thread] = field(default_factory=list)
+
+    def turn(self, state: State, failure: Failure | None = None) -> None:
+        self.state, self.failure, self.since = state, failure, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been in its state."""
+        return time.monotonic() - self.since
 
 
 class Halt:
@@ -102,18 +124,12 @@ def launch(
         if nodes is not None:
             nodes.leave()
         return [
-            cloudpickle.loads(worker.result_path(task, w.rank).read_bytes()) if w.state == "done" else None
+            cloudpickle.loads(worker.result_path(task, w.rank).read_bytes()) if w.state is State.DONE else None
             for w in launcher.workers
         ]
     finally:
         launcher.end()
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class _Launcher:
@@ -138,7 +154,7 @@ class _Launcher:
         self._looked = self._asked = 0.0
 
     def start(self, task: Path, slots: Sequence[WorkerSlot]) -> None:
-        port = self.nodes.port if self.nodes else free_port()
+        port = self.nodes.port if self.nodes else free_port("127.0.0.1")
         (self.folder / "workers").mkdir(parents=True, exist_ok=True)
         for local_rank, slot in enumerate(slots):
             rank = self.first_rank + local_rank
@@ -153,7 +169,7 @@ class _Launcher:
                 stderr=subprocess.PIPE if shown else subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C goes to the launcher alone, which stops all ranks after one step
             )
-            entry = _Worker(rank, child, since=time.monotonic(), log=log)
+            entry = _Worker(rank, child, log)
             self.workers.append(entry)
             if shown:
                 entry.readers = [self._read(child.stdout, "stdout", log), self._read(child.stderr, "stderr", log)]
@@ -193,7 +209,7 @@ class _Launcher:
 
     def watch(self) -> None:
         """Until every worker is done. Raises WorkerFailed as soon as the culprit of a failure is known."""
-        while any(w.state not in ("gone", "done") or w.process.poll() is None for w in self.workers):
+        while not self._over() or any(w.process.poll() is None for w in self.workers):
             self._deliver_one()
             self._look_at_processes()
             self._look_at_halt()
@@ -201,8 +217,12 @@ class _Launcher:
             failures = self._failures()
             if failures and self._settled(failures):
                 self._fail(failure.culprit(failures))
-            if all(w.state in ("done", "gone") and time.monotonic() - w.since > END_GRACE for w in self.workers):
-                break  # all said done; one that cannot end by itself is ended by end()
+            if self._over() and all(w.seconds > END_TIMEOUT for w in self.workers):
+                break  # one that cannot end by itself is ended by end()
+
+    def _over(self) -> bool:
+        """Whether no worker runs or has failed: a rank that exits leaves nobody alone when all do."""
+        return all(w.state in (State.DONE, State.EXITED) for w in self.workers)
 
     def _fail(self, chosen: Failure) -> None:
         text = failure.sentence(chosen, self.size)
@@ -212,7 +232,7 @@ class _Launcher:
 
     def _look_at_nodes(self) -> None:
         """Twice a second: did another machine fail, or ask for a halt?"""
-        if self.nodes is None or time.monotonic() - self._looked < 0.5:
+        if self.nodes is None or time.monotonic() - self._looked < NODES_INTERVAL:
             return
         self._looked = time.monotonic()
         failed = self.nodes.try_get("failed")
@@ -231,18 +251,12 @@ class _Launcher:
         entry = self.workers[rank - self.first_rank]
         kind = message["kind"]
         if kind == "done":
-            entry.state, entry.since = "done", time.monotonic()
+            entry.turn(State.DONE)
         elif kind == "exited":
-            text = (
-                "left with exit code 0 in the middle of an epoch"
-                if message["in_progress"]
-                else "left with exit code 0 before the others"
-            )
-            entry.report = Failure(rank, "left", text, time=message["time"])
-            entry.state, entry.since = ("exited in_progress" if message["in_progress"] else "exited"), time.monotonic()
+            entry.turn(State.EXITED, Failure(**message["failure"]))
+            entry.in_progress = message["in_progress"]
         elif kind == "failed":
-            entry.report = _reported(rank, message)
-            entry.state, entry.since = "failed", time.monotonic()
+            entry.turn(State.FAILED, Failure(**message["failure"]))
         elif kind == "halting" and self._halting is not None:
             self._halting[rank] = int(message["begun"])
         elif kind not in ("hello", "closed"):
@@ -251,31 +265,24 @@ class _Launcher:
     def _look_at_processes(self) -> None:
         for entry in self.workers:
             status = entry.process.poll()
-            if status is not None and entry.state == "running" and self._inbox.empty():
-                entry.report = failure.by_exit_status(entry.rank, status, time.time())
-                entry.state, entry.since = "failed", time.monotonic()
+            if status is not None and entry.state is State.RUNNING and self._inbox.empty():
+                entry.turn(State.FAILED, failure.by_exit_status(entry.rank, status))
 
     def _failures(self) -> list[Failure]:
         """The failures so far. A rank that exited with 0 is one only if others are left alone by it."""
-        failed = [w.report for w in self.workers if w.state == "failed" and w.report]
-        exited = [w for w in self.workers if w.state.startswith("exited")]
-        alone = [
-            w.report
-            for w in exited
-            if w.report and (failed or (w.state == "exited in_progress" and time.monotonic() - w.since > EXIT_GRACE))
-        ]
-        if len(exited) + sum(w.state == "done" for w in self.workers) == len(self.workers):
-            for entry in exited:
-                entry.state = "gone"
+        if self._over():
             return []
-        return failed + alone
+        failed = any(w.state is State.FAILED for w in self.workers)
+        return [
+            w.failure for w in self.workers if w.failure and (failed or (w.in_progress and w.seconds > FOLLOW_TIMEOUT))
+        ]
 
     def _settled(self, failures: Sequence[Failure]) -> bool:
-        """Whether the culprit cannot change any more: all have reported, or the grace is over."""
-        first = min(w.since for w in self.workers if w.report)
+        """Whether the culprit cannot change any more: all have reported, or the time for it is over."""
+        waited = max(w.seconds for w in self.workers if w.failure)
         certain = any(f.kind in ("killed", "raised") for f in failures)
-        waited = time.monotonic() - first
-        return waited > (GRACE / 4 if certain else GRACE) or all(w.state != "running" for w in self.workers)
+        limit = CULPRIT_TIMEOUT / 4 if certain else CULPRIT_TIMEOUT
+        return waited > limit or all(w.state is not State.RUNNING for w in self.workers)
 
     def _look_at_halt(self) -> None:
         if self.halt.at_once.is_set():
@@ -285,8 +292,8 @@ class _Launcher:
         now = time.monotonic()
         if self._halting is None:
             self._halting, self._halted_at = {}, now
-        waiting = [w for w in self.workers if w.state == "running" and w.rank not in self._halting]
-        if waiting and now - self._asked > HALT_AGAIN:  # again: a worker that still starts has not heard it
+        waiting = [w for w in self.workers if w.state is State.RUNNING and w.rank not in self._halting]
+        if waiting and now - self._asked > HALT_INTERVAL:  # again: a worker that still starts has not heard it
             self._asked = now
             for entry in waiting:
                 self._channel.send(entry.rank, "halt")
@@ -296,9 +303,10 @@ class _Launcher:
                 return
             for entry in self.workers:
                 self._channel.send(entry.rank, "last", step=self._last)
-        if time.monotonic() - self._halted_at > HALT_GRACE:
+        if time.monotonic() - self._halted_at > HALT_TIMEOUT:
             raise WorkerFailed(
-                f"the workers did not stop within {HALT_GRACE:.0f} s and were ended.", exit_code=128 + self.halt.signal
+                f"the workers did not stop within {HALT_TIMEOUT:.0f} s and were ended.",
+                exit_code=128 + self.halt.signal,
             )
 
     def _agreed_last(self, here: int) -> int | None:
@@ -317,22 +325,8 @@ class _Launcher:
             entry.process.wait()
             for reader in entry.readers:
                 reader.join(timeout=2)
-            if entry.log is not None:
-                entry.log.close()
+            entry.log.close()
         self._channel.close()
-
-
-def _reported(rank: int, message: Message) -> Failure:
-    return Failure(
-        rank,
-        "victim" if message.get("victim") else "raised",
-        str(message["message"]),
-        str(message.get("traceback", "")),
-        bool(message.get("plain")),
-        tuple(message.get("notes", ())),
-        int(message.get("exit_code", 1)),
-        float(message["time"]),
-    )
 
 
 def _visible(index: int) -> str:

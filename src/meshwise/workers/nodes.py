@@ -19,8 +19,8 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.options import Option
 
-MEET = timedelta(minutes=10)
-LEAVE = timedelta(seconds=10)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+LEAVE_TIMEOUT = timedelta(seconds=10)
 
 
 class Nodes:
@@ -31,12 +31,13 @@ class Nodes:
         self.master = master
         store.set(f"size/{node_rank}", str(local_size))
         if node_rank == 0:
-            store.set("port", str(_free_port()))
+            store.set("port", str(free_port()))
         try:
             sizes = [int(store.get(f"size/{node}")) for node in range(nnodes)]
         except dist.DistStoreError:
+            minutes = RENDEZVOUS_TIMEOUT.seconds // 60
             raise WorkerFailed(
-                f"not all {nnodes} machines came within {MEET.seconds // 60} min. Start each with its --node-rank."
+                f"not all {nnodes} machines came within {minutes} min. Start each with its --node-rank."
             ) from None
         self.first_rank, self.size = sum(sizes[:node_rank]), sum(sizes)
         self.port = int(store.get("port"))
@@ -61,7 +62,7 @@ class Nodes:
             if self.node_rank:
                 self._store.set(f"left/{self.node_rank}", "")
             else:
-                self._store.wait([f"left/{node}" for node in range(1, self.nnodes)], LEAVE)
+                self._store.wait([f"left/{node}" for node in range(1, self.nnodes)], LEAVE_TIMEOUT)
 
 
 def node_rank_of(nodes: Nodes | None) -> int:
@@ -95,7 +96,7 @@ class NodeOptions:
                 "for instance --rdzv node0:29500."
             )
         try:
-            store = TCPStore(host, int(port), None, self.node_rank == 0, MEET, wait_for_workers=False)
+            store = TCPStore(host, int(port), None, self.node_rank == 0, RENDEZVOUS_TIMEOUT, wait_for_workers=False)
         except (dist.DistError, RuntimeError) as error:
             why = str(error).splitlines()[0]
             raise UsageError(
@@ -104,6 +105,7 @@ class NodeOptions:
         return Nodes(store, self.node_rank, self.nnodes, local_size, host)
 
 
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
+def free_port(host: str = "") -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with socket.create_server((host, 0)) as server:
         return int(server.getsockname()[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from meshwise.spec.errors import UsageError
 from meshwise.workers import failure, join, process
 from meshwise.workers.channel import WorkerChannel
+from meshwise.workers.failure import Failure
 
 CORES, THREADS = "MESHWISE_CORES", "MESHWISE_THREADS"
 
@@ -52,23 +54,25 @@ def run_task(task: Path, rank: int, channel: WorkerChannel) -> int:
         function, arguments = cloudpickle.loads(pickled)
         _save_result(result_path(task, rank), function(*arguments))
     except SystemExit as exit:
-        return _exited(exit, channel)
+        return _exited(exit, rank, channel)
     except BaseException as error:
         if not (isinstance(error, KeyboardInterrupt) and join.rank_context().gate.stopped):
-            channel.send("failed", time=time.time(), **failure.describe(error))
+            channel.send("failed", failure=asdict(failure.by_error(rank, error)))
             return 1
         _save_result(result_path(task, rank), None)  # a script that was asked to stop, and did, after the same batch
-    channel.send("done", time=time.time())
+    channel.send("done")
     return 0
 
 
-def _exited(exit: SystemExit, channel: WorkerChannel) -> int:
+def _exited(exit: SystemExit, rank: int, channel: WorkerChannel) -> int:
     if exit.code in (0, None):
-        channel.send("exited", time=time.time(), in_progress=bool(in_progress))
+        where = "in the middle of an epoch" if in_progress else "before the others"
+        left = Failure(rank, "left", f"left with exit code 0 {where}", time=time.time())
+        channel.send("exited", failure=asdict(left), in_progress=bool(in_progress))
         return 0
     code = exit.code if isinstance(exit.code, int) else 1
     message = f"left with exit code {code}" if exit.code == code else str(exit.code)
-    channel.send("failed", time=time.time(), message=message, exit_code=code)
+    channel.send("failed", failure=asdict(Failure(rank, "raised", message, exit_code=code, time=time.time())))
     return code
 
 
