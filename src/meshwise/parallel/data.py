@@ -35,6 +35,9 @@ Gradients = list[Tensor | None]
 _made = itertools.count()  # every rank makes its reductions in the same order
 LATE_GRACE = 30.0  # seconds in which all ranks must have met a parameter that is new to the reduction
 
+DROPOUT_NOTE = "dropout: each rank draws its own masks, keyed by (seed, step, rank)."
+"""A note on a plan that exact draws make untrue."""
+
 
 @dataclass(frozen=True)
 class _Group:
@@ -333,7 +336,7 @@ def _apply(setup: Setup) -> None:
     if setup.world.size == 1:
         return
     if any("Dropout" in type(module).__name__ for module in setup.model.modules()):
-        setup.notes.append("dropout: each rank draws its own masks, keyed by (seed, step, rank).")
+        setup.notes.append(DROPOUT_NOTE)
     if setup.reduction is None:
         setup.reduction = DataParallel(
             list(setup.model.named_parameters()),

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwise.parallel.apply import scale_gradients
+from meshwise.parallel.data import DROPOUT_NOTE
 from meshwise.parallel.precision import cast_batch, computing
 from meshwise.parallel.step_hooks import After, Order, Subscription, subscribe
 from meshwise.spec.dtypes import Dtypes
@@ -122,7 +123,7 @@ class Engine:
 
     def notify(self, text: str) -> None:
         """A line for the user, once."""
-        if text in self.notes or (self.draws is not None and text.startswith("dropout:")):  # exact draws: untrue
+        if text in self.notes or (self.draws is not None and text == DROPOUT_NOTE):  # exact draws: untrue
             return
         self.notes.append(text)
         if self.world.rank == 0:
