@@ -29,8 +29,8 @@ import torch
 from keep import keep
 from torch import Tensor, nn
 
+from meshwise.records.files import append_lines
 from meshwise.records.folder import begin_session, end_session, span_log
-from meshwise.records.lines import append_lines
 from meshwise.spec.world import World
 from meshwise.timeline.pack import pack
 from meshwise.timeline.recorder import Recorder, make_current

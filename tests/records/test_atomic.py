@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.records.atomic import atomic_file, write_text, write_with
+from meshwise.records.files import atomic_file, write_text, write_with
 
 
 class Interrupted(BaseException):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.records.lines import append_lines, keep_lines, read_lines
+from meshwise.records.files import append_lines, keep_lines, read_lines
 
 
 def test_records_come_back_in_their_order_over_several_appends(tmp_path: Path) -> None:

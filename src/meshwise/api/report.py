@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from meshwise.records import folder as names
-from meshwise.records.atomic import atomic_file
+from meshwise.records.files import atomic_file
 from meshwise.spec.errors import UsageError
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.compare_runs import RunComparison, compare_runs

@@ -26,7 +26,7 @@ from meshwise.jobs.script import run_script_file
 from meshwise.machine.find import describe, find_devices
 from meshwise.parallel.apply import check_fits
 from meshwise.records import folder as names
-from meshwise.records.atomic import write_text
+from meshwise.records.files import write_text
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import refuse_options_of_jobs, takes

@@ -31,7 +31,7 @@ from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.machine.views.bench_dict import bench_dict
 from meshwise.machine.views.bench_text import bench_text, done_text
 from meshwise.machine.views.changes_text import changes_text
-from meshwise.records.atomic import write_text
+from meshwise.records.files import write_text
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option
 from meshwise.workers.nodes import NodeOptions

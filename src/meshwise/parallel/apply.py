@@ -92,9 +92,11 @@ class Applied:
 
 def check_fits(plan: Plan, world: World) -> None:
     """Raises PlanError when the run has another number of devices than the plan, or they lack what it asks for."""
-    check_devices(plan, world.size)
+    if plan.devices != world.size:
+        check_devices(plan, world.size)
     for technique in TECHNIQUES:
-        technique.check(plan, world)
+        if technique.check and any(getattr(plan, name) != getattr(Plan, name) for name in technique.fields):
+            technique.check(plan, world)
 
 
 def apply(
@@ -113,14 +115,17 @@ def apply(
     counts: whether what this rank runs now counts, or is a padding sample. Where it is given, batch norms take the
         statistics of all ranks: forwards in training are then collective.
     """
-    check_devices(plan, world.size)
+    if plan.devices != world.size:
+        check_devices(plan, world.size)
     setup = Setup(model, plan, world, counts, piggyback_loss, was_compiled=uncompile(model))
     for technique in TECHNIQUES:
-        technique.check_model(setup)
+        if technique.check_model:
+            technique.check_model(setup)
     names = names_of(model)
     setup.fill = take_fakes(model)
     for technique in TECHNIQUES:
-        technique.apply(setup)
+        if technique.apply:
+            technique.apply(setup)
     applied = Applied(model, plan, setup.reduction, tuple(setup.notes), setup.coupled_gradients)
     for optimizer in optimizers:
         rebind(optimizer, names, dict(model.named_parameters()))
@@ -137,7 +142,8 @@ def reduction_of(named: Mapping[str, nn.Parameter], plan: Plan, *, piggyback_los
 def bind(applied: Applied, optimizer: Optimizer, world: World) -> None:
     """Change an optimizer of the model's parameters as the plan says: needed once for one made after `apply`."""
     for technique in TECHNIQUES:
-        technique.bind(optimizer, applied.plan, world)
+        if technique.bind:
+            technique.bind(optimizer, applied.plan, world)
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:

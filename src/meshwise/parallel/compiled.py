@@ -77,4 +77,4 @@ def _apply(setup: Setup) -> None:
     setup.notes.append(f"compile: {before}each of {len(blocks)} blocks is compiled by itself: {some(blocks)}.")
 
 
-COMPILE = Technique(_check, _check_model, _apply)
+COMPILE = Technique(("compile",), _check, _check_model, _apply)

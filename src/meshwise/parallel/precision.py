@@ -146,6 +146,7 @@ def _apply(setup: Setup) -> None:
 
 
 PRECISION = Technique(
+    ("precision", "param_dtype", "compute_dtype", "grad_dtype"),
     check=_check,
     check_model=lambda setup: check_computes(setup.model, setup.world.device, setup.plan.dtypes),
     apply=_apply,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -54,21 +53,19 @@ class Setup:
     notes: list[str] = field(default_factory=list)
 
 
-def _nothing(*_: Any) -> None:
-    """What a technique does where it has nothing to do."""
-
-
 @dataclass(frozen=True)
 class Technique:
-    """Functions that do nothing under a plan that does not ask for the technique.
+    """Functions that do nothing under a plan that does not ask for the technique; None where it has nothing to do.
 
-    check: raises PlanError, before workers start, for what the machine lacks.
+    fields: those of the plan that ask for it.
+    check: raises PlanError, before workers start, for what the machine lacks. Called where a field is set.
     check_model: raises PlanError, before the model is touched, for what the model cannot have.
     apply: changes the model in place. Collective.
     bind: changes an optimizer of the model's parameters in place.
     """
 
-    check: Callable[[Plan, World], None] = _nothing
-    check_model: Callable[[Setup], None] = _nothing
-    apply: Callable[[Setup], None] = _nothing
-    bind: Callable[[Optimizer, Plan, World], None] = _nothing
+    fields: tuple[str, ...] = ()
+    check: Callable[[Plan, World], None] | None = None
+    check_model: Callable[[Setup], None] | None = None
+    apply: Callable[[Setup], None] | None = None
+    bind: Callable[[Optimizer, Plan, World], None] | None = None

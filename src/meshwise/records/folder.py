@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from meshwise.records.atomic import write_text
+from meshwise.records.files import write_text
 from meshwise.spec.errors import UsageError
 
 RUN, PLAN, METRICS, SUMMARY, WEIGHTS = "run.json", "plan.toml", "metrics.jsonl", "summary.json", "weights.safetensors"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshwise.records.atomic import write_text, write_with
+from meshwise.records.files import write_text, write_with
 from meshwise.spec.errors import CheckpointError
 from meshwise.transfer import collectives
 

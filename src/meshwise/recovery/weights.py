@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import nn
 
-from meshwise.records.atomic import write_with
+from meshwise.records.files import write_with
 from meshwise.recovery.collect import collected
 
 

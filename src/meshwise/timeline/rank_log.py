@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwise.records.lines import read_lines
+from meshwise.records.files import read_lines
 from meshwise.timeline.pack import Column, unpack
 from meshwise.timeline.span_log import VERSION
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.records import folder as names
-from meshwise.records.lines import read_lines
+from meshwise.records.files import read_lines
 from meshwise.spec.units import plural, seconds_text
 from meshwise.timeline.align import ClockFit, causal_shifts, fit_clock, widened
 from meshwise.timeline.arrivals import arrival_table

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwise.records.lines import append_lines
+from meshwise.records.files import append_lines
 from meshwise.timeline.pack import as_rows, pack
 from meshwise.timeline.recorder import WIDTH, Count, Recorder
 

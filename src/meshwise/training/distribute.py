@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
-from meshwise.training.draws import seed_draws
 from meshwise.training.engine import Engine, Number
 from meshwise.training.plan_choice import choose_plan
 from meshwise.training.session import default_engine
@@ -109,7 +108,7 @@ class DistributedLoader:
         self._running = True
         engine, name = self._engine, f"epoch {self._epoch} of a loader"
         for batch, part in engine.batches(name, self._read(None), self.batch_size, limited=self._read):
-            seed_draws(mixed(self._seed, self._epoch), self._index, engine.world)
+            engine.seed_draws(mixed(self._seed, self._epoch), self._index)
             self._index += part.total
             batch = engine.cast(batch)
             engine.begin(part)

@@ -40,6 +40,7 @@ from meshwise.training.recording import Recording
 from meshwise.training.watcher import Watcher
 from meshwise.training.weighing import Losses, StepWeights, split_weight, total_of, unpadded
 from meshwise.transfer import collectives
+from meshwise.transfer.splitmix import mixed
 from meshwise.workers.gate import StepGate
 from meshwise.workers.worker import in_progress
 
@@ -193,6 +194,14 @@ class Engine:
             self.part = None
             in_progress.discard(name)
             torch.set_rng_state(outer)
+
+    def seed_draws(self, *key: int) -> None:
+        """Key this rank's random draws (dropout) by `key`, such as (seed, step), and its rank: a resumed run draws the
+        same, ranks draw apart. Rank 0 draws what one device draws."""
+        seed = mixed(*key, self.world.rank)
+        torch.default_generator.manual_seed(seed)
+        if self.world.device.startswith("cuda"):
+            torch.cuda.manual_seed(seed)
 
     def begin(self, part: BatchSlice) -> None:
         """This rank works on `part` from now on."""

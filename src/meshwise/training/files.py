@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from meshwise.compat.reducer import default_store
-from meshwise.records.atomic import write_with
+from meshwise.records.files import write_with
 from meshwise.recovery.collect import collected
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World

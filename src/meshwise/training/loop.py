@@ -25,7 +25,6 @@ from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import bytes_text
 from meshwise.timeline.recorder import Recorder, current
-from meshwise.training.draws import seed_draws
 from meshwise.training.engine import Engine, Part
 from meshwise.training.evaluate import evaluate
 from meshwise.training.exact import ExactDraws
@@ -208,7 +207,7 @@ def _train_epoch(run: _Run) -> bool:
 
 def train_step(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -> Losses:
     """One optimizer step on this rank's microbatches. Returns their losses and weights, still on the device."""
-    seed_draws(state.seed, state.step, engine.world)
+    engine.seed_draws(state.seed, state.step)
     losses = engine.compute(
         lambda batch: job.loss(state.model, batch),
         parts,
@@ -250,7 +249,8 @@ def _test_batches(run: _Run, test: Data) -> Iterator[Part]:
 
 
 def _read(data: Data, slices: Sequence[BatchSlice], epoch: int, device: str) -> Iterator[Part]:
-    return prefetch(zip(data.read((part.indices for part in slices), epoch), slices, strict=True), device)
+    pairs = zip(data.read((part.indices for part in slices), epoch), slices, strict=True)
+    return pairs if device == "cpu" else prefetch(pairs, device)
 
 
 class _Pace:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwise.machine.memory import used_bytes
 from meshwise.records import folder as names
-from meshwise.records.lines import append_lines, keep_lines
+from meshwise.records.files import append_lines, keep_lines
 from meshwise.spec.errors import LossError
 from meshwise.spec.world import World
 from meshwise.training.weighing import Losses, total_of

@@ -87,9 +87,7 @@ class Recording:
 
 
 def _device_name(world: World) -> str:
-    if world.kind == "cuda":
-        return torch.cuda.get_device_name()
-    return world.kind
+    return torch.cuda.get_device_name() if world.device.startswith("cuda") else world.device
 
 
 def record_script(world: World, *, foreign: bool, say: Callable[[str], None]) -> Recording | None:

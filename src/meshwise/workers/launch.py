@@ -12,10 +12,12 @@ Not covered: restarting workers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +33,7 @@ import cloudpickle
 
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
-from meshwise.workers import failure, join, process, worker
+from meshwise.workers import failure, join, worker
 from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message
 from meshwise.workers.failure import Failure
 from meshwise.workers.nodes import Nodes, free_port
@@ -320,7 +322,7 @@ class _Launcher:
 
     def end(self) -> None:
         for entry in self.workers:
-            process.kill_group(entry.process)
+            _kill_group(entry.process)
         for entry in self.workers:
             entry.process.wait()
             for reader in entry.readers:
@@ -333,3 +335,9 @@ def _visible(index: int) -> str:
     """The driver's name of accelerator `index`, where CUDA_VISIBLE_DEVICES already hides some from us."""
     shown = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
     return shown[index] if index < len(shown) else str(index)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a worker and everything that it started. A worker leads its own process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -6,7 +6,10 @@ done; or it says how it failed. It never imports the launcher's `__main__`.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import signal
 import sys
 import time
 from dataclasses import asdict
@@ -17,10 +20,11 @@ import cloudpickle
 import torch
 
 from meshwise.spec.errors import UsageError
-from meshwise.workers import failure, join, process
+from meshwise.workers import failure, join
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.failure import Failure
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CORES, THREADS = "MESHWISE_CORES", "MESHWISE_THREADS"
 
 in_progress: set[str] = set()
@@ -29,8 +33,8 @@ in_progress: set[str] = set()
 
 def main() -> int:
     """The life of a worker: its cores, its session, its task. Returns the exit code of the process."""
-    process.die_with_parent()
-    process.bind_to_cores(os.environ.get(CORES, ""))
+    die_with_parent()
+    bind_to_cores(os.environ.get(CORES, ""))
     torch.set_num_threads(int(os.environ.get(THREADS, "1")))
     session = join.rank_context()
     if session.channel is None:
@@ -39,6 +43,21 @@ def main() -> int:
     sys.stdout.flush()
     join.leave()
     return code
+
+
+def die_with_parent() -> None:
+    """On Linux the kernel kills this process when its parent dies, even while it holds Python's lock. Elsewhere the
+    closed side channel does it."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def bind_to_cores(cores: str) -> None:
+    """Bind this process to the comma-separated `cores`; nothing where the system cannot, or where the text is empty."""
+    if cores and hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 
 
 def result_path(task: Path, rank: int) -> Path:

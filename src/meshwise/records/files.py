@@ -1,0 +1,75 @@
+"""Files that are whole or not there: written beside their place, synced, then renamed.
+
+And JSON lines: one record a line, appended as the run goes on; a line cut off by a crash is left out when read back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+Record = dict[str, Any]
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A binary file that appears at `path` when the with-body succeeds, and leaves nothing behind when it does not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with beside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            beside.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` as UTF-8, whole or not at all."""
+    with atomic_file(path) as file:
+        file.write(text.encode())
+
+
+def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write to `path` what `write(file)` writes, whole or not at all."""
+    with atomic_file(path) as file:
+        write(file)
+
+
+def append_lines(path: Path, records: Iterable[Record]) -> None:
+    """Append each record as one line; the file and its folder are made where they are missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":  # an earlier writer was cut off: keep its half line from swallowing ours
+                text = "\n" + text
+        file.write(text.encode())
+
+
+def read_lines(path: Path) -> list[Record]:
+    """Every whole record of the file; an empty list when there is no file."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def keep_lines(path: Path, wanted: Callable[[Record], bool]) -> None:
+    """Rewrite the file with the wanted records alone."""
+    if path.exists():
+        write_text(path, "".join(json.dumps(record) + "\n" for record in read_lines(path) if wanted(record)))
