@@ -1,4 +1,7 @@
-"""What a run did, as plain data: what `mw.run` returns and `summary.json` holds."""
+"""What a run did, as plain data: what `mw.run` returns and `summary.json` holds.
+
+Tested in tests/timeline/views/test_summary_text.py.
+"""
 
 from __future__ import annotations
 

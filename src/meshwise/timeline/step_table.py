@@ -1,4 +1,7 @@
-"""The step table of a run: seconds of each step, rank and kind, from the attributions of all ranks."""
+"""The step table of a run: seconds of each step, rank and kind, from the attributions of all ranks.
+
+Tested in tests/timeline/test_attribution.py.
+"""
 
 from __future__ import annotations
 

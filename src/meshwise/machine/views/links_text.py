@@ -1,6 +1,8 @@
 """What joins devices, as a matrix that people can read: `NVLink4 x18`, `PCIe4 x16`, over a bridge or the other socket.
 
 Where every pair is alike it is one line; where full words do not fit, letters stand for them, with a line for each.
+
+Tested in tests/machine/test_devices_text.py.
 """
 
 from __future__ import annotations
