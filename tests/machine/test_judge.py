@@ -220,7 +220,7 @@ def test_exit_codes() -> None:
     assert exit_code([good, far], True) == exit_code([], True) == exit_code([far, corrupt], False) == 1
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(machines())
 def test_any_machine_can_be_judged(machine: Machine) -> None:
     for verdict in judge(machine):

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.machine.catalog import parts
-from meshwise.machine.words import MOST_DEVICES, machine_from_words
+from meshwise.machine.words import machine_from_words
 from meshwise.spec.errors import UsageError
-from meshwise.spec.machine import link_between
+from meshwise.spec.machine import MOST_DEVICES, link_between
 
 
 def test_eight_devices_of_one_host() -> None:

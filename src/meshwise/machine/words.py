@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from meshwise.machine.catalog import NOT_CONFIRMED, Part, PartLink, field_origins, networks, parts
 from meshwise.spec.errors import UsageError, nearest
-from meshwise.spec.machine import DEVICE, HOST, NODE, Device, Host, Link, Machine
+from meshwise.spec.machine import DEVICE, HOST, MOST_DEVICES, NODE, Device, Host, Link, Machine
 from meshwise.spec.units import bandwidth_text
 
-MOST_DEVICES = 131_072  # more than any machine that was built; a typing slip must not fill the memory
 _FORMS = ("sxm", "pcie", "nvl", "oam", "gcd")
 _VENDORS = re.compile(r"^(nvidia|amd|geforce|tesla|instinct|quadro)+")
 _WRITE = "Write hosts x devices x part @ rate of a host, such as 8xH100, 2x8xA100-80GB@200Gb or 4xcpu."

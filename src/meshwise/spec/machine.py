@@ -15,6 +15,10 @@ HOST, DEVICE, NODE = "host", "device", "node"
 """Ends of a link that stand for any: a host's memory, any device of one host, any host of the machine."""
 
 
+MOST_DEVICES = 131_072
+"""More than any machine that was built; a typing slip must not fill the memory."""
+
+
 @dataclass(frozen=True)
 class Matmul:
     """One measured matrix product, (m × k) by (k × n)."""

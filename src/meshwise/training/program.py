@@ -145,7 +145,7 @@ class Program:
         self.applied = None
 
     def _apply(self, new: Sequence[nn.Module], plan: Plan, again: bool, options: dict[str, Any]) -> None:
-        if again and (plan.parameters_divided or plan.offload):
+        if again and plan.parameters_divided:
             raise UsageError(
                 f"mw.distribute was called a second time with a model, under {plan}. Give all models in one call."
             )

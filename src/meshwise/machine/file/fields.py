@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from meshwise.machine.words import MOST_DEVICES
 from meshwise.spec.errors import UsageError, nearest
+from meshwise.spec.machine import MOST_DEVICES
 from meshwise.spec.quantity import read_quantity, value_text, write_quantity
 
 UNKNOWN = "unknown"

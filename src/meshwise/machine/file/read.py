@@ -14,11 +14,11 @@ from typing import Any
 from meshwise.machine.catalog import part, parts
 from meshwise.machine.file.fields import MANY, TEXT, Table, list_of, read_table
 from meshwise.machine.file.tables import COLLECTIVE, DEVICE, FIGURES, FILE, HOST, LINK
-from meshwise.machine.words import MOST_DEVICES, class_links, device_of
+from meshwise.machine.words import class_links, device_of
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.machine import DEVICE as ANY_DEVICE
 from meshwise.spec.machine import HOST as ANY_HOST
-from meshwise.spec.machine import NODE, Device, Host, Link, Machine
+from meshwise.spec.machine import MOST_DEVICES, NODE, Device, Host, Link, Machine
 
 FROM_FILE = "the machine file"
 """Origin of a figure that a file writes without an origin of its own."""
