@@ -20,7 +20,7 @@ from tests.machine.simulated.machines import MACHINES, RTX4090_TOPOLOGY, Simulat
 from tests.machine.simulated.tree import write
 
 
-def node_rank_of(simulated: Simulated, environ: dict[str, str] | None = None, **more: Any) -> Machine:
+def machine_of(simulated: Simulated, environ: dict[str, str] | None = None, **more: Any) -> Machine:
     more = {"affinity": range(256), "limits": {}, **more}
     return discover(simulated.nvml, simulated.sys, simulated.proc, environ=environ or {}, **more)
 
@@ -63,7 +63,7 @@ def test_without_nvml_devices_are_listed_and_the_rest_is_unknown(
         simulated.nvml.error = NVMLError_DriverNotLoaded
     else:
         monkeypatch.setattr(FakeNvml, "nvmlDeviceGetCount", lambda self: 1 / 0)
-    machine = node_rank_of(simulated)
+    machine = machine_of(simulated)
     assert parts_of(machine) == ["A100-PCIe-80GB"] * 2
     assert machine.versions == {"driver": "550.54.15"}
     assert machine.devices[1].pci == "0000:4f:00.0" and machine.devices[1].numa == 0
@@ -101,7 +101,7 @@ def test_names_that_look_alike_are_other_parts(tmp_path: Path) -> None:
 def test_twelve_of_eighteen_nvlinks_are_told(tmp_path: Path) -> None:
     simulated = MACHINES["dgx_h100"](tmp_path)
     simulated.nvml.matrix = [[word.replace("NV18", "NV12") for word in row] for row in simulated.nvml.matrix]
-    machine = node_rank_of(simulated)
+    machine = machine_of(simulated)
     link = link_between(machine, "cuda:2", "cuda:5")
     assert link is not None and (link.width, link.full_width, link.bandwidth) == (12, 18, 450e9)
     assert said(machine, "cuda:0 and cuda:1 and 27 more pairs", "12 of 18 NVLinks")
@@ -111,7 +111,7 @@ def test_parts_with_nvlink_and_none_up_are_told(tmp_path: Path) -> None:
     simulated = MACHINES["dgx_h100"](tmp_path)
     simulated.nvml.gpus = [replace(gpu, nvlink=None) for gpu in simulated.nvml.gpus]
     simulated.nvml.matrix = [["SYS"] * 8 for _ in range(8)]
-    machine = node_rank_of(simulated)
+    machine = machine_of(simulated)
     assert all(link.kind == "pcie" for link in machine.links)
     assert said(machine, "nvidia-fabricmanager")
 
@@ -120,12 +120,12 @@ def test_two_numa_nodes_of_one_socket_are_not_two_sockets(tmp_path: Path) -> Non
     """EPYC with four NUMA nodes a socket: `SYS` in the listing, and no other socket in between."""
     simulated = MACHINES["a100_pcie"](tmp_path)
     write(tmp_path, "proc/cpuinfo", "\n\n".join(f"processor\t: {core}\nphysical id\t: 0" for core in range(256)))
-    link = link_between(node_rank_of(simulated), "cuda:0", "cuda:4")
+    link = link_between(machine_of(simulated), "cuda:0", "cuda:4")
     assert link is not None and link.crosses == "bridge"
 
 
 def test_devices_of_a_socket_that_this_process_may_not_use_are_told(tmp_path: Path) -> None:
-    machine = node_rank_of(MACHINES["a100_pcie"](tmp_path), affinity=range(8))
+    machine = machine_of(MACHINES["a100_pcie"](tmp_path), affinity=range(8))
     near, far = (link_between(machine, "host", name) for name in ("cuda:3", "cuda:4"))
     assert near is not None and far is not None
     assert (near.crosses, far.crosses) == ("", "socket")
@@ -135,7 +135,7 @@ def test_devices_of_a_socket_that_this_process_may_not_use_are_told(tmp_path: Pa
 def test_a_card_of_generation_4_in_a_slot_of_generation_3_is_not_called_idle(tmp_path: Path) -> None:
     simulated = MACHINES["a100_pcie"](tmp_path)
     simulated.nvml.gpus = [replace(gpu, pcie=(3, 16), system=(3, 16)) for gpu in simulated.nvml.gpus]
-    machine = node_rank_of(simulated)
+    machine = machine_of(simulated)
     assert said(machine, "cuda:0 and 7 more devices", "generation 3", "the card could do generation 4")
     assert not said(machine, "idle")
 
@@ -158,11 +158,11 @@ def test_what_the_environment_hides_is_not_there(tmp_path: Path) -> None:
         ("-1", []),
         ("", []),
     ]:
-        machine = node_rank_of(simulated, {"CUDA_VISIBLE_DEVICES": chosen})
+        machine = machine_of(simulated, {"CUDA_VISIBLE_DEVICES": chosen})
         assert [device.pci[5:7] for device in machine.devices if device.kind == "cuda"] == buses
         assert said(machine, f"CUDA_VISIBLE_DEVICES={chosen}") or not buses
         assert machine.devices[0].name == ("cuda:0" if buses else "cpu:0")
-    link = link_between(node_rank_of(simulated, {"CUDA_VISIBLE_DEVICES": "6,1"}), "cuda:0", "cuda:1")
+    link = link_between(machine_of(simulated, {"CUDA_VISIBLE_DEVICES": "6,1"}), "cuda:0", "cuda:1")
     assert link is not None and link.crosses == "socket"
 
 
@@ -178,7 +178,7 @@ def test_parts_that_differ_may_be_numbered_otherwise_by_cuda() -> None:
 def test_mig_is_told(tmp_path: Path) -> None:
     simulated = MACHINES["a100_pcie"](tmp_path)
     simulated.nvml.gpus = [replace(gpu, mig=True) for gpu in simulated.nvml.gpus]
-    assert said(node_rank_of(simulated), "MIG")
+    assert said(machine_of(simulated), "MIG")
 
 
 def test_a_pair_of_which_one_way_is_blocked_has_no_peer_access() -> None:
@@ -195,10 +195,10 @@ def test_a_pair_of_which_one_way_is_blocked_has_no_peer_access() -> None:
 
 def test_infiniband_needs_locked_memory(tmp_path: Path) -> None:
     simulated = MACHINES["dgx_h100"](tmp_path)
-    assert not said(node_rank_of(simulated, limits={"locked memory": 8 * 2**20}), "Locked")
+    assert not said(machine_of(simulated, limits={"locked memory": 8 * 2**20}), "Locked")
     write(tmp_path, "sys/class/infiniband/mlx5_0/node_type", "1: CA")
-    assert said(node_rank_of(simulated, limits={"locked memory": 8 * 2**20}), "ulimit -l unlimited")
-    assert not said(node_rank_of(simulated), "Locked")
+    assert said(machine_of(simulated, limits={"locked memory": 8 * 2**20}), "ulimit -l unlimited")
+    assert not said(machine_of(simulated), "Locked")
 
 
 # ---- AMD -------------------------------------------------------------------------------------------------------------
@@ -231,20 +231,20 @@ def unnamed(tmp_path: Path, number: str) -> Simulated:
 
 
 def test_a_device_without_a_name_is_known_by_its_number(tmp_path: Path) -> None:
-    assert parts_of(node_rank_of(unnamed(tmp_path, "29857"))) == ["MI300X"] * 8
+    assert parts_of(machine_of(unnamed(tmp_path, "29857"))) == ["MI300X"] * 8
 
 
 def test_a_device_that_nobody_names_stays_unknown_until_amdsmi_is_there(tmp_path: Path) -> None:
     simulated = unnamed(tmp_path, "65535")
-    machine = node_rank_of(simulated)
+    machine = machine_of(simulated)
     assert parts_of(machine)[0] == "AMD device 0xffff" and said(machine, "pip install amdsmi")
-    assert parts_of(node_rank_of(simulated, amdsmi=FakeAmdSmi()))[0] == "MI300X"
+    assert parts_of(machine_of(simulated, amdsmi=FakeAmdSmi()))[0] == "MI300X"
 
 
 def test_a_narrow_slot_shows_at_the_bridge_of_an_amd_device(tmp_path: Path) -> None:
     simulated = MACHINES["mi300x"](tmp_path)
     write(tmp_path, "sys/bus/pci/devices/0000:05:00.0/current_link_width", "8")
-    machine = node_rank_of(simulated)
+    machine = machine_of(simulated)
     links = [link_between(machine, "host", f"cuda:{at}") for at in (0, 1)]
     assert [(link.width, link.full_width) for link in links if link] == [(8, 16), (16, 16)]
     assert said(machine, "cuda:0:", "8 of 16 lanes")
@@ -262,7 +262,7 @@ def test_two_hops_of_xgmi_are_no_link_of_their_own(tmp_path: Path) -> None:
                     "max_bandwidth 0", "max_bandwidth 200000"
                 )
             )
-    machine = node_rank_of(simulated)
+    machine = machine_of(simulated)
     far, wide = (link_between(machine, "cuda:0", name) for name in ("cuda:7", "cuda:1"))
     assert far is not None and (far.kind, far.width, far.bandwidth, far.peer) == ("xgmi", None, None, True)
     assert wide is not None and wide.width == 4
@@ -276,7 +276,7 @@ def test_hidden_amd_devices_are_not_there(tmp_path: Path) -> None:
         ({"HIP_VISIBLE_DEVICES": "2", "CUDA_VISIBLE_DEVICES": "2"}, ["1e"]),
         ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"}, ["af"]),
     ]:
-        assert [device.pci[5:7] for device in node_rank_of(simulated, environ).devices] == buses
+        assert [device.pci[5:7] for device in machine_of(simulated, environ).devices] == buses
 
 
 def test_amd_without_its_driver_is_nothing(tmp_path: Path) -> None:

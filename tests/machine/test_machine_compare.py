@@ -57,7 +57,7 @@ def test_a_machine_beside_itself_has_no_clear_change() -> None:
     assert {change.speed for change in changes} == {1.0}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(machines(), machines())
 def test_any_two_machines_can_be_compared(old: Machine, new: Machine) -> None:
     assert not [change for change in compare(old, old) if change.clear]
@@ -141,7 +141,7 @@ def test_the_text_tells_what_is_worse_first_and_sums_up_the_rest() -> None:
     lines = text.splitlines()
     assert lines[1].startswith("host -> cuda:0, pinned, 1.0 GiB") and lines[1].endswith("worse")
     assert "version of torch" in lines[2]
-    assert lines[-1] == "1 worse, 1 changed; no clear change in 7 figures" or "no clear change in" in lines[-1]
+    assert lines[-1] == "1 worse, 1 changed; no clear change in 6 figures"
     assert re.search(r"\x1b\[1;31m *worse", shown(compare(MACHINE, new), colour=True))
 
 

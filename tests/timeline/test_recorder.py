@@ -75,7 +75,7 @@ def test_memory_is_taken_at_the_phases_of_the_step_after_it_was_wanted(recorder:
     for step in (1, 2, 3):
         recorder.begin_step(step)
         if step == 1:
-            recorder.want_memory()
+            recorder.request_memory()
         for phase in ("forward", "backward"):
             with recorder.span(phase):
                 pass

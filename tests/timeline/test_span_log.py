@@ -138,7 +138,7 @@ def test_a_killed_worker_is_named_with_the_step_it_was_in(tmp_path: Path) -> Non
     write_log(tmp_path, 1, world=2, steps=7, close=False)
     end_session(tmp_path, "failed", "rank 1 was killed by SIGKILL")
     report = report_of(read_timeline(tmp_path))
-    assert report.missing == ["rank 1 was cut off in step 7: it did not say how it ended, and up to a second is lost."]
+    assert report.missing == ["rank 1 was cut off in step 7: no end was recorded, and up to a second is lost."]
     assert report.verdict.startswith("The run failed: rank 1 was killed by SIGKILL. Until then: ")
     assert [rank.complete for rank in report.ranks] == [True, False] and report.ranks[1].steps == 7
 
@@ -197,7 +197,7 @@ def test_a_log_that_cannot_be_written_ends_the_timeline_and_not_the_run(tmp_path
     with recorder.span("forward"):
         pass
     log.close("finished")
-    assert not recorder.on and len(said) == 1 and "cannot be written" in said[0] and "The run goes on" in said[0]
+    assert not recorder.on and len(said) == 1 and "cannot be written" in said[0] and "The run continues" in said[0]
 
 
 def test_a_run_that_was_gone_on_with_is_one_timeline(tmp_path: Path) -> None:

@@ -112,7 +112,6 @@ def test_what_lies_between_the_elements_of_a_strided_destination_stays() -> None
     st.data(),
     st.sampled_from([torch.float32, torch.bool, torch.complex64, torch.int16]),
 )
-@hypothesis.settings(max_examples=60)
 def test_any_view_equals_torchs_copy(shape: list[int], data: st.DataObject, dtype: torch.dtype) -> None:
     order = data.draw(st.permutations(range(len(shape))))
     steps = [data.draw(st.integers(1, 3)) for _ in shape]

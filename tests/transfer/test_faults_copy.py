@@ -7,6 +7,7 @@ corrupted is what a broken link would corrupt.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -104,8 +105,10 @@ def random_source(draw: random.Random) -> Tensor:
     return made
 
 
-def transfers(devices: VirtualDevices, draw: random.Random, count: int) -> Iterator[Callable[[], object]]:
-    """Random transfers between random places, each with the check, by random paths."""
+def transfers(
+    devices: VirtualDevices, draw: random.Random, count: int
+) -> Iterator[tuple[str | None, Callable[[], object]]]:
+    """Random transfers between random places, each with the check: the path that is asked for, and what transfers."""
     for _ in range(count):
         source, target = draw.sample(list(devices), 2)
         src = random_source(draw)
@@ -113,19 +116,20 @@ def transfers(devices: VirtualDevices, draw: random.Random, count: int) -> Itera
         kind = draw.random()
         if kind < 0.8:
             dst = torch.empty(src.shape, dtype=src.dtype, device=target)
-            yield lambda d=dst, s=src: copy(d, s, path=draw.choice(["peer", "staged"]), verify=True)  # type: ignore[misc]
+            path = draw.choice(["peer", "staged"])
+            yield path, lambda d=dst, s=src, p=path: copy(d, s, path=p, verify=True)  # type: ignore[misc]
         elif kind < 0.87:
-            yield lambda s=src: broadcast(s, devices, verify=True)  # type: ignore[misc]
+            yield None, lambda s=src: broadcast(s, devices, verify=True)  # type: ignore[misc]
         elif kind < 0.94:
-            yield lambda s=src, t=target: gather(scatter(s, devices, verify=True), t, verify=True)  # type: ignore[misc]
+            yield None, lambda s=src, t=target: gather(scatter(s, devices, verify=True), t, verify=True)  # type: ignore[misc]
         else:
             parts = [torch.full((draw.randint(8, 8),), i + 1.5, device=d) for i, d in enumerate(devices)]
-            yield lambda p=parts: all_reduce(p, verify=True)  # type: ignore[misc]
+            yield None, lambda p=parts: all_reduce(p, verify=True)  # type: ignore[misc]
 
 
 def test_a_thousand_clean_transfers_raise_no_alarm() -> None:
     with virtual_devices(3) as devices:
-        done = [run() for run in transfers(devices, random.Random(0), TRANSFERS)]
+        done = [run() for _, run in transfers(devices, random.Random(0), TRANSFERS)]
     assert len(done) == TRANSFERS
 
 
@@ -139,15 +143,16 @@ def hunt(fault: Fault, seed: int, count: int, break_copies: Callable[[Broken], N
         broken, place = Broken(fault, draw), draw.randrange(count)
         runs = transfers(devices, draw, count + 20)  # some more, for a coin that falls late
         break_copies(broken)
-        for number, run in enumerate(runs):
+        for number, (path, run) in enumerate(runs):
             before, broken.armed = broken.changed, number >= place
             try:
                 run()
             except TransferError as error:
                 assert broken.changed and not before, f"a false alarm: {error}"
-                said = str(error)
-                assert "by path 'peer'" in said or "by path 'staged'" in said or "by path 'direct'" in said
-                assert " from cpu:" in said and "first at byte " in said
+                said = re.search(r" from (cpu:\d) to (cpu:\d) by path '(\w+)': .* first at byte ", str(error))
+                assert said is not None, error
+                source, target, named = said.groups()
+                assert named == (path or ("direct" if source == target else "peer"))
                 return
             assert not broken.changed, "a corrupted transfer passed"
     raise AssertionError("no copy was ever corrupted: the fault does not reach what it should")

@@ -1,6 +1,7 @@
 """Run a function, a job or a script on every device.
 
 A job and a script are both a `Program`: they differ in what each worker calls.
+Tested in tests/cli, tests/workers/test_launchers.py and tests/faults.
 """
 
 from __future__ import annotations
@@ -267,7 +268,7 @@ def _run_joined(options: RunOptions, console: Console) -> RunSummary:
     assert folder is not None
     _record_blocks(options)
     viewer = Viewer(LiveView(console), [f"rank {r}" for r in range(world.size)], live=False)
-    results = gather_objects(run_job(job, options, folder, viewer.tell if first else None))
+    results = gather_objects(run_job(job, options, folder, viewer.send if first else None))
     started = Started(program, folder, slots)
     return _finish(started, results, console if first else Console(quiet=True), keep=first)
 

@@ -1,4 +1,7 @@
-"""The launcher's side of a run: start the workers, show what they say, pass on Ctrl-C, keep the outcome."""
+"""The launcher's side of a run: start the workers, show their messages, pass on Ctrl-C, keep the outcome.
+
+Tested with real workers in tests/faults and tests/cli/test_run_folder.py.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +46,11 @@ class Viewer:
             self._view.update(self._progress(message))
         elif kind == "evaluated":
             self._view.print(metrics_line(message))
-        elif kind == "say":
+        elif kind == "note":
             self._view.print(message["text"])
 
-    def tell(self, kind: str, **facts: Any) -> None:
-        """As `message`, of this very process: for a run that joined a foreign launcher."""
+    def send(self, kind: str, **facts: Any) -> None:
+        """A message of this very process: for a run that joined another launcher."""
         self.message(0, {"kind": kind, **facts})
 
     def output(self, stream: str, text: str) -> None:

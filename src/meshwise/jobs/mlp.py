@@ -2,6 +2,7 @@
 
 The tutorial trains on pure noise, where there is nothing to learn. Here each class has a centre, and a sample is its
 centre plus noise: a sample alone says little in any one of its 1000 features, and much in all of them together.
+Tested with the other built-in jobs in tests/jobs/test_registry.py and tests/training/test_equal_losses.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch.nn.functional as F
@@ -42,27 +43,15 @@ def mnist_mlp(*, data: Path | None = None, seed: int = 0) -> Job:
 
     data: a folder of IDX files instead of the MNIST that ships with meshwise. Raises DataError when it cannot be read.
     """
-    where = data or MNIST
-    classes = count_classes(where)
 
-    def model() -> nn.Module:
+    def model(classes: int) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 128), nn.ReLU(), nn.Linear(128, classes))
 
     def optimizer(params: Iterable[nn.Parameter]) -> optim.Optimizer:
         return optim.Adam(params, lr=1e-3)
 
-    return Job(
-        name="mnist-mlp",
-        model=model,
-        loss=cross_entropy,
-        optimizer=optimizer,
-        data=lambda: read_digits(where, "train"),
-        test=lambda: read_digits(where, "test"),
-        metrics=accuracy,
-        batch_size=64,
-        epochs=5,
-        seed=seed,
-    )
+    job = _digits_job("mnist-mlp", model, optimizer, data or MNIST)
+    return replace(job, batch_size=64, epochs=5, seed=seed)
 
 
 def mnist_cnn(*, data: Path | None = None, seed: int = 0) -> Job:
@@ -70,23 +59,30 @@ def mnist_cnn(*, data: Path | None = None, seed: int = 0) -> Job:
 
     data: a folder of IDX files instead of the MNIST that ships with meshwise. Raises DataError when it cannot be read.
     """
-    where = data or MNIST
-    classes = count_classes(where)
 
     def optimizer(params: Iterable[nn.Parameter]) -> optim.Optimizer:
         return optim.SGD(params, lr=0.05, momentum=0.9)
 
+    job = _digits_job("mnist-cnn", ConvNet, optimizer, data or MNIST)
+    return replace(job, batch_size=256, epochs=3, seed=seed)
+
+
+def _digits_job(
+    name: str,
+    model: Callable[[int], nn.Module],
+    optimizer: Callable[[Iterable[nn.Parameter]], optim.Optimizer],
+    where: Path,
+) -> Job:
+    """Classify the images of the set in a folder; `model` makes the network for so many classes."""
+    classes = count_classes(where)
     return Job(
-        name="mnist-cnn",
-        model=lambda: ConvNet(classes),
+        name=name,
+        model=lambda: model(classes),
         loss=cross_entropy,
         optimizer=optimizer,
         data=lambda: read_digits(where, "train"),
         test=lambda: read_digits(where, "test"),
         metrics=accuracy,
-        batch_size=256,
-        epochs=3,
-        seed=seed,
     )
 
 
@@ -97,7 +93,7 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def accuracy(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The share of a batch whose likeliest class is the right one."""
+    """The fraction of a batch whose likeliest class is the right one."""
     inputs, labels = batch
     return {"accuracy": (model(inputs).argmax(dim=1) == labels).float().mean()}
 

@@ -1,4 +1,4 @@
-"""Run a user's own script in this process, as `python script.py` would."""
+"""Run a user's own script in this process, as `python script.py` would. Tested in tests/equivalence/test_scripts.py."""
 
 from __future__ import annotations
 

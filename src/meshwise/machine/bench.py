@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 from meshwise.machine.expected import BOTH_WAYS
 from meshwise.machine.judge import Verdict, exit_code, judge
 from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.spec.machine import HOST, Collective, Device, Link, Machine, link_between
-from meshwise.spec.timings import Timings
 
 COPIES = ("copy", "copy both ways")
 
@@ -24,7 +24,13 @@ class Stop:
 
 @dataclass(frozen=True)
 class Bench:
-    """machine: with all that was measured. seconds: how long it took. stopped: None when all was measured."""
+    """What `meshwise.bench` returns: a machine measured and judged.
+
+    machine: its devices, links and collectives with all that was measured, as `meshwise bench --save` writes it.
+    results: every path and collective with its times by size, those that corrupt data too. verdicts: each measured
+    rate beside what the parts should reach, with its level (`good`, `low`, `far below`, `unknown`) and causes.
+    seconds: how long it took. stopped: why it ended early, None when all was measured.
+    """
 
     machine: Machine
     results: tuple[PathResult, ...]
@@ -54,9 +60,11 @@ def bench_of(
     stopped: Stop | None = None,
 ) -> Bench:
     """The machine with what was measured of it, judged. measured: date and versions, for the machine file."""
-    by_device = {compute.device: compute for compute in computed}
-    devices = tuple(_with_compute(device, by_device.get(device.name)) for device in machine.devices)
-    right = [_shortened(result) for result in results if result.wrong is None]  # what corrupts data has no speed
+    rates = {}
+    for one in map(_rounded, computed):
+        rates[one.device] = {"memory_rate": one.memory_rate, "matmuls": one.matmuls, "launch": one.launch}
+    devices = tuple(replace(device, **rates.get(device.name, {})) for device in machine.devices)
+    right = [_rounded(result) for result in results if result.wrong is None]  # what corrupts data has no speed
     found = replace(
         machine,
         devices=devices,
@@ -111,25 +119,15 @@ def merged(machines: Sequence[Machine]) -> Machine:
     return replace(first, name=name, devices=devices, links=(), hosts=hosts, warnings=every + warnings)
 
 
-def _with_compute(device: Device, compute: DeviceResult | None) -> Device:
-    if compute is None:
-        return device
-    products = tuple(replace(product, seconds=_short(product.seconds)) for product in compute.matmuls)
-    rate = None if compute.memory_rate is None else _short(compute.memory_rate)
-    launch = None if compute.launch is None else _short(compute.launch)
-    return replace(device, memory_rate=rate, matmuls=products, launch=launch)
-
-
-def _shortened(result: PathResult) -> PathResult:
-    t = result.timings
-    seconds, p95, p99 = (tuple(map(_short, table)) for table in (t.seconds, t.p95, t.p99))
-    latency, bandwidth, residual = map(_short, (t.latency, t.bandwidth, t.residual))
-    return replace(result, timings=Timings(t.sizes, seconds, latency, bandwidth, residual, p95, p99))
-
-
-def _short(value: float) -> float:
-    """Four digits: a measured figure has no more, and a machine file should be good to read."""
-    return float(f"{value:.4g}")
+def _rounded(value: Any) -> Any:
+    """Every figure with four digits: a measured one has no more, and a machine file should be good to read."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, tuple):
+        return tuple(map(_rounded, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: _rounded(getattr(value, field.name)) for field in fields(value)})
+    return value
 
 
 def _with_copies(machine: Machine, results: Sequence[PathResult]) -> tuple[Link, ...]:

@@ -14,6 +14,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from meshwise.machine.file.fields import read_table
+from meshwise.machine.file.tables import FIGURES
 from meshwise.spec.quantity import read_quantity
 
 NOT_CONFIRMED = " (from memory, not confirmed)"
@@ -247,12 +249,7 @@ def _part(name: str, entry: Mapping[str, Any]) -> Part:
         kind="cpu" if entry["architecture"] == "cpu" else "cuda",
         aliases=tuple(entry.get("aliases", ())),
         driver=tuple(entry.get("driver", ())),
-        memory=int(read_quantity(entry["memory"], "bytes", where)) if "memory" in entry else None,
-        memory_bandwidth=(
-            read_quantity(entry["memory_bandwidth"], "bytes/s", where) if "memory_bandwidth" in entry else None
-        ),
-        peak={dtype: read_quantity(rate, "FLOP/s", where) for dtype, rate in entry.get("peak", {}).items()},
-        achievable=dict(entry.get("achievable", {})),
+        **read_table({name: entry[name] for name in FIGURES if name in entry}, FIGURES, where),
         link=_link(entry, "link", origins, where),
         bridge=_link(entry, "bridge", origins, where),
         host_link=_link(entry, "host", origins, where),

@@ -2,6 +2,8 @@
 
 What is not known is None or empty; nothing is guessed. Bandwidths are one way, in bytes/s; a peak is dense, in FLOP/s,
 by dtype word (`bf16`). Every figure has its origin in words.
+
+Tested in tests/machine/test_judge.py and test_machine_file.py.
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ from meshwise.spec.timings import Timings
 
 HOST, DEVICE, NODE = "host", "device", "node"
 """Ends of a link that stand for any: a host's memory, any device of one host, any host of the machine."""
+
+
+MOST_DEVICES = 131_072
+"""More than any machine that was built; a typing slip must not fill the memory."""
 
 
 @dataclass(frozen=True)

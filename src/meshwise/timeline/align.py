@@ -1,6 +1,6 @@
-"""Clocks of all ranks laid on rank 0's, from round trips and from what collectives allow.
+"""Clocks of all ranks aligned with rank 0's, from round trips and from what collectives allow.
 
-A round trip (sent, theirs, received) says that rank 0's clock is ahead by `theirs - (sent + received) / 2`, to within
+A round trip (sent, theirs, received) shows that rank 0's clock is ahead by `theirs - (sent + received) / 2`, to within
 half its length; of the round trips of one burst the shortest counts. Over the bursts a line is fitted, which is the
 drift; where clocks wander more than their samples allow, the offset is interpolated between bursts instead.
 
@@ -21,9 +21,9 @@ from meshwise.timeline.timeline import Clock
 Times = NDArray[np.int64]
 CLEAR = 3.0
 """A burst whose half is longer than so many of the shortest came through a congested link: it errs to one side, as all
-such do, which would look like a drift. It only says what cannot be."""
+such do, which would look like a drift. It only rules out what is impossible."""
 DRIFT = 1e-4
-"""Most by which clocks are taken to drift apart where no burst says it: a bad quartz's 100 µs a second."""
+"""Most by which clocks are taken to drift apart where no burst shows it: a bad quartz's 100 µs a second."""
 BURST = 1_000_000_000  # ns: samples closer than this are one burst
 
 
@@ -54,10 +54,10 @@ def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
     for use in (half <= CLEAR * half.min(), np.full(len(at), True)):
         slope, level = _line(at[use], offset[use], half[use])
         level -= slope * float(at[use][0] - at[0])
-        beside = np.abs(offset - (level + slope * (at - at[0])))
-        if (beside <= half).all():
+        misfit = np.abs(offset - (level + slope * (at - at[0])))
+        if (misfit <= half).all():
             apart = (DRIFT + abs(slope)) * np.abs(at[:, None] - at)
-            error = float((half + beside + apart).min(axis=1).max())
+            error = float((half + misfit + apart).min(axis=1).max())
             ends = np.array([at[0] - 3.6e12, at[-1] + 3.6e12])  # an hour beyond either end
             return ClockFit(Clock(rank, level, slope, error, len(samples)), ends, level + slope * (ends - at[0]))
     drift = float((offset[-1] - offset[0]) / (at[-1] - at[0]))

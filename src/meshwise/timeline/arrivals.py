@@ -1,6 +1,6 @@
-"""When each rank came to each collective, and when it left: the one place where a late rank shows.
+"""When each rank arrived at each collective, and when it left: the one place where a straggler shows.
 
-The walls of phases cannot show it, since the all-reduce makes every rank's backward as long as the slowest one's.
+The lengths of phases cannot show it, since the all-reduce makes every rank's backward as long as the slowest one's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshwise.timeline.timeline import Spans
 
 Table = NDArray[np.int64]
 TOGETHER = ("all-reduce", "all-gather", "barrier")
-"""Collectives that no rank can leave before all have come. A broadcast's source can."""
+"""Collectives that no rank can leave before all have arrived. A broadcast's source can."""
 ABSENT = np.iinfo(np.int64).min
 
 
@@ -25,13 +25,13 @@ class Arrivals:
     """Collectives, in the order of their numbers; ABSENT where a rank has no record of one.
 
     number, step, bytes, name: shape (collectives,). arrival, end: ns, shape (collectives, ranks).
-    beside: runs beside the computing, so that ranks do not wait for it at once.
-    together: every rank took part, and none could leave before the last came.
-    came_last: the column of the rank for which the others wait: the last one, the source of a broadcast.
-    last: when it came, and the ranks could begin to communicate; ABSENT where a rank is missing.
+    overlapped: overlaps with computing, so that ranks do not wait for it at once.
+    together: every rank took part, and none could leave before the last arrived.
+    last_rank: the column of the rank for which the others wait: the last one, the source of a broadcast.
+    last: when it arrived, and the ranks could begin to communicate; ABSENT where a rank is missing.
     until: shape (collectives, ranks): until when each rank waits for the work of the last one; ABSENT as above. It is
-    `last`, but for what the last rank came later only because it left the collective before later than the others: its
-    link is the slower one, so that is still communication.
+    `last`, less the time by which the last rank left the collective before later than the others: its link is the
+    slower one, so that is still communication.
     """
 
     ranks: Table
@@ -41,9 +41,9 @@ class Arrivals:
     name: Table
     arrival: Table
     end: Table
-    beside: NDArray[np.bool_]
+    overlapped: NDArray[np.bool_]
     together: NDArray[np.bool_]
-    came_last: Table
+    last_rank: Table
     last: Table
     until: Table
 
@@ -88,10 +88,10 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
         values[row] = found[key]
     text = np.array(names)[facts["name"]] if len(number) else np.empty(0, str)
     complete = (arrival != ABSENT).all(axis=1)
-    came_last = arrival.argmax(axis=1) if len(ranks) else np.empty(0, np.int64)
+    last_rank = arrival.argmax(axis=1) if len(ranks) else np.empty(0, np.int64)
     if len(ranks) and ranks[0] == 0:
-        came_last = np.where(text == "broadcast", 0, came_last)
-    last = np.take_along_axis(arrival, came_last[:, None], axis=1)[:, 0] if len(ranks) else np.empty(0, np.int64)
+        last_rank = np.where(text == "broadcast", 0, last_rank)
+    last = np.take_along_axis(arrival, last_rank[:, None], axis=1)[:, 0] if len(ranks) else np.empty(0, np.int64)
     return Arrivals(
         ranks.astype(np.int64),
         number,
@@ -100,15 +100,15 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
         facts["name"],
         arrival,
         end,
-        beside=facts["lane"] == LANE["communication"],
+        overlapped=facts["lane"] == LANE["communication"],
         together=complete & np.isin(text, TOGETHER),
-        came_last=came_last,
+        last_rank=last_rank,
         last=np.where(complete, last, ABSENT),
-        until=np.where(complete[:, None], last[:, None] - _left_later(arrival, end, came_last), ABSENT),
+        until=np.where(complete[:, None], last[:, None] - _left_later(arrival, end, last_rank), ABSENT),
     )
 
 
-def _left_later(arrival: Table, end: Table, came_last: Table) -> Table:
+def _left_later(arrival: Table, end: Table, last_rank: Table) -> Table:
     """By how much the last rank of each collective had left its newest one before later than each rank did, ns."""
     if not arrival.size:
         return np.zeros(arrival.shape, np.int64)
@@ -117,7 +117,7 @@ def _left_later(arrival: Table, end: Table, came_last: Table) -> Table:
     had_left = np.stack(
         [np.searchsorted(left[:, r], arrival[:, r], side="right") for r in range(left.shape[1])], axis=1
     )
-    before = np.minimum(had_left[row, came_last], row) - 1
+    before = np.minimum(had_left[row, last_rank], row) - 1
     known = (before >= 0)[:, None] & (left[before] != ABSENT).all(axis=1, keepdims=True)
-    later = left[before, came_last][:, None] - left[before]
+    later = left[before, last_rank][:, None] - left[before]
     return np.where(known, np.maximum(later, 0), 0)

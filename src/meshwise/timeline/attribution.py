@@ -1,22 +1,23 @@
-"""What each moment of a rank was spent on: exactly one thing, so that the parts add up to the whole.
+"""Attribution: which kind of time owns each moment of a rank. Exactly one does, so the parts add up to the whole.
 
-Where spans overlap, the first of these that is under way owns the moment:
+Where spans overlap, the first of these that is under way owns the moment; this is the attribution priority:
 
-    waiting, communication          of a collective that the rank waits for at once
+    waiting, communication          of a blocking collective
     forward, backward, optimizer, evaluate, checkpoint, transfer
-    waiting, communication          of a collective that runs beside the computing: what is owned here is exposed
+    waiting, communication          of a collective that overlaps with the computing: what is owned here is exposed
     backward                        after its last bucket was handed over
     data
     idle                            none of them
 
-A collective is waiting until the last rank has come to it, and communication from there (but see `Arrivals.until`). A
-backward computes until its last bucket is handed over. Communication under computing is hidden: it costs nothing, and
-is counted beside.
+A collective is waiting until the last rank has arrived, and communication from there (but see `Arrivals.until`). A
+backward computes until its last bucket is handed over. Communication that overlaps with computing is hidden: it costs
+nothing, and is counted separately.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,37 +28,44 @@ from meshwise.timeline.timeline import PER_SESSION, RunSession, Spans
 
 Whole = NDArray[np.int64]
 OUTSIDE = len(KINDS)
-"""Beside the kinds: before the first span of a session and after its last."""
+"""Besides the kinds: before the first span of a session and after its last."""
 
-# Owners in the order of their rights, each with the kind that it counts as.
-OWNERS: tuple[tuple[str, int], ...] = (
-    ("waiting at once", KIND["waiting"]),
-    ("communication at once", KIND["communication"]),
-    ("forward", KIND["forward"]),
-    ("backward", KIND["backward"]),
-    ("optimizer", KIND["optimizer"]),
-    ("evaluate", KIND["evaluate"]),
-    ("checkpoint", KIND["checkpoint"]),
-    ("transfer", KIND["transfer"]),
-    ("waiting beside", KIND["waiting"]),
-    ("communication beside", KIND["communication"]),
-    ("backward's end", KIND["backward"]),
-    ("data", KIND["data"]),
-    ("waiting", KIND["waiting"]),
-    ("idle", KIND["idle"]),
-    ("outside", OUTSIDE),
-)
-OWNER = {name: right for right, (name, _) in enumerate(OWNERS)}
-KIND_OF_OWNER = np.array([kind for _, kind in OWNERS] + [KIND["idle"]])
-HIDING = [OWNER[name] for name in ("forward", "backward", "optimizer", "evaluate", "checkpoint", "transfer")]
-BESIDE = [OWNER["waiting beside"], OWNER["communication beside"]]
+
+class Owner(IntEnum):
+    """What may own a moment, in the order of priority."""
+
+    BLOCKING_WAITING = 0
+    BLOCKING_COMMUNICATION = 1
+    FORWARD = 2
+    BACKWARD = 3
+    OPTIMIZER = 4
+    EVALUATE = 5
+    CHECKPOINT = 6
+    TRANSFER = 7
+    OVERLAPPED_WAITING = 8
+    OVERLAPPED_COMMUNICATION = 9
+    BACKWARD_END = 10
+    DATA = 11
+    WAITING = 12
+    IDLE = 13
+    OUTSIDE = 14
+    NOBODY = 15
+
+
+COMPUTING = range(Owner.FORWARD, Owner.TRANSFER + 1)
+"""What hides the communication that overlaps with it."""
+OVERLAPPED = (Owner.OVERLAPPED_WAITING, Owner.OVERLAPPED_COMMUNICATION)
+COUNTED_AS = {Owner.BACKWARD_END: KIND["backward"], Owner.OUTSIDE: OUTSIDE, Owner.NOBODY: KIND["idle"]}
+KIND_OF_OWNER = np.array([COUNTED_AS.get(o, KIND.get(o.name.rpartition("_")[2].lower(), -1)) for o in Owner])
+OWNER_OF_KIND = np.array([Owner.__members__.get(kind.upper(), Owner.NOBODY) for kind in KINDS])
+"""Of the kinds that are owned as a whole: all but communication and backward."""
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """The moments of one rank: stretches from `start` of `length` ns, each of one kind (index in KINDS, or OUTSIDE).
+    """The time of one rank: stretches from `start` of `length` ns, each of one kind (index in KINDS, or OUTSIDE).
 
-    hidden: whether communication went on meanwhile, under computing.
+    hidden: whether communication overlapped with it, hidden by computing.
     """
 
     start: Whole
@@ -84,53 +92,54 @@ class Attribution:
 
 
 def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession, ...] = ()) -> Attribution:
-    """The account of one rank's spans, from the first beginning to the last end."""
-    start, end, owner = _owned(spans, arrivals)
+    """The attribution of one rank's spans, from the first beginning to the last end."""
+    start, end, owner = _claims(spans, arrivals)
     gaps = _gaps(spans, sessions)
-    start, end = np.concatenate([start, gaps[:, 0]]), np.concatenate([end, gaps[:, 1]])
-    owner = np.concatenate([owner, np.full(len(gaps), OWNER["outside"])])
-    edges, own, hidden = sweep(start, end, owner)
+    outside = np.full(len(gaps), Owner.OUTSIDE)
+    edges, own, hidden = sweep(
+        np.concatenate([start, gaps[:, 0]]), np.concatenate([end, gaps[:, 1]]), np.concatenate([owner, outside])
+    )
     return Attribution(edges[:-1], np.diff(edges), KIND_OF_OWNER[own], hidden)
 
 
 def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray[np.bool_]]:
-    """Intervals with owners, as disjoint stretches: their edges (one more than stretches), the owner of each by right
-    (len(OWNERS): none), and whether something that runs beside went on under an owner that hides it."""
+    """Intervals with owners, as disjoint stretches: their edges (one more than stretches), the owner of each, and
+    whether an overlapped collective was under way that its owner hides."""
     times = np.concatenate([start, end])
     order = np.argsort(times, kind="stable")
     edges = times[order]
     change = np.concatenate([np.ones(len(start), np.int32), np.full(len(end), -1, np.int32)])[order]
     who = np.concatenate([owner, owner])[order].astype(np.int8)
-    own = np.full(len(edges), len(OWNERS), np.int8)
-    beside = np.zeros(len(edges), bool)
-    for right in np.unique(owner)[::-1].tolist():
-        active = np.cumsum(np.where(who == right, change, 0)) > 0
-        own[active] = right
-        if right in BESIDE:
-            beside |= active
-    stretches = slice(0, max(len(edges) - 1, 0))
-    own, beside = own[stretches], beside[stretches]
-    return edges, own.astype(np.int64), beside & np.isin(own, HIDING)
+    own = np.full(len(edges), Owner.NOBODY, np.int8)
+    overlapped = np.zeros(len(edges), bool)
+    for claimant in np.unique(owner)[::-1].tolist():
+        active = np.cumsum(np.where(who == claimant, change, 0)) > 0
+        own[active] = claimant
+        if claimant in OVERLAPPED:
+            overlapped |= active
+    own, overlapped = own[:-1], overlapped[:-1]
+    return edges, own.astype(np.int64), overlapped & np.isin(own, COMPUTING)
 
 
-def _owned(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
-    """The intervals of a rank's spans, each with its owner."""
+def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
+    """The intervals that a rank's spans claim, each for its owner."""
     spans = spans[(spans["lane"] != LANE["blocks"]) & (spans["end"] > spans["start"])]
     kind, start, end = spans["kind"], spans["start"], spans["end"]
     communication, backward = kind == KIND["communication"], kind == KIND["backward"]
-    parts = []
-    for name in ("forward", "optimizer", "evaluate", "checkpoint", "transfer", "data", "waiting", "idle"):
-        which = kind == KIND[name]
-        parts.append((start[which], end[which], np.full(int(which.sum()), OWNER[name])))
-    split = arrivals.waits_until(spans[communication])
-    beside = spans["lane"][communication] == LANE["communication"]
-    for name, a, b in (("waiting", start[communication], split), ("communication", split, end[communication])):
-        parts.append((a, b, np.where(beside, OWNER[f"{name} beside"], OWNER[f"{name} at once"])))
-    handed = handed_over(start[backward], end[backward], np.sort(start[communication][beside]))
-    parts.append((start[backward], handed, np.full(len(handed), OWNER["backward"])))
-    parts.append((handed, end[backward], np.full(len(handed), OWNER["backward's end"])))
-    starts, ends, owners = (np.concatenate(column).astype(np.int64) for column in zip(*parts, strict=True))
-    return starts, ends, owners
+    whole = ~communication & ~backward
+    until = arrivals.waits_until(spans[communication])
+    overlapped = spans["lane"][communication] == LANE["communication"]
+    handed = handed_over(start[backward], end[backward], np.sort(start[communication][overlapped]))
+    owners = (
+        OWNER_OF_KIND[kind[whole]],
+        np.where(overlapped, Owner.OVERLAPPED_WAITING, Owner.BLOCKING_WAITING),
+        np.where(overlapped, Owner.OVERLAPPED_COMMUNICATION, Owner.BLOCKING_COMMUNICATION),
+        np.full(len(handed), Owner.BACKWARD),
+        np.full(len(handed), Owner.BACKWARD_END),
+    )
+    starts = np.concatenate([start[whole], start[communication], until, start[backward], handed])
+    ends = np.concatenate([end[whole], until, end[communication], handed, end[backward]])
+    return starts.astype(np.int64), ends.astype(np.int64), np.concatenate(owners).astype(np.int64)
 
 
 def handed_over(start: Whole, end: Whole, begun: Whole) -> Whole:

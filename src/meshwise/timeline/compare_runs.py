@@ -1,4 +1,4 @@
-"""Two runs beside each other: what a step went into in both, and whether a difference is more than chance.
+"""Two runs compared: what a step was spent on in both, and whether a difference is more than chance.
 
 A ratio's interval is a bootstrap over the steps of each run, in stretches of neighbouring steps (Künsch 1989,
 https://doi.org/10.1214/aos/1176347265) because neighbours are alike. It covers how steps of these two runs vary; how
@@ -26,7 +26,7 @@ RESAMPLES = 1000
 STRETCHES = 16
 """Into how many stretches of neighbouring steps a run is cut at least."""
 FEWEST = 5
-"""Steps below which a run says nothing of chance."""
+"""Steps below which chance cannot be estimated."""
 MOST_STEPS = 4000
 """Of longer runs every second, third ... step stands for all in the bootstrap: its intervals are wider for it."""
 CLOCK = 1e-9
@@ -39,8 +39,8 @@ Seconds = NDArray[np.float64]
 class TimeDifference:
     """One kind of time, seconds a step: medians of both runs, second less first, and second over first.
 
-    ratio: None where the first is 0. low, high: its 95 % interval, None where it has none. clear: the interval holds
-    not 1 (where there is no ratio: the difference's holds not 0).
+    ratio: None where the first is 0. low, high: its 95 % interval, None where it has none. clear: the interval
+    does not hold 1 (where there is no ratio: that of the difference does not hold 0).
     """
 
     kind: str

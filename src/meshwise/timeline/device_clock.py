@@ -26,7 +26,7 @@ class DeviceMark:
 
 
 class DeviceClock:
-    """Makes marks on the current stream and tells their times, once the device has passed them."""
+    """Makes marks on the current stream and gives their times, once the device has passed them."""
 
     def __init__(self, clock: Callable[[], int], make_event: Callable[[], Any] | None = None) -> None:
         self._clock = clock

@@ -73,7 +73,7 @@ def _steps(values: NDArray[np.int64], before: NDArray[np.int64] | None = None) -
 
 
 def _column(values: NDArray[np.int64]) -> tuple[int, bytes]:
-    """Bytes a value, and the values' first bytes, then their second bytes and so on: alike beside alike."""
+    """Bytes a value, and the values' first bytes, then their second bytes and so on: similar bytes together."""
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
     width = next(w for w in (1, 2, 4, 8) if -(1 << (8 * w - 1)) <= low and high < 1 << (8 * w - 1))
     narrow = np.ascontiguousarray(values.astype(f"<i{width}"))

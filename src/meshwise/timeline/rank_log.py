@@ -1,4 +1,4 @@
-"""The log of one rank, read back: what its file says, session by session, with its spans still packed."""
+"""The log of one rank, read back: session by session, with its spans still packed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RankLog:
 
     @property
     def spans(self) -> int:
-        """How many spans it says it has."""
+        """How many spans its blocks claim to have."""
         return sum(count for count, _ in self.packed)
 
     def blocks(self) -> Iterator[tuple[Column, ...]]:
@@ -58,7 +58,7 @@ class RankLog:
                 self.damaged += 1
 
     def last_known(self) -> int:
-        """The latest moment that it knows of beside its spans (ns, the rank's clock)."""
+        """The latest moment that it records besides its spans (ns, the rank's clock)."""
         return max([self.clock, *(counter[0] for counter in self.counters[-1:]), *([self.end] if self.end else [])])
 
 

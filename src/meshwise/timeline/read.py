@@ -6,7 +6,7 @@ A log that was cut off, or that misses a block, gives what it has. A log of anot
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwise.records import folder as names
 from meshwise.records.lines import read_lines
-from meshwise.spec.units import seconds_text
+from meshwise.spec.units import plural, seconds_text
 from meshwise.timeline.align import ClockFit, causal_shifts, fit_clock, widened
 from meshwise.timeline.arrivals import arrival_table
 from meshwise.timeline.pack import Column
@@ -23,8 +23,10 @@ from meshwise.timeline.rank_log import RankLog, rank_of, read_rank_log
 from meshwise.timeline.spans import KIND, LANE, SPAN
 from meshwise.timeline.timeline import NO_PHASE, PER_SESSION, Clock, Counter, Rank, RunSession, Spans, Timeline
 
-SILENT = 60.0  # seconds without any record after which a run that says it is running is taken for gone
-GONE = 10_000_000_000  # ns: of a run that says it is running, a rank silent for longer is taken for gone
+SILENT = 60.0
+"""Seconds without any record after which a run that run.json has as running was probably killed."""
+SILENT_RANK = 10_000_000_000
+"""ns after which a rank of a running run was cut off, if others still record."""
 Row = tuple[int, int, int, float]
 """Of a counter: time, step, phase, value."""
 
@@ -32,7 +34,7 @@ Row = tuple[int, int, int, float]
 def read_timeline(folder: Path, *, last_blocks: int | None = None) -> Timeline:
     """The timeline of the run in `folder`. Raises UsageError when it is no run folder.
 
-    last_blocks: read only so many of the newest blocks of spans a rank, for a view of a run that goes on.
+    last_blocks: read only so many of the newest blocks of spans a rank, to follow a run.
     """
     facts = names.read_run(folder)
     missing: list[str] = []
@@ -51,7 +53,7 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None) -> Timeline:
     spans, clocks = _made_causal(spans, kinds, fits, logs)
     ranks = _ranks(logs, fits, origins, spans)
     sessions = _sessions(facts, began, ranks, spans, logs)
-    missing += _missing(facts, world, logs, spans, ranks, sessions)
+    missing += _missing(facts, world, logs, spans, ranks)
     counters = (*_counters(logs, fits, origins), *_losses(folder, spans))
     return Timeline(spans, tuple(kinds), counters, tuple(ranks), tuple(clocks), tuple(sessions), tuple(missing), facts)
 
@@ -68,7 +70,7 @@ def _clocks(logs: Sequence[RankLog], began: Sequence[float]) -> tuple[list[Clock
     fits = [fit_clock(log.rank, log.round_trips) for log in logs]
     origins: dict[int, int] = {}
     for log, fit in zip(logs, fits, strict=True):
-        if log.session not in origins:  # the lowest rank of the session says how the clock stood to the world's
+        if log.session not in origins:  # the lowest rank of the session relates the clock to the time of day
             clock = int(fit.to_reference(np.array([log.clock]))[0])
             origins[log.session] = clock - round((log.unix - began[0]) * 1e9)
     return fits, [origins[log.session] for log in logs]
@@ -91,7 +93,7 @@ def _spans(logs: Sequence[RankLog], fits: Sequence[ClockFit], origins: Sequence[
             at += len(rows)
         if number + 1 == len(logs) or logs[number + 1].rank != log.rank:
             mine = spans[first:at]
-            # Of spans that begin together the longest comes first: it holds the others.
+            # Of spans that begin together the longest is first: it holds the others.
             mine[:] = mine[np.lexsort((-mine["end"], mine["start"]))]
             first = at
     return spans[:at], list(found)
@@ -151,10 +153,10 @@ def _ranks(logs: Sequence[RankLog], fits: Sequence[ClockFit], origins: Sequence[
 def _sessions(
     facts: dict[str, Any], began: Sequence[float], ranks: Sequence[Rank], spans: Spans, logs: Sequence[RankLog]
 ) -> list[RunSession]:
-    said = facts.get("sessions") or [{"began": start, "ended": _ended(facts)} for start in began]
+    entries = facts.get("sessions") or [{"began": start, "ended": _ended(facts)} for start in began]
     sessions = []
     starts = [round((start - began[0]) * 1e9) for start in began] if began else []
-    for number, (entry, start) in enumerate(zip(said, starts, strict=True)):
+    for number, (entry, start) in enumerate(zip(entries, starts, strict=True)):
         until = starts[number + 1] if number + 1 < len(starts) else None
         inside = (spans["start"] >= start) & ((spans["start"] < until) if until is not None else True)
         known = [int(spans["end"][inside].max())] if inside.any() else [start]
@@ -177,13 +179,9 @@ def _ended(facts: dict[str, Any]) -> float | None:
 
 
 def _missing(
-    facts: dict[str, Any],
-    world: int,
-    logs: Sequence[RankLog],
-    spans: Spans,
-    ranks: Sequence[Rank],
-    sessions: Sequence[RunSession],
-) -> Iterable[str]:
+    facts: dict[str, Any], world: int, logs: Sequence[RankLog], spans: Spans, ranks: Sequence[Rank]
+) -> Iterator[str]:
+    """Sentences on what is not there."""
     here = {log.rank for log in logs}
     absent = [rank for rank in range(world) if rank not in here]
     if len(absent) == world:
@@ -198,30 +196,31 @@ def _missing(
     if running and logs and silent > SILENT:
         running = False
         yield (
-            f"run.json says that the run goes on, but nothing was recorded for {seconds_text(silent)}: its launcher "
+            f"run.json has the run as running, but nothing was recorded for {seconds_text(silent)}: its launcher "
             "was probably killed."
         )
+    yield from _cut_off(ranks, spans, running)
+    hosts = {log.rank: log.host for log in logs}
+    for log in logs:
+        if not log.round_trips and hosts.get(0, log.host) != log.host:
+            yield f"rank {log.rank}: its clock was never compared with rank 0's, on another host; its times may be off."
+        if log.damaged:
+            yield f"rank {log.rank}: {plural(log.damaged, 'damaged line')} of its log left out."
+
+
+def _cut_off(ranks: Sequence[Rank], spans: Spans, running: bool) -> Iterator[str]:
     latest = max((rank.last for rank in ranks), default=0)
     cut_off: dict[int, list[int]] = {}
     for rank in ranks:
-        if not rank.complete and not (running and latest - rank.last < GONE):
+        if not rank.complete and not (running and latest - rank.last < SILENT_RANK):
             steps = spans["step"][spans["rank"] == rank.rank]
             cut_off.setdefault(int(steps.max(initial=0)), []).append(rank.rank)
         if rank.dropped:
             yield f"rank {rank.rank}: {rank.dropped:,} of its oldest spans were dropped: its log could not be written."
     for step, which in sorted(cut_off.items()):
         at = f"in step {step}" if step else "before the first step"
-        one = len(which) == 1
-        yield (
-            f"{_ranks_text(which)} {'was' if one else 'were'} cut off {at}: {'it' if one else 'they'} did not say how "
-            f"{'it' if one else 'they'} ended, and up to a second is lost."
-        )
-    hosts = {log.rank: log.host for log in logs}
-    for log in logs:
-        if not log.round_trips and hosts.get(0, log.host) != log.host:
-            yield f"rank {log.rank}: its clock was never compared with rank 0's, on another host; its times may be off."
-        if log.damaged:
-            yield f"rank {log.rank}: {log.damaged} damaged line{'s' if log.damaged > 1 else ''} of its log left out."
+        were = "was" if len(which) == 1 else "were"
+        yield f"{_ranks_text(which)} {were} cut off {at}: no end was recorded, and up to a second is lost."
 
 
 def _recorded(logs: Sequence[RankLog]) -> float:
@@ -243,25 +242,19 @@ def _counters(logs: Sequence[RankLog], fits: Sequence[ClockFit], origins: Sequen
 
 
 def _counter(rank: int, name: str, rows: list[Row]) -> Counter:
-    time, step, phase, value = zip(*sorted(rows), strict=True)
-    return Counter(
-        rank,
-        name,
-        np.array(time, dtype=np.int64),
-        np.array(step, dtype=np.int64),
-        np.array(phase, dtype=np.int64),
-        np.array(value, dtype=np.float64),
-    )
+    *whole, value = zip(*sorted(rows), strict=True)
+    time, step, phase = (np.array(column, dtype=np.int64) for column in whole)
+    return Counter(rank, name, time, step, phase, np.array(value, dtype=np.float64))
 
 
 def _losses(folder: Path, spans: Spans) -> list[Counter]:
     """The losses of a job, each at the time when its step ended on the lowest rank that has spans."""
-    said = {int(r["step"]): float(r["loss"]) for r in read_lines(folder / names.METRICS) if _has_loss(r)}
-    if not said or not len(spans):
+    losses = {int(r["step"]): float(r["loss"]) for r in read_lines(folder / names.METRICS) if _has_loss(r)}
+    if not losses or not len(spans):
         return []
     first = spans[(spans["rank"] == spans["rank"][0]) & (spans["kind"] == KIND["optimizer"])]
     ended = dict(zip(first["step"].tolist(), first["end"].tolist(), strict=True))  # of a step done twice, the last time
-    rows = [(ended[step], step, NO_PHASE, loss) for step, loss in said.items() if step in ended]
+    rows = [(ended[step], step, NO_PHASE, loss) for step, loss in losses.items() if step in ended]
     return [_counter(int(spans["rank"][0]), "loss", rows)] if rows else []
 
 

@@ -1,4 +1,4 @@
-"""The recorder: spans and counters of one rank, written down while the run goes on.
+"""The recorder: spans and counters of one rank, written down during the run.
 
 Recording a span is two readings of the clock and one append; the log's thread drains, encodes and writes. On CUDA the
 marks of device work are events, read with `query` once they have passed, so that recording never synchronises. When
@@ -43,7 +43,7 @@ class Recorder:
         self.samples = 0
         """Samples of the global batches that this rank has worked on."""
         self.memory: Callable[[], Mapping[str, float]] | None = None
-        """Gives the bytes in use, by name; asked at the ends of the phases of a step when `want_memory` was called."""
+        """Gives the bytes in use, by name; called at the ends of the phases of a step after `request_memory`."""
         self._codes: dict[tuple[str, str, str], int] = {}
         self._rows: list[Any] = []
         self._counters: list[Count] = []
@@ -60,7 +60,7 @@ class Recorder:
             del self._rows[: half * WIDTH]
             self.dropped += half
 
-    def want_memory(self) -> None:
+    def request_memory(self) -> None:
         """Take memory at the end of each phase of the next step."""
         self._memory_wanted = True
 
@@ -114,7 +114,7 @@ class Recorder:
         return "main" if self._device is None else "host"
 
     @property
-    def lane_beside(self) -> str:
+    def overlapped_lane(self) -> str:
         """Where what runs in a stream of its own is drawn: on the main lane when it is the host that computes."""
         return "main" if self._device is None else "communication"
 

@@ -184,7 +184,7 @@ class StepWindow:
     usual_step: int = 0
 
     def step(self, number: int) -> StepTimes | None:
-        """The times of one step, None where the window has not got it."""
+        """The times of one step, None where it is not in the window."""
         return next((times for times in self.steps if times.step == number), None)
 
 
@@ -221,7 +221,7 @@ class Report:
 
     @property
     def chosen_steps(self) -> tuple[int, int] | None:
-        """The first and the last step, where the report was asked for a few; None for all."""
+        """The first and the last step, where a few were chosen; None for all."""
         return next(((view.first_step, view.last_step) for view in self.views if view.name == "chosen"), None)
 
 

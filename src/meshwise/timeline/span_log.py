@@ -1,8 +1,8 @@
 """The log of a rank: what its recorder holds, written to a file by a thread of its own.
 
-One JSON object a line. The first says who writes and how its clock stood to the world's; `spans` are packed columns,
+One JSON object a line. The first has the rank and how its clock relates to the time of day; `spans` are packed columns,
 `counters` and `clock` samples are plain; `end` comes last, and is missing when the worker was cut off. A run that is
-gone on with appends a new first line.
+resumed appends a new first line.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SpanLog:
         while not self._closed.wait(EVERY):
             began = time.thread_time()
             self._write(self._lines())
-            self._recorder.want_memory()
+            self._recorder.request_memory()
             now = time.monotonic()
             if now - self._looked_at_clock > CLOCK_EVERY:
                 self._looked_at_clock = now
@@ -80,7 +80,9 @@ class SpanLog:
             append_lines(self._path, lines)
         except OSError as error:
             self._recorder.on, self._broken = False, True
-            self._failed(f"the timeline ends here: {self._path} cannot be written ({error.strerror}). The run goes on.")
+            self._failed(
+                f"the timeline ends here: {self._path} cannot be written ({error.strerror}). The run continues."
+            )
 
     def _lines(self) -> list[dict[str, Any]]:
         recorder = self._recorder

@@ -18,7 +18,7 @@ KINDS = (
 )
 LANES = ("main", "blocks", "host", "communication")
 """Rows of a rank, from top to bottom: phases and blocking collectives · layer blocks · what the host does while an
-accelerator computes · collectives that run beside the computing."""
+accelerator computes · collectives that overlap with the computing."""
 
 KIND = {kind: code for code, kind in enumerate(KINDS)}
 LANE = {lane: code for code, lane in enumerate(LANES)}

@@ -1,4 +1,4 @@
-"""The table of a run: seconds of each step, rank and kind, from the accounts of all ranks."""
+"""The step table of a run: seconds of each step, rank and kind, from the attributions of all ranks."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from meshwise.timeline.timeline import PER_SESSION, Spans, Timeline
 
 Seconds = NDArray[np.float64]
 HIDDEN = OUTSIDE + 1
-"""The last column of `seconds`: communication under computing."""
-ASIDE = [KIND["evaluate"], KIND["checkpoint"]]
-OF_STEP = [code for code in range(len(KINDS)) if code not in ASIDE]
+"""The last column of `seconds`: communication hidden by computing."""
+OUTSIDE_STEP = [KIND["evaluate"], KIND["checkpoint"]]
+OF_STEP = [code for code in range(len(KINDS)) if code not in OUTSIDE_STEP]
 
 
 @dataclass(frozen=True)
 class StepTable:
-    """All accounts of a run; the steps in the order in which they were done.
+    """What every step of a run was spent on; the steps in the order in which they were done.
 
-    step, session, start (ns): shape (steps,); step 0 is what came before a session's first. seconds: shape (steps,
+    step, session, start (ns): shape (steps,); step 0 is what was before a session's first. seconds: shape (steps,
     ranks, kinds + 2). present: which rank did which step. lost: steps that were done again in a later session.
     """
 
@@ -73,23 +73,21 @@ class StepTable:
 
 
 def step_table_of(timeline: Timeline) -> StepTable:
-    """The table of a timeline."""
+    """The step table of a timeline."""
     arrivals = arrival_table(timeline.spans, timeline.names)
     ranks = np.unique(timeline.spans["rank"]).tolist()
     spans = {rank: timeline.of_rank(rank) for rank in ranks}
-    accounts = {rank: attribution_of(spans[rank], arrivals, timeline.sessions) for rank in ranks}
+    attributions = {rank: attribution_of(spans[rank], arrivals, timeline.sessions) for rank in ranks}
     windows = {rank: step_starts_of(spans[rank], timeline.sessions) for rank in ranks}
-    key, start, seconds, present = _table(ranks, accounts, windows)
-    met = arrivals.ranks.tolist()
-    sync_points = sync_points_of(arrivals, [spans[rank] for rank in met], [accounts[rank] for rank in met])
+    key, start, seconds, present = _table(ranks, attributions, windows)
+    members = arrivals.ranks.tolist()
+    points = sync_points_of(arrivals, [spans[rank] for rank in members], [attributions[rank] for rank in members])
     session, step = np.divmod(key, PER_SESSION)
-    return StepTable(
-        np.array(ranks), step, session, start, seconds, present, _lost(step, session), arrivals, sync_points
-    )
+    return StepTable(np.array(ranks), step, session, start, seconds, present, _lost(step, session), arrivals, points)
 
 
 def _table(
-    ranks: list[int], accounts: dict[int, Attribution], windows: dict[int, StepStarts]
+    ranks: list[int], attributions: dict[int, Attribution], windows: dict[int, StepStarts]
 ) -> tuple[Whole, Whole, Seconds, NDArray[np.bool_]]:
     key = np.unique(np.concatenate([windows[rank].key for rank in ranks])) if ranks else np.empty(0, np.int64)
     start = np.full(len(key), np.iinfo(np.int64).max)
@@ -97,7 +95,7 @@ def _table(
     present = np.zeros((len(key), len(ranks)), bool)
     for column, rank in enumerate(ranks):
         row = np.searchsorted(key, windows[rank].key)
-        seconds[row, column] = accounts[rank].sums(windows[rank].start)
+        seconds[row, column] = attributions[rank].sums(windows[rank].start)
         present[row, column] = True
         start[row] = np.minimum(start[row], windows[rank].start)
     return key, start, seconds, present

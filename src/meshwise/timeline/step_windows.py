@@ -21,8 +21,8 @@ WINDOW_STEPS = 5
 
 
 def step_windows(timeline: Timeline, table: StepTable, steps: tuple[int, int] | None) -> list[StepWindow]:
-    """The steps that were asked for, or typical, slow, first and last ones. Raises UsageError when the former are not
-    in the run."""
+    """The chosen steps, or typical, slow, first and last ones. Raises UsageError when the chosen ones are
+    not in the run."""
     rows = np.flatnonzero(table.trained)
     if steps is not None:
         inside = rows[(table.step[rows] >= steps[0]) & (table.step[rows] <= steps[1])]
@@ -30,7 +30,7 @@ def step_windows(timeline: Timeline, table: StepTable, steps: tuple[int, int] | 
             known = f"{table.step[rows].min()} to {table.step[rows].max()}" if len(rows) else "none"
             raise UsageError(f"--steps {steps[0]}:{steps[1]}: the run has no such steps; it has {known}.")
         return [_window("chosen", timeline, table, inside)]
-    if table.present[rows].all(axis=1).any():  # of a run that goes on, what all have written
+    if table.present[rows].all(axis=1).any():  # of a run that continues, what all ranks have written
         rows = rows[table.present[rows].all(axis=1)]
     if not len(rows):
         return []

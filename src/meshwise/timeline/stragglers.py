@@ -54,8 +54,8 @@ def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Seq
     use = arrivals.together
     if len(arrivals.ranks) < 2 or not use.any():
         return NONE
-    arrival, end, beside = arrivals.arrival[use], arrivals.end[use], arrivals.beside[use]
-    leaving = np.stack([_left(s, arrival[:, r], end[:, r], beside) for r, s in enumerate(spans)], axis=1)
+    arrival, end, overlapped = arrivals.arrival[use], arrivals.end[use], arrivals.overlapped[use]
+    leaving = np.stack([_left(s, arrival[:, r], end[:, r], overlapped) for r, s in enumerate(spans)], axis=1)
     # Collectives of one backward are left at one moment: they are one sync point.
     point = np.concatenate([[0], np.cumsum(np.diff(leaving[:, 0]) > 0)])
     last = np.flatnonzero(np.diff(point, append=point[-1] + 1))
@@ -70,16 +70,16 @@ def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Seq
     excess = np.stack([_excess(work[:, :, kind], rank) for kind in WORK], axis=1)
     phase = np.array(WORK)[excess.argmax(axis=1)]
     cost = _cost(arrival, end, before, point, rank)
-    return SyncPoints(arrivals.step[use][last], beside[last], arrivals.ranks[rank], delay, phase, cost)
+    return SyncPoints(arrivals.step[use][last], overlapped[last], arrivals.ranks[rank], delay, phase, cost)
 
 
-def _left(spans: Spans, arrival: Whole, end: Whole, beside: NDArray[np.bool_]) -> Whole:
+def _left(spans: Spans, arrival: Whole, end: Whole, overlapped: NDArray[np.bool_]) -> Whole:
     """When a rank went on after each collective: at its end, or at the end of the backward that it overlaps with."""
     backward = spans[(spans["kind"] == KIND["backward"]) & (spans["lane"] == LANE["main"])]
     if not len(backward):
         return end
     at = np.maximum(np.searchsorted(backward["start"], arrival, side="right") - 1, 0)
-    within = beside & (backward["start"][at] <= arrival) & (arrival <= backward["end"][at])
+    within = overlapped & (backward["start"][at] <= arrival) & (arrival <= backward["end"][at])
     return np.where(within, backward["end"][at], end)
 
 

@@ -32,7 +32,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Clock:
-    """How a rank's clock was laid on rank 0's: offset (ns) at its first sample and drift (ns a ns), error ± ns."""
+    """How a rank's clock was aligned with rank 0's: offset (ns) at its first sample and drift (ns a ns), error ± ns."""
 
     rank: int
     offset: float = 0.0
@@ -43,7 +43,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class RunSession:
-    """One stretch in which the run's workers lived, in ns of the timeline's clock; a run that was gone on with has
+    """One stretch in which the run's workers lived, in ns of the timeline's clock; a run that was resumed has
     several. first_step: the first step in it, 0 when none was begun. status: finished, stopped, failed, running."""
 
     began: int
@@ -54,7 +54,7 @@ class RunSession:
 
 @dataclass(frozen=True)
 class Rank:
-    """One device of the run. last: ns of its last record. complete: it said how it ended; else it was cut off."""
+    """One device of the run. last: ns of its last record. complete: it recorded how it ended; else it was cut off."""
 
     rank: int
     device: str
@@ -70,7 +70,7 @@ class Timeline:
     """All ranks on one clock: 0 is where the first session began.
 
     spans: sorted by rank, then start. names: what the column `name` counts. missing: sentences on what is not there.
-    facts: what run.json says of a measured run (job, plan, devices, versions), or of a prediction.
+    facts: the contents of run.json of a measured run (job, plan, devices, versions), or of a prediction.
     """
 
     spans: Spans = field(default_factory=lambda: np.empty(0, SPAN))

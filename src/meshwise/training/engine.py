@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwise.parallel.apply import scale_gradients
+from meshwise.parallel.data import DROPOUT_NOTE
 from meshwise.parallel.precision import cast_batch, computing
 from meshwise.parallel.step_hooks import After, Order, Subscription, subscribe
 from meshwise.spec.dtypes import Dtypes
@@ -99,14 +100,14 @@ class Engine:
         self._hooks.append(self._at_steps(Order.WATCH, watcher.step_begins, watcher.step_ends))
 
     def _at_steps(self, order: Order, begins: After, ends: After) -> Subscription:
-        """Call these around the steps of optimizers that hold parameters of the program."""
+        """Call these around the steps of the program's optimizers."""
 
         def before(optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            if self.program.holds(optimizer).ours:
+            if self.program.trains(optimizer):
                 begins(optimizer)
 
         def after(optimizer: Optimizer) -> None:
-            if self.program.holds(optimizer).ours:
+            if self.program.trains(optimizer):
                 ends(optimizer)
 
         return subscribe(order, before, after)
@@ -122,7 +123,7 @@ class Engine:
 
     def notify(self, text: str) -> None:
         """A line for the user, once."""
-        if text in self.notes or (self.draws is not None and text.startswith("dropout:")):  # exact draws: untrue
+        if text in self.notes or (self.draws is not None and text == DROPOUT_NOTE):  # exact draws: untrue
             return
         self.notes.append(text)
         if self.world.rank == 0:

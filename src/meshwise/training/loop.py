@@ -80,7 +80,7 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
     if send is None and session.channel is not None:
         send = session.channel.send
     log = MetricsLog(folder, send, session.world, scaled=plan.dtypes.scaled)
-    recording = Recording(session.world, folder, lambda text: log.send("say", text=text))
+    recording = Recording(session.world, folder, lambda text: log.send("note", text=text))
     status, run = "failed", None
     engine = make_engine(session, log, exact_random=bool(options.exact_random))
     try:
@@ -113,7 +113,7 @@ def make_engine(session: RankContext, log: MetricsLog | None = None, *, exact_ra
 
     def notify(text: str) -> None:
         if log is not None:
-            log.send("say", text=text)
+            log.send("note", text=text)
 
     return Engine(session.world, session.gate, notify, draws=ExactDraws() if exact_random else None)
 

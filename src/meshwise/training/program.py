@@ -145,7 +145,7 @@ class Program:
         self.applied = None
 
     def _apply(self, new: Sequence[nn.Module], plan: Plan, again: bool, options: dict[str, Any]) -> None:
-        if again and (plan.parameters_divided or plan.offload):
+        if again and plan.parameters_divided:
             raise UsageError(
                 f"mw.distribute was called a second time with a model, under {plan}. Give all models in one call."
             )
@@ -231,6 +231,10 @@ class Program:
             replaced = any(p in self._replaced for p in held)
             known = self._holds[optimizer] = _Holds(count, len(foreign) < count, foreign, replaced)
         return known
+
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer was given, or holds parameters of the models."""
+        return optimizer in self._optimizers or self.holds(optimizer).ours
 
     def _check_held(self, optimizer: Optimizer, holds: _Holds) -> bool:
         if holds.replaced:

@@ -64,6 +64,6 @@ def _new() -> Engine:
 def _print(text: str) -> None:
     channel = rank_context().channel
     if channel is not None:
-        channel.send("say", text=text)
+        channel.send("note", text=text)
     else:
         print(text, file=sys.stderr, flush=True)

@@ -230,7 +230,7 @@ def recorded(kind: str, size: int, group: Group, lane: str | None = None) -> Abs
     """Record the body of a with-statement as a collective that this rank waits for: on an accelerator in another
     stream, unless `lane` says otherwise."""
     everyone = world_size(group) == world_size()
-    return current().collective(kind, size, lane or current().lane_beside, numbered=everyone)
+    return current().collective(kind, size, lane or current().overlapped_lane, numbered=everyone)
 
 
 def _run(

@@ -10,6 +10,7 @@ the way. Corruption of such copies is real (pytorch issue 132397: zeros under an
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,20 @@ from meshwise.transfer.stopwatch import Seconds, Stopwatch
 
 # This torch knows no two devices between which a path would have to be chosen.
 _ONE_MEMORY = torch.version.cuda is None and torch.version.hip is None
+
+
+@dataclass(frozen=True)
+class CopyOptions:
+    """How a copy is made: see `copy` and `to`."""
+
+    links: Machine | None = None
+    verify: bool = False
+    path: str = AUTO
+    stream: torch.cuda.Stream | None = None
+    non_blocking: bool = False
+
+
+DEFAULT = CopyOptions()
 
 
 def copy(
@@ -61,7 +76,7 @@ def copy(
                 return dst.copy_(src)
         except (AttributeError, RuntimeError):
             pass  # told, or mended, below
-    return move(dst, src, "copy", links=links, verify=verify, path=path, stream=stream)
+    return move(dst, src, "copy", CopyOptions(links, verify, path, stream))
 
 
 def to(
@@ -79,7 +94,7 @@ def to(
     pinned memory to a device the host does not wait; it must not write the source until the device has it. Copies to
     the host always wait, so that they can be read. The other words are as in `copy`.
     """
-    target = as_device(device)
+    target, options = as_device(device), CopyOptions(links, verify, path, non_blocking=non_blocking)
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, nn.Module):
@@ -87,7 +102,7 @@ def to(
             return leaf
         if isinstance(leaf, set | frozenset):
             raise UsageError(f"to({type(leaf).__name__}): the order of a set is not fixed. Write a list or a dict.")
-        return moved_to(leaf, target, "to", links=links, verify=verify, path=path, non_blocking=non_blocking)
+        return moved_to(leaf, target, "to", options)
 
     return map_leaves(moved, tree, _is_leaf)
 
@@ -98,47 +113,38 @@ def _is_leaf(item: Any) -> bool:
     return isinstance(item, nn.Module) or interop.is_array(item)
 
 
-def moved_to(leaf: Any, target: torch.device, operation: str, *, own: bool = False, **how: Any) -> Tensor:
-    """A tensor or array on `target`; itself where it is there, unless `own` memory is wanted. how: as for `move`."""
+def moved_to(
+    leaf: Any, target: torch.device, operation: str, options: CopyOptions = DEFAULT, *, own: bool = False
+) -> Tensor:
+    """A tensor or array on `target`; itself where it is there, unless `own` memory is wanted."""
     tensor = interop.from_array(leaf)
     if device_of(tensor) == target and not own:
         return tensor
     if tensor.layout != torch.strided:
         raise UsageError(f"{tensor.layout} tensor to {target}: only dense tensors are copied. Move its parts.")
     if tensor.requires_grad and torch.is_grad_enabled():
-        return _crossed(tensor, target, operation, how)
+        return _crossed(tensor, target, operation, options)
     dst = empty_like(tensor, target)
     with torch.no_grad():
-        return move(dst, tensor, operation, **how)
+        return move(dst, tensor, operation, options)
 
 
-def move(
-    dst: Tensor,
-    src: Any,
-    operation: str,
-    *,
-    links: Machine | None = None,
-    verify: bool = False,
-    path: str = AUTO,
-    stream: torch.cuda.Stream | None = None,
-    non_blocking: bool = False,
-) -> Tensor:
+def move(dst: Tensor, src: Any, operation: str, options: CopyOptions = DEFAULT) -> Tensor:
     """As `copy`, under the name of another operation in the log."""
-    src = interop.from_array(src)
-    src = _check(dst, src, stream)
+    stream = options.stream
+    src = _check(dst, interop.from_array(src), stream)
     source, target = device_of(src), device_of(dst)
     size = src.numel() * src.element_size()
-    way = choose(name_of(source), name_of(target), size, wanted=path, links=links)
+    way = choose(name_of(source), name_of(target), size, wanted=options.path, links=options.links)
     if stream is not None and way == STAGED:
         raise UsageError("stream with path 'staged': it has streams of its own. Leave stream or path out.")
     if src.requires_grad and torch.is_grad_enabled() and source != target:
-        how = {"links": links, "verify": verify, "path": path}
-        return dst.copy_(_crossed(src, target, operation, how))
+        return dst.copy_(_crossed(src, target, operation, replace(options, stream=None, non_blocking=False)))
     with plainly():
         if source == target and overlapping(dst, src):
             src = src.clone()
-        _run(dst, src, way, (operation, name_of(source), name_of(target), size), stream, non_blocking)
-        if verify:
+        _run(dst, src, way, (operation, name_of(source), name_of(target), size), options)
+        if options.verify:
             if stream is not None:
                 stream.synchronize()
             _verify(dst, src, way, f"{operation} from {name_of(source)} to {name_of(target)}")
@@ -149,17 +155,17 @@ class _Crossing(torch.autograd.Function):
     """A copy to another device whose gradient comes back the same way."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, target: torch.device, operation: str, how: dict[str, Any]) -> Tensor:
-        ctx.source, ctx.operation, ctx.how = device_of(tensor), operation, how
-        return move(empty_like(tensor, target), tensor, operation, **how)
+    def forward(ctx: Any, tensor: Tensor, target: torch.device, operation: str, options: CopyOptions) -> Tensor:
+        ctx.source, ctx.operation, ctx.options = device_of(tensor), operation, options
+        return move(empty_like(tensor, target), tensor, operation, options)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return moved_to(gradient, ctx.source, f"{ctx.operation} backward", **ctx.how), None, None, None
+        return moved_to(gradient, ctx.source, f"{ctx.operation} backward", ctx.options), None, None, None
 
 
-def _crossed(tensor: Tensor, target: torch.device, operation: str, how: dict[str, Any]) -> Tensor:
-    crossed: Tensor = _Crossing.apply(tensor, target, operation, how)  # type: ignore[no-untyped-call]
+def _crossed(tensor: Tensor, target: torch.device, operation: str, options: CopyOptions) -> Tensor:
+    crossed: Tensor = _Crossing.apply(tensor, target, operation, options)  # type: ignore[no-untyped-call]
     return crossed
 
 
@@ -191,20 +197,13 @@ def _check(dst: Any, src: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
     return src
 
 
-def _run(
-    dst: Tensor,
-    src: Tensor,
-    way: str,
-    row: tuple[str, str, str, int],
-    stream: torch.cuda.Stream | None,
-    non_blocking: bool,
-) -> None:
+def _run(dst: Tensor, src: Tensor, way: str, row: tuple[str, str, str, int], options: CopyOptions) -> None:
     """Copy by `way`, and tell the log. row: operation, source, target, bytes."""
     watch = Stopwatch(on_cuda=False)
     if way == STAGED:
         seconds = staged(dst, src)
     elif dst.is_cuda or src.is_cuda:
-        seconds = _on_stream(dst, src, stream, non_blocking)
+        seconds = _on_stream(dst, src, options.stream, options.non_blocking)
     else:
         dst.copy_(src)
         seconds = watch.stop()

@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.machine import Machine
 from meshwise.transfer.comm_log import note
-from meshwise.transfer.copy import move, moved_to
+from meshwise.transfer.copy import CopyOptions, move, moved_to
 from meshwise.transfer.devices import as_device, device_of, empty_like, name_of, plainly
 from meshwise.transfer.interop import from_array, is_array
 from meshwise.transfer.overlap import overlapping, repeats
@@ -32,8 +32,8 @@ def broadcast(
     tensor: Tensor, devices: Sequence[Device], *, links: Machine | None = None, verify: bool = False
 ) -> list[Tensor]:
     """A copy of `tensor` on each device, in their order, each in memory of its own. Gradients come back added."""
-    how: dict[str, Any] = {"links": links, "verify": verify}
-    return [moved_to(tensor, device, "broadcast", own=True, **how) for device in _devices("broadcast", devices)]
+    options = CopyOptions(links, verify)
+    return [moved_to(tensor, device, "broadcast", options, own=True) for device in _devices("broadcast", devices)]
 
 
 def scatter(
@@ -62,8 +62,8 @@ def scatter(
         )
     else:
         parts = tensor.split(list(sizes), dim)
-    how: dict[str, Any] = {"links": links, "verify": verify}
-    return [moved_to(part, device, "scatter", own=True, **how) for part, device in zip(parts, places, strict=True)]
+    options = CopyOptions(links, verify)
+    return [moved_to(part, device, "scatter", options, own=True) for part, device in zip(parts, places, strict=True)]
 
 
 def gather(
@@ -76,15 +76,15 @@ def gather(
     target = as_device(device)
     tensors = [_tensor("gather", tensor) for tensor in tensors]
     dim = _joinable(tensors, dim)
-    how: dict[str, Any] = {"links": links, "verify": verify}
+    options = CopyOptions(links, verify)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return torch.cat([moved_to(tensor, target, "gather", **how) for tensor in tensors], dim)
+        return torch.cat([moved_to(tensor, target, "gather", options) for tensor in tensors], dim)
     shape = list(tensors[0].shape)
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
     whole = empty_like(torch.empty(shape, dtype=tensors[0].dtype, device="meta"), target)
     start = 0
     for tensor in tensors:
-        move(whole.narrow(dim, start, tensor.shape[dim]), tensor, "gather", **how)
+        move(whole.narrow(dim, start, tensor.shape[dim]), tensor, "gather", options)
         start += tensor.shape[dim]
     return whole
 
@@ -103,7 +103,7 @@ def all_reduce(
     with torch.no_grad():
         if op == "sum" and not verify and links is None and _by_nccl(every):
             return every
-        _reduce_slices(every, _OPERATIONS[op], {"links": links, "verify": verify}, mean=op == "mean")
+        _reduce_slices(every, _OPERATIONS[op], CopyOptions(links, verify), mean=op == "mean")
     return every
 
 
@@ -129,7 +129,7 @@ _NCCL_DTYPES = {
 
 
 def _reduce_slices(
-    tensors: list[Tensor], reduce: Callable[[Tensor, Tensor], Tensor], how: dict[str, Any], *, mean: bool
+    tensors: list[Tensor], reduce: Callable[[Tensor, Tensor], Tensor], options: CopyOptions, *, mean: bool
 ) -> None:
     """Reduce-scatter, then all-gather: device k reduces slice k."""
     flat = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
@@ -140,13 +140,13 @@ def _reduce_slices(
         if not terms[0].numel():
             continue
         place = device_of(owner)
-        total = moved_to(terms[0], place, "all-reduce", own=True, **how)
+        total = moved_to(terms[0], place, "all-reduce", options, own=True)
         for term in terms[1:]:
-            reduce(total, moved_to(term, place, "all-reduce", **how))
+            reduce(total, moved_to(term, place, "all-reduce", options))
         totals.append((number, total.div_(len(flat)) if mean else total))
     for number, total in totals:
         for slices in sliced:
-            move(slices[number], total, "all-reduce", **how)
+            move(slices[number], total, "all-reduce", options)
     for tensor, contiguous in zip(tensors, flat, strict=True):
         if tensor is not contiguous:
             tensor.copy_(contiguous)

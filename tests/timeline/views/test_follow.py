@@ -18,8 +18,9 @@ from rich.console import Console
 
 from meshwise.records.folder import begin_session, end_session, read_run
 from meshwise.spec.errors import UsageError
+from meshwise.timeline.read import SILENT
 from meshwise.timeline.views import follow as following
-from meshwise.timeline.views.follow import BLOCKS, LINE_EVERY, SILENT, follow, line_of, poll, screen, silence
+from meshwise.timeline.views.follow import BLOCKS, LINE_EVERY, follow, line_of, poll, screen, silence
 from tests.timeline.schedules import Schedule, delayed, even, jittered, played
 from tests.timeline.views.reports import plain, printed, write_folder
 
@@ -120,7 +121,7 @@ def test_a_run_whose_logs_stand_still_is_said_once(tmp_path: Path, monkeypatch: 
     lines = followed(tmp_path, stop=lambda: clock.now > 1000 + 4 * SILENT).splitlines()
     told = [line for line in lines if line.startswith("No log has grown for ")]
     assert len(told) == 1
-    assert told[0].startswith("No log has grown for 30 s: the run's launcher may be gone")
+    assert told[0].startswith("No log has grown for 1 min 00 s: the run's launcher may have been killed")
     assert len(lines) - 1 == pytest.approx(4 * SILENT / LINE_EVERY, abs=1)
 
 
@@ -184,7 +185,7 @@ def test_of_a_long_run_it_says_what_stretch_it_shows(tmp_path: Path) -> None:
     assert snapshot.window == pytest.approx(BLOCKS * 0.043, rel=0.05)
     text = printed(screen(snapshot, Console(width=80, height=24)))
     assert "running · 60 steps of 43 ms" in text
-    assert "of the newest 2 s · Ctrl-C leaves; the run goes on" in text
+    assert "of the newest 2 s · Ctrl-C leaves; the run continues" in text
     assert "goodput" not in text
 
 

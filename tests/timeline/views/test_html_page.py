@@ -111,7 +111,7 @@ class Tags(html.parser.HTMLParser):
 
 def test_without_plotly_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(UsageError, match="pip install plotly"):
+    with pytest.raises(UsageError, match=r"pip install 'meshwise\[report\]'"):
         render(report, Timeline())
 
 

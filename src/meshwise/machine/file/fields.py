@@ -2,6 +2,8 @@
 
 A key of a table is the field of the dataclass that the table describes, so that a new field is a new row. An error
 names the file, the table and the key, and says what to write instead. Nothing but UsageError leaves here.
+
+Tested in tests/machine/test_machine_file.py.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from meshwise.machine.words import MOST_DEVICES
 from meshwise.spec.errors import UsageError, nearest
+from meshwise.spec.machine import MOST_DEVICES
 from meshwise.spec.quantity import read_quantity, value_text, write_quantity
 
 UNKNOWN = "unknown"

@@ -2,6 +2,8 @@
 
 `[[device]] part = "H100-SXM"`, `count = 8` and nothing else is a whole file. Every key, type and unit is checked, and
 an error names the file, the table and what to write.
+
+Tested in tests/machine/test_machine_file.py.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from typing import Any
 from meshwise.machine.catalog import part, parts
 from meshwise.machine.file.fields import MANY, TEXT, Table, list_of, read_table
 from meshwise.machine.file.tables import COLLECTIVE, DEVICE, FIGURES, FILE, HOST, LINK
-from meshwise.machine.words import MOST_DEVICES, class_links, device_of
+from meshwise.machine.words import class_links, device_of
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.machine import DEVICE as ANY_DEVICE
 from meshwise.spec.machine import HOST as ANY_HOST
-from meshwise.spec.machine import NODE, Device, Host, Link, Machine
+from meshwise.spec.machine import MOST_DEVICES, NODE, Device, Host, Link, Machine
 
 FROM_FILE = "the machine file"
 """Origin of a figure that a file writes without an origin of its own."""
@@ -62,7 +64,7 @@ def machine_from_toml(text: str, where: str) -> Machine:
 
 
 def _toml(text: str, where: str) -> dict[str, Any]:
-    """The tables of a text. Raises UsageError, with line and column, for what is no TOML."""
+    """The tables of a text. Raises UsageError, with line and column, for what is not TOML."""
     try:
         return tomllib.loads(text)
     except RecursionError:

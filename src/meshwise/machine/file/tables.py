@@ -1,4 +1,7 @@
-"""The tables of a machine file: what may stand in each, a row a key. `read.py` and `write.py` both go by them."""
+"""The tables of a machine file: what may stand in each, a row a key. `read.py` and `write.py` both go by them.
+
+Tested in tests/machine/test_machine_file.py.
+"""
 
 from __future__ import annotations
 
@@ -7,82 +10,56 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from meshwise.machine.file.fields import (
-    BYTES,
-    COUNT,
-    FLAG,
-    LANES,
-    LIMIT,
-    LONGEST,
-    RATE,
-    SECONDS,
-    SHORTEST,
-    TABLE,
-    TABLES,
-    TEXT,
-    TIME,
-    Field,
-    Fields,
-    list_of,
-    number,
-    one_of,
-    one_or_each,
-    or_unknown,
-    quantity,
-    record,
-    table_of,
-    whole,
-    write_table,
-)
-from meshwise.machine.words import MOST_DEVICES
+from meshwise.machine.file import fields
+from meshwise.machine.file.fields import Field, Fields, write_table
 from meshwise.spec.errors import UsageError
-from meshwise.spec.machine import Collective, Matmul
+from meshwise.spec.machine import MOST_DEVICES, Collective, Matmul
 from meshwise.spec.timings import Timings, fitted
 
-TEXTS = table_of(TEXT)
+TEXTS = fields.table_of(fields.TEXT)
 FILE: Fields = {
-    "name": TEXT,
-    "measured": TEXT,
-    "warnings": list_of(TEXT, 'texts: ["…", "…"]'),
-    "links_as_written": FLAG,  # of files before 0.2, whose links stood in another order; now they stand as written
+    "name": fields.TEXT,
+    "measured": fields.TEXT,
+    "warnings": fields.list_of(fields.TEXT, 'texts: ["…", "…"]'),
+    "links_as_written": fields.FLAG,  # of older files, whose links stood in another order; now they stand as written
     "versions": TEXTS,
-    "host": TABLES,
-    "part": table_of(TABLE),
-    "device": TABLES,
-    "link": TABLES,
-    "collective": TABLES,
+    "host": fields.TABLES,
+    "part": fields.table_of(fields.TABLE),
+    "device": fields.TABLES,
+    "link": fields.TABLES,
+    "collective": fields.TABLES,
 }
 HOST: Fields = {
-    "name": TEXT,
-    "processor": TEXT,
-    **dict.fromkeys(("cores", "cores_present", "sockets", "numa_nodes"), COUNT),
-    **dict.fromkeys(("memory", "memory_present"), BYTES),
-    "limits": table_of(LIMIT),
+    "name": fields.TEXT,
+    "processor": fields.TEXT,
+    **dict.fromkeys(("cores", "cores_present", "sockets", "numa_nodes"), fields.COUNT),
+    **dict.fromkeys(("memory", "memory_present"), fields.BYTES),
+    "limits": fields.table_of(fields.LIMIT),
 }
 FIGURES: Fields = {
-    "memory": BYTES,
-    "memory_bandwidth": RATE,
-    "peak": table_of(quantity("FLOP/s")),
-    "achievable": table_of(number(0, 2)),
+    "memory": fields.BYTES,
+    "memory_bandwidth": fields.RATE,
+    "peak": fields.table_of(fields.quantity("FLOP/s")),
+    "achievable": fields.table_of(fields.number(0, 2)),
     "origins": TEXTS,
 }
 """Fields of a device that its part has too."""
 MATMUL: Fields = {
-    "dtype": TEXT,
-    **dict.fromkeys(("m", "n", "k"), whole(1)),
-    "seconds": number(SHORTEST, LONGEST),
+    "dtype": fields.TEXT,
+    **dict.fromkeys(("m", "n", "k"), fields.whole(1)),
+    "seconds": fields.number(fields.SHORTEST, fields.LONGEST),
 }
 DEVICE: Fields = {
-    "name": TEXT,
-    "part": TEXT,
-    "host": or_unknown(whole(0, MOST_DEVICES)),
+    "name": fields.TEXT,
+    "part": fields.TEXT,
+    "host": fields.or_unknown(fields.whole(0, MOST_DEVICES)),
     **FIGURES,
-    "memory_rate": RATE,
-    "launch": TIME,
-    "numa": one_or_each(or_unknown(whole(-1))),
-    "pci": one_or_each(TEXT),
-    "matmuls": list_of(
-        record(
+    "memory_rate": fields.RATE,
+    "launch": fields.TIME,
+    "numa": fields.one_or_each(fields.or_unknown(fields.whole(-1))),
+    "pci": fields.one_or_each(fields.TEXT),
+    "matmuls": fields.list_of(
+        fields.record(
             lambda values, where: Matmul(**{"dtype": "", **values}),
             MATMUL,
             dict.fromkeys(("m", "n", "k"), "4096") | {"seconds": "0.001"},
@@ -93,12 +70,12 @@ DEVICE: Fields = {
 
 # ---- Links and collectives -------------------------------------------------------------------------------------------
 
-_SECONDS = list_of(SECONDS, "seconds, one for each size")
-_FIT: Fields = {"latency": TIME, "bandwidth": RATE, "residual": number(0, 1e9)}
+_SECONDS = fields.list_of(fields.SECONDS, "seconds, one for each size")
+_FIT: Fields = {"latency": fields.TIME, "bandwidth": fields.RATE, "residual": fields.number(0, 1e9)}
 _TIMINGS: Fields = {
-    "bytes": list_of(whole(1), "sizes in bytes"),
+    "bytes": fields.list_of(fields.whole(1), "sizes in bytes"),
     **dict.fromkeys(("seconds", "p95", "p99"), _SECONDS),
-    "fit": record(lambda values, where: values, _FIT, {}),
+    "fit": fields.record(lambda values, where: values, _FIT, {}),
 }
 _TIMES = {"bytes": "[1024, 1048576]", "seconds": "[2e-05, 0.00014], one for each size"}
 
@@ -131,19 +108,19 @@ def write_timings(timings: Timings) -> dict[str, Any]:
 
 
 LINK: Fields = {
-    "kind": one_of("pcie", "nvlink", "xgmi", "c2c", "memory", "network", "process"),
-    "bandwidth": RATE,
-    "latency": TIME,
-    **dict.fromkeys(("generation", "width", "full_generation", "full_width"), LANES),
-    "peer": FLAG,
-    "crosses": one_of("bridge", "socket"),
-    "origin": TEXT,
-    "timings": table_of(Field(record(_timings, _TIMINGS, _TIMES).read, write_timings)),
+    "kind": fields.one_of("pcie", "nvlink", "xgmi", "c2c", "memory", "network", "process"),
+    "bandwidth": fields.RATE,
+    "latency": fields.TIME,
+    **dict.fromkeys(("generation", "width", "full_generation", "full_width"), fields.LANES),
+    "peer": fields.FLAG,
+    "crosses": fields.one_of("bridge", "socket"),
+    "origin": fields.TEXT,
+    "timings": fields.table_of(Field(fields.record(_timings, _TIMINGS, _TIMES).read, write_timings)),
 }
-COLLECTIVE = record(
+COLLECTIVE = fields.record(
     lambda values, where: Collective(
         values["kind"], values["ranks"], values.get("backend", ""), _timings(values, where)
     ),
-    {"kind": TEXT, "ranks": whole(1), "backend": TEXT, **_TIMINGS},
+    {"kind": fields.TEXT, "ranks": fields.whole(1), "backend": fields.TEXT, **_TIMINGS},
     {"kind": '"all-reduce"', "ranks": "8", **_TIMES},
 )

@@ -14,7 +14,7 @@ from meshwise.machine.discovery.nvml import pcie_now
 from meshwise.machine.find import pci_address
 from meshwise.machine.measure.copies import CopySpec, copy_paths, measure_copy
 from meshwise.machine.measure.progress import Progress
-from meshwise.transfer.copy import copy, move
+from meshwise.transfer.copy import CopyOptions, copy, move
 from meshwise.transfer.path import AUTO, PEER, STAGED
 
 Lanes = tuple[int | None, int | None]
@@ -69,7 +69,7 @@ def _move(target: Tensor, source: Tensor, how: str) -> None:
     if source.is_cuda and target.is_cpu:
         copy(target, source, stream=torch.cuda.current_stream(source.device))
     elif target.is_cuda and source.is_cpu:
-        move(target, source, "copy", non_blocking=True)
+        move(target, source, "copy", CopyOptions(non_blocking=True))
     else:
         copy(target, source, path=how if how in (PEER, STAGED) else AUTO)
 

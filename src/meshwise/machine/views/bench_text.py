@@ -22,11 +22,11 @@ from meshwise.terminal.screen import Drawn, Screen, spaced
 from meshwise.terminal.table import Cell, table_lines
 
 MOST_ROWS = 16
-"""Copies that are told in a row each; more of them are told as a matrix."""
+"""Copies that have a row each; more of them are a matrix."""
 IN_A_FILE = 200
 """Characters of a line of a table where nobody's screen ends."""
 MIDDLE_SIZES = (64 << 10, 1 << 20)
-"""Sizes of collectives that are told beside the largest."""
+"""Sizes of collectives that are shown besides the largest."""
 LEVEL_STYLES = {"good": "green", "low": "yellow", "far below": "bold red", "corrupt": "bold red", "unknown": "dim"}
 
 
@@ -198,8 +198,8 @@ def _judgement(bench: Bench) -> list[Text]:
     cut = [result for result in bench.results if result.note]
     if cut:
         most = bytes_text(max(size for result in cut for size in result.timings.sizes))
-        said = f"{len(cut)} of {len(bench.results)} paths stopped at {most} or less, when their time was over"
-        lines.append(Text(f"sizes       {said}; --seconds gives them more", "dim"))
+        text = f"{len(cut)} of {len(bench.results)} paths stopped at {most} or less, when their time was over"
+        lines.append(Text(f"sizes       {text}; --seconds gives them more", "dim"))
     if bench.stopped is not None:
         lines.append(Text(f"stopped     {bench.stopped.why}", "yellow"))
     return lines

@@ -32,7 +32,7 @@ def links_text(machine: Machine, width: int) -> list[Text]:
 
 
 def pcie_text(link: Link) -> str:
-    """`PCIe4 x16`; what is less than it could be stands beside what it could be: `PCIe1 of 4 x16`, `PCIe3 x8 of 16`."""
+    """`PCIe4 x16`; what is less than possible is followed by what is possible: `PCIe1 of 4 x16`, `PCIe3 x8 of 16`."""
     generation, width = link.generation or link.full_generation, link.width or link.full_width
     if generation is None:
         return "PCIe"

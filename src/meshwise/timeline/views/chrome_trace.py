@@ -223,7 +223,7 @@ def _waited_for(table: Arrivals, spans: Spans) -> Whole:
     if not len(table.number):
         return np.zeros(len(spans), np.int64)
     row = np.minimum(np.searchsorted(table.number, spans["collective"]), len(table.number) - 1)
-    return table.ranks[table.came_last[row]]
+    return table.ranks[table.last_rank[row]]
 
 
 def _counts(counter: Counter, origin: int) -> Iterator[str]:
@@ -243,7 +243,7 @@ def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], orig
     for low in range(0, len(table.number), CHUNK):
         part = slice(low, low + CHUNK)
         tid, last, known = tids[part], table.last[part, None], table.complete[part, None]
-        source = table.came_last[part, None]
+        source = table.last_rank[part, None]
         target = known & (table.arrival[part] <= last) & (last <= table.end[part]) & (tid > 0)
         target &= (np.arange(len(table.ranks)) != source) & (np.take_along_axis(tid, source, axis=1) > 0)
         times = _micro(np.where(known, last - origin, 0)[:, 0])

@@ -1,4 +1,4 @@
-"""Follow a run from outside: its report again and again while it goes on, and once more when it is over.
+"""Follow a run from outside: its report again and again while it runs, and a last time when it is over.
 
 It reads the run's folder and nothing else, so it can come and go at any time, from any machine that sees the folder. Of
 a long run it reads the newest stretch: what it then shows is of that stretch alone.
@@ -22,7 +22,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.units import count_text, seconds_text, whole_seconds_text
 from meshwise.terminal.kind_marks import printable
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.read import read_timeline
+from meshwise.timeline.read import SILENT, read_timeline
 from meshwise.timeline.run_report import Report
 from meshwise.timeline.timeline import Timeline
 from meshwise.timeline.views.live_progress import LiveView
@@ -31,8 +31,6 @@ from meshwise.timeline.views.report_text import report_text
 BLOCKS = 40
 """Blocks of spans a rank that are read; a worker writes one a second."""
 LINE_EVERY = 10.0
-SILENT = 30.0
-"""Seconds after which a run whose logs do not grow may be gone."""
 SHARE = 0.25
 """Of one core, at most, that reading may take."""
 UNREADABLE = (UsageError, OSError, ValueError, LookupError, TypeError)  # of files that are being written
@@ -40,7 +38,7 @@ UNREADABLE = (UsageError, OSError, ValueError, LookupError, TypeError)  # of fil
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was seen of a run: its report (None: nothing could be read yet), whether run.json says that it goes on, the
+    """What was seen of a run: its report (None: nothing could be read yet), whether run.json has it as running, the
     sizes of its files, and since when they have not changed (s, monotonic). window: seconds that the report is about,
     None for all of it."""
 
@@ -59,7 +57,7 @@ def follow(
     stop: Callable[[], bool] | None = None,
     also: Callable[[], object] | None = None,
 ) -> None:
-    """Show the run in `folder` until it is over, Ctrl-C is pressed or `stop` says so; then, if it is over, its report.
+    """Show the run in `folder` until it is over, Ctrl-C is pressed or `stop` returns True; if it is over, its report.
 
     On a terminal the screen is drawn anew each `every` seconds; elsewhere a line is printed each LINE_EVERY.
     `also` is called as often as a line would be, and at the end. Raises UsageError when `folder` is no run folder.
@@ -78,7 +76,7 @@ def follow(
 def _snapshots(
     folder: Path, every: float, stop: Callable[[], bool] | None, also: Callable[[], object] | None
 ) -> Iterator[Snapshot]:
-    """What is seen of the run, poll by poll, until it is over or `stop` says so."""
+    """What is seen of the run, poll by poll, until it is over or `stop` returns True."""
     snapshot, called = None, -math.inf
     while stop is None or not stop():
         began = time.monotonic()
@@ -93,7 +91,7 @@ def _snapshots(
 
 
 def _on_screen(polls: Iterator[Snapshot], console: Console) -> bool:
-    """Draw each poll; whether the run came to its end."""
+    """Draw each poll; whether the run ended."""
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         for snapshot in polls:
             if not snapshot.running:
@@ -103,15 +101,15 @@ def _on_screen(polls: Iterator[Snapshot], console: Console) -> bool:
 
 
 def _in_lines(polls: Iterator[Snapshot], view: LiveView) -> bool:
-    """Print a line now and then; whether the run came to its end."""
-    said, silent = -math.inf, False
+    """Print a line now and then; whether the run ended."""
+    printed, silent = -math.inf, False
     for snapshot in polls:
         if not snapshot.running:
             return True
         now = time.monotonic()
-        if now - said >= LINE_EVERY:
+        if now - printed >= LINE_EVERY:
             view.print(line_of(snapshot))
-            said = now
+            printed = now
         if silence(snapshot) and not silent:
             view.print(silence(snapshot))
         silent = bool(silence(snapshot))
@@ -119,7 +117,7 @@ def _in_lines(polls: Iterator[Snapshot], view: LiveView) -> bool:
 
 
 def _sleep(began: float, every: float) -> None:
-    """Until the next poll: `every` seconds after this one began, later where looking takes long."""
+    """Until the next poll: `every` seconds after this one began, later where polling takes long."""
     took = time.monotonic() - began
     time.sleep(max(every - took, took / SHARE - took, 0.0))
 
@@ -150,7 +148,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _sizes(folder: Path) -> tuple[tuple[str, int], ...]:
-    """The files that say how the run goes, with their sizes; run.json by when it was written, for it is replaced."""
+    """The files of a run that change, with their sizes; run.json with its time, since it is replaced."""
     found = []
     for path in _files(folder):
         try:
@@ -162,7 +160,7 @@ def _sizes(folder: Path) -> tuple[tuple[str, int], ...]:
 
 
 def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, float | None]:
-    """The report without what only a whole run can say, and the seconds that it is about (None: all)."""
+    """The report without what only a whole run has, and the seconds that it covers (None: all)."""
     steps = timeline.spans["step"]
     if not running:
         return report, None
@@ -177,13 +175,13 @@ def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, 
 
 
 def silence(snapshot: Snapshot) -> str:
-    """What to say of a run whose logs do not grow; "" of one whose do."""
+    """A warning when the logs of a run do not grow; else ""."""
     seconds = time.monotonic() - snapshot.changed
     if seconds <= SILENT:
         return ""
     return (
-        f"No log has grown for {whole_seconds_text(seconds)}: the run's launcher may be gone without a word "
-        "(run.json says running), or a step takes that long."
+        f"No log has grown for {whole_seconds_text(seconds)}: the run's launcher may have been killed "
+        "(run.json still has it as running), or a step takes that long."
     )
 
 
@@ -202,7 +200,7 @@ def screen(snapshot: Snapshot, console: Console) -> RenderableType:
     """The report on the whole screen, and in the last line what is being watched."""
     words = silence(snapshot)
     of = "" if snapshot.window is None else f"of the newest {whole_seconds_text(snapshot.window)} · "
-    foot = Text(words, "bold yellow") if words else Text(f"{of}Ctrl-C leaves; the run goes on", "dim")
+    foot = Text(words, "bold yellow") if words else Text(f"{of}Ctrl-C leaves; the run continues", "dim")
     foot.plain = printable(foot.plain, console.options.ascii_only)
     height = console.height - len(foot.wrap(console, console.width))
     if snapshot.report is None:

@@ -62,7 +62,7 @@ def _of(bars: Sequence[Bar], rank: int, step: int | None) -> list[Bar]:
 def column_kinds(bars: Sequence[Bar], times: StepTimes, columns: int) -> list[str]:
     """The kind that has most of each of `columns` equal slices of `times`; "" where there is nothing.
 
-    Of kinds with equal time the one that a step comes to first.
+    Of kinds with equal time the one that is first in a step.
     """
     share = [dict.fromkeys(KINDS, 0) for _ in range(columns)]
     whole = max(round(times.seconds * 1e9), 1)  # ns, and whole: what ends where a column begins is not in it

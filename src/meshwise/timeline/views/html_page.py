@@ -25,7 +25,7 @@ PAGE = """<!doctype html>
 <style>{style}</style>
 </head>
 <body>
-<main id="page"><noscript>This page draws itself: it needs JavaScript, and nothing from any network.</noscript></main>
+<main id="page"><noscript>This page needs JavaScript; it loads nothing from any network.</noscript></main>
 <script type="application/json" id="report">{report}</script>
 <script>{plotly}</script>
 <script>const {{ KINDS, LANES, NOT_MEMORY }} = {names};</script>
@@ -40,13 +40,13 @@ def render(report: Report, timeline: Timeline) -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise UsageError("the page needs plotly, which is not installed. Write: pip install plotly") from None
-    beside = Path(__file__)
+        raise UsageError("--html needs plotly, which is not installed. Use: pip install 'meshwise[report]'") from None
+    here = Path(__file__)
     return PAGE.format(
         title=html.escape(f"{report.title}: {report.status}"),
-        style=beside.with_suffix(".css").read_text(encoding="utf-8"),
+        style=here.with_suffix(".css").read_text(encoding="utf-8"),
         report=json.dumps(report_dict(report), separators=(",", ":")).replace("<", "\\u003c"),
         plotly=get_plotlyjs().replace("</script", "<\\/script"),
         names=json.dumps({"KINDS": KINDS, "LANES": LANES, "NOT_MEMORY": NOT_MEMORY}),
-        script=beside.with_suffix(".js").read_text(encoding="utf-8"),
+        script=here.with_suffix(".js").read_text(encoding="utf-8"),
     )

@@ -1,4 +1,4 @@
-"""How a run looks while it goes on: a live area on a terminal, plain lines elsewhere.
+"""The progress of a run: a live area on a terminal, plain lines elsewhere.
 
 A terminal that goes away in the middle of a run ends the drawing, never the run. Not covered: notebooks' widgets; there
 plain lines are shown.

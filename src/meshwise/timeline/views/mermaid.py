@@ -32,7 +32,7 @@ class _Scale:
 
 
 def render(report: Report, timeline: Timeline) -> str:
-    """The Gantt chart of the steps that were asked for, or of one step of usual length.
+    """The Gantt chart of the chosen steps, or of one step of usual length.
 
     Of more than MOST_BARS bars the longest are drawn. Raises UsageError when the run has no steps.
     """

@@ -21,7 +21,7 @@ from meshwise.timeline.views.rank_table import OF_STEP, outliers, rank_table
 STATUS_STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "bold red"}
 MOST_MISSING = 3
 LEAST_NEEDED = (("clocks", False), ("missing", True), ("marks", False), ("advice", False))
-"""What is left out, or told in short (True), in this order, where the screen is too low."""
+"""What is left out, or shortened (True), in this order, where the screen is too low."""
 EMPTY_LINES = 3
 FEWEST_GANTT_ROWS = 2
 MOST_GANTT_RANKS = 16
@@ -62,7 +62,7 @@ def report_lines(report: Report, screen: Screen, height: int | None) -> list[Tex
 
 
 def _title(report: Report, width: int) -> Text:
-    """What run, and how far it came: `mnist-mlp finished · 938 steps of 2.7 ms · 13.3 s · 16,422 samples/s`."""
+    """What ran, and how far: `mnist-mlp finished · 938 steps of 2.7 ms · 13.3 s · 16,422 samples/s`."""
     facts = []
     if report.steps:
         facts.append(f"{plural(report.steps, 'step')} of {seconds_text(report.step_seconds)}")
@@ -113,7 +113,7 @@ def _clocks(report: Report) -> Text:
 def _gantt(report: Report, width: int, room: int | None, ascii_only: bool) -> list[Text]:
     """One step of usual length, or the few that were chosen, of as many ranks as there is room for; those that stand
     out come first."""
-    running = report.status == "running"  # then the newest steps say more than any
+    running = report.status == "running"  # then the newest steps tell most
     window = next((view for view in report.views if view.name == "last" and running), next(iter(report.views), None))
     if window is None:
         return []
@@ -126,7 +126,7 @@ def _gantt(report: Report, width: int, room: int | None, ascii_only: bool) -> li
     ranks = [rank.rank for rank in report.ranks]
     named = [*dict.fromkeys([*(rank.rank for rank in outliers(report)), *ranks])]
     for many, overlapped in [(len(ranks), True), *((n, False) for n in range(len(ranks), 0, -1))]:
-        # Rows that say less come after the empty lines that order the rest.
+        # Rows that matter less come after the empty lines that order the rest.
         least = many + (3 + EMPTY_LINES if overlapped else 2)
         if many > MOST_GANTT_RANKS or many < min(FEWEST_GANTT_ROWS, len(ranks)) or (room is not None and least > room):
             continue

@@ -118,7 +118,7 @@ def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
 
 
 def _rank_columns(ranks: int) -> Iterator[tuple[list[str], int, int]]:
-    """Titles of columns beside the mean, the gap between columns, and the room that a bar must have; best first."""
+    """Titles of columns after the mean, the gap between columns, and the room that a bar must have; best first."""
     if 1 < ranks <= MOST_RANK_COLUMNS:
         for word, gap, least in (("rank ", 2, LEAST_BAR), ("r", 1, LEAST_BAR), ("r", 1, -1)):
             yield [f"{word}{rank}" for rank in range(ranks)], gap, least

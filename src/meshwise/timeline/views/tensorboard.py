@@ -1,4 +1,4 @@
-"""The report's series as TensorBoard events, to lie beside those of other runs."""
+"""The report's series as TensorBoard events, to compare with those of other runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
 
 
 def _began(timeline: Timeline) -> float:
-    """When the run began, in seconds since 1970; 0 where nobody said so, as in a prediction."""
+    """When the run began, in seconds since 1970; 0 where that is unknown, as in a prediction."""
     sessions = timeline.facts.get("sessions") or [{}]
     began = sessions[0].get("began")
     return float(began) if isinstance(began, int | float) else 0.0
