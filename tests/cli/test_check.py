@@ -113,7 +113,7 @@ def test_every_figure_is_in_the_json(check: Check, tmp_path: Path) -> None:
     [
         (("nope.py",), "no such file"),
         (("--batch-size", 3, "train.py"), "this is an option of jobs"),
-        (("nope",), "no job is called 'nope'"),
+        (("nope",), "no job is named 'nope'"),
         (("train.py:job", "--steps", 0), "at least 1"),
         (("train.py:job", "--plan", "nope.toml"), "no plan can be read"),
         (("train.py:job", "--set", "shard=0"), "whole number"),
