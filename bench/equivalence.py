@@ -29,7 +29,7 @@ import transformers
 from keep import RESULTS, keep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from meshwise.api.check import as_written
+from meshwise.api.check import uncompiled_plan
 from meshwise.equivalence.tolerance import LIMIT
 from meshwise.spec.plan import Plan
 from tests.equivalence.jobs_to_check import checked, job_named
@@ -61,7 +61,7 @@ def outcome(pools: Pools, model: str, plan: Plan, seed: int = 0) -> dict[str, An
     about: dict[str, Any] = {"model": model, "plan": repr(plan), "devices": plan.devices, "seed": seed}
     about["commit"] = commit()
     said: list[str] = []
-    as_written(plan, said.append)
+    uncompiled_plan(plan, said.append)
     if said:
         return {**about, "not_checked": said[0]}
     try:

@@ -44,6 +44,7 @@ FLOORS = {
 
 WITHOUT_TORCH = {"spec", "records", "terminal"}
 WITH_PRIVATE_TORCH = {"compat"}
+PRIVATE_OF_THE_STANDARD_LIBRARY = {"_exit", "_getframe", "_fields", "_asdict", "_replace"}
 # Files of parallel/ that techniques may import: a floor that they share, itself no technique.
 SHARED_BY_TECHNIQUES = {"technique", "blocks", "buckets", "mesh", "op_record", "op_replay", "rebind", "reduction"}
 SHARED_BY_TECHNIQUES |= {"shard_units", "step_hooks"}
@@ -150,6 +151,19 @@ def no_private_torch(source: Source) -> Iterator[str]:
             yield f"{source.at(node)}: uses {ast.unparse(node)}, private in torch. Wrap it in compat, with a probe"
 
 
+def no_private_attributes_of_others(source: Source) -> Iterator[str]:
+    """What an import does not show: `tensor._base`, `getattr(module, "_buffers")`. A file's own private names are those
+    that it defines or assigns."""
+    if source.room in WITH_PRIVATE_TORCH:
+        return
+    own = _own_names(source.tree) | PRIVATE_OF_THE_STANDARD_LIBRARY
+    for node in ast.walk(source.tree):
+        name = node.attr if isinstance(node, ast.Attribute) else _name_of_getattr(node)
+        if isinstance(node, ast.expr) and _private(name) and name not in own:
+            text = f"{source.at(node)}: reads {ast.unparse(node)}, private in the object's own package"
+            yield f"{text}. Wrap it in compat, with a probe"
+
+
 def techniques_stand_alone(source: Source) -> Iterator[str]:
     technique = source.path.removeprefix("parallel/").removesuffix(".py")
     if source.room != "parallel" or technique in JOIN_TECHNIQUES | {"__init__"}:
@@ -185,6 +199,7 @@ RULES: list[Callable[[Source], Iterator[str]]] = [
     nothing_hidden,
     no_torch_below,
     no_private_torch,
+    no_private_attributes_of_others,
     techniques_stand_alone,
     kind_names,
     in_the_table,
@@ -227,6 +242,27 @@ def _called(call: ast.Call) -> str:
 
 def _private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
+
+
+def _own_names(tree: ast.Module) -> set[str]:
+    """The names that a file defines: functions, classes, variables, and attributes of `self`."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}:
+            names.add(node.attr)
+    return names
+
+
+def _name_of_getattr(node: ast.AST) -> str:
+    """The attribute that `getattr(x, "name")` and its like name."""
+    if not isinstance(node, ast.Call) or _called(node) not in {"getattr", "setattr", "hasattr"} or len(node.args) < 2:
+        return ""
+    name = node.args[1]
+    return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else ""
 
 
 def _root(node: ast.expr) -> str:
@@ -322,6 +358,16 @@ PLANTED = {
         "from torch import nn\nnn.Linear(1, 1)._apply(print)",
         "uses nn.Linear(1, 1)._apply",
     ),
+    "a private attribute of an object": (
+        "parallel/a.py",
+        "def f(tensor):\n    return tensor._base",
+        "reads tensor._base, private",
+    ),
+    "a private attribute by its name": (
+        "parallel/a.py",
+        "def f(module):\n    return getattr(module, '_buffers')",
+        "_buffers'), private",
+    ),
     "a technique that imports a technique": (
         "parallel/shard.py",
         "from meshwise.parallel.data import reduce",
@@ -356,6 +402,10 @@ ALLOWED = {
     "private torch in compat": ("compat/a.py", "import torch\nfrom torch._C import _x\ntorch._C._log()"),
     "torch's own dunders": ("training/a.py", "import torch\nprint(torch.__version__)"),
     "private names of our own": ("training/a.py", "import torch\nclass A:\n    def f(self):\n        return self._x"),
+    "private attributes of its own classes": (
+        "training/a.py",
+        "class A:\n    def f(self, other):\n        self._x = other._x\n    def _y(self): ...\ndef g(a):\n    a._y()",
+    ),
     "another package in a function": ("training/a.py", "def f():\n    import tensorboard"),
     "the public names": ("__init__.py", "from meshwise.api.run import run"),
     "the longest function": ("spec/a.py", "def f():\n" + "    x = 1\n" * (MOST_FUNCTION_LINES - 1)),

@@ -36,7 +36,7 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # of click, which new versions of typer carry inside
         if cmd_name not in COMMANDS:
             raise UsageError(
-                f"meshwise {cmd_name}: no such command.{nearest(cmd_name, COMMANDS)} Known are {', '.join(COMMANDS)}."
+                f"meshwise {cmd_name}: no such command.{nearest(cmd_name, COMMANDS)} Use one of {', '.join(COMMANDS)}."
             )
         return typer.main.get_command(import_module(f"{__package__}.commands.{cmd_name}").app)
 

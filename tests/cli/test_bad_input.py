@@ -55,18 +55,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 SENTENCES = {
-    "mnist-mlpp": "UsageError: no job is called 'mnist-mlpp'. Did you mean 'mnist-mlp'?",
+    "mnist-mlpp": "UsageError: no job is named 'mnist-mlpp'. Did you mean 'mnist-mlp'?",
     "gpt:tinny": "UsageError: gpt has no size 'tinny'. Did you mean 'tiny'?",
-    "mlp:large": "UsageError: job 'mlp' has no sizes. Write mlp.",
+    "mlp:large": "UsageError: job 'mlp' has no sizes. Use mlp.",
     "missing.py:job": "missing.py: no such file",
     "broken.py:job": "broken.py: does not import. Line 3: AttributeError",
     "unfinished.py:job": "unfinished.py: does not import. SyntaxError",
     "mine.py:jbo": "mine.py has no 'jbo'. Did you mean 'job'?",
     "mine.py:number": "mine.py:number is a int",
-    "mine.py:job --devices 2xgpu": "'gpu' is no kind of device",
+    "mine.py:job --devices 2xgpu": "unknown kind of device 'gpu'. Did you mean 'xpu'? Use one of cpu, cuda, xpu, mps.",
     "mine.py:job --devices 0xcpu": "at least one device",
     "mine.py:job --devices 4000xcpu": "at most 256 CPU workers",
-    "mine.py:job --devices cpu:0,1": "CPU workers have no indices. Write 2xcpu.",
+    "mine.py:job --devices cpu:0,1": "CPU workers have no indices. Use 2xcpu.",
     "mine.py:job --precision fp8": "precision='fp8' is not known",
     "mine.py:job --accumulate 0": "accumulate=0: must be a whole number of at least 1",
     "mine.py:job --epochs 0": "epochs=0 must be a whole number of at least 1",

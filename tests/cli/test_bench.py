@@ -82,7 +82,7 @@ def test_a_saved_file_may_be_written_again_and_nothing_else(
     other = tmp_path / "notes.toml"
     other.write_text("mine = 1\n")
     code, _, err = command("bench", "--save", other)
-    assert code == 2 and "is no machine file. Name another file." in err and other.read_text() == "mine = 1\n"
+    assert code == 2 and "is not a machine file. Name another file." in err and other.read_text() == "mine = 1\n"
     again = tmp_path / "again.toml"
     again.write_bytes(saved[0].read_bytes())
     code, _, _ = command("bench", "--links", "--devices", "2xcpu", "--sizes", "1K", "--seconds", "0.5", "--save", again)
@@ -111,20 +111,20 @@ HERE = "[[device]]\npart = 'H100-SXM'\nmemory = '80 GB/s'\n"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bench", "--sizes", "1X"], "'1X' is no size. Write --sizes 1K:1G"),
+        (["bench", "--sizes", "1X"], "'1X' is not a size. Write --sizes 1K:1G"),
         (["bench", "--sizes", "1K:512T", "--devices", "2xcpu"], "are free. Write at most --sizes 1K:"),
         (["bench", "--seconds", "0"], "--seconds 0: give from 0.1 to 86400"),
         (["bench", "--devices", "2xcup"], "no kind of device. Did you mean 'cpu'?"),
-        (["bench", "--save", "nowhere/here.toml"], "no file can be there"),
-        (["bench", "--save", "."], "no file can be there"),
+        (["bench", "--save", "nowhere/here.toml"], "cannot be written there"),
+        (["bench", "--save", "."], "cannot be written there"),
         (["bench", "--hosts"], "this one is alone. Start it on each: meshwise bench --hosts"),
-        (["bench", "--hosts", "--compute"], "Leave --compute and --devices out"),
-        (["bench", "--compare", "old.toml", "new.toml"], "old.toml: no machine can be read (No such file"),
-        (["devices", "8xH1000"], "'H1000' is no known part. Nearest are"),
-        (["devices", "3xcup"], "'cup' is no known part"),
+        (["bench", "--hosts", "--compute"], "Remove --compute and --devices"),
+        (["bench", "--compare", "old.toml", "new.toml"], "old.toml: cannot be read as a machine file (No such file"),
+        (["devices", "8xH1000"], "'H1000' is not a known part. Nearest are"),
+        (["devices", "3xcup"], "'cup' is not a known part"),
         (["devices", "wrong.toml"], "'GB/s' is a unit of bytes/s, and bytes are meant. Write it as"),
-        (["devices", "binary.toml"], "no machine can be read (it is no text)"),
-        (["devices", "missing.toml"], "no machine can be read (No such file"),
+        (["devices", "binary.toml"], "cannot be read as a machine file (it is not text)"),
+        (["devices", "missing.toml"], "cannot be read as a machine file (No such file"),
         (["bnch"], "meshwise bnch: no such verb. Did you mean 'bench'?"),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwise import cli
+from meshwise.api.check import CheckOptions
 from meshwise.equivalence.compare import KINDS
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -111,8 +112,8 @@ def test_every_figure_is_in_the_json(check: Check, tmp_path: Path) -> None:
     ("words", "says"),
     [
         (("nope.py",), "no such file"),
-        (("--batch-size", 3, "train.py"), "keeps its own loop"),
-        (("nope",), "no job is called 'nope'"),
+        (("--batch-size", 3, "train.py"), "this is an option of jobs"),
+        (("nope",), "no job is named 'nope'"),
         (("train.py:job", "--steps", 0), "at least 1"),
         (("train.py:job", "--plan", "nope.toml"), "no plan can be read"),
         (("train.py:job", "--set", "shard=0"), "whole number"),
@@ -124,6 +125,14 @@ def test_what_cannot_be_is_two(words: tuple[object, ...], says: str, check: Chec
     (tmp_path / "three.toml").write_text("data = 3\n")
     code, out, err = check(*words)
     assert code == 2 and says in err and not out, err
+
+
+def test_the_old_name_of_notify_is_known_for_a_release() -> None:
+    said = list[str]()
+    with pytest.warns(DeprecationWarning, match="notify="):
+        options = CheckOptions("mnist-mlp", tell=said.append)
+    options.notify("a line")
+    assert said == ["a line"]
 
 
 def test_a_program_that_raises_is_shown_once_and_without_our_frames(check: Check, tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Subset
 
 from meshwise.equivalence.one_device import one_device
+from meshwise.equivalence.programs import watch_job
 from meshwise.equivalence.proof import Proof, prove
 from meshwise.equivalence.trace import CheckSpec, Trace
-from meshwise.equivalence.under_plan import under_plan
 from meshwise.jobs.registry import find_job
 from meshwise.spec.plan import Plan
 from meshwise.training.job import Job
@@ -266,7 +266,11 @@ _references: dict[Any, Trace] = {}
 def reference(name: str, seed: int, spec: CheckSpec) -> Trace:
     """One device, once for all plans that cut a step alike on as many devices."""
     plain = Plan(data=spec.plan.devices, accumulate=spec.plan.accumulate)
-    key = name, seed, replace(spec, plan=plain if spec.upcast else replace(spec.plan, data=spec.plan.devices, shard=1))
+    key = (
+        name,
+        seed,
+        replace(spec, plan=plain if spec.in_float64 else replace(spec.plan, data=spec.plan.devices, shard=1)),
+    )
     if key not in _references:
         for other in [other for other in _references if other[:2] != key[:2]]:
             del _references[other]
@@ -276,11 +280,11 @@ def reference(name: str, seed: int, spec: CheckSpec) -> Trace:
 
 def followed(name: str, seed: int, spec: CheckSpec, draws: Any, plant: Callable[[Any], Any] | None) -> Trace | None:
     """The plan's side, in a worker; `plant` patches our own code in it for as long as it runs."""
-    if plant is None:
-        return under_plan(job_named(name, seed), spec, draws)
     with MonkeyPatch.context() as patch:
-        plant(patch)
-        return under_plan(job_named(name, seed), spec, draws)
+        if plant is not None:
+            plant(patch)
+        found = watch_job(job_named(name, seed), spec, draws)
+    return None if found is None else found.trace
 
 
 def checked(
@@ -297,10 +301,10 @@ def checked(
     if plant is not None:
         for module in (sys.modules[plant.__module__], seams):  # workers cannot import the tests' modules
             cloudpickle.register_pickle_by_value(module)
-    asks = [CheckSpec(plan, steps), *([CheckSpec(plan, steps, plan.precision)] if rounding else [])]
+    specs = [CheckSpec(plan, steps), *([CheckSpec(plan, steps, in_float64=False)] if rounding else [])]
     sides = []
-    for spec in asks:
+    for spec in specs:
         one = reference(name, seed, spec)
         draws = [step.draws for step in one.steps]
         sides.append((one, pool(plan.devices).run(followed, name, seed, spec, draws, plant)[0]))
-    return prove(name, asks[0], f"{plan.devices}xcpu", *sides[0], sides[1] if rounding else None)
+    return prove(name, specs[0], f"{plan.devices}xcpu", *sides[0], sides[1] if rounding else ())

@@ -18,15 +18,17 @@ from meshwise.transfer import collectives
 
 SEAMS = {
     # the training step
-    "microbatches of a step": "meshwise.equivalence.under_plan.train_step",
+    "microbatches of a step": "meshwise.equivalence.programs.train_step",
     "loss and weight": "meshwise.training.engine.split_weight",
     "backward of a microbatch": "meshwise.training.engine.Engine._reduced_backward",
+    "weight of a microbatch": "meshwise.training.weighing.StepWeights.scale",
     "sum of weights": "meshwise.training.weighing.StepWeights.begin_sum",
     "update": "meshwise.training.loop._update",
+    "guard of steps": "meshwise.training.program.Program.check_step",
     "optimizer is bound": "meshwise.training.program.Program.add_optimizer",
     # the data
     "slice of a rank": "meshwise.training.order.batch_slice",
-    "slices of an evaluation": "meshwise.equivalence.under_plan.sequential_slices",
+    "slices of an evaluation": "meshwise.equivalence.programs.sequential_slices",
     "random numbers": "meshwise.training.keyed.KeyedDraws._uniform",
     # the evaluation
     "metrics of a batch": "meshwise.training.evaluate._measure",
@@ -166,14 +168,9 @@ def slices_changed(patch: Any, change: Callable[[BatchSlice, int], BatchSlice]) 
     around(patch, "slice of a rank", lambda real, *arguments: change(real(*arguments), arguments[-1].rank))
 
 
-def trained_slices_changed(patch: Any, change: Callable[[BatchSlice, int], BatchSlice]) -> None:
-    """Let `change(slice, microbatches)` give what the step believes of the samples that it has."""
-
-    def train_step(real: Any, engine: Any, job: Any, state: Any, parts: Any) -> Any:
-        parts = list(parts)
-        return real(engine, job, state, [(batch, change(share, len(parts))) for batch, share in parts])
-
-    around(patch, "microbatches of a step", train_step)
+def trained_slices_changed(patch: Any, change: Callable[[BatchSlice], BatchSlice]) -> None:
+    """Let `change(slice)` give what the step believes of the samples that it has."""
+    around(patch, "weight of a microbatch", lambda real, *given: real(*given[:-1], change(given[-1])))
 
 
 def sum_of_weights_changed(patch: Any, change: Callable[[list[Tensor]], Tensor]) -> None:

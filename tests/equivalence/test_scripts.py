@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from meshwise import cli
+from meshwise.equivalence.program_trace import ProgramTrace, check_same_steps, trace_to_compare, with_unsummed
+from meshwise.equivalence.programs import watch_script
 from meshwise.equivalence.proof import Proof, prove
-from meshwise.equivalence.script import watch_script
-from meshwise.equivalence.script_seen import Seen, check_same_steps, check_seen, with_unsummed
 from meshwise.equivalence.trace import CheckSpec
 from meshwise.jobs.script import run_script_file
 from meshwise.spec.errors import UsageError
@@ -38,37 +38,48 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     end_sessions()
 
 
-def watched(script: str, arguments: list[str], ragged: int, draws: Any, folder: str, plan: str | None) -> Any:
+def watched(script: str, arguments: list[str], spec: CheckSpec, draws: Any, folder: str, plan: str | None) -> Any:
     import os
 
     if plan is not None:
         (Path(folder) / "plan.toml").write_text(plan)
         os.environ[PLAN_FILE] = str(Path(folder) / "plan.toml")
     try:
-        return watch_script(partial(run_script_file, Path(script), arguments), STEPS, ragged, draws, 0, Path(folder))
+        return watch_script(partial(run_script_file, Path(script), arguments), spec, draws, 0, Path(folder))
     finally:
         os.environ.pop(PLAN_FILE, None)
 
 
-def sides(text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2) -> tuple[Seen, Seen]:
-    """What is seen of the script on one device, here, and on the workers of a pool."""
+ALONE = CheckSpec(Plan(data=2), STEPS)
+
+
+def sides(
+    text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2, in_float64: bool = True
+) -> tuple[ProgramTrace, ProgramTrace]:
+    """What the script does on one device, here, and on the workers of a pool."""
     script = Path("train.py").resolve()
     script.write_text(text)
     said = None if plan is None else plan_to_toml(plan)
     for name in ("one", "many"):
         Path(name).mkdir(exist_ok=True)
-    case = (str(script), list(arguments), 2 * size + 1)
+    case = (str(script), list(arguments), CheckSpec(plan or Plan(data=size), STEPS, in_float64))
+    end_sessions()
     one = watched(*case, None, str(Path("one").resolve()), said)
     end_sessions()
     many, *_ = pool(size).run(watched, *case, one.draws, str(Path("many").resolve()), said)
     return one, many
 
 
-def proof(text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2) -> Proof:
+def proof(
+    text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2, rounding: bool = False
+) -> Proof:
     one, many = sides(text, pool, plan, *arguments, size=size)
-    first, second = with_unsummed(one, many)
-    assert first is not None and second is not None and many.plan is not None
-    return prove("train.py", CheckSpec(many.plan, STEPS), f"{size}xcpu", first, second)
+    mine, theirs = (trace_to_compare(found, "train.py") for found in (one, many))
+    assert many.plan is not None
+    rounded = sides(text, pool, plan, *arguments, size=size, in_float64=False) if rounding else ()
+    traces = [trace_to_compare(found, "train.py") for found in rounded]
+    spec = CheckSpec(many.plan, STEPS)
+    return prove("train.py", spec, f"{size}xcpu", *with_unsummed(mine, theirs, many.unsummed), traces)
 
 
 PLANS = {
@@ -86,6 +97,7 @@ def test_a_script_that_is_right_is_equal_under_every_plan(name: str, pool: Any) 
     kinds = {compared.kind: compared for compared in found.comparison.kinds}
     assert found.batches == (8, 8, 5)
     assert {"module outputs", "gradients", "clipped gradients", "optimizer state", "buffers"} < set(kinds)
+    assert kinds["scheduler"].count >= len(found.batches), "the scheduler is compared after each step"
     assert kinds["evaluation"].count == 6, "three batches of two epochs"
     assert not any(text.startswith("draws") for text in found.comparison.left_out)
     assert not Path("state.pt").exists(), "a check writes over nobody's files"
@@ -112,7 +124,7 @@ FOUND = {
     "divided by the rank's own count": ("loss", "loss weighting"),
     "learning rate times ranks": ("learning rate", "learning rate times devices"),
     "a seed for each rank": ("module outputs", "dropout masks"),
-    "a scheduler for each rank": ("learning rate", "scheduler ticks twice"),
+    "a scheduler for each rank": ("scheduler", "scheduler ticks twice"),
     "weights changed on one rank": ("parameters", "optimizer step"),
 }
 """Mistakes of a user that run without an error: the first difference, and its cause."""
@@ -124,6 +136,27 @@ def test_what_a_user_gets_wrong_is_found(name: str, pool: Any) -> None:
     first = found.comparison.first
     assert first is not None and found.cause is not None
     assert (first.kind, found.cause.name) == FOUND[name], (first, found.cause)
+
+
+def test_each_side_of_a_script_is_run_in_the_precision_of_the_plan_too(pool: Any) -> None:
+    found = proof(SCRIPT, pool, Plan(shard=2, precision="bf16"), rounding=True)
+    assert found.equal
+    rounding = {each.kind: each for each in found.rounding}
+    assert {"loss", "gradients", "gradient norm", "parameters", "evaluation"} <= rounding.keys()
+    for kind in ("loss", "gradient norm"):
+        assert 1e-6 < rounding[kind].one_device < 1, "of bfloat16, not of float64"
+        assert rounding[kind].plan <= 10 * rounding[kind].one_device
+
+
+def test_a_tick_too_many_behind_an_epoch_is_found(pool: Any) -> None:
+    """Behind the evaluation, where no step follows that is compared."""
+    text = SCRIPT.replace("        scheduler.step()\n", "")
+    right = proof(text + "    scheduler.step()\n", pool)
+    assert right.equal, right.comparison.first
+    found = proof(text + "    [scheduler.step() for _ in range(mw.world_size())]\n", pool)
+    first = found.comparison.first
+    assert first is not None and found.cause is not None
+    assert (first.kind, first.step, found.cause.name) == ("scheduler", STEPS, "scheduler ticks twice")
 
 
 REFUSED = {
@@ -144,7 +177,7 @@ def test_what_cannot_be_stepped_is_told_by_the_script_itself(
 def test_a_plain_backward_is_refused() -> None:
     Path("train.py").write_text(wrong("plain backward"))
     with pytest.raises(UsageError, match="never was"):
-        watched("train.py", [], 5, None, ".", None)
+        watched("train.py", [], ALONE, None, ".", None)
 
 
 def test_an_optimizer_that_is_not_given_is_no_mistake_of_replicas(pool: Any) -> None:
@@ -165,9 +198,9 @@ def test_scripts_that_show_nothing_are_refused_with_what_to_write() -> None:
     for text, says in cases.items():
         end_sessions()
         Path("train.py").write_text(text)
-        seen = watched("train.py", [], 5, None, ".", None)
+        seen = watched("train.py", [], ALONE, None, ".", None)
         with pytest.raises(UsageError, match=says):
-            check_seen(seen, Path("train.py"))
+            trace_to_compare(seen, "train.py")
 
 
 def test_other_numbers_of_steps_are_refused(pool: Any) -> None:
@@ -175,8 +208,9 @@ def test_other_numbers_of_steps_are_refused(pool: Any) -> None:
     text = text.replace("# after", "calls = []\n\n\ndef ready():\n    calls.append(1)\n"
                         "    return mw.world_size() == 1 or len(calls) < 2")  # fmt: skip
     one, many = sides(text, pool)
+    assert one.trace is not None and many.trace is not None
     with pytest.raises(UsageError, match="made 3 optimizer steps on one device and 1 under the plan"):
-        check_same_steps(one, many, Path("train.py"))
+        check_same_steps(one.trace, many.trace, "train.py")
 
 
 def test_a_script_that_saves_and_loads_within_a_run_reads_what_it_saved(pool: Any) -> None:
@@ -191,14 +225,14 @@ def test_a_script_that_saves_and_loads_within_a_run_reads_what_it_saved(pool: An
 @pytest.mark.slow
 def test_a_script_ends_where_it_would_train_on_for_long(pool: Any) -> None:
     one, many = sides(SCRIPT, pool, None, "--epochs", "100000")
-    assert one.side is not None and len(one.side.steps) == STEPS
+    assert one.trace is not None and len(one.trace.steps) == STEPS
     assert one.backwards == many.backwards < 50
 
 
 def test_floats_of_any_kind_become_float64() -> None:
     Path("train.py").write_text(SCRIPT + "\nassert loss.dtype == torch.float64, loss.dtype\n")
-    seen = watched("train.py", [], 5, None, ".", None)
-    assert seen.side is not None and all(t.dtype == torch.float64 for t in seen.side.initial_parameters.values())
+    seen = watched("train.py", [], ALONE, None, ".", None)
+    assert seen.trace is not None and all(t.dtype == torch.float64 for t in seen.trace.initial_parameters.values())
     assert torch.get_default_dtype() == torch.float32
 
 
@@ -215,7 +249,7 @@ def test_the_command_says_it_with_its_exit_code(
         return int(end.value.code or 0), out + err
 
     code, said = run(SCRIPT, "--set", "shard=2", "train.py", "--epochs", "1")
-    assert code == 0 and "equal: Plan(shard=2)" in said
+    assert code == 0 and "equal: Plan(shard=2)" in said and "in fp32" in said
     code, said = run(wrong("learning rate times ranks"), "--json", "--steps", "2", "train.py")
     assert code == 1 and '"equal": false' in said
     code, said = run("1 / 0", "train.py")

@@ -52,14 +52,13 @@ def test_built_in_jobs_are_found_with_their_seed(name: str) -> None:
 
 def test_an_unknown_name_is_told_with_the_nearest() -> None:
     assert refusal("mnist-mpl") == (
-        f"no job is called 'mnist-mpl'. Did you mean 'mnist-mlp'? Built in are {', '.join(BUILT_IN)}; "
-        "your own is file.py:name."
+        f"no job is named 'mnist-mpl'. Did you mean 'mnist-mlp'? Use {', '.join(BUILT_IN)}, or file.py:name for your own."
     )
     assert "Did you mean" not in refusal("zzz")
 
 
 def test_a_size_for_a_job_without_sizes_is_told() -> None:
-    assert refusal("mlp:large") == "job 'mlp' has no sizes. Write mlp."
+    assert refusal("mlp:large") == "job 'mlp' has no sizes. Use mlp."
 
 
 def test_a_job_or_a_function_that_makes_one_is_found_in_a_file(write: Callable[..., Path]) -> None:
@@ -75,7 +74,7 @@ def test_the_only_job_of_a_file_needs_no_name(write: Callable[..., Path]) -> Non
 
 def test_a_file_with_several_jobs_asks_which(write: Callable[..., Path]) -> None:
     path = write("first, second = make(), make()")
-    assert refusal(f"{path}") == f"{path}: say which job is meant, for instance {path}:first."
+    assert refusal(f"{path}") == f"{path}: it is not said which job to run. Use {path}:first."
 
 
 def test_a_folder_with_data_reaches_a_function_that_takes_one(write: Callable[..., Path], tmp_path: Path) -> None:
@@ -115,7 +114,10 @@ def test_a_file_that_refuses_by_itself_is_not_taken_for_imported(write: Callable
         (":zzzzzz", "has no 'zzzzzz'. Define"),
         (":number", "is a int. Make it a meshwise.Job, or a function that returns one."),
         (":nothing", "returned a NoneType. Return a meshwise.Job."),
-        (":needs", "missing a required argument: 'width'. Name a Job, or a function that makes one"),
+        (
+            ":needs",
+            "missing a required argument: 'width'. Use a Job, or a function that makes one and needs no other arguments",
+        ),
     ],
 )
 def test_what_is_no_job_in_a_file_is_told(write: Callable[..., Path], word: str, says: str) -> None:

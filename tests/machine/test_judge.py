@@ -80,7 +80,7 @@ def test_an_unknown_part_is_judged_by_what_its_link_says_it_can_do() -> None:
     machine = replace(machine, devices=(replace(machine.devices[0], part="NVIDIA Something"),))
     (verdict,) = judge(machine)
     assert verdict.level == "good" and verdict.expected == pytest.approx(0.83 * 15.75e9)
-    assert "what the device says" in verdict.origin
+    assert "what the device reports" in verdict.origin
     bare = replace(machine, links=(replace(machine.links[0], full_generation=None, full_width=None),))
     assert (judge(bare)[0].level, judge(bare)[0].expected) == ("unknown", None)
 

@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path) ->
     save_file(weights, tmp_path / "names.safetensors")
     model = Transformer()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.raises(UsageError, match=r"it lacks place; it has other, which the model has not. Write strict=False"):
+    with pytest.raises(UsageError, match=r"it lacks place; it has other, which the model lacks. Use strict=False"):
         load_weights(model, tmp_path / "names.safetensors")
     weights["place"] = weights.pop("other")[:2].clone()
     save_file(weights, tmp_path / "shapes.safetensors")
@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path) ->
     with pytest.raises(UsageError, match=r"does not exist\. Give a \.safetensors file"):
         load_weights(model, tmp_path / "none.safetensors")
     (tmp_path / "bad.safetensors").write_bytes(b"nothing")
-    with pytest.raises(UsageError, match="is no safetensors checkpoint"):
+    with pytest.raises(UsageError, match="is not a safetensors checkpoint"):
         load_weights(model, tmp_path / "bad.safetensors")
 
 

@@ -47,20 +47,20 @@ def test_a_request_prints_as_the_words_that_give_it(request_: DeviceRequest) -> 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("0xcpu", "Write 1xcpu"),
+        ("0xcpu", "Use 1xcpu"),
         (f"{MOST_CPU_WORKERS + 1}xcpu", f"at most {MOST_CPU_WORKERS}"),
-        ("cpu:0,1", "Write 2xcpu"),
+        ("cpu:0,1", "Use 2xcpu"),
         ("cuda:1,1", "named twice"),
         ("4xcpus", "Did you mean 'cpu'?"),
         ("2xcudda", "Did you mean 'cuda'?"),
         ("cdua:0", "Did you mean 'cuda'?"),
         ("al", "Did you mean 'all'?"),
-        ("4", "Write a count (4xcpu, 2xcuda), indices (cuda:0,1) or all"),
+        ("4", "Use a count (4xcpu, 2xcuda), indices (cuda:0,1) or all"),
         ("cuda:", "indices (cuda:0,1)"),
         ("cuda:0,", "indices (cuda:0,1)"),
-        ("-1xcpu", "Write a count"),
-        ("2xcuda:0", "Write a count"),
-        ("", "Write a count"),
+        ("-1xcpu", "Use a count"),
+        ("2xcuda:0", "Use a count"),
+        ("", "Use a count"),
     ],
 )
 def test_a_slip_is_told_with_what_to_write_instead(words: str, says: str) -> None:

@@ -250,7 +250,7 @@ def test_settings_lie_over_a_plan() -> None:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("shard", "'shard' is no setting of a plan. Write field=value"),
+        ("shard", "'shard' is not a setting of a plan. Use field=value"),
         ("shrad=2", "Did you mean 'shard'?"),
         ("shard=two", "shard='two': must be a whole number"),
         ("zero1=maybe", "zero1='maybe': must be True or False"),

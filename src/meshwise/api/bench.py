@@ -1,4 +1,7 @@
-"""Measure a machine: its devices, the paths between them, and whether each is as good as its parts."""
+"""Measure a machine: its devices, the paths between them, and whether each is as good as its parts.
+
+Tested in tests/cli/test_bench.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Measure the links between the hosts of a cluster: one rank a host, under any launcher that starts one."""
+"""Measure the links between the hosts of a cluster: one rank a host, under any launcher that starts one.
+
+Tested in tests/cli/test_bench_hosts.py.
+"""
 
 from __future__ import annotations
 

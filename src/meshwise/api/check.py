@@ -1,114 +1,216 @@
-"""Check a plan: the job on one device and under the plan, in float64, compared."""
+"""Check a plan: a job or a script on one device and under the plan, in float64, compared.
+
+A job and a script are both a `Program`: they differ in what each worker calls.
+"""
 
 from __future__ import annotations
 
-import functools
+import os
+import tempfile
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
 
+import torch
 from torch import nn
 
-from meshwise.api.check_script import DEFAULT_DEVICES, check_script
 from meshwise.compat.compiling import uncompile, unwrapped
 from meshwise.equivalence.one_device import one_device
+from meshwise.equivalence.program_trace import Draws, ProgramTrace, check_same_steps, trace_to_compare, with_unsummed
+from meshwise.equivalence.programs import watch_job, watch_script
 from meshwise.equivalence.proof import Proof, prove
-from meshwise.equivalence.trace import CheckSpec, Trace
-from meshwise.equivalence.under_plan import Draws, under_plan
+from meshwise.equivalence.trace import CheckSpec
 from meshwise.jobs.registry import find_job
+from meshwise.jobs.script import run_script_file
 from meshwise.machine.find import find_devices
-from meshwise.spec.devices import parse_devices
+from meshwise.parallel.apply import check_fits
+from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
-from meshwise.spec.plan import AXES, Plan, plan_from_settings, plan_on
+from meshwise.spec.options import Option, refuse_options_of_jobs, takes
+from meshwise.spec.plan import AXES, Plan, plan_from_settings, plan_on, plan_to_toml
 from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.plan_file import read_plan
+from meshwise.spec.world import World
 from meshwise.training.job import Job
+from meshwise.training.plan_choice import PLAN_FILE, check_for_scripts
 from meshwise.workers.failure import user_traceback
 from meshwise.workers.join import join, started_by_launcher
 from meshwise.workers.launch import launch
 
+DEFAULT_DEVICES = "2xcpu"
 
-def check(
-    job: Job | str,
-    *,
-    plan: Plan | str | Path | None = None,
-    devices: str | None = None,
-    steps: int = 3,
-    batch_size: int | None = None,
-    seed: int | None = None,
-    data: str | Path | None = None,
-    rounding: bool = True,
-    arguments: Sequence[str] = (),
-    tell: Callable[[str], None] = lambda text: None,
-) -> Proof:
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """The options of a check. arguments: of a script. notify: takes a line for the user."""
+
+    job: Annotated[
+        Job | str,
+        Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments", argument=True),
+    ]
+    _: KW_ONLY
+    plan: Annotated[
+        Plan | str | Path | None,
+        Option("a plan file; default: that of a script, else replicas on all devices", metavar="FILE"),
+    ] = None
+    settings: Annotated[
+        tuple[str, ...], Option("a field of the plan, such as shard=4", name="--set", metavar="FIELD=VALUE")
+    ] = ()
+    devices: Annotated[
+        str | None, Option("4xcpu, 2xcuda; default: a CPU worker for each device of the plan, else 2xcpu")
+    ] = None
+    steps: Annotated[int, Option("optimizer steps; the last one has a ragged batch")] = 3
+    batch_size: Annotated[int | None, Option("samples of the global batch, over all devices", scripts=False)] = None
+    seed: Annotated[int | None, Option("seed of the start values, the data order and the draws")] = None
+    data: Annotated[str | Path | None, Option("another data set in the same format: a folder", scripts=False)] = None
+    rounding: Annotated[bool, Option("run both sides in the plan's own precision too")] = True
+    arguments: Sequence[str] = ()
+    notify: Callable[[str], None] = lambda text: None
+    tell: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UsageError(f"--steps {self.steps}: must be at least 1.")
+        if self.tell is not None:
+            warnings.warn("check(tell=...) is now check(notify=...).", DeprecationWarning, stacklevel=4)
+            object.__setattr__(self, "notify", self.tell)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a check runs.
+
+    trace: what each worker calls with what is checked and, under the plan, the random draws of one device. alone:
+    whether a pass needs processes of its own: a script may leave anything behind.
+    """
+
+    name: str
+    trace: Callable[[CheckSpec, Draws | None], ProgramTrace | None]
+    alone: bool
+
+
+@takes(CheckOptions)
+def check(options: CheckOptions) -> Proof:
     """Prove that a plan computes what one device computes, or name the first module that does not, and why.
 
     Both sides train in float64, casts inside the model too, from the same start on the same samples; the last step has
     a ragged batch. A difference above 1e-9 of a tensor's size is a fault.
 
-    job: a Job, or a word as on the command line; a script.py that keeps its own loop is run with `arguments` (of the
-    other options it knows plan, devices, steps and seed). plan: a Plan or a plan file; without one, replicas on all
-    `devices`.
-    devices: `4xcpu` by default has a CPU worker stand for each device of the plan. batch_size, seed, data: as in `run`.
-    rounding: run both sides in the plan's own precision as well, and tell how far each is from float64.
+    The job is a Job, or a word as on the command line; a script.py is run with `arguments`. The plan is a Plan or a
+    plan file. Rounding tells how far each side is from float64 in the plan's own precision.
     Raises UsageError for what cannot be checked, WorkerFailed when a worker fails.
     """
-    if steps < 1:
-        raise UsageError(f"--steps {steps}: must be at least 1.")
+    return check_options(options)
+
+
+def check_options(options: CheckOptions) -> Proof:
+    """The check with these options."""
     if started_by_launcher():
         raise UsageError("meshwise check starts its own workers. Call it alone, without torchrun, srun or mpirun.")
-    if isinstance(job, str) and job.endswith(".py"):
-        given = None if plan is None else as_written(_plan(plan, devices), tell)
-        return check_script(Path(job), arguments, plan=given, devices=devices, steps=steps, seed=seed, tell=tell)
-    chosen = as_written(_plan(plan, devices), tell)
-    words = devices or f"{chosen.devices}xcpu"
-    slots = find_devices(parse_devices(words))
-    check_devices(chosen, len(slots))
-    of_code = job if isinstance(job, Job) else None
-    word, where = job if isinstance(job, str) else "", None if data is None else str(data)
-    changes = {"batch_size": batch_size, "seed": seed}
-    found = _found(of_code, word, where, changes)
-    specs = [CheckSpec(chosen, steps)]
-    if rounding and chosen.precision != "fp64":
-        specs.append(CheckSpec(chosen, steps, chosen.precision))
-    tell(f"one device, {steps} steps")
-    if slots[0].device == "cpu":
-        references = [_alone(found, spec) for spec in specs]
-    else:
-        (references,) = launch(_one_device, (of_code, word, where, changes, specs), slots[:1])
-    tell(f"{chosen}, {words}")
-    draws = [[step.draws for step in side.steps] for side in references]
-    results = launch(_under_plan, (of_code, word, where, changes, specs, draws), slots)
-    sides: list[Trace] = results[0]
-    rounded = (references[1], sides[1]) if len(specs) > 1 else None
-    return prove(found.name, specs[0], words, references[0], sides[0], rounded)
+    script = options.job if isinstance(options.job, str) and options.job.endswith(".py") else ""
+    given = options.plan is not None or bool(options.settings)
+    plan = None if script and not given else uncompiled_plan(_plan(options), options.notify)
+    devices = options.devices or (DEFAULT_DEVICES if plan is None else f"{plan.devices}xcpu")
+    slots = find_devices(parse_devices(devices))
+    if plan is not None:
+        check_devices(plan, len(slots))
+    specs = [CheckSpec(plan or Plan(data=len(slots)), options.steps)]
+    if options.rounding and (plan is None or plan.precision != "fp64"):
+        specs.append(replace(specs[0], in_float64=False))
+    with tempfile.TemporaryDirectory(prefix="meshwise-check-") as folder:
+        program = _script(Path(script), options, plan, slots, Path(folder)) if script else _job(options, slots)
+        options.notify(f"one device, {options.steps} steps")
+        ones = _traces(program, [(spec, None) for spec in specs], slots[:1])
+        one = trace_to_compare(ones[0], program.name)
+        options.notify(f"{plan or 'the plan of the script'}, {devices}")
+        many = _traces(program, [(spec, one.draws) for spec, one in zip(specs, ones, strict=True)], slots)
+    actual = trace_to_compare(many[0], program.name)
+    check_same_steps(one, actual, program.name)
+    spec = replace(specs[0], plan=many[0].plan or specs[0].plan)
+    rounded = [found[-1].trace for found in (ones, many)] if len(specs) > 1 else []
+    sides = with_unsummed(one, actual, many[0].unsummed)
+    return prove(program.name, spec, devices, *sides, [trace for trace in rounded if trace is not None])
 
 
-def plan_of_words(file: str | None, settings: list[str], devices: str | None) -> Plan:
-    """The plan of a plan file (None: replicas on all devices) with `field=value` settings over it."""
-    if file is None and settings and devices is not None:
-        return plan_on(_count(devices), settings)
-    if file is None and settings:
-        fixed = plan_from_settings([s for s in settings if s.partition("=")[0].strip() in AXES]).devices
-        return plan_on(fixed if fixed > 1 else _count(None), settings)
-    start = _plan(file, devices)
-    return plan_from_settings(settings, start)
+def _plan(options: CheckOptions) -> Plan:
+    """The plan that is given, or replicas on all devices, with the settings over it."""
+    if isinstance(options.plan, Plan):
+        return plan_from_settings(options.settings, options.plan)
+    count = len(find_devices(parse_devices(options.devices or DEFAULT_DEVICES)))
+    if options.plan is not None:
+        return plan_from_settings(options.settings, read_plan(options.plan, count))
+    axes = [setting for setting in options.settings if setting.partition("=")[0].strip() in AXES]
+    named = plan_from_settings(axes).devices
+    return plan_on(named if options.devices is None and named > 1 else count, options.settings)
 
 
-def _plan(plan: Plan | str | Path | None, devices: str | None) -> Plan:
-    if isinstance(plan, Plan):
-        return plan
-    return Plan(data=_count(devices)) if plan is None else read_plan(plan, _count(devices))
+def uncompiled_plan(plan: Plan, notify: Callable[[str], None]) -> Plan:
+    """The plan without its compiler, which fuses what is compared between modules; and a line that says so."""
+    if plan.compile:
+        notify("compile is left out: the modules are compared as they are written")
+    return replace(plan, compile=False)
 
 
-def _count(devices: str | None) -> int:
-    return len(find_devices(parse_devices(devices or DEFAULT_DEVICES)))
+def _traces(
+    program: Program, passes: Sequence[tuple[CheckSpec, Draws | None]], slots: Sequence[WorkerSlot]
+) -> list[ProgramTrace]:
+    """What the program did in each pass: what is checked, and the random draws that it follows."""
+    if not program.alone and slots[0].device == "cpu" and passes[0][1] is None:
+        return [_in_this_process(program, spec) for spec, _ in passes]
+    groups = [[each] for each in passes] if program.alone else [passes]
+    return [found for group in groups for found in launch(_in_worker, (program.trace, group), slots)[0]]
 
 
-def _found(given: Job | None, word: str, data: str | None, changes: dict[str, int | None]) -> Job:
-    job = given or find_job(word, data=Path(data) if data else None, seed=changes["seed"])
-    said = {name: value for name, value in changes.items() if value is not None}
-    return replace(job, model=functools.partial(_uncompiled, job.model), **said)  # type: ignore[arg-type]
+def _in_worker(
+    trace: Callable[[CheckSpec, Draws | None], ProgramTrace | None],
+    passes: Sequence[tuple[CheckSpec, Draws | None]],
+) -> list[ProgramTrace | None]:
+    join()
+    return [trace(spec, draws) for spec, draws in passes]
+
+
+def _in_this_process(program: Program, spec: CheckSpec) -> ProgramTrace:
+    """One device. Raises WorkerFailed, as a worker would, where the user's program raises."""
+    try:
+        found = program.trace(spec, None)
+        assert found is not None
+        return found
+    except MeshwiseError:
+        raise
+    except Exception as error:
+        precision = "fp64" if spec.in_float64 else spec.plan.precision
+        lines = [f"one device, in {precision}, failed: {type(error).__name__}: {error}"]
+        lines += [*getattr(error, "__notes__", []), *user_traceback(error).rstrip().splitlines()]
+        raise WorkerFailed("\n".join(lines), rank=0) from error
+
+
+def _job(options: CheckOptions, slots: Sequence[WorkerSlot]) -> Program:
+    name = _find_job(options).name  # here too: what is wrong is reported before any worker starts
+    plain = replace(options, notify=_ignore, tell=None)
+    return Program(name, partial(_trace_job, plain, slots[0].device == "cpu"), alone=False)
+
+
+def _ignore(text: str) -> None:
+    pass
+
+
+def _trace_job(options: CheckOptions, on_cpu: bool, spec: CheckSpec, draws: Draws | None) -> ProgramTrace | None:
+    job = _find_job(options)
+    if draws is not None:
+        return watch_job(job, spec, draws)
+    trace = one_device(job, spec, "cpu" if on_cpu else join().world.device)
+    return ProgramTrace(spec.plan, trace, [step.draws for step in trace.steps], len(trace.steps))
+
+
+def _find_job(options: CheckOptions) -> Job:
+    data = None if options.data is None else Path(options.data)
+    job = options.job if isinstance(options.job, Job) else find_job(options.job, data=data, seed=options.seed)
+    given: dict[str, Any] = {"batch_size": options.batch_size, "seed": options.seed}
+    given = {name: value for name, value in given.items() if value is not None}
+    return replace(job, model=partial(_uncompiled, job.model), **given)
 
 
 def _uncompiled(make: Callable[[], nn.Module]) -> nn.Module:
@@ -117,40 +219,27 @@ def _uncompiled(make: Callable[[], nn.Module]) -> nn.Module:
     return unwrapped(model)
 
 
-def as_written(plan: Plan, tell: Callable[[str], None]) -> Plan:
-    """The plan without its compiler, which fuses what is to be looked at between modules; and that is told."""
-    if plan.compile:
-        tell("compile is left out: the modules are compared as they are written")
-    return replace(plan, compile=False)
+def _script(
+    script: Path, options: CheckOptions, plan: Plan | None, slots: Sequence[WorkerSlot], folder: Path
+) -> Program:
+    refuse_options_of_jobs(str(script), options)
+    if not script.is_file():
+        raise UsageError(f"{script}: no such file. Name a Python file.")
+    if plan is not None:
+        check_fits(plan, World(size=len(slots), device=slots[0].device))
+        check_for_scripts(plan)
+        (folder / "plan.toml").write_text(plan_to_toml(plan), encoding="utf-8")
+    run = partial(run_script_file, script.resolve(), list(options.arguments))
+    return Program(script.name, partial(_trace_script, run, options.seed or 0, folder), alone=True)
 
 
-def _alone(job: Job, spec: CheckSpec) -> Trace:
-    """`one_device` in this process. Raises WorkerFailed, as a worker would, where the user's program raises."""
-    try:
-        return one_device(job, spec)
-    except MeshwiseError:
-        raise
-    except Exception as error:
-        words = [f"one device, in {spec.precision}, failed: {type(error).__name__}: {error}"]
-        words += [*getattr(error, "__notes__", []), *user_traceback(error).rstrip().splitlines()]
-        raise WorkerFailed("\n".join(words), rank=0) from error
-
-
-def _one_device(
-    given: Job | None, word: str, data: str | None, changes: dict[str, int | None], specs: list[CheckSpec]
-) -> list[Trace]:
-    job = _found(given, word, data, changes)
-    return [one_device(job, spec, join().world.device) for spec in specs]
-
-
-def _under_plan(
-    given: Job | None,
-    word: str,
-    data: str | None,
-    changes: dict[str, int | None],
-    specs: list[CheckSpec],
-    draws: list[Draws],
-) -> list[Trace | None]:
-    join()
-    job = _found(given, word, data, changes)
-    return [under_plan(job, spec, drawn) for spec, drawn in zip(specs, draws, strict=True)]
+def _trace_script(
+    run: Callable[[], None], seed: int, folder: Path, spec: CheckSpec, draws: Draws | None
+) -> ProgramTrace | None:
+    """What the script writes with `mw.save` goes into a folder of the check. seed: where the script sets none."""
+    if (folder / "plan.toml").exists():
+        os.environ[PLAN_FILE] = str(folder / "plan.toml")
+    own = folder / f"{'one' if draws is None else 'many'} {spec.in_float64}"
+    own.mkdir(exist_ok=True)
+    torch.set_num_threads(1)  # the same sums in the same order on both sides
+    return watch_script(run, spec, draws, seed, own)

@@ -1,4 +1,7 @@
-"""Machines: the one that is here, one in words, one in a file. Nothing waits for torch unless its facts are asked."""
+"""Machines: the one that is here, one in words, one in a file. Nothing waits for torch unless its facts are asked.
+
+Tested in tests/cli/test_bench.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def find_machine(words: str | Path | None = None, *, torch: bool = True) -> Mach
     """A machine: the one that is here (None), `8xH100` or `2x8xA100-80GB@200Gb` in words, or a machine file (.toml).
 
     torch: ask torch too, for what is here; without it NVML and the system's own files must do.
-    Raises UsageError for a part that is not in the catalog, naming the nearest, and for a file that is no machine.
+    Raises UsageError for a part that is not in the catalog, naming the nearest, and for a file that is not one.
     """
     if words is None:
         found = discover()
@@ -32,12 +35,12 @@ def find_machine(words: str | Path | None = None, *, torch: bool = True) -> Mach
 def read_machine(path: Path) -> Machine:
     """The machine of a machine file. Raises UsageError when it cannot be read or is none."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe or a device would be read for ever
-        raise UsageError(f"{path}: no file. Write a machine file with meshwise bench --save FILE.")
+        raise UsageError(f"{path}: not a file. Write a machine file with meshwise bench --save FILE.")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(
-            f"{path}: no machine can be read ({why}). Write one with meshwise bench --save FILE."
+            f"{path}: cannot be read as a machine file ({why}). Write one with meshwise bench --save FILE."
         ) from None
     return machine_from_toml(text, str(path))

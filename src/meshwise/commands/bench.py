@@ -1,4 +1,7 @@
-"""`meshwise bench`: measure the machine, check every path, judge it; save that, and compare two of them."""
+"""`meshwise bench`: measure the machine, check every path, judge it; save that, and compare two of them.
+
+Tested in tests/cli/test_bench.py and test_bench_hosts.py.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def bench(options: BenchOptions, nodes: NodeOptions) -> None:
         raise UsageError(f"--seconds {options.seconds:g}: give from 0.1 to 86400, for instance --seconds 60.")
     hosts = options.hosts or nodes.nnodes > 1 or bool(nodes.rdzv)
     if hosts and (options.compute or options.devices):
-        raise UsageError("--hosts measures one device of each host. Leave --compute and --devices out.")
+        raise UsageError("--hosts measures one device of each host. Remove --compute and --devices.")
     if nodes.nnodes > 1:
         print(f"waiting     for {nodes.nnodes} hosts at {nodes.rdzv}", file=sys.stderr)
     limits: Any = {"sizes": options.sizes, "seconds": options.seconds}
@@ -107,14 +110,16 @@ def _writable(path: Path) -> Path:
     """`path`, if a machine file may be written there; nothing else is overwritten. Raises UsageError."""
     toml_writer()  # before anything is measured
     if path.is_dir() or not path.parent.is_dir():
-        raise UsageError(f"--save {path}: no file can be there. Name one in a folder that exists, such as here.toml.")
+        raise UsageError(
+            f"--save {path}: cannot be written there. Use a file in a folder that exists, such as here.toml."
+        )
     if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"--save {path}: nothing may be written in {path.parent}. Name a file elsewhere.")
+        raise UsageError(f"--save {path}: {path.parent} is not writable. Use a file elsewhere.")
     if path.exists():
         try:
             read_machine(path)
         except UsageError:
-            raise UsageError(f"--save {path}: is there, and is no machine file. Name another file.") from None
+            raise UsageError(f"--save {path}: exists and is not a machine file. Use another file.") from None
     return path
 
 

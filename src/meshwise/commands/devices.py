@@ -1,4 +1,4 @@
-"""`meshwise devices`: what is here, or what a machine in words or a file has."""
+"""`meshwise devices`: what is here, or what a machine in words or a file has. Tested in tests/cli/test_bench.py."""
 
 from __future__ import annotations
 

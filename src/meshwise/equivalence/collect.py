@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,7 +14,7 @@ from meshwise.equivalence.across_ranks import (
     tensors_diverge,
     to_rank_0,
 )
-from meshwise.equivalence.model_state import buffers_of, optimizer_state_of, parameters_of, scheduler_numbers
+from meshwise.equivalence.model_state import buffers_of, optimizer_state_of, parameters_of
 from meshwise.equivalence.model_tracer import ModelTracer, merged
 from meshwise.equivalence.trace import StepTrace, Trace, by_tensor
 from meshwise.spec.world import World
@@ -35,19 +34,16 @@ def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[li
     return samples, rows
 
 
-def collect_step(
-    step: StepTrace, tracer: ModelTracer, model: nn.Module, optimizer: Optimizer, scheduler: Any, *, divided: bool
-) -> None:
-    """Complete `step`, which the optimizer has just made. Collective.
+def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer, *, divided: bool) -> None:
+    """Complete `step`, of which each rank knows its own part, with what it has left behind. Collective.
 
     divided: each rank has the optimizer's state of some parameters only.
     """
-    step.draws, step.outputs = tracer.draws, merged(to_rank_0(tracer.outputs))
-    ranks = enumerate(gather_objects(tracer.modified_between_backwards))
-    step.modified_between_backwards = [(rank, *found) for rank, each in ranks for found in each]
-    step.rng_mismatch = any(gather_objects(tracer.rng_mismatch))
+    step.outputs = merged(to_rank_0(step.outputs))
+    ranks = enumerate(gather_objects(step.modified_between_backwards))
+    step.modified_between_backwards = [(rank, *found[1:]) for rank, each in ranks for found in each]
+    step.rng_mismatch = any(gather_objects(step.rng_mismatch))
     step.parameters, step.buffers = parameters_of(model), buffers_of(model)
-    step.scheduler = scheduler_numbers(scheduler)
     state = optimizer_state_of(optimizer, model)
     step.rank_divergence |= {
         **tensors_diverge("gradients", step.gradients),
@@ -56,7 +52,7 @@ def collect_step(
         **tensors_diverge("optimizer state", by_tensor(state), divided=divided),
         **tensors_diverge("parameters", step.parameters),
         **tensors_diverge("buffers", step.buffers),
-        **numbers_diverge("scheduler", step.scheduler),
+        **numbers_diverge("loss", {"loss": step.loss}),
     }
     step.low_precision = low_precision_on_any(step.parameters)
     step.optimizer_state, step.clipped_gradients = of_any_rank(state), of_any_rank(step.clipped_gradients)

@@ -18,7 +18,7 @@ from meshwise.compat.dispatch import without_interception
 from meshwise.compat.tree import tensors_in
 from meshwise.equivalence.model_state import clean, local_norms
 from meshwise.equivalence.sketches import sketches
-from meshwise.equivalence.trace import Output
+from meshwise.equivalence.trace import Output, StepTrace
 from meshwise.equivalence.upcast import upcast
 from meshwise.training.keyed import Draw, KeyedDraws, Rows, by_reference, by_rows, on_one_device
 from meshwise.transfer.sharded import full_tensor
@@ -39,7 +39,7 @@ class ModelTracer:
         self._norms_left: dict[str, float] | None = None
         self.outputs: list[Output] = []
         self.ready: list[str] = []
-        self.modified_between_backwards: list[tuple[int, float, float, bool]] = []
+        self.modified_between_backwards: list[tuple[int, int, float, float, bool]] = []
         self.rng_mismatch = False
         self.unkeyed: set[str] = set()
         self.random_modules: set[str] = set()
@@ -57,10 +57,10 @@ class ModelTracer:
         self._draws, self.outputs, self.ready = [], [], []
         self._norms_left, self.modified_between_backwards, self.rng_mismatch = None, [], False
 
-    @property
-    def draws(self) -> list[list[Draw]]:
-        """The draws of this step, a list a microbatch."""
-        return [draws.log for draws in self._draws]
+    def end_step(self, step: StepTrace) -> None:
+        """The optimizer has made the step that began last: what the model did in it goes into `step`."""
+        step.draws, step.outputs = [draws.log for draws in self._draws], self.outputs
+        step.modified_between_backwards, step.rng_mismatch = self.modified_between_backwards, self.rng_mismatch
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -105,7 +105,7 @@ class ModelTracer:
         if ratios and max(abs(ratio - 1) for ratio in ratios) > 1e-12:
             alike = max(ratios) - min(ratios) <= 1e-9 * max(ratios)
             before, after = (math.hypot(*norms.values()) for norms in (self._norms_left, now))
-            self.modified_between_backwards.append((len(self._draws) - 2, before, after, alike))
+            self.modified_between_backwards.append((0, len(self._draws) - 2, before, after, alike))
 
     def precise(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the job, its casts in float64, not traced."""

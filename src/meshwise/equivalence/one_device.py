@@ -74,7 +74,7 @@ def one_device(job: Job, spec: CheckSpec, device: str = "cpu") -> Trace:
         store_parameters(model, spec.dtypes)
         model.to(device)
         check_room(model, spec, job)
-        tracer = ModelTracer(model, job.seed, upcast=spec.upcast)
+        tracer = ModelTracer(model, job.seed, upcast=spec.in_float64)
         run = _Reference(job, spec, device, model, tracer, trace_of(model))
         _train(run)
         if job.test is not None:
@@ -128,7 +128,7 @@ def _train(run: _Reference) -> None:
         step.samples = [[part.indices.tolist()] for part in parts]
         tracer.begin(number, [_all_rows(part) for part in parts])
         _backward(run, _batches(run, read, parts, batch.epoch), step)
-        step.outputs, step.draws = tracer.outputs, tracer.draws
+        tracer.end_step(step)
         step.ready_order, step.gradients = list(dict.fromkeys(tracer.ready)), gradients_of(model)
         if job.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)

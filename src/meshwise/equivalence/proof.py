@@ -1,7 +1,8 @@
-"""The proof: whether a plan computes what one device computes, where they part, the likely cause, and each rounding."""
+"""The proof: whether a plan computes what one device computes, where they diverge, the likely cause, each rounding."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwise.equivalence.causes import Cause
@@ -12,12 +13,15 @@ from meshwise.parallel.data import DROPOUT_NOTE
 from meshwise.spec.plan import Plan
 
 ROUNDED = ("loss", "gradients", "gradient norm", "parameters", "buffers", "evaluation")
-"""Of what the rounding of each side is told."""
+"""Kinds whose rounding is reported."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """The largest relative difference of a kind from the float64 reference, in the plan's own dtypes."""
+    """The largest relative difference of a kind from one device in float64, in the plan's own precision.
+
+    kind: what is compared (see `compare.KINDS`). one_device, plan: that of each side.
+    """
 
     kind: str
     one_device: float
@@ -26,10 +30,13 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Proof:
-    """What a check found.
+    """What `mw.check` found: whether the plan computes what one device computes, and if not, where and why.
 
-    batches: samples of each step. module: that of the first difference; empty where it has none.
-    rounding: in the plan's own precision; empty where it was not asked for.
+    job: name of the job or the script. plan: the plan that was checked. devices: what it ran on (`4xcpu`).
+    batches: samples of each step. comparison: everything that was compared; `comparison.first` is the first difference
+    in the order in which things happen, None when there is none. module: that of the first difference; empty where it
+    has none. cause: the likely cause of it, with the evidence. rounding: of each side in the plan's own precision;
+    empty where it was not asked for. notes: what the plan says of itself.
     """
 
     job: str
@@ -44,38 +51,34 @@ class Proof:
 
     @property
     def equal(self) -> bool:
+        """Whether nothing differs by more than 1e-9 of its size."""
         return self.comparison.equal
 
 
 def prove(
-    job: str, spec: CheckSpec, devices: str, one: Trace, plan: Trace, rounded: tuple[Trace, Trace] | None = None
+    job: str, spec: CheckSpec, devices: str, reference: Trace, actual: Trace, rounded: Sequence[Trace] = ()
 ) -> Proof:
-    """Compare the sides. rounded: one device and the plan, in the plan's own precision."""
-    comparison = compare(one, plan)
+    """Compare one device with a plan. rounded: both in the plan's own precision, where that was asked for."""
+    comparison = compare(reference, actual)
     first = comparison.first
     return Proof(
         job,
         spec.plan,
         devices,
-        tuple(sum(len(part) for micro in step.samples for part in micro) for step in one.steps),
+        tuple(sum(len(part) for micro in step.samples for part in micro) for step in reference.steps),
         comparison,
         module_of(first, comparison) if first is not None else "",
-        cause_of(comparison, one, plan, spec.plan),
-        () if rounded is None else _rounding(one, *rounded),
-        notes_of(plan.notes),
+        cause_of(comparison, reference, actual, spec.plan),
+        tuple(_rounding(reference, rounded)),
+        tuple(note for note in actual.notes if note != DROPOUT_NOTE),  # it is keyed in a check
     )
 
 
-def notes_of(notes: tuple[str, ...]) -> tuple[str, ...]:
-    """What a plan says of itself and a check does not do: dropout is keyed here."""
-    return tuple(note for note in notes if note != DROPOUT_NOTE)
-
-
-def _rounding(reference: Trace, one: Trace, plan: Trace) -> tuple[Rounding, ...]:
-    sides = [{c.kind: c.largest for c in compare(reference, side).kinds} for side in (one, plan)]
-    found = []
+def _rounding(reference: Trace, rounded: Sequence[Trace]) -> Iterator[Rounding]:
+    if not rounded or any(len(trace.steps) != len(reference.steps) for trace in rounded):
+        return  # what a script computes may decide how many steps it makes
+    one, plan = ({c.kind: c.largest for c in compare(reference, trace).kinds} for trace in rounded)
     for kind in ROUNDED:
-        mine, other = (side.get(kind) for side in sides)
+        mine, other = one.get(kind), plan.get(kind)
         if mine is not None and other is not None:
-            found.append(Rounding(kind, mine.relative, other.relative))
-    return tuple(found)
+            yield Rounding(kind, mine.relative, other.relative)

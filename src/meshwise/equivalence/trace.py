@@ -22,22 +22,28 @@ Divergence = dict[tuple[str, str], float]
 class CheckSpec:
     """What is checked.
 
-    plan: the plan of the other side. steps: optimizer steps that both sides take. precision: `fp64` computes everything
-    in float64 on both sides; another one of the plan's words computes in it, to see its rounding.
+    plan: the plan of the other side; of a script that chooses its own, replicas on as many devices. steps: optimizer
+    steps that both sides take. in_float64: whether both compute everything in float64; else in the plan's own
+    precision, to see its rounding.
     """
 
     plan: Plan
     steps: int = 3
-    precision: str = "fp64"
+    in_float64: bool = True
 
-    @property
-    def upcast(self) -> bool:
-        return self.precision == "fp64"
+    def applied(self, plan: Plan) -> Plan:
+        """A plan in the precision of this check."""
+        return at_precision(plan, "fp64") if self.in_float64 else plan
 
     @property
     def dtypes(self) -> Dtypes:
         """What both sides store and compute in."""
-        return at_precision(self.plan, self.precision).dtypes
+        return self.applied(self.plan).dtypes
+
+    @property
+    def ragged(self) -> int:
+        """Samples of a ragged batch, which gives ranks unequal slices."""
+        return 2 * self.plan.devices * self.plan.accumulate + 1
 
 
 @dataclass(frozen=True)
@@ -136,8 +142,8 @@ class Trace:
 
 
 def batch_ranges(samples: int, batch_size: int, spec: CheckSpec) -> list[BatchRange]:
-    """The global batches of a check: whole ones, and a ragged one at the end, which gives ranks unequal slices."""
-    ragged = min(2 * spec.plan.devices * spec.plan.accumulate + 1, max(batch_size - 1, 1))
+    """The global batches of a check: whole ones, and a ragged one at the end."""
+    ragged = min(spec.ragged, max(batch_size - 1, 1))
     ranges: list[BatchRange] = []
     epoch = start = 0
     while len(ranges) < spec.steps:

@@ -28,11 +28,9 @@ def find_job(word: str, *, data: Path | None = None, seed: int | None = None) ->
     factory = BUILT_IN.get(name)
     if factory is None:
         hint = nearest(name, BUILT_IN)
-        raise UsageError(
-            f"no job is called '{word}'.{hint} Built in are {', '.join(BUILT_IN)}; your own is file.py:name."
-        )
+        raise UsageError(f"no job is named '{word}'.{hint} Use {', '.join(BUILT_IN)}, or file.py:name for your own.")
     if size and "size" not in inspect.signature(factory).parameters:
-        raise UsageError(f"job '{name}' has no sizes. Write {name}.")
+        raise UsageError(f"job '{name}' has no sizes. Use {name}.")
     return _call(word, factory, {"size": size} if size else {}, data, seed)
 
 
@@ -57,7 +55,7 @@ def _call(word: str, found: Any, arguments: dict[str, Any], data: Path | None, s
         inspect.signature(found).bind(**arguments)
     except TypeError as error:
         raise UsageError(
-            f"{word}: {error}. Name a Job, or a function that makes one without being told more."
+            f"{word}: {error}. Use a Job, or a function that makes one and needs no other arguments."
         ) from None
     job = found(**arguments)
     if not isinstance(job, Job):
@@ -71,7 +69,7 @@ def _from_file(path: Path, name: str) -> Any:
     if not name:
         if len(jobs) == 1:
             return getattr(module, jobs[0])
-        raise UsageError(f"{path}: say which job is meant, for instance {path}:{jobs[0] if jobs else 'job'}.")
+        raise UsageError(f"{path}: it is not said which job to run. Use {path}:{jobs[0] if jobs else 'job'}.")
     if not hasattr(module, name):
         public = [
             key

@@ -1,6 +1,8 @@
 """What the control groups of this process let it use: cores' worth of time and bytes of memory. Versions 2 and 1.
 
 A limit of any group from this process's own up to the root holds, so the smallest counts.
+
+Tested in tests/machine/test_host_facts.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A change of speed is clear when it is above 10 % and lies outside the spread of both measurements: the slower median is
 above the other's 95th percentile. Without percentiles, the 10 % alone decide.
+
+Tested in tests/machine/test_machine_compare.py.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, seconds_
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 CLEAR = 0.10
-"""A smaller change of speed than this is told as none."""
+"""A smaller change of speed than this counts as none."""
 
 
 @dataclass(frozen=True)

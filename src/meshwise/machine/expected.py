@@ -2,6 +2,8 @@
 
 The nominal figure is that of the parts at their full generation and width, whatever was found. Where a figure is not
 known there is no expectation: None, with the reason in its origin.
+
+Tested in tests/machine/test_judge.py.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def host_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None
         return own.bandwidth, own.generation, f"{device.name}: {_named(own)}"
     generation, width = link.full_generation, link.full_width
     if link.kind == "pcie" and generation and width:
-        return pcie(generation, width), generation, f"PCIe {generation} x{width}, what the device says it can do"
+        return pcie(generation, width), generation, f"PCIe {generation} x{width}, what the device reports it can do"
     return link.bandwidth, generation, link.origin or "the nominal bandwidth of the link"
 
 
@@ -96,7 +98,11 @@ def device_nominal(machine: Machine, link: Link) -> tuple[float | None, int | No
     generation, width = link.full_generation, link.full_width
     if generation and width and link.kind in ("pcie", "nvlink"):
         rate = (pcie if link.kind == "pcie" else nvlink)(generation, width)
-        return rate, generation, f"{link.kind} generation {generation}, width {width}, what the devices say they can do"
+        return (
+            rate,
+            generation,
+            f"{link.kind} generation {generation}, width {width}, what the devices report they can do",
+        )
     if link.bandwidth is None and link.kind == "network":
         any_hosts = link_between(machine, NODE, NODE)
         if any_hosts is not None:
@@ -187,7 +193,7 @@ def _of_nominal(nominal: float | None, found: tuple[float, str] | None, origin: 
 
 
 def _origin(device: Device, figure: str) -> str:
-    return device.origins.get(figure) or device.origins.get(figure.split(".")[0]) or "origin not told"
+    return device.origins.get(figure) or device.origins.get(figure.split(".")[0]) or "origin unknown"
 
 
 def _named(link: PartLink) -> str:

@@ -79,7 +79,7 @@ def _accelerator_shares(request: DeviceRequest) -> list[WorkerSlot]:
 
 
 def pci_address(kind: str, index: int) -> str:
-    """`0000:3b:00.0` as sysfs writes it, or an empty text where torch does not tell."""
+    """`0000:3b:00.0` as sysfs writes it, or an empty text where torch does not know it."""
     if kind != "cuda":
         return ""
     return address_of(torch.cuda.get_device_properties(index))

@@ -42,7 +42,7 @@ SLOW_CAUSES = {
     "pageable": "pageable memory: the processor copies every byte into pinned memory first; use pin_memory()",
     "in-network": "above the speed of the link: the switch adds up (NVLS, SHARP), and bus bandwidth is then no speed "
     "of a link",
-    "power-or-clocks": "a power or heat limit may hold the clocks down: `nvidia-smi -q -d PERFORMANCE` tells",
+    "power-or-clocks": "a power or heat limit may hold the clocks down: `nvidia-smi -q -d PERFORMANCE` shows it",
 }
 """What a cause means, with the numbers of the link."""
 

@@ -1,4 +1,7 @@
-"""Memory of this process's device: what is used, what is free."""
+"""Memory of this process's device: what is used, what is free.
+
+Tested in tests/machine/test_host_facts.py and tests/timeline.
+"""
 
 from __future__ import annotations
 

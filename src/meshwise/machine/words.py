@@ -32,7 +32,9 @@ def machine_from_words(words: str) -> Machine:
     """The described machine. Raises UsageError for what cannot be read, an unknown part or an absurd count."""
     text = words.strip()
     if len(text) > 200:
-        raise UsageError(f"machine '{words[:60]}…': {len(words):,} characters are no name of a machine. {_WRITE}")
+        raise UsageError(
+            f"machine '{words[:60]}…': {len(words):,} characters are too long for the name of a machine. {_WRITE}"
+        )
     found = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?([^@]+?)\s*(?:@\s*(.*))?", text, re.IGNORECASE)
     if found is None:
         raise UsageError(f"machine '{words}': no part is named. {_WRITE}")
@@ -96,7 +98,7 @@ def _named(words: str, name: str) -> _Named:
     exact = [part for part in parts() if plain in map(_plain, (part.name, *part.aliases))]
     found = exact or [part for part in parts() if _means(plain, part)]
     if not found:
-        raise UsageError(f"machine '{words}': '{name}' is no known part.{_near(plain)} {_WRITE}")
+        raise UsageError(f"machine '{words}': '{name}' is not a known part.{_near(plain)} {_WRITE}")
     part = found[0]
     warnings = []
     if len(found) > 1:
@@ -132,7 +134,7 @@ def _means(plain: str, part: Part) -> bool:
 def _near(plain: str) -> str:
     known = {_plain(name): part.name for part in parts() for name in (part.name, part.family, *part.aliases)}
     if plain in ("cuda", "gpu", "xpu", "mps"):
-        return f" '{plain}' names no part: say which, or see what is here with `meshwise devices`."
+        return f" '{plain}' is not a part: name one, or see what is here with `meshwise devices`."
     close = difflib.get_close_matches(plain, list(known), n=5, cutoff=0.5)
     names = list(dict.fromkeys(known[name] for name in close))[:3]
     nearby = f" Nearest are {', '.join(names)}." if names else f" Known are {', '.join(p.name for p in parts())}."
@@ -185,6 +187,6 @@ def _network(words: str, rate: str) -> float:
     if ports and plain in known and int(ports[1] or 1) > 0:
         return networks()[known[plain]] * int(ports[1] or 1)
     raise UsageError(
-        f"machine '{words}': '@{rate}' is no rate of a host.{nearest(rate, networks())} Write it as @200Gb (Gbit/s), "
+        f"machine '{words}': '@{rate}' is not a rate of a host.{nearest(rate, networks())} Write @200Gb (Gbit/s), "
         f"@25GB (GB/s), or by name: @8xInfiniBand-NDR, @DGX-H100."
     )

@@ -59,7 +59,7 @@ def _track(module: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
 
 class _Normalize(torch.autograd.Function):
     """x of shape (samples, channels, ...) to zero mean and unit variance a channel over all ranks, times weight plus
-    bias. Gives the mean, the biased variance and the count beside it."""
+    bias. Gives the mean, the biased variance and the count too."""
 
     @staticmethod
     def forward(
@@ -129,5 +129,5 @@ BATCH_NORM = Technique(apply=_apply)
 
 
 def _along(channels: Tensor, like: Tensor) -> Tensor:
-    """One number a channel, shaped to stand beside a tensor of shape (samples, channels, ...)."""
+    """One number a channel, shaped to broadcast with a tensor of shape (samples, channels, ...)."""
     return channels.view(1, -1, *[1] * (like.ndim - 2))

@@ -1,4 +1,4 @@
-"""The blocks of a model: its repeated layers, and what stands beside them. Found from the module tree alone."""
+"""The blocks of a model: its repeated layers, and the modules between them. Found from the module tree alone."""
 
 from __future__ import annotations
 

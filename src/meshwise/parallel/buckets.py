@@ -1,4 +1,7 @@
-"""Buckets: neighbouring tensors of one dtype and device that are moved together."""
+"""Buckets: neighbouring tensors of one dtype and device that are moved together.
+
+Tested in tests/parallel/test_offload_state.py and test_zero1.py.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ DistributedDataParallel does the reducing, driven from outside, so that the mode
 
 `.grad` after a backward is the mean over ranks of what each rank had there: gradients kept back by earlier local
 backwards are part of it, and those already reduced stay what they are, since their mean is themselves.
+
+Tested in tests/parallel/test_equal_steps.py.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from meshwise.transfer.agreement import agree
 
 Gradients = list[Tensor | None]
 _made = itertools.count()  # every rank makes its reductions in the same order
-LATE_GRACE = 30.0  # seconds in which all ranks must have met a parameter that is new to the reduction
+LATE_GRACE = 30.0  # seconds in which all ranks must have reached a parameter that is new to the reduction
 
 DROPOUT_NOTE = "dropout: each rank draws its own masks, keyed by (seed, step, rank)."
 """A note on a plan that exact draws make untrue."""
@@ -209,7 +211,7 @@ class DataParallel:
                 p.grad = None
 
     def _finish_unarmed(self, armed: Sequence[_Group], factor: Callable[[], Tensor] | None) -> None:
-        """Weigh what no reducer has weighed, and put back the gradients that were laid aside."""
+        """Weigh what no reducer has weighed, and put back the gradients that were set aside."""
         if factor is None:
             return
         done = {id(p) for group in armed for p in group.parameters}
@@ -338,12 +340,8 @@ def _apply(setup: Setup) -> None:
     if any("Dropout" in type(module).__name__ for module in setup.model.modules()):
         setup.notes.append(DROPOUT_NOTE)
     if setup.reduction is None:
-        setup.reduction = DataParallel(
-            list(setup.model.named_parameters()),
-            bucket_mb=setup.plan.bucket_mb,
-            piggyback_loss=setup.piggyback_loss,
-            dtype=setup.reduce_dtype,
-        )
+        named, megabytes, dtype = list(setup.model.named_parameters()), setup.plan.bucket_mb, setup.reduce_dtype
+        setup.reduction = DataParallel(named, bucket_mb=megabytes, piggyback_loss=setup.piggyback_loss, dtype=dtype)
 
 
 DATA = Technique(check_model=_check_model, apply=_apply)

@@ -157,7 +157,10 @@ class _Skeleton:
                 filling.put(slot, record.loaded[number])
         for number in record.loaded.keys() & filling.others.keys():
             t, _ = filling.others[number][0]
-            raise UsageError(f"{t.shape}: a tensor beside the parameters shares memory with one that was loaded.")
+            raise UsageError(
+                f"{t.shape}: a tensor that is neither parameter nor buffer shares memory with one that was loaded. "
+                "Build the model outside of mw.deferred."
+            )
         wanted = filling.slots.keys() | filling.others.keys()
         if wanted:
             end = record.rewind()
@@ -177,7 +180,7 @@ class _Filling:
         self.slots: dict[int, list[_Slot]] = {}
         self.others: dict[int, list[tuple[Tensor, StorageView]]] = {}
         self.values: dict[int, Tensor] = {}
-        """By the id of a tensor beside the parameters."""
+        """By the id of a tensor that is neither parameter nor buffer."""
         self._model, self._device, self._parts = model, device, parts
         self._metas, self._made = _tensors(model), dict[int, Tensor]()
 

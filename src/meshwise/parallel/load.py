@@ -1,7 +1,7 @@
 """Weights of a safetensors checkpoint, straight into a model: each rank reads its part of each tensor, and no more.
 
-One file, or the index of several that Hugging Face writes. A deferred model is told where its values lie, and reads
-them when its plan has divided it; what the file has not is replayed.
+One file, or the index of several that Hugging Face writes. A deferred model notes where its values are, and reads
+them when its plan has divided it; what the file lacks is replayed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Stored:
     dtype: torch.dtype | None
 
     def part(self, like: Tensor, device: torch.device | str) -> Tensor:
-        """This rank's part, as `like` lies, in its dtype."""
+        """This rank's part, sharded as `like` is, in its dtype."""
         bounds = local_slices(like)
         with safe_open(self.file, "pt") as opened:  # closed at once: pages of a mapped file count as memory in use
             read = opened.get_slice(self.name)[bounds] if bounds else opened.get_tensor(self.name)
@@ -75,7 +75,7 @@ def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> 
 
     path: a file, an index (`model.safetensors.index.json`), or a folder with one of the two. The model may be plain,
     distributed, or deferred. A tied tensor may stand under any of its names. strict: False keeps the start values of
-    what the checkpoint lacks, and leaves out what the model has not. Raises UsageError for names and shapes that do not
+    what the checkpoint lacks, and ignores what the model lacks. Raises UsageError for names and shapes that do not
     fit, before anything is read.
     """
     stored, own = _stored(Path(path)), _tied(model)
@@ -141,7 +141,7 @@ def _stored(path: Path) -> dict[str, _Stored]:
                     facts = opened.get_slice(name)
                     found[name] = _Stored(file, name, tuple(facts.get_shape()), DTYPES.get(facts.get_dtype()))
     except Exception as error:  # safetensors' own error has no other parent
-        raise UsageError(f"{path} is no safetensors checkpoint: {error}.") from None
+        raise UsageError(f"{path} is not a safetensors checkpoint: {error}.") from None
     return found
 
 
@@ -150,8 +150,8 @@ def _check(path: Path, chosen: Iterable[tuple[str, Tensor, _Stored]], missing: l
     if missing:
         parts.append(f"it lacks {some(missing)}")
     if foreign:
-        parts.append(f"it has {some(foreign)}, which the model has not")
-    hint = " Write strict=False to keep the start values of what it lacks and leave out what the model has not."
+        parts.append(f"it has {some(foreign)}, which the model lacks")
+    hint = " Use strict=False to keep the start values of what it lacks, and to ignore what the model lacks."
     other = [(name, there.shape, tuple(t.shape)) for name, t, there in chosen if there.shape != tuple(t.shape)]
     if other:
         name, there, here = other[0]

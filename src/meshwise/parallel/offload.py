@@ -2,10 +2,10 @@
 
 Tensors that a forward keeps for its backward are copied to the host: pinned, and on a stream of their own where the
 device is a GPU, so that computing goes on. A backward asks for them in the reverse order. So each time that it asks for
-one, those before it are begun to be fetched, up to `WINDOW` bytes that are on the device and not yet asked for.
+one, those before it are begun to be fetched, up to `WINDOW` bytes that are on the device and not yet requested.
 
 Parameters stay where they are: they are there anyway. A block that runs again in the backward sends its input alone
-(what `selective` keeps of its inside stays on the device). The model's `forward` is laid into this; its class, hooks
+(what `selective` keeps of its inside stays on the device). The model's `forward` is wrapped in this; its class, hooks
 and state_dict keys stay.
 """
 
@@ -32,8 +32,8 @@ WINDOW = 256 << 20  # bytes that are fetched ahead of their use
 
 @dataclass
 class OffloadStats:
-    """What was copied so far: tensors and bytes that went to the host, tensors that came back before they were asked
-    for, and the most bytes of such that were on the device at once."""
+    """What was copied so far: tensors and bytes that went to the host, tensors that came back before they were
+    requested, and the most bytes of such that were on the device at once."""
 
     tensors: int = 0
     bytes: int = 0
@@ -52,7 +52,7 @@ class _HostCopy:
     place: tuple[Any, ...]
     base: weakref.ref[Tensor]
     views: int = 0
-    asked: int = 0
+    requested: int = 0
     ready: Tensor | None = None
     arrived: torch.cuda.Event | None = None
 
@@ -64,8 +64,8 @@ class _HostCopy:
 
     @property
     def ahead(self) -> bool:
-        """Whether it is on the device and nobody has asked for it yet."""
-        return self.ready is not None and not self.asked
+        """Whether it is on the device and not requested yet."""
+        return self.ready is not None and not self.requested
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -74,7 +74,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor as it lay on what went to the host: the compiler's code relies on strides."""
+    """A tensor as a view of what went to the host: the compiler's code relies on strides."""
 
     of: _HostCopy
     dtype: torch.dtype
@@ -120,8 +120,8 @@ class _SavedTensors:
             stream = torch.cuda.current_stream(waiting.device)
             stream.wait_event(waiting.arrived)
             flat.record_stream(stream)
-        waiting.asked += 1
-        if waiting.asked >= waiting.views:
+        waiting.requested += 1
+        if waiting.requested >= waiting.views:
             waiting.ready = None
         self._fetch_ahead(waiting.number)
         empty = torch.empty(0, dtype=kept.dtype, device=waiting.device)
@@ -133,7 +133,7 @@ class _SavedTensors:
         held = sum(kept.copy.nbytes for ref in self.fetched if (kept := ref()) is not None)
         for index in reversed(range(number)):
             kept = self.sent[index]()
-            if kept is None or kept.asked or kept.ready is not None:
+            if kept is None or kept.requested or kept.ready is not None:
                 continue
             if held + kept.copy.nbytes > self.window:
                 break

@@ -1,8 +1,10 @@
 """The record of a constructor: its operators on fake tensors, in their order, and what random numbers they would draw.
 
-torch tells nobody when a program sets a generator. So each random operator moves the real generator on by one number,
-which gives every view in the record a state of its own: a state that is found changed was set, or put back to what it
-was at a known view.
+torch has no hook for a program that sets a generator. So each random operator moves the real generator on by one
+number, which gives every entry of the record a state of its own: a state that is found changed was set, or put back to
+what it was at a known entry.
+
+Tested in tests/parallel/test_deferred.py.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from meshwise.parallel.op_replay import Entry, RecordedOp, ReplayMismatch, SetGe
 from meshwise.spec.errors import UsageError
 
 Loaded = Callable[[Tensor, torch.device | str], Tensor]
-"""(tensor that lies as the wanted one does, device) -> this rank's part of the wanted one."""
+"""(tensor sharded as the wanted one is, device) -> this rank's part of the wanted one."""
 
 PLAIN = (int, float, str, list, tuple, dict)
 """What of an operator's arguments its digest keeps."""
@@ -93,7 +95,7 @@ class OpRecord:
     def known(self, value: Any) -> Any:
         """The view that a fake tensor is; anything else is as it is. Raises ReplayMismatch for one from no operator."""
         if isinstance(value, torch.UntypedStorage) or (fake.is_fake(value) and self._storages.get(value) is None):
-            raise ReplayMismatch("a tensor was read from a file, or made by what is no operator of torch.")
+            raise ReplayMismatch("a tensor was read from a file, or made outside of torch's operators.")
         return self._view_of(value)
 
     def _view_of(self, value: Any) -> Any:
@@ -116,7 +118,7 @@ class OpRecord:
         )
 
     def _note_generator(self, generator: torch.Generator) -> None:
-        """Notice that the program has set a generator: torch tells nobody."""
+        """Notice that the program has set a generator: torch has no hook for that."""
         key = _key(generator)
         if self._last.get(generator) != key:
             known = self._marks.get(key) if generator is torch.default_generator else None
@@ -148,13 +150,13 @@ class OpRecord:
 
     def digest(self) -> str:
         """Of what was recorded: the same on all ranks whose constructors did the same."""
-        told = hashlib.sha256()
+        digest = hashlib.sha256()
         for entry in self.entries:
             if isinstance(entry, RecordedOp):
                 plain = map_leaves(lambda v: None, (entry.args, entry.kwargs), lambda v: not isinstance(v, PLAIN))
                 sizes = [view.size for view in leaves_of(StorageView, (entry.args, entry.result))]
-                told.update(f"{entry.name}{sizes}{plain}".encode())
-        return told.hexdigest()
+                digest.update(f"{entry.name}{sizes}{plain}".encode())
+        return digest.hexdigest()
 
     def check_loaded(self) -> None:
         """Raises UsageError when an operator touched what was loaded: the record does not know its values."""

@@ -2,7 +2,9 @@
 
 What no kept tensor depends on is not computed; random numbers are drawn all the same, so that the generator comes by as
 it did. A storage is made when it is first filled, and let go when no operator needs what it holds any more: one that is
-filled anew later is not held in between. So a replay holds what is kept and hardly more than one tensor beside it.
+filled anew later is not held in between. So a replay holds what is kept and hardly more than one tensor more.
+
+Tested in tests/parallel/test_deferred.py.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from meshwise.compat.tree import leaves_of, map_kind
 
 DRAWS = {"normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_"}
 FILLS = DRAWS | {"zero_", "fill_", "copy_"}
-"""Operators in view that read nothing of what they write, when they write the whole of it."""
+"""Operators in place that read nothing of what they write, when they write the whole of it."""
 Finished = Callable[[int, torch.UntypedStorage], None]
 
 
@@ -29,7 +31,7 @@ class ReplayMismatch(Exception):
 
 @dataclass(frozen=True)
 class StorageView:
-    """Where a tensor lies: in which storage (of `nbytes`), with which shape."""
+    """A tensor as a view: of which storage (of `nbytes`), with which shape."""
 
     storage: int
     nbytes: int
@@ -187,11 +189,11 @@ def _take(call: RecordedOp, views: Any, result: Any, storages: dict[int, torch.U
 
 
 def _check(call: RecordedOp, view: StorageView, result: Tensor) -> None:
-    told = (view.dtype, view.size, view.offset if math.prod(view.size) else 0)
+    expected = (view.dtype, view.size, view.offset if math.prod(view.size) else 0)
     given = (result.dtype, tuple(result.shape), result.storage_offset() if result.numel() else 0)
     steps = [(a, b) for a, b, n in zip(view.stride, result.stride(), view.size, strict=False) if n > 1]
-    if told != given or (result.numel() and any(a != b for a, b in steps)):
+    if expected != given or (result.numel() and any(a != b for a, b in steps)):
         raise ReplayMismatch(
             f"{call.name} gave a tensor of shape {given[1]}, {given[0]}, strides {tuple(result.stride())}; "
-            f"on fake tensors {told[1]}, {told[0]}, {view.stride}"
+            f"on fake tensors {expected[1]}, {expected[0]}, {view.stride}"
         )

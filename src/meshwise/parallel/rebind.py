@@ -3,6 +3,8 @@
 An optimizer made before would step the old parameters, without an error and without effect. It stays the same object,
 with its groups, their settings and its state; schedulers that hold it notice nothing. `load_state_dict` of a model and
 of an optimizer takes what one device has saved: whole tensors are sharded before torch looks at them.
+
+Tested in tests/parallel/test_apply.py and test_load.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Recompute: a block keeps its input, and runs again in the backward for what it did not keep.
 
-The block's `forward` is laid into torch's checkpoint; its class, hooks and state_dict keys stay. Random draws of the
+The block's `forward` is wrapped in torch's checkpoint; its class, hooks and state_dict keys stay. Random draws of the
 second run are those of the first (dropout drops the same), and it finds the world as the first one did: what that wrote
 into buffers (the running statistics of a batch norm) or into objects that it was given (the cache of a language model)
 is not written again.

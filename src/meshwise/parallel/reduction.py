@@ -1,4 +1,7 @@
-"""What a backward under a plan promises, whichever technique reduces its gradients."""
+"""What a backward under a plan promises, whichever technique reduces its gradients.
+
+Tested in tests/parallel/test_equal_steps.py.
+"""
 
 from __future__ import annotations
 

@@ -215,8 +215,8 @@ class Sharded:
         self._met = True
         unreached = {name: keys for name, keys in self._filled.items() if name not in self._reached}
         if self._idle is None:
-            said = collectives.gather_objects(sorted(unreached))
-            nowhere = set.intersection(*map(set, said))
+            everyone = collectives.gather_objects(sorted(unreached))
+            nowhere = set.intersection(*map(set, everyone))
             self._idle = set(nowhere)
         elif unreached:
             if torch.accelerator.is_available():
@@ -258,7 +258,7 @@ def note_what_was_not_gathered(error: BaseException) -> None:
             "--set zero1=true."
         )
     elif re.search(r"aten\.\w+_\.\w+ got mixed", text):  # written in place
-        error.add_note(f"Each rank holds a part of a sharded parameter, and one met a whole tensor. {COPIED}")
+        error.add_note(f"Each rank holds a part of a sharded parameter, and one was given a whole tensor. {COPIED}")
     elif "mixed torch.Tensor and DTensor" in text:
         error.add_note(
             "A sharded model's parameters are gathered while the model itself is called, model(x). What was called "

@@ -1,4 +1,7 @@
-"""What is gathered together under shard, and what a parameter must be so that it can be divided."""
+"""What is gathered together under shard, and what a parameter must be so that it can be divided.
+
+Tested in tests/parallel/test_shard.py.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def roots_of(model: nn.Module) -> list[nn.Module]:
 def units_of(root: nn.Module) -> list[nn.Module]:
     """The blocks of `root` that are gathered one by one: its repeated layers of `SMALL` elements or more.
 
-    A block that shares a parameter with what lies outside it (a tied embedding) is none: its parameters are needed
+    A block that shares a parameter with a module outside it (a tied embedding) is not one: its parameters are needed
     while it is not at work.
     """
     places, holders = _places(root), Counter(id(child) for m in root.modules() for child in m.children())
@@ -34,7 +37,7 @@ def units_of(root: nn.Module) -> list[nn.Module]:
 
 
 def _places(module: nn.Module) -> Counter[int]:
-    """How often each parameter, by its id, stands in the parts of `module`."""
+    """How often each parameter, by its id, is in the parts of `module`."""
     return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
 
 

@@ -1,8 +1,8 @@
 """The one optimizer hook: who is called before and after a step, in which order, and once for each step.
 
 An optimizer may call `super().step()`: only the outermost step of an optimizer is one, whichever classes torch has put
-its hooks into. A step that raises leaves nothing behind: who was called before it is told that it failed, as soon as
-the error leaves `optimizer.step` (or at the next step, where no subscriber is of this optimizer alone).
+its hooks into. A step that raises leaves nothing behind: those called before it are called again with `failed`, as soon
+as the error leaves `optimizer.step` (or at the next step, where no subscriber is of this optimizer alone).
 
 Around a step, from the outside: subscribers of all optimizers of the process, then the program's own hooks, then
 subscribers of this one optimizer. So the program's hooks (clipping, an EMA) see all gradients and all new parameters.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import functools
-import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -86,7 +86,7 @@ def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 class _Step:
     """A step that has begun, and whom it has called so far.
 
-    frame: tells torch's call of this step, which calls the hooks too, from all others that are running.
+    frame: identifies torch's call of this step, which calls the hooks too, among all that are running.
     """
 
     frame: tuple[int, int]
@@ -100,9 +100,9 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.steps: list[_Step] = []
 
-    def at(self, hook: FrameType | None) -> _Step | None:
-        """The step whose hook runs in this frame; None for one that is inside a step of the same optimizer."""
-        return next((step for step in self.steps if hook and step.frame == _identity(hook.f_back)), None)
+    def at(self, frame: FrameType) -> _Step | None:
+        """The step whose hooks this frame calls; None for one that is inside a step of the same optimizer."""
+        return next((step for step in self.steps if step.frame == _identity(frame)), None)
 
 
 class _OneOptimizer:
@@ -118,12 +118,12 @@ class _OneOptimizer:
         optimizers.call_first(self._hooks[1])
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        step = _running.at(inspect.currentframe())
+        step = _running.at(sys._getframe(1))
         if step is not None:
             _call_before(step, self.subscriptions, args, kwargs)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        step = _running.at(inspect.currentframe())
+        step = _running.at(sys._getframe(1))
         if step is not None:
             _call_after(step, self.subscriptions, optimizer)
 
@@ -149,13 +149,11 @@ def _hooked(optimizer: Optimizer) -> _OneOptimizer:
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """torch calls this before every step of every optimizer, and before the optimizer's own hooks."""
-    hook = inspect.currentframe()
-    assert hook is not None and hook.f_back is not None
-    _forget_ended(hook.f_back.f_back)
+    frame = sys._getframe(1)
+    _forget_ended(frame.f_back)
     if any(step.optimizer() is optimizer for step in _running.steps):
         return
-    step = _Step(_identity(hook.f_back), weakref.ref(optimizer))
-    del hook  # a frame that holds itself keeps what its callers hold, a model, until the next garbage collection
+    step = _Step(_identity(frame), weakref.ref(optimizer))
     _running.steps.append(step)
     one = _hooks_of.get(id(optimizer))
     if one is not None:
@@ -165,7 +163,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """torch calls this after every step of every optimizer, and after the optimizer's own hooks."""
-    step = _running.at(inspect.currentframe())
+    step = _running.at(sys._getframe(1))
     if step is not None:
         _call_after(step, _of_all, optimizer)
         _running.steps.remove(step)
@@ -213,10 +211,10 @@ def _forget_ended(frame: FrameType | None) -> None:
         _fail(step)
 
 
-def _identity(frame: FrameType | None) -> tuple[int, int]:
+def _identity(frame: FrameType) -> tuple[int, int]:
     """Of a frame that is running. One that has ended may have had the same, where it ran the same code: so `_begin`
     forgets a step that has the identity of the one that begins."""
-    return (0, 0) if frame is None else (id(frame), id(frame.f_code))
+    return id(frame), id(frame.f_code)
 
 
 def _notice_failures(optimizer: Optimizer) -> None:
@@ -230,7 +228,7 @@ def _notice_failures(optimizer: Optimizer) -> None:
         try:
             return function(optimizer, *args, **kwargs)
         except BaseException:
-            _forget_ended(inspect.currentframe())
+            _forget_ended(sys._getframe())
             raise
 
     @functools.wraps(function)

@@ -1,7 +1,9 @@
 """What a technique is: how it is checked, applied to a model, and bound to an optimizer. Each has a file of its own.
 
 A new technique is a field of the plan, its file, and its place in the order of `apply.py`. What an earlier technique
-leaves for a later one stands in `Setup`: techniques do not import each other.
+leaves for a later one is in `Setup`: techniques do not import each other.
+
+Tested in tests/parallel/test_apply.py.
 """
 
 from __future__ import annotations

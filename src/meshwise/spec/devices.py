@@ -45,13 +45,13 @@ def parse_devices(words: str) -> DeviceRequest:
     if re.fullmatch(r"[a-z]+", text):
         return DeviceRequest(_known(words, text), count=1)
     raise UsageError(
-        f"--devices {words}: not a list of devices. Write a count (4xcpu, 2xcuda), indices (cuda:0,1) or all."
+        f"--devices {words}: not a list of devices. Use a count (4xcpu, 2xcuda), indices (cuda:0,1) or all."
     )
 
 
 def _counted(words: str, kind: str, count: int) -> DeviceRequest:
     if count < 1:
-        raise UsageError(f"--devices {words}: a run needs at least one device. Write 1x{kind}.")
+        raise UsageError(f"--devices {words}: a run needs at least one device. Use 1x{kind}.")
     if kind == "cpu" and count > MOST_CPU_WORKERS:
         raise UsageError(f"--devices {words}: at most {MOST_CPU_WORKERS} CPU workers are started on one machine.")
     return DeviceRequest(kind, count=count)
@@ -59,9 +59,9 @@ def _counted(words: str, kind: str, count: int) -> DeviceRequest:
 
 def _indexed(words: str, kind: str, indices: tuple[int, ...]) -> DeviceRequest:
     if kind == "cpu":
-        raise UsageError(f"--devices {words}: CPU workers have no indices. Write {max(len(indices), 1)}xcpu.")
+        raise UsageError(f"--devices {words}: CPU workers have no indices. Use {max(len(indices), 1)}xcpu.")
     if len(set(indices)) != len(indices):
-        raise UsageError(f"--devices {words}: a device is named twice. Name each index once.")
+        raise UsageError(f"--devices {words}: a device is named twice. Use each index once.")
     return DeviceRequest(kind, indices=indices)
 
 
@@ -69,7 +69,7 @@ def _known(words: str, kind: str) -> str:
     if kind not in DEVICE_KINDS:
         hint = nearest(kind, (*DEVICE_KINDS, "all"))
         raise UsageError(
-            f"--devices {words}: '{kind}' is no kind of device.{hint} Known are {', '.join(DEVICE_KINDS)}."
+            f"--devices {words}: unknown kind of device '{kind}'.{hint} Use one of {', '.join(DEVICE_KINDS)}."
         )
     return kind
 

@@ -21,7 +21,7 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Dtypes:
-    """What is said in which dtype.
+    """Which dtype is used for what.
 
     stored: parameters, their `.grad` and the optimizer's state.
     computed: matrix products of forward and backward (autocast, where it is narrower than `stored`), and what a shard

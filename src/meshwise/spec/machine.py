@@ -2,6 +2,8 @@
 
 What is not known is None or empty; nothing is guessed. Bandwidths are one way, in bytes/s; a peak is dense, in FLOP/s,
 by dtype word (`bf16`). Every figure has its origin in words.
+
+Tested in tests/machine/test_judge.py and test_machine_file.py.
 """
 
 from __future__ import annotations

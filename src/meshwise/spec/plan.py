@@ -23,8 +23,8 @@ RECOMPUTES = {
     "selective": "each block keeps its input and what is expensive (matrix products, attention); the rest runs again",
 }
 OFFLOADS = {
-    "optimizer": "the optimizer's state lies in the host's memory",
-    "parameters": "this rank's part of the parameters lies in the host's memory",
+    "optimizer": "the optimizer's state is kept in the host's memory",
+    "parameters": "this rank's part of the parameters is kept in the host's memory",
     "activations": "what the backward needs waits in the host's memory",
 }
 
@@ -38,7 +38,7 @@ class Conflict:
 
 
 def _axis(*, divides: str = "") -> Any:
-    """A mesh axis: over how many devices. Axes stand in the plan from the outermost to the innermost."""
+    """A mesh axis: over how many devices. Axes are fields from the outermost to the innermost."""
     return field(default=1, metadata={"axis": True, "divides": divides})
 
 
@@ -52,7 +52,7 @@ def _technique(default: Any, *conflicts: Conflict, divides: str = "") -> Any:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """How a job is laid on a machine.
+    """How a job uses the devices of a machine.
 
     data: replicas of the model; each takes its share of every global batch.
     shard: devices over which each replica's parameters, gradients and optimizer state are divided; each takes its share
@@ -64,7 +64,7 @@ class Plan:
     grad_dtype: what gradients are added over ranks in. By default `param_dtype`.
     zero1: parameters stay replicated, the optimizer's state is divided over the replicas.
     recompute: one of `RECOMPUTES`, or the names of the blocks that run again in the backward.
-    offload: what lies in the host's memory, of `OFFLOADS`.
+    offload: what is kept in the host's memory, of `OFFLOADS`.
     reshard: whether a block's gathered parameters are let go after its forward and gathered again for its backward.
     compile: whether each block is compiled.
     bucket_mb: MiB of gradients that are reduced in one all-reduce (25 is DistributedDataParallel's default).
@@ -155,7 +155,7 @@ class Plan:
 
 
 AXES = tuple(f.name for f in fields(Plan) if f.metadata.get("axis"))
-"""The mesh axes, outermost first: the last one lies on neighbouring devices, whose links are the fastest."""
+"""The mesh axes, outermost first: the last one is on neighbouring devices, whose links are the fastest."""
 
 
 def changed(plan: Plan) -> dict[str, Any]:
@@ -176,8 +176,8 @@ def at_precision(plan: Plan, precision: str) -> Plan:
 
 
 def plan_to_toml(plan: Plan) -> str:
-    """The plan as a TOML file, every field with its value. What follows from `precision` stands in a comment."""
-    said = {
+    """The plan as a TOML file, every field with its value. What follows from `precision` is a comment."""
+    implied = {
         "param_dtype": plan.dtypes.stored,
         "compute_dtype": plan.dtypes.computed,
         "grad_dtype": plan.dtypes.reduced,
@@ -185,7 +185,7 @@ def plan_to_toml(plan: Plan) -> str:
     lines = []
     for f in fields(plan):
         value = getattr(plan, f.name)
-        line = f"{f.name} = {_toml_value(said[f.name] if value is None else value)}\n"
+        line = f"{f.name} = {_toml_value(implied[f.name] if value is None else value)}\n"
         lines.append(f"# {line}" if value is None else line)
     return "".join(lines)
 
@@ -193,7 +193,7 @@ def plan_to_toml(plan: Plan) -> str:
 def plan_from_toml(text: str, devices: int = 1) -> Plan:
     """Read a plan file; of one that names no axis, replicas fill `devices`.
 
-    Raises PlanError when the text is no TOML or names an unknown field.
+    Raises PlanError when the text is not TOML or names an unknown field.
     """
     values = plan_values(text)
     if not any(axis in values for axis in AXES):
@@ -202,7 +202,7 @@ def plan_from_toml(text: str, devices: int = 1) -> Plan:
 
 
 def plan_values(text: str) -> dict[str, Any]:
-    """The fields that a plan file names. Raises PlanError when the text is no TOML or names an unknown one."""
+    """The fields that a plan file names. Raises PlanError when the text is not TOML or names an unknown one."""
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -215,13 +215,13 @@ def plan_values(text: str) -> dict[str, Any]:
 def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Plan:
     """`start` (the default plan without one) with `field=value` settings over it, as a command line gives them.
 
-    Several values are written with commas: `offload=parameters,optimizer`. Raises PlanError for what is no setting.
+    Several values are written with commas: `offload=parameters,optimizer`. Raises PlanError for what is not a setting.
     """
     values: dict[str, Any] = {}
     for setting in settings:
         name, equals, text = (part.strip() for part in setting.partition("="))
         if not equals:
-            raise PlanError(f"'{setting}' is no setting of a plan. Write field=value, such as shard=4.")
+            raise PlanError(f"'{setting}' is not a setting of a plan. Use field=value, such as shard=4.")
         _check_name(name)
         if name in values:
             raise PlanError(f"{name} is set twice, at last by '{setting}'. Set it once.")

@@ -30,7 +30,7 @@ def _axes_text(plan: Plan) -> str:
 
 def _nearest_axes(plan: Plan, devices: int) -> dict[str, int]:
     """The axes to change, and their values, so that the plan fills `devices`: the sizes nearest in ratio."""
-    choices = [dict(zip(AXES, sizes, strict=True)) for sizes in _factors(devices, len(AXES))]
+    choices = [dict(zip(AXES, sizes, strict=True)) for sizes in factorisations(devices, len(AXES))]
     possible = [choice for choice in choices if _is_possible(plan, choice)] or choices
 
     def distance(choice: dict[str, int]) -> tuple[int, float, int]:
@@ -42,14 +42,14 @@ def _nearest_axes(plan: Plan, devices: int) -> dict[str, int]:
     return {axis: size for axis, size in best.items() if size != getattr(plan, axis)}
 
 
-def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+def factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
     """All ways to write `number` as a product of `count` factors."""
     if count == 1:
         yield (number,)
         return
     for first in range(1, number + 1):
         if number % first == 0:
-            yield from ((first, *others) for others in _factors(number // first, count - 1))
+            yield from ((first, *others) for others in factorisations(number // first, count - 1))
 
 
 def _is_possible(plan: Plan, values: dict[str, Any]) -> bool:

@@ -44,7 +44,7 @@ _BINARY_BYTES = ("TiB", "GiB", "MiB", "KiB")
 def read_quantity(text: object, kind: str, where: str) -> float:
     """`text` in base units: bytes, bytes/s, FLOP/s or seconds. kind: a key of UNITS; where: for the error.
 
-    Raises UsageError for what is no number with a unit of that kind, is negative, zero (save seconds) or not finite.
+    Raises UsageError for what is not a number with a unit of that kind, is negative, zero (save seconds) or not finite.
     """
     found = (
         re.fullmatch(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-zµ/]+)\s*", text)

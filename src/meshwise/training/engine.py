@@ -100,14 +100,14 @@ class Engine:
         self._hooks.append(self._at_steps(Order.WATCH, watcher.step_begins, watcher.step_ends))
 
     def _at_steps(self, order: Order, begins: After, ends: After) -> Subscription:
-        """Call these around the steps of optimizers that hold parameters of the program."""
+        """Call these around the steps of the program's optimizers."""
 
         def before(optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            if self.program.holds(optimizer).ours:
+            if self.program.trains(optimizer):
                 begins(optimizer)
 
         def after(optimizer: Optimizer) -> None:
-            if self.program.holds(optimizer).ours:
+            if self.program.trains(optimizer):
                 ends(optimizer)
 
         return subscribe(order, before, after)

@@ -232,6 +232,10 @@ class Program:
             known = self._holds[optimizer] = _Holds(count, len(foreign) < count, foreign, replaced)
         return known
 
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer was given, or holds parameters of the models."""
+        return optimizer in self._optimizers or self.holds(optimizer).ours
+
     def _check_held(self, optimizer: Optimizer, holds: _Holds) -> bool:
         if holds.replaced:
             raise UsageError(

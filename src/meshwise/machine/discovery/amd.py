@@ -1,6 +1,8 @@
 """AMD devices by /sys alone: the kernel's own table of nodes and links (class/kfd), and PCI. amdsmi names what is left.
 
 Fields as ROCm describes them for /sys/class/kfd/kfd/topology.
+
+Tested in tests/machine/test_discover.py and test_discover_odd.py.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def read_amd(sys: Path, amdsmi: Any = None) -> Found:
         devices = [replace(device, name=named.get(device.pci, device.name)) for device in devices]
     for device in devices:
         if device.name.startswith(UNNAMED):
-            warnings.append(f"{device.name} at {device.pci} does not tell what it is: {INSTALL}.")
+            warnings.append(f"{device.name} at {device.pci} cannot be identified. Use {INSTALL}.")
     between = _between(sys, dict(zip(nodes, devices, strict=True)))
     version = read_text(sys / "module/amdgpu/version")
     return Found(tuple(devices), between, {"driver": version} if version else {}, tuple(warnings))

@@ -130,7 +130,7 @@ def _part_warnings(found: Found, parts: Sequence[Part | None]) -> list[str]:
     warnings = [unknown_part(name) for name in dict.fromkeys(device.name for device in unknown)]
     if any(device.sliced for device in found.accelerators):
         warnings.append(
-            "MIG is on: what programs get are slices of these devices. torch tells which (leave --no-torch out)."
+            "MIG is on: what programs get are slices of these devices. torch lists them (leave out --no-torch)."
         )
     return warnings
 

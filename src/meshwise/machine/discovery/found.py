@@ -1,4 +1,7 @@
-"""What drivers tell of accelerators and of each pair of them, whoever the vendor is."""
+"""What drivers report of accelerators and of each pair of them, whoever the vendor is.
+
+Tested in tests/machine/test_discover.py.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One accelerator as its driver tells it. memory in bytes; pci as sysfs writes addresses.
+    """One accelerator as its driver reports it. memory in bytes; pci as sysfs writes addresses.
 
     now: (generation, lanes) of its PCIe link at this moment. system: the most that card and slot together can do.
-    own: the most that the card alone could do. Each None where nobody tells.
+    own: the most that the card alone could do. Each None where it is not known.
     """
 
     name: str
@@ -28,7 +31,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Between:
-    """What joins two accelerators. links: NVLinks or xGMI links, 0: PCIe only, None: not told. peer: may one read the
+    """What joins two accelerators. links: NVLinks or xGMI links, 0: PCIe only, None: not known. peer: may one read the
     other's memory. crosses: `` (nothing but a switch), `bridge`, `socket`."""
 
     links: int | None = None

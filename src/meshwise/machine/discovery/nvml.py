@@ -1,6 +1,8 @@
 """NVIDIA devices by NVML (nvidia-ml-py, optional): names, memory, PCIe links, NVLinks, who can read whose memory.
 
 NVML does not look at CUDA_VISIBLE_DEVICES, counts in the order of PCI addresses, and makes no CUDA context.
+
+Tested in tests/machine/test_discover.py and test_discover_odd.py.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class _Nvml:
         self._library = library
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        """What `nvml<name>` answers; None where it cannot tell."""
+        """What `nvml<name>` answers; None where it cannot answer."""
         try:
             return getattr(self._library, f"nvml{name}")(*arguments)
         except Exception:

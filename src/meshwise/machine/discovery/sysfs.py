@@ -1,4 +1,7 @@
-"""What Linux says of PCI devices and NUMA nodes in /sys: links now and at most, which node, what lies above."""
+"""What Linux says of PCI devices and NUMA nodes in /sys: links now and at most, which node, what lies above.
+
+Tested in tests/machine/test_discover.py and test_discover_odd.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ DISPLAY, ACCELERATOR, BRIDGE = "0x03", "0x12", "0x06"
 
 @dataclass(frozen=True)
 class PciFacts:
-    """One PCI device. now and most: (generation, lanes), each None where it is not told. numa None: not told.
+    """One PCI device. now and most: (generation, lanes), each None where it is not known. numa None: not known.
 
     path: what it hangs on, from the root complex (`pci0000:4a`) over bridges to the device itself.
     """

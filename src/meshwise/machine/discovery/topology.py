@@ -1,4 +1,7 @@
-"""Links of the accelerators of one host: as they were found, beside what the parts at both ends could have."""
+"""Links of the accelerators of one host: as they were found, beside what the parts at both ends could have.
+
+Tested in tests/machine/test_discover.py and test_discover_odd.py.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def link_warnings(
     why = f" The vendor switched it off for {', '.join(sorted(never))}." if never else ""
     warnings = _gathered(slow)
     if few:
-        up = f"{few[0].width} of {few[0].full_width} NVLinks are up. nvidia-smi nvlink --status tells which are down."
+        up = f"{few[0].width} of {few[0].full_width} NVLinks are up. nvidia-smi nvlink --status shows which are down."
         warnings.append(f"{_pairs(few)}: {up}")
     if missing:
         warnings.append(
@@ -139,24 +142,24 @@ def _pcie_warning(link: Link, device: Accelerator) -> tuple[str, str] | None:
     now, lanes = link.generation or 0, link.width or 0
     most, all_lanes = link.full_generation or 0, link.full_width or 0
     slot = device.system if device.system[0] else (most if now <= 2 else now, lanes)
-    said = []
+    notes = []
     if lanes < all_lanes and lanes == (slot[1] or lanes):
-        said.append(
+        notes.append(
             f"its PCIe link has {lanes} of {all_lanes} lanes: copies to and from the host can reach "
             f"{lanes / all_lanes:.0%} at best. See whether the slot has {all_lanes} lanes, or shares them with another"
         )
     if now < min(slot[0] or now, most):
-        said.append(
+        notes.append(
             f"its PCIe link runs at generation {now} now, as an idle one does; it could do generation "
-            f"{min(slot[0] or now, most)}. meshwise bench tells what it does under load"
+            f"{min(slot[0] or now, most)}. meshwise bench shows what it does under load"
         )
     elif now < most:
-        said.append(f"its PCIe link is of generation {now}, as the slot is; the card could do generation {most}")
-    return (link.target, "; ".join(said).replace("%", " %")) if said else None
+        notes.append(f"its PCIe link is of generation {now}, as the slot is; the card could do generation {most}")
+    return (link.target, "; ".join(notes).replace("%", " %")) if notes else None
 
 
 def _gathered(found: Sequence[tuple[str, str] | None]) -> list[str]:
-    """One sentence for all devices of which the same is to be said."""
+    """One sentence for all devices of which the same is to be reported."""
     by_sentence: dict[str, list[str]] = {}
     for device, sentence in filter(None, found):
         by_sentence.setdefault(sentence, []).append(device)

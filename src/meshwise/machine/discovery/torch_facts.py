@@ -51,7 +51,7 @@ def with_torch_facts(machine: Machine) -> Machine:
 
 
 def read_torch() -> TorchFacts:
-    """What this torch says. Starts the CUDA driver in this process, where there is one."""
+    """What this torch reports. Starts the CUDA driver in this process, where there is one."""
     import torch
 
     versions = {"torch": str(torch.__version__)}
@@ -79,8 +79,8 @@ def joined(
         versions["compute capability"] = ", ".join(capabilities)
     accelerators = [device for device in machine.devices if device.kind != "cpu"]
     if not facts.devices:
-        said = (_no_device(facts, len(accelerators)),) if accelerators else ()
-        return replace(machine, versions=versions, warnings=machine.warnings + said)
+        missing = (_no_device(facts, len(accelerators)),) if accelerators else ()
+        return replace(machine, versions=versions, warnings=machine.warnings + missing)
     known = {device.pci: device for device in accelerators if device.pci}
     devices = tuple(_one(device, known.get(device.pci), part_of) for device in facts.devices)
     names = {known[device.pci].name: device.name for device in facts.devices if device.pci in known}
@@ -96,8 +96,8 @@ def joined(
         warnings.append(f"torch sees {len(names)} of the {len(accelerators)} devices that the driver has.")
     warnings += _peers_lost(machine, names, facts.peers)
     before = {device.part for device in accelerators}
-    told = zip(devices, facts.devices, strict=True)
-    unknown = [device.part for device, torchs in told if device.part == torchs.model and device.part not in before]
+    seen = zip(devices, facts.devices, strict=True)
+    unknown = [device.part for device, torchs in seen if device.part == torchs.model and device.part not in before]
     warnings += [unknown_part(part) for part in dict.fromkeys(unknown)]
     return Machine(
         machine_name([device.part for device in devices]),
@@ -130,19 +130,19 @@ def _peers(torch: Any, devices: tuple[TorchDevice, ...]) -> Mapping[tuple[str, s
     }
 
 
-def _one(told: TorchDevice, known: Device | None, part_of: Callable[[str, int | None], Part | None]) -> Device:
-    """The device under torch's name; a slice of what the driver told has torch's memory and no nominal figures."""
+def _one(seen: TorchDevice, known: Device | None, part_of: Callable[[str, int | None], Part | None]) -> Device:
+    """The device under torch's name; a slice of what the driver reports has torch's memory and no nominal figures."""
     whole = known is not None and (
-        told.memory is None or known.memory is None or told.memory >= LEAST_WHOLE * known.memory
+        seen.memory is None or known.memory is None or seen.memory >= LEAST_WHOLE * known.memory
     )
     if known is not None and whole:
-        memory = told.memory if known.memory is None else known.memory
+        memory = seen.memory if known.memory is None else known.memory
         if known.peak or known.memory is not None:
-            return replace(known, name=told.name, memory=memory)
+            return replace(known, name=seen.name, memory=memory)
     made = described(
-        told.name,
-        Accelerator(told.model, told.pci, memory=told.memory, numa=known.numa if known else None),
-        part_of(told.model, told.memory),
+        seen.name,
+        Accelerator(seen.model, seen.pci, memory=seen.memory, numa=known.numa if known else None),
+        part_of(seen.model, seen.memory),
     )
     return replace(made, origins={name: "torch" if name == "memory" else o for name, o in made.origins.items()})
 

@@ -1,4 +1,7 @@
-"""Which accelerators the environment leaves to this process, and in which order: CUDA_VISIBLE_DEVICES and its like."""
+"""Which accelerators the environment leaves to this process, and in which order: CUDA_VISIBLE_DEVICES and its like.
+
+Tested in tests/machine/test_discover_odd.py.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,21 @@ def visible(found: Found, environ: Mapping[str, str]) -> Found:
     """
     devices = found.accelerators
     order = list(range(len(devices)))
-    said = []
+    notes = []
     for names in VARIABLES[devices[0].vendor] if devices else ():
         for name in [name for name in names if name in environ][:1]:
             order = _chosen(environ[name], order, devices)
             if len(order) < len(devices):
-                said.append(f"{name}={environ[name]}: {len(order)} of {len(devices)} devices are left to this process.")
+                notes.append(
+                    f"{name}={environ[name]}: {len(order)} of {len(devices)} devices are left to this process."
+                )
     differ = len({device.name for device in devices}) > 1 and devices[0].vendor == "nvidia"
     if differ and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        said.append(
+        notes.append(
             "Devices differ, and CUDA numbers the fastest first: without torch the numbers here are by PCI address. "
             "CUDA_DEVICE_ORDER=PCI_BUS_ID makes both the same."
         )
-    return kept(replace(found, warnings=(*found.warnings, *said)), order)
+    return kept(replace(found, warnings=(*found.warnings, *notes)), order)
 
 
 def kept(found: Found, order: list[int]) -> Found:

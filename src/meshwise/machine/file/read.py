@@ -2,6 +2,8 @@
 
 `[[device]] part = "H100-SXM"`, `count = 8` and nothing else is a whole file. Every key, type and unit is checked, and
 an error names the file, the table and what to write.
+
+Tested in tests/machine/test_machine_file.py.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def machine_from_toml(text: str, where: str) -> Machine:
 
 
 def _toml(text: str, where: str) -> dict[str, Any]:
-    """The tables of a text. Raises UsageError, with line and column, for what is no TOML."""
+    """The tables of a text. Raises UsageError, with line and column, for what is not TOML."""
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -1,4 +1,7 @@
-"""The tables of a machine file: what may stand in each, a row a key. `read.py` and `write.py` both go by them."""
+"""The tables of a machine file: what may stand in each, a row a key. `read.py` and `write.py` both go by them.
+
+Tested in tests/machine/test_machine_file.py.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Figures of a part stand once under `[part.NAME]`, those that one device alone has at the device; links that follow each
 other and differ only in their ends share a table. Read back by `machine_from_toml` of read.py, it gives the same
 machine. Written by tomli-w, which the `machine` extra installs.
+
+Tested in tests/machine/test_machine_file.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Measure each device by itself, in a worker that has the device, cores and threads that a run would give it.
 
 CPU workers of one host take turns, since they share its memory; accelerators are measured at the same time.
+
+Tested in tests/machine/test_compute.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The data depend on the round, the rank and the part of the tensor that it is (transfer/pattern.py), so that permuted,
 swapped, stale, missing and zeroed parts all differ. Sums are of small whole numbers, exact in float32.
+
+Tested in tests/machine/test_processes.py.
 """
 
 from __future__ import annotations

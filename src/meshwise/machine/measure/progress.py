@@ -1,4 +1,7 @@
-"""Who is told how a measurement goes on: the function that asked for it, or, from a worker, its launcher."""
+"""Who gets the progress of a measurement: the function that asked for it, or, from a worker, its launcher.
+
+Tested in tests/machine/test_processes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What is measured, and what was measured of it: of a path or a collective times by size and whether the bytes arrived,
-of a device its rates."""
+of a device its rates.
+
+Tested in tests/machine/test_processes.py and test_bench.py.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def fitting(sizes: tuple[int, ...], free: int, buffers: int, asked: bool) -> tup
 def _size(words: str, text: str) -> int:
     found = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if found is None or not 1 <= int(found[1]) * _UNITS[found[2].upper()] <= 1 << 50:
-        raise UsageError(f"--sizes {words}: '{text}' is no size. {_WRITE}")
+        raise UsageError(f"--sizes {words}: '{text}' is not a size. {_WRITE}")
     return int(found[1]) * _UNITS[found[2].upper()]
 
 

@@ -3,6 +3,8 @@
 After each timed call the ranks agree on the slowest rank's seconds and on how long they have been at it, in one small
 all-reduce, which is also the barrier before the next call. So a rank that is slow, or whose clock differs, cannot go on
 alone and wait for ever.
+
+Tested in tests/machine/test_processes.py and test_shaped_links.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,280 @@
+"""Watch an engine while it trains, a job's or a script's alike: what happens in it becomes one side of a check.
+
+A microbatch's forward lasts from where the engine gives it until its backward. What a step leaves behind (parameters,
+optimizer state, the scheduler's tick) is collected before the next batch, when the program has done with the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwise.compat.reducer import default_store
+from meshwise.equivalence.across_ranks import cannot_train, numbers_diverge, start_diverges
+from meshwise.equivalence.collect import collect_run, collect_step, slices_of_ranks
+from meshwise.equivalence.model_state import gradients_of, learning_rates_of, scheduler_numbers
+from meshwise.equivalence.model_tracer import ModelTracer
+from meshwise.equivalence.one_device import trace_of
+from meshwise.equivalence.program_trace import Draws, ProgramTrace
+from meshwise.equivalence.short_loops import ScriptEnds, ShortLoops
+from meshwise.equivalence.trace import CheckSpec, StepTrace
+from meshwise.spec.errors import UsageError
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from meshwise.training.engine import Engine
+from meshwise.training.job import Job
+from meshwise.training.keyed import Draw, Rows
+from meshwise.training.order import BatchSlice
+from meshwise.transfer.agreement import wait_for_all
+from meshwise.transfer.collectives import gather_objects
+
+GRACE = 60.0  # seconds in which all ranks must come to the same place of the program
+
+
+class EngineWatcher:
+    """The watcher of an engine (see training/watcher.py). Its result is `found`, complete after `end`.
+
+    draws: the random draws of one device, on the side that follows it. job: that of the engine; a script may clip
+    gradients, run several forwards of a batch, and let ranks go different ways. folder: where the program saves.
+    Raises ScriptEnds in the program when it has seen enough.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        spec: CheckSpec,
+        seed: int,
+        draws: Draws | None,
+        *,
+        job: Job | None = None,
+        folder: Path = Path(),
+    ) -> None:
+        self.folder, self.found = folder, ProgramTrace()
+        self._engine, self._world, self._spec, self._seed = engine, engine.world, spec, seed
+        self._reference, self._job = draws, job
+        self._loops = ShortLoops(spec.steps, spec.ragged)
+        self.tracer: ModelTracer | None = None
+        self._model: nn.Module = nn.Module()
+        self._step, self._rows = StepTrace(), list[Rows]()
+        self._batch: tuple[Rows, list[list[int]]] | None = None
+        self._forward: contextlib.ExitStack | None = None
+        self._stepped: tuple[Optimizer, StepTrace] | None = None  # the last step, until the next backward
+        self._collected = False  # whether what it has left behind is known
+        self._meetings = self._sums = 0
+
+    def choose_plan(self, plan: Plan, world: World) -> Plan:
+        """The plan in the precision of this check; on one device nothing of it but that."""
+        self.found.plan = plan
+        alone = replace(
+            Plan(),
+            precision=plan.precision,
+            param_dtype=plan.param_dtype,
+            compute_dtype=plan.compute_dtype,
+            grad_dtype=plan.grad_dtype,
+        )
+        return self._spec.applied(plan if world.size > 1 else alone)
+
+    # A loop over batches.
+
+    def loop_begins(self) -> None:
+        """A loop over batches begins."""
+        self._loops.loop_begins()
+
+    def batch_asked(self) -> None:
+        """It asks for its next batch: a forward that had no backward was no microbatch."""
+        self._end_forward(discard=True)
+        self._batch = None
+
+    def batch_limit(self, batch_size: int) -> int | None:
+        """How many samples that may have."""
+        return self._loops.limit(batch_size)
+
+    def batch_given(self, part: BatchSlice) -> None:
+        """It has its batch: what the last step has left behind is complete. Collective."""
+        self._wait_for_ranks("the next batch of a loader")
+        if self.tracer is None:
+            self._start()
+        self.complete_step()
+        (samples,), (rows,) = slices_of_ranks([part], self._world)
+        self._batch = rows, samples
+        self._loops.batch_given()
+        self._begin_forward()
+
+    def loop_ends(self) -> None:
+        """It is over, or was left."""
+        self.batch_asked()
+
+    def _start(self) -> None:
+        models = self._engine.program.models
+        if not models:
+            raise UsageError("mw.distribute was given no model before the first batch. Give it the model that trains.")
+        self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        trace = self.found.trace = trace_of(self._model)
+        trace.rank_divergence = start_diverges(trace)
+        if any(gather_objects(cannot_train(trace.rank_divergence))):
+            raise ScriptEnds
+        self.tracer = ModelTracer(self._model, self._seed, upcast=self._spec.in_float64)
+        self._begin_step(self.tracer)
+
+    def _begin_step(self, tracer: ModelTracer) -> None:
+        self._step, self._rows = StepTrace(), []
+        made, reference = self._loops.made, self._reference
+        drawn: Sequence[Sequence[Draw]] | None = None
+        if reference is not None:
+            drawn = reference[made] if made < len(reference) else []
+        tracer.begin(made, self._rows, drawn)
+
+    # A microbatch.
+
+    def _begin_forward(self) -> None:
+        """From here on the program may run a forward of the batch that it has."""
+        self._end_forward(discard=True)
+        if self._batch is not None and self.tracer is not None:
+            self._rows.append(self._batch[0])
+            self._forward = contextlib.ExitStack()
+            self._forward.enter_context(self.tracer.forward())
+
+    def _end_forward(self, *, discard: bool) -> None:
+        """discard: it had no backward."""
+        if self._forward is None or self.tracer is None:
+            return
+        self._forward.close()
+        self._forward = None
+        if discard:
+            self.tracer.discard()
+            self._rows.pop()
+
+    @contextlib.contextmanager
+    def backward(self, reduce: bool) -> Iterator[None]:
+        """Around the backward of a microbatch."""
+        self._wait_for_ranks("mw.backward")
+        self.found.backwards += 1
+        self._loops.backward()
+        if self._forward is None or self._batch is None or self.tracer is None:
+            yield
+            return
+        self._end_forward(discard=False)
+        self.complete_step()
+        self._stepped = None
+        with self.tracer.backward():
+            yield
+        self._step.samples.append(self._batch[1])
+        if reduce:
+            self._step.gradients = gradients_of(self._model)
+            self._step.ready_order = list(dict.fromkeys(self.tracer.ready))
+        if self._job is None:
+            self._begin_forward()
+
+    def loss_known(self, loss: Tensor) -> None:
+        """The global loss of the backwards since the last one that reduced."""
+        self._step.loss += float(loss)
+
+    # An optimizer's step.
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer begins its step."""
+        if self.tracer is None:
+            return
+        if self.found.backwards == 0:
+            raise UsageError(
+                "optimizer.step() was called, and mw.backward never was. Write mw.backward(loss) instead of "
+                "loss.backward()."
+            )
+        self._wait_for_ranks("optimizer.step")
+        self._end_forward(discard=True)
+        self.complete_step()
+        self._step.learning_rates = learning_rates_of(optimizer)
+        if self._job is None or self._job.clip_norm is not None:
+            self._step.clipped_gradients = gradients_of(self._model)
+        if self._spec.in_float64:
+            _widen_state(optimizer)
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        """It has made its step."""
+        if self.tracer is None:
+            return
+        self.tracer.end_step(self._step)
+        self.found.draws.append(self._step.draws)
+        self._loops.step_made()
+        self._stepped = (optimizer, self._step) if self._loops.made <= self._spec.steps else None
+        self._collected = False
+        self._begin_step(self.tracer)
+        if self._job is None:
+            self._begin_forward()
+
+    def complete_step(self) -> None:
+        """Collect what the last step has left behind; the scheduler again, until the next backward. Collective."""
+        if self._stepped is None or self.found.trace is None:
+            return
+        (optimizer, step), steps = self._stepped, self.found.trace.steps
+        if not steps or steps[-1] is not step:
+            plan = self.found.plan or self._engine.plan
+            collect_step(step, self._model, optimizer, divided=plan.state_divided and not plan.parameters_divided)
+            step.rank_divergence |= numbers_diverge("loss", {"loss": step.loss})
+            steps.append(step)
+        step.scheduler = self._scheduler_of(optimizer) or step.scheduler  # the program may have let it go
+        step.rank_divergence |= numbers_diverge("scheduler", step.scheduler)
+
+    def _scheduler_of(self, optimizer: Optimizer) -> dict[str, float]:
+        """Numbers of the schedulers of an optimizer that are known."""
+        known = [scheduler for scheduler in self._engine.schedulers if scheduler.optimizer is optimizer]
+        found: dict[str, float] = {}
+        for scheduler in sorted(known, key=lambda scheduler: type(scheduler).__name__):
+            name = f"{type(scheduler).__name__}." if len(known) > 1 else ""
+            found |= {f"{name}{key}": value for key, value in scheduler_numbers(scheduler).items()}
+        return found
+
+    # An evaluation, and the end.
+
+    def summed(self, value: Tensor | float) -> None:
+        """What `mw.sum` gives."""
+        self._loops.summed()
+        if self.found.trace is None:
+            return
+        self._sums += 1
+        numbers = value.detach().double().reshape(-1).tolist() if isinstance(value, Tensor) else [float(value)]
+        for place, number in enumerate(numbers[:16]):
+            where = f"[{place}]" if len(numbers) > 1 else ""
+            self.found.trace.evaluation[f"mw.sum {self._sums}{where}, after step {self._loops.made}"] = number
+
+    def stop(self) -> None:
+        """The program has ended, or failed, maybe in the middle of a forward."""
+        self._end_forward(discard=True)
+
+    def end(self) -> ProgramTrace:
+        """What was found. Collective."""
+        self._loops.loop_begins()
+        self._wait_for_ranks("the end of the script")
+        self.found.unsummed = self._loops.unsummed
+        trace = self.found.trace
+        if trace is not None and self.tracer is not None:
+            self.complete_step()
+            collect_run(trace, self.tracer)
+            trace.rank_divergence |= numbers_diverge("evaluation", trace.evaluation)
+        return self.found
+
+    def _wait_for_ranks(self, where: str) -> None:
+        """All ranks must come to the same place before they compare what they have there."""
+        if self._world.size == 1 or self._job is not None:
+            return
+        self._meetings += 1
+        key = f"meshwise/check/{self._meetings}/{where}"
+        default_store().add(key, 1)
+        if not wait_for_all(key, self._world.size, GRACE):
+            raise UsageError(
+                f"rank {self._world.rank} came to {where} (after step {self._loops.made}), and other ranks of the "
+                "script did not. Every rank must run the same loop: look for what depends on mw.rank()."
+            )
+
+
+def _widen_state(optimizer: Optimizer) -> None:
+    """An optimizer that has stepped in float32 before its model was in float64."""
+    for p, entry in optimizer.state.items():
+        for key, value in entry.items() if isinstance(entry, dict) else ():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.ndim and value.dtype != p.dtype:
+                entry[key] = value.to(p.dtype)

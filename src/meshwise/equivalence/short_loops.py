@@ -1,0 +1,66 @@
+"""How a check cuts the loops of a script short, and makes their last batch ragged.
+
+A training loop ends when the wanted steps are made, an evaluation after three batches. Later epochs have one batch, so
+that an evaluation after them is seen; a script that trains on after `AFTER` such batches ends there.
+"""
+
+from __future__ import annotations
+
+EVALUATED = 3  # batches of an evaluation
+AFTER = 30  # backwards after the steps that are compared
+
+
+class ScriptEnds(BaseException):
+    """The check has seen enough. Not an error: a script's `except Exception` lets it pass."""
+
+
+class ShortLoops:
+    """Counts batches, backwards and steps. steps: how many are compared. ragged: samples of a last batch."""
+
+    def __init__(self, steps: int, ragged: int) -> None:
+        self._steps, self._ragged = steps, ragged
+        self.made = 0
+        """Optimizer steps so far."""
+        self.unsummed: list[int] = []
+        """Loops without a backward and without `mw.sum`, counted from 1."""
+        self._loops = self._batches = 0
+        self._trained, self._summed = False, True
+        self._since_step = self._a_step = 0  # batches since the last step; batches that made the last step
+        self._after = 0  # backwards since the last step that is compared
+
+    def loop_begins(self) -> None:
+        """Before the next loop, or at the end: a sum may come after the loop."""
+        if self._batches and not self._trained and not self._summed:
+            self.unsummed.append(self._loops)
+        self._loops, self._batches, self._trained, self._summed = self._loops + 1, 0, False, False
+
+    def batch_given(self) -> None:
+        """A loop has its batch."""
+        self._batches += 1
+        self._since_step += 1
+
+    def limit(self, batch_size: int) -> int | None:
+        """How many samples the next batch may have; 0 ends the loop, None leaves it as it is."""
+        if (self.made >= self._steps) if self._trained else (self._batches >= EVALUATED):
+            return 0
+        if self._trained:
+            last = self.made == self._steps - 1 and self._a_step > 0 and self._since_step == self._a_step - 1
+        else:
+            last = self._batches == EVALUATED - 1
+        return min(self._ragged, max(batch_size - 1, 1)) if last else None
+
+    def backward(self) -> None:
+        """A backward begins. Raises ScriptEnds where there were enough."""
+        self._trained = True
+        self._after += self.made >= self._steps
+        if self._after > AFTER:
+            raise ScriptEnds
+
+    def step_made(self) -> None:
+        """An optimizer has made its step."""
+        self.made += 1
+        self._a_step, self._since_step = self._since_step, 0
+
+    def summed(self) -> None:
+        """The loop, or what comes after it, has called `mw.sum`."""
+        self._summed = True
