@@ -52,6 +52,7 @@ BUDGET = {
     "records": 5,
     "recovery": 10,
     "spec": 5,
+    "terminal": 5,
     "timeline": 30,
     "training": 30,
     "transfer": 30,

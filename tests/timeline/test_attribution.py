@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.timeline.arrivals import ABSENT, arrival_table
@@ -109,7 +109,6 @@ def _part(ranks: list[list[Row]], rank: int, row: Row, moment: int) -> str:
     return "waiting" if moment < came[source] else "communication"
 
 
-@settings(max_examples=400)
 @given(two_ranks())
 def test_accounts_equal_the_oracle_that_looks_at_each_moment(ranks: list[list[Row]]) -> None:
     spans = table(ranks)

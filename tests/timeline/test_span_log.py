@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.records.folder import begin_session, end_session, read_run, span_log, write_run
@@ -103,7 +103,6 @@ def test_what_was_recorded_is_read_back(run: Path) -> None:
     assert json.loads(json.dumps(report_dict(report)))["steps"] == 12
 
 
-@settings(max_examples=40)
 @given(share=st.floats(0, 1))
 def test_a_log_cut_off_anywhere_gives_a_report_that_says_so(share: float, cut: Callable[[float], Path]) -> None:
     folder = cut(share)

@@ -1,4 +1,4 @@
-"""Values as JSON can hold them."""
+"""Values as JSON can hold them. Tested in tests/timeline/views/test_summary_text.py and tests/old."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How each kind of time looks in a terminal: a colour, and a mark that tells it apart where there are no colours."""
+"""How each kind of time looks in a terminal: a colour, and a mark that tells it apart where there are no colours.
+
+Tested in tests/timeline/views/test_gantt_text.py.
+"""
 
 from __future__ import annotations
 

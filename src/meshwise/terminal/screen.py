@@ -12,6 +12,8 @@ from rich.text import Text
 from meshwise.terminal.kind_marks import printable
 
 UNIT = re.compile(r"(?<=\d) (?=(?:%|µs|ms|s|min|h|B|[KMGTP]iB)(?![^\W_]))")
+LABEL = 10
+"""Width of a column of labels."""
 GLUE = "\ue000"  # stands for a space at which a line must not end
 
 
@@ -71,3 +73,8 @@ def spaced(parts: Iterable[list[Text]], height: int | None) -> list[Text]:
             room -= 1
         lines += part
     return lines
+
+
+def labelled(label: str, text: str, style: str = "dim", width: int = LABEL) -> Text:
+    """A line that begins with a label in a column of its own."""
+    return Text(f"{label:<{width}}", style).append(text, "default")

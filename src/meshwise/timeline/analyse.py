@@ -1,4 +1,7 @@
-"""From a timeline to its report: the one place where numbers are made; views only show them."""
+"""From a timeline to its report: the one place where numbers are made; views only show them.
+
+Tested in tests/timeline/test_stragglers.py and tests/timeline/views.
+"""
 
 from __future__ import annotations
 

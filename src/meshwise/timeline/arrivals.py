@@ -1,6 +1,8 @@
 """When each rank arrived at each collective, and when it left: the one place where a straggler shows.
 
 The lengths of phases cannot show it, since the all-reduce makes every rank's backward as long as the slowest one's.
+
+Tested in tests/timeline/test_attribution.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A ratio's interval is a bootstrap over the steps of each run, in stretches of neighbouring steps (Künsch 1989,
 https://doi.org/10.1214/aos/1176347265) because neighbours are alike. It covers how steps of these two runs vary; how
 much a run differs from the same run another day, it cannot know.
+
+Tested in tests/timeline/views/test_run_comparison_text.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Shares are of the time of a step, mean over ranks, without the first step of a session. A finding is reported from its
 LEAST share on. A straggler must also be last more often than chance makes a rank last (see `stragglers.CHANCE`), and by
 more than twice the error of the clocks.
+
+Tested in tests/timeline/test_stragglers.py and test_slow_link.py.
 """
 
 from __future__ import annotations

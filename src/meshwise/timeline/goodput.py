@@ -5,6 +5,8 @@ evaluation   saving
 waiting      for data, transfers, exposed communication, stragglers, and between phases
 starting     from the command to the first step of each session, and from the last span to its end
 lost         steps that were done again after a stop, and what followed a failed session's last span
+
+Tested in tests/timeline/test_span_log.py.
 """
 
 from __future__ import annotations

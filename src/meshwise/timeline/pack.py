@@ -1,6 +1,8 @@
 """Span rows as text of about two bytes a span: columns of small differences, deflated.
 
 Times are kept to the microsecond: both ends are rounded down, so what was nested stays nested.
+
+Tested in tests/timeline/test_span_log.py.
 """
 
 from __future__ import annotations

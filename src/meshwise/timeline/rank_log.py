@@ -1,4 +1,7 @@
-"""The log of one rank, read back: session by session, with its spans still packed."""
+"""The log of one rank, read back: session by session, with its spans still packed.
+
+Tested in tests/timeline/test_span_log.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Read the logs of a run folder back as a Timeline: all ranks on one clock, and sentences on what is not there.
 
 A log that was cut off, or that misses a block, gives what it has. A log of another version is left out and named.
+
+Tested in tests/timeline/test_span_log.py.
 """
 
 from __future__ import annotations

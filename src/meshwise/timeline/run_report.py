@@ -2,6 +2,8 @@
 
 Text, page, trace, Mermaid, JSON, OpenMetrics and TensorBoard are drawn from this and from the timeline alone. A field's
 type names its unit, which is how its number is written: `report_dict` carries both.
+
+Tested in tests/timeline/views/test_html_page.py.
 """
 
 from __future__ import annotations

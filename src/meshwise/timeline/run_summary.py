@@ -1,11 +1,15 @@
-"""What a run did, as plain data: what `mw.run` returns and `summary.json` holds."""
+"""What a run did, as plain data: what `mw.run` returns and `summary.json` holds.
+
+Tested in tests/timeline/views/test_summary_text.py.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
+
+from meshwise.spec.json_values import json_value
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,6 @@ class RunSummary:
 
 
 def summary_dict(summary: RunSummary) -> dict[str, Any]:
-    """A summary as JSON knows it. A metric that is not a finite number is null."""
-    record = {field.name: getattr(summary, field.name) for field in fields(summary)}
-    return record | {
-        "devices": list(summary.devices),
-        "metrics": {name: value if math.isfinite(value) else None for name, value in summary.metrics.items()},
-        "phases": [dict(phases) for phases in summary.phases],
-        "memory": list(summary.memory),
-        "notes": list(summary.notes),
-    }
+    """A summary as JSON. A metric that is not a finite number is null."""
+    record: dict[str, Any] = json_value(summary)
+    return record

@@ -1,4 +1,7 @@
-"""Spans as data: kinds, lanes, and the table in which a timeline keeps them, measured or predicted."""
+"""Spans as data: kinds, lanes, and the table in which a timeline keeps them, measured or predicted.
+
+Tested in tests/timeline/views/test_chrome_trace.py.
+"""
 
 from __future__ import annotations
 

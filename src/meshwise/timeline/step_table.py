@@ -1,4 +1,7 @@
-"""The step table of a run: seconds of each step, rank and kind, from the attributions of all ranks."""
+"""The step table of a run: seconds of each step, rank and kind, from the attributions of all ranks.
+
+Tested in tests/timeline/test_attribution.py.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from meshwise.timeline.attribution import (
     session_of,
     step_starts_of,
 )
+from meshwise.timeline.run_report import OUTSIDE_STEPS
 from meshwise.timeline.spans import KIND, KINDS
 from meshwise.timeline.stragglers import SyncPoints, sync_points_of
 from meshwise.timeline.timeline import PER_SESSION, Spans, Timeline
@@ -24,8 +28,7 @@ from meshwise.timeline.timeline import PER_SESSION, Spans, Timeline
 Seconds = NDArray[np.float64]
 HIDDEN = OUTSIDE + 1
 """The last column of `seconds`: communication hidden by computing."""
-OUTSIDE_STEP = [KIND["evaluate"], KIND["checkpoint"]]
-OF_STEP = [code for code in range(len(KINDS)) if code not in OUTSIDE_STEP]
+OF_STEP = [code for kind, code in KIND.items() if kind not in OUTSIDE_STEPS]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""The few steps of a run that are shown span by span, and what each moment of each rank in them was spent on."""
+"""The few steps of a run that are shown span by span, and what each moment of each rank in them was spent on.
+
+Tested in tests/timeline/views/test_gantt_text.py.
+"""
 
 from __future__ import annotations
 

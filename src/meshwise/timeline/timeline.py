@@ -1,4 +1,7 @@
-"""A timeline: what every device did, or will do, when. Measured and predicted runs have the same type."""
+"""A timeline: what every device did, or will do, when. Measured and predicted runs have the same type.
+
+Tested in tests/timeline/test_stragglers.py.
+"""
 
 from __future__ import annotations
 

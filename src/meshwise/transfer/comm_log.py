@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import overload
 
 from meshwise.spec.units import bytes_text, seconds_text
+from meshwise.terminal.table import table_lines
 from meshwise.transfer.stopwatch import Seconds
 
 
@@ -100,20 +101,11 @@ def table(moves: Sequence[Transfer]) -> str:
     """A line a transfer, and a line a path with its totals."""
     if not moves:
         return "nothing was moved"
-    rows: list[tuple[str, ...]] = [("operation", "from", "to", "bytes", "path", "time", "rate")]
-    rows += [_row(move.operation, move.source, move.target, move.bytes, move.path, move.seconds) for move in moves]
+    rows = [_row(move.operation, move.source, move.target, move.bytes, move.path, move.seconds) for move in moves]
     for path, (count, size, seconds) in totals(moves).items():
         rows.append(_row(f"{count} in all", "", "", size, path, seconds))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    right = (3, 5, 6)
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join(lines)
+    titles = ["operation", "from", "to", "bytes", "path", "time", "rate"]
+    return "\n".join(line.plain for line in table_lines(titles, rows, left=(0, 1, 2, 4)))
 
 
 def _row(operation: str, source: str, target: str, size: int, path: str, seconds: float) -> tuple[str, ...]:

@@ -1,4 +1,7 @@
-"""A proof as JSON: every figure. What is infinitely far apart, because one side lacks it, is the text `inf`."""
+"""A proof as JSON: every figure. What is infinitely far apart, because one side lacks it, is the text `inf`.
+
+Tested in tests/cli/test_check.py.
+"""
 
 from __future__ import annotations
 

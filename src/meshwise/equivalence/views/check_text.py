@@ -1,4 +1,7 @@
-"""A proof in a terminal: the verdict first, where the sides part and why, then all that was compared."""
+"""A proof in a terminal: the verdict first, where the sides part and why, then all that was compared.
+
+Tested in tests/cli/test_check.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A bench as plain data, for --json: every figure, in bytes, seconds and FLOP/s."""
+"""A bench as plain data, for --json: every figure, in bytes, seconds and FLOP/s.
+
+Tested in tests/machine/test_bench.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Rates are of the largest size that was measured unless a size stands above them. No number is ever cut: columns that do
 not fit are left out, the last first.
+
+Tested in tests/machine/test_bench.py.
 """
 
 from __future__ import annotations

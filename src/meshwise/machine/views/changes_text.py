@@ -1,4 +1,7 @@
-"""What changed between two measurements, in a terminal: worse first, in red, better in green, the rest in one line."""
+"""What changed between two measurements, in a terminal: worse first, in red, better in green, the rest in one line.
+
+Tested in tests/machine/test_machine_compare.py.
+"""
 
 from __future__ import annotations
 

@@ -16,12 +16,11 @@ from meshwise.machine.discovery.host_facts import limits_that_hurt
 from meshwise.machine.views.links_text import KINDS, links_text, pcie_text
 from meshwise.spec.machine import HOST, Device, Host, Link, Machine, link_between
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, plural
-from meshwise.terminal.screen import Drawn, Screen, spaced
+from meshwise.terminal.screen import LABEL, Drawn, Screen, labelled, spaced
 from meshwise.terminal.table import table_lines
 
 MOST_SINGLE = 4
 """Devices that get a row each; of more, those that stand next to each other and are alike share one."""
-LABEL = 10
 MOST_NOTES = 6
 MOST_ROWS = 12
 LEAST_NAME = 16
@@ -59,7 +58,7 @@ def _hosts(machine: Machine, width: int) -> list[Text]:
         if many > 1:
             facts.insert(0, f"{many} alike" if facts else f"{many} hosts, of which no more is known")
         if facts:
-            lines.append(_labelled("host", _fit(facts, width - LABEL)))
+            lines.append(labelled("host", _fit(facts, width - LABEL)))
     return lines
 
 
@@ -180,19 +179,15 @@ def _peak_title(devices: Sequence[Device]) -> str:
 
 def _facts(machine: Machine) -> list[Text]:
     versions = " · ".join(f"{name} {version}" for name, version in machine.versions.items())
-    lines = [_labelled("versions", versions)] if versions else []
-    return lines + ([_labelled("measured", machine.measured)] if machine.measured else [])
+    lines = [labelled("versions", versions)] if versions else []
+    return lines + ([labelled("measured", machine.measured)] if machine.measured else [])
 
 
 def _limits(machine: Machine) -> list[Text]:
-    return [_labelled("limit", sentence, "yellow") for sentence in limits_that_hurt(machine)]
+    return [labelled("limit", sentence, "yellow") for sentence in limits_that_hurt(machine)]
 
 
 def _notes(machine: Machine, most: int | None) -> list[Text]:
-    shown = [_labelled("note", sentence, "yellow") for sentence in machine.warnings[:most]]
+    shown = [labelled("note", sentence, "yellow") for sentence in machine.warnings[:most]]
     more = len(machine.warnings) - len(shown)
-    return [*shown, _labelled("note", f"and {more} more; --json has all", "dim")] if more else shown
-
-
-def _labelled(label: str, text: str, style: str = "") -> Text:
-    return Text(f"{label:<{LABEL}}", style or "dim").append(text, "default")
+    return [*shown, labelled("note", f"and {more} more; --json has all", "dim")] if more else shown

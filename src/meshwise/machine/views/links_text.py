@@ -1,6 +1,8 @@
 """What joins devices, as a matrix that people can read: `NVLink4 x18`, `PCIe4 x16`, over a bridge or the other socket.
 
 Where every pair is alike it is one line; where full words do not fit, letters stand for them, with a line for each.
+
+Tested in tests/machine/test_devices_text.py.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from rich.text import Text
 
 from meshwise.spec.machine import DEVICE, HOST, NODE, Link, Machine
 from meshwise.spec.units import bandwidth_text
+from meshwise.terminal.screen import labelled
 from meshwise.terminal.table import table_lines, width_of
 
 KINDS = {"nvlink": "NVLink", "xgmi": "xGMI", "pcie": "PCIe", "c2c": "C2C", "network": "network", "memory": "memory"}
@@ -44,7 +47,7 @@ def pcie_text(link: Link) -> str:
 def _classes(machine: Machine) -> list[Text]:
     """Links for any pair of a described machine."""
     found = [link for link in machine.links if link.source == link.target == DEVICE]
-    return [_labelled("links", f"any two devices of a host: {_sentence(link)}") for link in found]
+    return [labelled("links", f"any two devices of a host: {_sentence(link)}") for link in found]
 
 
 def _network(machine: Machine) -> list[Text]:
@@ -53,10 +56,10 @@ def _network(machine: Machine) -> list[Text]:
         return []
     first = found[0]
     if len(found) == 1 and first.source == NODE:
-        return [_labelled("network", f"any two hosts: {_sentence(first)}")]
-    shown = [_labelled("network", f"{link.source} to {link.target}: {_sentence(link)}") for link in found[:MOST_MATRIX]]
+        return [labelled("network", f"any two hosts: {_sentence(first)}")]
+    shown = [labelled("network", f"{link.source} to {link.target}: {_sentence(link)}") for link in found[:MOST_MATRIX]]
     more = len(found) - len(shown)
-    return [*shown, _labelled("network", f"and {more} more; --json has all")] if more > 0 else shown
+    return [*shown, labelled("network", f"and {more} more; --json has all")] if more > 0 else shown
 
 
 def _pairs(pairs: Mapping[tuple[str, str], Link], names: Sequence[str], width: int) -> list[Text]:
@@ -66,10 +69,10 @@ def _pairs(pairs: Mapping[tuple[str, str], Link], names: Sequence[str], width: i
     every = len(names) * (len(names) - 1)
     if len(kinds) == 1 and len(pairs) == every:
         ((sentence, _),) = kinds.items()
-        return [_labelled("links", f"{'both ways' if len(names) == 2 else 'every pair'}: {sentence}")]
+        return [labelled("links", f"{'both ways' if len(names) == 2 else 'every pair'}: {sentence}")]
     if len(names) > MOST_MATRIX:
         return [
-            _labelled("links", f"{len(alike)} of {every}, such as {alike[0][0]} to {alike[0][1]}: {sentence}")
+            labelled("links", f"{len(alike)} of {every}, such as {alike[0][0]} to {alike[0][1]}: {sentence}")
             for sentence, alike in kinds.items()
         ]
     letters = dict(zip(kinds, ascii_uppercase, strict=False))
@@ -79,7 +82,7 @@ def _pairs(pairs: Mapping[tuple[str, str], Link], names: Sequence[str], width: i
         lines = _matrix(pairs, names, labels, width)
         if lines is not None:
             break
-    legend = [_labelled(labels[sentence], sentence, max(map(len, labels.values())) + 2) for sentence in kinds]
+    legend = [labelled(labels[sentence], sentence, width=max(map(len, labels.values())) + 2) for sentence in kinds]
     return [*(lines or []), *legend]
 
 
@@ -123,7 +126,3 @@ def _kind(link: Link) -> str:
     width, full = link.width or link.full_width, link.full_width
     text = f"{KINDS[link.kind]}{link.generation or link.full_generation or ''}"
     return text + (f" x{width}" + (f" of {full}" if full is not None and full != width else "") if width else "")
-
-
-def _labelled(label: str, text: str, width: int = 10) -> Text:
-    return Text(f"{label:<{width}}", "dim").append(text, "default")

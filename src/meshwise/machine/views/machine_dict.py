@@ -1,4 +1,7 @@
-"""A machine as plain data, for JSON: every field by its name, in bytes, seconds and FLOP/s; null is unknown."""
+"""A machine as plain data, for JSON: every field by its name, in bytes, seconds and FLOP/s; null is unknown.
+
+Tested in tests/machine/test_devices_text.py.
+"""
 
 from __future__ import annotations
 

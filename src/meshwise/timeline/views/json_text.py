@@ -1,4 +1,4 @@
-"""The report as JSON text."""
+"""The report as JSON text. Tested in tests/cli/test_report.py and tests/old."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any, Self, cast
@@ -232,22 +232,19 @@ class _GuardedFile:
         self._file, self._gone = file, False
 
     def write(self, text: str) -> int:
-        try:
-            if not self._gone:
-                self._write(text)
-        except BlockingIOError:
-            pass  # a reader that is slow, not gone
-        except (OSError, ValueError):  # ValueError: the file was closed
-            self._gone = True
+        self._while_read(lambda: self._write(text))
         return len(text)
 
     def flush(self) -> None:
+        self._while_read(self._file.flush)
+
+    def _while_read(self, act: Callable[[], object]) -> None:
         try:
             if not self._gone:
-                self._file.flush()
+                act()
         except BlockingIOError:
-            pass
-        except (OSError, ValueError):
+            pass  # a reader that is slow, not gone
+        except (OSError, ValueError):  # ValueError: the file was closed
             self._gone = True
 
     def isatty(self) -> bool:

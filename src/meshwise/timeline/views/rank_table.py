@@ -1,6 +1,8 @@
 """The table of a run's devices, a row each: what its steps went into, how often it was last, and its memory.
 
 Of more devices than MOST_ROWS it shows the least, the median and the most of each column, and those that stand out.
+
+Tested in tests/timeline/views/test_report_text.py.
 """
 
 from __future__ import annotations

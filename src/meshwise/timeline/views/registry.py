@@ -1,6 +1,8 @@
 """The views of a report: each is a file of this folder with a function `render(report, timeline)`, and a line here.
 
 The command line has an option for each: `--html` writes report.html, `--mermaid` prints.
+
+Tested in tests/cli/test_report.py.
 """
 
 from __future__ import annotations
