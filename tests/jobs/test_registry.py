@@ -52,7 +52,8 @@ def test_built_in_jobs_are_found_with_their_seed(name: str) -> None:
 
 def test_an_unknown_name_is_told_with_the_nearest() -> None:
     assert refusal("mnist-mpl") == (
-        f"no job is named 'mnist-mpl'. Did you mean 'mnist-mlp'? Use {', '.join(BUILT_IN)}, or file.py:name for your own."
+        f"no job is named 'mnist-mpl'. Did you mean 'mnist-mlp'? "
+        f"Use {', '.join(BUILT_IN)}, or file.py:name for your own."
     )
     assert "Did you mean" not in refusal("zzz")
 
@@ -116,7 +117,7 @@ def test_a_file_that_refuses_by_itself_is_not_taken_for_imported(write: Callable
         (":nothing", "returned a NoneType. Return a meshwise.Job."),
         (
             ":needs",
-            "missing a required argument: 'width'. Use a Job, or a function that makes one and needs no other arguments",
+            "missing a required argument: 'width'. Use a Job, or a function that makes one and needs no other",
         ),
     ],
 )
