@@ -82,7 +82,7 @@ def test_a_saved_file_may_be_written_again_and_nothing_else(
     other = tmp_path / "notes.toml"
     other.write_text("mine = 1\n")
     code, _, err = command("bench", "--save", other)
-    assert code == 2 and "is not a machine file. Name another file." in err and other.read_text() == "mine = 1\n"
+    assert code == 2 and "is not a machine file. Use another file." in err and other.read_text() == "mine = 1\n"
     again = tmp_path / "again.toml"
     again.write_bytes(saved[0].read_bytes())
     code, _, _ = command("bench", "--links", "--devices", "2xcpu", "--sizes", "1K", "--seconds", "0.5", "--save", again)
@@ -125,7 +125,7 @@ HERE = "[[device]]\npart = 'H100-SXM'\nmemory = '80 GB/s'\n"
         (["devices", "wrong.toml"], "'GB/s' is a unit of bytes/s, and bytes are meant. Write it as"),
         (["devices", "binary.toml"], "cannot be read as a machine file (it is not text)"),
         (["devices", "missing.toml"], "cannot be read as a machine file (No such file"),
-        (["bnch"], "meshwise bnch: no such verb. Did you mean 'bench'?"),
+        (["bnch"], "meshwise bnch: no such command. Did you mean 'bench'?"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(
@@ -161,7 +161,9 @@ def test_devices_in_words_and_here(command: Command) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow)]
+)
 def test_other_signals_end_it_as_a_ctrl_c_does(number: signal.Signals, code: int, tmp_path: Path) -> None:
     words = ["bench", "--links", "--devices", "2xcpu", "--sizes", "1K:16K", "--seconds", "60"]
     process = subprocess.Popen(

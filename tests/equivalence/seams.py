@@ -6,8 +6,9 @@ move, they are named anew here and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ SEAMS = {
     "microbatches of a step": "meshwise.equivalence.programs.train_step",
     "loss and weight": "meshwise.training.engine.split_weight",
     "backward of a microbatch": "meshwise.training.engine.Engine._reduced_backward",
+    "what watches a backward": "meshwise.training.engine.Engine._watched_backward",
     "weight of a microbatch": "meshwise.training.weighing.StepWeights.scale",
     "sum of weights": "meshwise.training.weighing.StepWeights.begin_sum",
     "update": "meshwise.training.loop._update",
@@ -128,12 +130,14 @@ def after_microbatch(patch: Any, change: Callable[[Training, bool], None]) -> No
         training[:] = [_training(state)]
         return real(engine, job, state, parts)
 
-    def backward(real: Any, engine: Any, loss: Tensor, last: bool, factor: Any) -> None:
-        real(engine, loss, last, factor)
-        change(training[0], last)
+    @contextlib.contextmanager
+    def watched(real: Any, engine: Any, last: bool) -> Iterator[None]:
+        with real(engine, last):
+            yield
+        change(training[0], last)  # outside of what is watched: between two backwards
 
     around(patch, "microbatches of a step", train_step)
-    around(patch, "backward of a microbatch", backward)
+    around(patch, "what watches a backward", watched)
 
 
 def at_start(

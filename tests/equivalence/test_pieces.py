@@ -113,19 +113,19 @@ class Draws(nn.Module):
 def test_ranks_draw_the_rows_of_one_device(cut: tuple[int, ...]) -> None:
     model, x = Draws().double(), torch.randn(6, 5, 8, dtype=torch.float64)
     one = KeyedDraws((0, 1, 2), Rows(0, 6, 6, 6), on_one_device)
-    with one.first():
+    with one.forward():
         wanted = model(x)
     for first, stop in pairwise(cut):
         rows = Rows(first, stop - first, 6, stop - first)
         own = KeyedDraws((0, 1, 2), rows, by_reference(one.log, rows))
-        with own.first():
+        with own.forward():
             torch.testing.assert_close(model(x[first:stop]), wanted[first:stop], rtol=1e-12, atol=1e-12)
         assert not own.unkeyed
 
 
 def test_other_keys_draw_other_numbers() -> None:
     def draw(*key: int) -> Tensor:
-        with KeyedDraws(key, Rows(0, 4, 4, 4), on_one_device).first():  # type: ignore[arg-type]
+        with KeyedDraws(key, Rows(0, 4, 4, 4), on_one_device).forward():  # type: ignore[arg-type]
             return torch.stack([torch.rand(4), torch.rand(4)])
 
     first = draw(0, 0, 0)
@@ -135,12 +135,12 @@ def test_other_keys_draw_other_numbers() -> None:
 
 def test_a_draw_that_cannot_be_keyed_is_reported() -> None:
     draws = KeyedDraws((0, 0, 0), Rows(0, 4, 4, 4), on_one_device)
-    with draws.first():
+    with draws.forward():
         torch.multinomial(torch.ones(3), 1)
     assert draws.unkeyed == {"multinomial"}
     half = Rows(0, 2, 4, 2)
     other = KeyedDraws((0, 0, 0), half, by_reference([], half))
-    with other.first():
+    with other.forward():
         torch.rand(2, 3)
     assert other.unkeyed == {"rand of shape (2, 3)"}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwise.machine import memory
-from meshwise.machine.cgroup import cpu_quota, memory_left, memory_limit
+from meshwise.machine.allowance import cpu_quota, memory_left, memory_limit
 from meshwise.machine.discovery.host_facts import host_facts, limits_that_hurt, own_limits
 from meshwise.spec.machine import Device, Host, Machine
 from tests.machine.simulated.tree import Computer, plant_computer, write

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.workers.nodes import free_port
+from meshwise.workers.channel import free_port
 
 pytestmark = pytest.mark.usefixtures("processes")
 

@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 import torch
 
 from meshwise.api.machines import find_machine
+from meshwise.machine.allowance import allowed_cores
 from meshwise.machine.bench import Bench, Stop, bench_of, only_devices, under_load
-from meshwise.machine.cores import allowed_cores
 from meshwise.machine.find import accelerators, find_devices
 from meshwise.machine.measure.alone import device_names, measure_alone
 from meshwise.machine.measure.in_process import Lanes, measure_in_process

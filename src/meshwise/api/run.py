@@ -48,7 +48,7 @@ from meshwise.transfer.collectives import broadcast_object, gather_objects
 from meshwise.workers.join import join, started_by_launcher
 from meshwise.workers.launch import Listeners
 from meshwise.workers.launch import launch as launch_workers
-from meshwise.workers.nodes import Nodes, node_rank_of
+from meshwise.workers.nodes import Nodes
 
 
 def launch(function: Callable[..., Any], *arguments: Any, devices: str = "all") -> list[Any]:
@@ -96,7 +96,7 @@ class Started:
     @property
     def keeps_record(self) -> bool:
         """Whether this machine writes what there is one of in the folder."""
-        return names.is_kept_by(self.folder, node_rank_of(self.nodes))
+        return names.is_kept_by(self.folder, self.nodes.node_rank if self.nodes else 0)
 
 
 def start_job(options: RunOptions, console: Console, began: float | None = None) -> tuple[RunSummary, int]:
@@ -190,7 +190,8 @@ def _record_blocks(options: RunOptions) -> None:
 def _start(make: Callable[[World], Program], options: RunOptions, began: float) -> Started:
     """Meet the other machines, make the program for all devices together, and open its run folder."""
     slots = worker_slots(options)
-    nodes = options.rendezvous(len(slots))
+    several = options.nnodes != 1 or options.node_rank or options.rdzv
+    nodes = options.rendezvous(len(slots)) if several else None
     size = nodes.size if nodes else len(slots)
     program = make(World(size=size, device=slots[0].device))
     return _opened(program, options, slots, nodes, began)
@@ -213,7 +214,7 @@ def _opened(
 
     Machines that share a disk share the folder; the first of them keeps its run.json.
     """
-    machine, out = node_rank_of(nodes), Path(options.out)
+    machine, out = nodes.node_rank if nodes else 0, Path(options.out)
     if options.resume is not None:
         folder = Path(options.resume)
     elif nodes is None or machine == 0:

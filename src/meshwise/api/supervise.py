@@ -24,7 +24,7 @@ from meshwise.timeline.views.live_progress import LiveView, Progress
 from meshwise.timeline.views.summary_text import metric_text
 from meshwise.workers.channel import Message
 from meshwise.workers.launch import Halt, Listeners, launch
-from meshwise.workers.nodes import Nodes, node_rank_of
+from meshwise.workers.nodes import Nodes
 
 
 class Viewer:
@@ -92,7 +92,7 @@ def supervise(
     run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails.
     """
     halt = Halt()
-    keeps = folder if folder is not None and names.is_kept_by(folder, node_rank_of(nodes)) else None
+    keeps = folder if folder is not None and names.is_kept_by(folder, nodes.node_rank if nodes else 0) else None
     with LiveView(console) as view, forwarded_signals(halt, view):
         viewer = Viewer(view, [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], live=view.draws)
         listeners = Listeners(message=viewer.message, output=viewer.output)

@@ -22,7 +22,7 @@ from meshwise.api.bench import WHAT
 from meshwise.api.bench import bench as measure
 from meshwise.api.bench_hosts import bench_hosts
 from meshwise.api.machines import read_machine
-from meshwise.commands.from_dataclass import from_dataclass
+from meshwise.commands.command_line import from_dataclass
 from meshwise.machine.bench import Bench
 from meshwise.machine.compare import compare as compare_machines
 from meshwise.machine.file.write import machine_to_toml, toml_writer

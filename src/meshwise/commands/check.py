@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 
 from meshwise.api.check import CheckOptions, check_options
-from meshwise.commands.from_dataclass import from_dataclass
-from meshwise.commands.script_command import ScriptCommand
+from meshwise.commands.command_line import ScriptCommand, from_dataclass
 from meshwise.equivalence.views.check_dict import check_dict
 from meshwise.equivalence.views.check_text import check_text
 

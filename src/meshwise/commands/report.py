@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from meshwise.api.report import compare, report_views, run_folder, step_range
-from meshwise.commands.from_dataclass import from_dataclass
+from meshwise.commands.command_line import from_dataclass
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option
 from meshwise.timeline.compare_runs import comparison_dict
@@ -39,7 +39,7 @@ def report(
     other: Annotated[str | None, typer.Argument(metavar="RUN2", help="a run to compare it with")] = None,
     views: ViewOptions = ViewOptions(),  # type: ignore[valid-type]  # noqa: B008
     to: Annotated[str | None, typer.Option(metavar="DIR", help="where files are written; default: RUN")] = None,
-    live: Annotated[bool, typer.Option("--live", help="follow a run that goes on")] = False,
+    live: Annotated[bool, typer.Option("--live", help="follow a running one")] = False,
     steps: Annotated[str | None, typer.Option(metavar="A:B", help="show these steps span by span")] = None,
 ) -> None:
     """Say what limited a run, and show where its time and memory went. With two runs, compare them."""

@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 
 from meshwise.api.run import start_job, start_script
-from meshwise.commands.from_dataclass import from_dataclass
-from meshwise.commands.script_command import ScriptCommand, is_script
+from meshwise.commands.command_line import ScriptCommand, from_dataclass, is_script
 from meshwise.timeline.run_summary import summary_dict
 from meshwise.training.run_options import RunOptions
 

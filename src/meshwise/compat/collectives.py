@@ -66,17 +66,17 @@ def all_reduce(tensor: Tensor, op: str, group: Group) -> None:
 
 
 def begin_all_reduce(tensor: Tensor, op: str, group: Group) -> torch.futures.Future[object]:
-    """Begin `all_reduce`; the future is done when `tensor` is."""
-    buffer, op = _reducible(tensor, op)
-    work = dist.all_reduce(buffer, op=OPS[op], group=group, async_op=True)
+    """Begin `all_reduce`; the future is done when `tensor` is. Waits for one that needs a copy behind it."""
+    buffer, reduce = _reducible(tensor, op)
+    if buffer.data_ptr() != tensor.data_ptr():
+        all_reduce(tensor, op, group)
+        done: torch.futures.Future[object] = torch.futures.Future()
+        done.set_result(None)
+        return done
+    work = dist.all_reduce(buffer, op=OPS[reduce], group=group, async_op=True)
     assert work is not None  # this rank is a member of the group
     future: torch.futures.Future[object] = work.get_future()
-
-    def copied_back(done: torch.futures.Future[object]) -> None:
-        done.value()  # raises what went wrong
-        _copy_back(tensor, buffer)
-
-    return future if buffer.data_ptr() == tensor.data_ptr() else future.then(copied_back)
+    return future
 
 
 def all_gather(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) -> None:

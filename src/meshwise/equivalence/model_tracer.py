@@ -68,12 +68,12 @@ class ModelTracer:
         number = len(self._draws)
         reference = None if self._reference is None else [*self._reference, *([] for _ in range(number + 1))][number]
         rows = self._rows[number]
-        place = on_one_device if reference is None else by_reference(reference, rows)
-        draws = KeyedDraws((self._seed, self._step, number), rows, place)
+        layout = on_one_device if reference is None else by_reference(reference, rows)
+        draws = KeyedDraws((self._seed, self._step, number), rows, layout)
         self._draws.append(draws)
         self._calls, self._in_forward, self._open_calls = {}, True, []
         try:
-            with upcast(self._upcast), draws.first():
+            with upcast(self._upcast), draws.forward():
                 yield
         finally:
             self._in_forward = False
@@ -90,7 +90,7 @@ class ModelTracer:
         self.ready.clear()
         self._compare_with_last_backward()
         drawn = len(self._draws[-1].log)
-        with upcast(self._upcast), self._draws[-1].again():
+        with upcast(self._upcast), self._draws[-1].backward():
             yield
         # What runs again and draws the same numbers as at first is the same call, and not noted again.
         self.rng_mismatch = self.rng_mismatch or len(self._draws[-1].log) > drawn
@@ -118,7 +118,7 @@ class ModelTracer:
         def evaluated(*args: Any) -> Any:
             number, own = next(batches)
             draws = KeyedDraws((self._seed, -1, number), own, by_rows(own))
-            with upcast(self._upcast), draws.first():
+            with upcast(self._upcast), draws.forward():
                 result = function(*args)
             self.unkeyed |= draws.unkeyed
             self.evaluation_draws += len(draws.log)

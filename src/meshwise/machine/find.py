@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwise.machine.cores import allowed_cores, cores_near, split_cores
+from meshwise.machine.allowance import allowed_cores, cores_near, split_cores
 from meshwise.machine.discovery.sysfs import address_of
 from meshwise.spec.devices import DeviceRequest, WorkerSlot, core_ranges
 from meshwise.spec.errors import UsageError

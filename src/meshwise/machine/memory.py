@@ -11,7 +11,7 @@ import sys
 import psutil
 import torch
 
-from meshwise.machine.cgroup import memory_left
+from meshwise.machine.allowance import memory_left
 
 
 def used_bytes(device: str) -> int | None:

@@ -35,11 +35,11 @@ class MicrobatchDraws:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        with sdpa_kernel(SDPBackend.MATH), self._draws.first():
+        with sdpa_kernel(SDPBackend.MATH), self._draws.forward():
             yield
         self._unkeyed |= self._draws.unkeyed
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        with sdpa_kernel(SDPBackend.MATH), self._draws.again():
+        with sdpa_kernel(SDPBackend.MATH), self._draws.backward():
             yield

@@ -8,7 +8,7 @@ works on operators, wherever they are written: `nn.Dropout`, attention, LSTMs.
     which rows          a check knows the shape that one device drew for that call: the dim that differs is the batch; a
                         run takes the first dim, or the second, that has as many rows as the rank has samples
 
-Not covered, and told: operators without a place in `DRAWS` (multinomial, exponential), draws on DTensors.
+Not covered, and reported: operators that `DRAWS` does not have (multinomial, exponential), draws on DTensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Rows:
-    """A rank's rows of a microbatch: `count` from `first` on, of `total` over all ranks. A stand-in has samples 0."""
+    """A rank's rows of a microbatch: `count` from `first` on, of `total` over all ranks; padding has samples 0."""
 
     first: int
     count: int
@@ -48,7 +48,7 @@ class Rows:
     samples: int
 
 
-Place = Callable[[int, str, tuple[int, ...]], tuple[tuple[int, ...], int | None] | None]
+DrawLayout = Callable[[int, str, tuple[int, ...]], tuple[tuple[int, ...], int | None] | None]
 """(call, operator, shape) -> the shape of the draw on one device, and the dim of it of which this rank has a part, None
 where it has all. None: not known, and the rank draws on its own."""
 
@@ -56,21 +56,21 @@ where it has all. None: not known, and the rank draws on its own."""
 class KeyedDraws:
     """The random draws of one microbatch, of which this rank has `rows`."""
 
-    def __init__(self, key: tuple[int, int, int], rows: Rows, place: Place) -> None:
-        self._key, self._rows, self._place = key, rows, place
+    def __init__(self, key: tuple[int, int, int], rows: Rows, layout: DrawLayout) -> None:
+        self._key, self._rows, self._layout = key, rows, layout
         self._calls: dict[int, int] = {}
         self.log: list[Draw] = []
         self.unkeyed: set[str] = set()
 
     @contextlib.contextmanager
-    def first(self) -> Iterator[None]:
+    def forward(self) -> Iterator[None]:
         """The forward of this microbatch: torch's generator starts at its key."""
         torch.manual_seed(mixed(*self._key))
-        with self.again():
+        with self.backward():
             yield
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def backward(self) -> Iterator[None]:
         """Its backward, which may recompute parts of the forward."""
         with intercept_operators(self._handle):
             yield
@@ -89,27 +89,27 @@ class KeyedDraws:
         call = self._calls.setdefault(drawn, len(self._calls))
         if call == len(self.log):
             self.log.append(Draw(name, shape))
-        placed = self._place(call, name, shape)
-        if placed is None:
+        found = self._layout(call, name, shape)
+        if found is None:
             self.unkeyed.add(f"{name} of shape {shape}")
-        whole, dim = placed or (shape, None)
+        whole, dim = found or (shape, None)
         values = keyed_uniform(mixed(*self._key, call), whole, device)
         if dim is None:
             return values
         size, rows = shape[dim], self._rows
-        first = min(rows.first * size // rows.count, whole[dim] - size)  # a stand-in stands behind the last row
+        first = min(rows.first * size // rows.count, whole[dim] - size)  # a padding sample lies behind the last row
         return values.narrow(dim, first, size)
 
 
 def on_one_device(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], None]:
-    """A `Place`: this rank has all rows."""
+    """A `DrawLayout`: this rank has all rows."""
     return shape, None
 
 
-def by_reference(reference: Sequence[Draw], rows: Rows) -> Place:
-    """A `Place` that knows what one device drew."""
+def by_reference(reference: Sequence[Draw], rows: Rows) -> DrawLayout:
+    """A `DrawLayout` that knows what one device drew."""
 
-    def place(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
+    def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
         if call >= len(reference) or reference[call].operator != operator:
             return None
         whole = reference[call].shape
@@ -120,14 +120,14 @@ def by_reference(reference: Sequence[Draw], rows: Rows) -> Place:
             return whole, other[0]
         return None
 
-    return place
+    return layout
 
 
-def by_rows(rows: Rows) -> Place:
-    """A `Place` that takes the batch for the first of two dims that has the rank's rows, else for a first that is some
-    times them (heads or positions beside the samples). A rank that has all rows draws as one device does."""
+def by_rows(rows: Rows) -> DrawLayout:
+    """A `DrawLayout` that takes the batch for the first of two dims that has the rank's rows, else for a first that is
+    some times them (heads or positions beside the samples). A rank that has all rows draws as one device does."""
 
-    def place(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
+    def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
         dims = [d for d in range(min(2, len(shape))) if shape[d] == rows.count]
         dims += [0] if shape and shape[0] % rows.count == 0 else []
         if not dims:
@@ -136,7 +136,7 @@ def by_rows(rows: Rows) -> Place:
         whole[dims[0]] = shape[dims[0]] // rows.count * rows.total
         return tuple(whole), dims[0]
 
-    return place
+    return layout
 
 
 def keyed_uniform(key: int, shape: Sequence[int], device: torch.device) -> Tensor:

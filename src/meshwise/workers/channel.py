@@ -117,3 +117,9 @@ class LauncherChannel:
             pass
         if rank is not None:
             self._deliver(rank, {"kind": "closed"})
+
+
+def free_port(host: str = "") -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with socket.create_server((host, 0)) as server:
+        return int(server.getsockname()[1])

@@ -34,9 +34,9 @@ import cloudpickle
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
 from meshwise.workers import failure, join, worker
-from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message
+from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message, free_port
 from meshwise.workers.failure import Failure
-from meshwise.workers.nodes import Nodes, free_port
+from meshwise.workers.nodes import Nodes
 
 # Time limits, in seconds.
 CULPRIT_TIMEOUT = 1.0  # after a victim's report, for the real culprit's

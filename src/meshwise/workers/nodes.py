@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated
@@ -18,6 +17,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.options import Option
+from meshwise.workers.channel import free_port
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 LEAVE_TIMEOUT = timedelta(seconds=10)
@@ -65,11 +65,6 @@ class Nodes:
                 self._store.wait([f"left/{node}" for node in range(1, self.nnodes)], LEAVE_TIMEOUT)
 
 
-def node_rank_of(nodes: Nodes | None) -> int:
-    """Which machine of the run this is, from 0; 0 where it is the only one."""
-    return nodes.node_rank if nodes is not None else 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
     """The machines that run together: how many, which this is, and where machine 0 is reached."""
@@ -103,9 +98,3 @@ class NodeOptions:
                 f"--rdzv {self.rdzv}: no meeting there ({why}). Is machine 0 started, and the port free?"
             ) from None
         return Nodes(store, self.node_rank, self.nnodes, local_size, host)
-
-
-def free_port(host: str = "") -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.create_server((host, 0)) as server:
-        return int(server.getsockname()[1])

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshwise.machine.cgroup import cpu_quota, memory_limit
+from meshwise.machine.allowance import cpu_quota, memory_limit
 from meshwise.machine.discovery.sysfs import node_cores, read_text
 from meshwise.spec.machine import Host, Machine
 from meshwise.spec.units import bytes_text

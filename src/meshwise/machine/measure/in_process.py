@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from meshwise.machine.cores import allowed_cores, cores_near
+from meshwise.machine.allowance import allowed_cores, cores_near
 from meshwise.machine.discovery.nvml import pcie_now
 from meshwise.machine.find import pci_address
 from meshwise.machine.measure.copies import CopySpec, copy_paths, measure_copy

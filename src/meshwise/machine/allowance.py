@@ -1,18 +1,56 @@
-"""What the control groups of this process let it use: cores' worth of time and bytes of memory. Versions 2 and 1.
+"""What this process may use: processor cores, and which worker gets which; time and memory by its control groups.
 
-A limit of any group from this process's own up to the root holds, so the smallest counts.
-
-Tested in tests/machine/test_host_facts.py.
+Control groups are those of versions 2 and 1. A limit of any group from this process's own up to the root holds, so the
+smallest counts. They are tested in tests/machine/test_host_facts.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import os
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 NO_LIMIT = 2**60  # version 1 writes "none" as the largest number of pages that fit, some 2**63 bytes
+
+
+def allowed_cores() -> tuple[int, ...]:
+    """The cores that this process may run on. A container limited to 2 of 64 cores gets 2."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+    else:
+        cores = tuple(range(os.cpu_count() or 1))
+    quota = cpu_quota()
+    return cores if quota is None else cores[: max(1, math.ceil(quota))]
+
+
+def split_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
+    """An equal part of `cores` for each worker; empty parts, so that nobody is bound, for more workers than cores."""
+    if workers > len(cores):
+        return [()] * workers
+    edges = [round(i * len(cores) / workers) for i in range(workers + 1)]
+    return [tuple(cores[a:b]) for a, b in pairwise(edges)]
+
+
+def cores_near(pci_address: str, cores: Sequence[int], root: Path = Path("/sys/bus/pci/devices")) -> tuple[int, ...]:
+    """Those of `cores` on the NUMA node of a PCI device; all of them where the system does not say."""
+    try:
+        near = core_list((root / pci_address.lower() / "local_cpulist").read_text().strip())
+    except (OSError, ValueError):
+        return tuple(cores)
+    return tuple(core for core in cores if core in near) or tuple(cores)
+
+
+def core_list(text: str) -> set[int]:
+    """`0-3,8` as {0, 1, 2, 3, 8}."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
 
 
 def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.machine import cores
-from meshwise.machine.cgroup import cpu_quota
-from meshwise.machine.cores import allowed_cores, cores_near, split_cores
+from meshwise.machine import allowance
+from meshwise.machine.allowance import allowed_cores, cores_near, cpu_quota, split_cores
 
 
 def plant_v2(root: Path, text: str) -> None:
@@ -52,14 +51,14 @@ def test_a_quota_that_cannot_be_read_is_no_limit(tmp_path: Path, text: str) -> N
 def test_a_container_gets_the_cores_that_its_quota_pays_for(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, left: int
 ) -> None:
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
-    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(allowance.os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
+    monkeypatch.setattr(allowance, "cpu_quota", lambda: quota)
     assert allowed_cores() == tuple(range(left))
 
 
 def test_affinity_is_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda process: {7, 3, 5}, raising=False)
-    monkeypatch.setattr(cores, "cpu_quota", lambda: None)
+    monkeypatch.setattr(allowance.os, "sched_getaffinity", lambda process: {7, 3, 5}, raising=False)
+    monkeypatch.setattr(allowance, "cpu_quota", lambda: None)
     assert allowed_cores() == (3, 5, 7)
 
 

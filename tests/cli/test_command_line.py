@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from meshwise.commands.from_dataclass import from_dataclass
+from meshwise.commands.command_line import from_dataclass
 from meshwise.spec.options import Option
 
 
