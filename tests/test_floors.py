@@ -7,7 +7,10 @@ reads sources with `ast` and imports nothing; the second half of this file plant
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
+import io
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +29,9 @@ FLOORS = {
     "workers": 2,
     "transfer": 3,
     "machine": 4,
-    "arrays": 4,
     "parallel": 5,
     "recovery": 5,
     "training": 6,
-    "rehearsal": 7,
     "equivalence": 7,
     "jobs": 7,
     # The top floor, in the order in which its modules import each other.
@@ -53,8 +54,14 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "mana
 
 MOST_FILE_LINES = 350
 MOST_FUNCTION_LINES = 60
-# What must be longer, and why: "room/file.py" or "room/file.py:function" -> the reason.
+MOST_PARAMETERS = 8
+# What must be longer, and why: "room/file.py", "room/file.py:function", or for parameters "room/file.py:function()".
 LONGER: dict[str, str] = {}
+
+MOST_CODE_LINES = 19_300
+"""Lines of the package without blank lines, comments and docstrings. What adds more makes something else simpler."""
+MOST_UNTESTED = 125
+"""Modules without a test file of their name and not named in the docstring of one. May only fall."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,10 @@ class Source:
     path: str
     text: str
     tree: ast.Module
+
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
 
     @property
     def room(self) -> str:
@@ -84,18 +95,18 @@ def read_sources(package: Path) -> list[Source]:
     return [Source(f.relative_to(package).as_posix(), t, ast.parse(t)) for f, t in zip(files, texts, strict=True)]
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
-    """Every absolute import in a tree with its node. `from a import b` counts as `a.b`: b may be a module."""
-    for node in ast.walk(tree):
+def imports(source: Source) -> Iterator[tuple[ast.stmt, str]]:
+    """Every absolute import in a file with its node. `from a import b` counts as `a.b`: b may be a module."""
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def own_imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+def own_imports(source: Source) -> Iterator[tuple[ast.stmt, str]]:
     """Imports of our own package as (node, room or `__init__`)."""
-    for node, name in imports(tree):
+    for node, name in imports(source):
         parts = name.split(".")
         if parts[0] == PACKAGE:
             known = len(parts) > 1 and (parts[1] in FLOORS or len(parts) > 2)
@@ -104,7 +115,7 @@ def own_imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
 
 def lower_floors_only(source: Source) -> Iterator[str]:
     floor = FLOORS.get(source.room)
-    for node, room in own_imports(source.tree):
+    for node, room in own_imports(source):
         if floor is None or room == source.room:
             continue
         if room not in FLOORS:
@@ -117,16 +128,16 @@ def lower_floors_only(source: Source) -> Iterator[str]:
 
 
 def absolute_imports_only(source: Source) -> Iterator[str]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             yield f"{source.at(node)}: a relative import. Write from {PACKAGE}.room.file import name"
 
 
 def nothing_hidden(source: Source) -> Iterator[str]:
-    for node, room in own_imports(source.tree):
+    for node, room in own_imports(source):
         if node not in source.tree.body:
             yield f"{source.at(node)}: a hidden import of {room}, in a function or a condition. Move it to the top"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and node.args and _called(node) in {"import_module", "__import__"}:
             name = node.args[0]
             if isinstance(name, ast.Constant) and str(name.value).split(".")[0] == PACKAGE:
@@ -134,7 +145,7 @@ def nothing_hidden(source: Source) -> Iterator[str]:
 
 
 def no_torch_below(source: Source) -> Iterator[str]:
-    for node, name in imports(source.tree):
+    for node, name in imports(source):
         if source.room in WITHOUT_TORCH and f"{name}.".startswith(("torch.", "torchvision.", "safetensors.torch.")):
             yield f"{source.at(node)}: {source.room} imports torch. Write dtypes and devices as strings there"
 
@@ -142,11 +153,11 @@ def no_torch_below(source: Source) -> Iterator[str]:
 def no_private_torch(source: Source) -> Iterator[str]:
     if source.room in WITH_PRIVATE_TORCH:
         return
-    for node, name in imports(source.tree):
+    for node, name in imports(source):
         if name.split(".")[0] == "torch" and any(map(_private, name.split("."))):
             yield f"{source.at(node)}: imports {name}, private in torch. Wrap it in compat, with a probe"
-    known = _torch_names(source.tree)
-    for node in ast.walk(source.tree):
+    known = _torch_names(source)
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and _private(node.attr) and _root(node.value) in known:
             yield f"{source.at(node)}: uses {ast.unparse(node)}, private in torch. Wrap it in compat, with a probe"
 
@@ -168,7 +179,7 @@ def techniques_stand_alone(source: Source) -> Iterator[str]:
     technique = source.path.removeprefix("parallel/").removesuffix(".py")
     if source.room != "parallel" or technique in JOIN_TECHNIQUES | {"__init__"}:
         return
-    for node, name in imports(source.tree):
+    for node, name in imports(source):
         parts = name.split(".")
         other = parts[2] if parts[:2] == [PACKAGE, "parallel"] and len(parts) > 2 else technique
         if other != technique and other not in SHARED_BY_TECHNIQUES:
@@ -190,7 +201,8 @@ def in_the_table(source: Source) -> Iterator[str]:
 def short_enough(source: Source) -> Iterator[str]:
     for what, lines, most in _lengths(source):
         if lines > most and what not in LONGER:
-            yield f"{what}: {lines} lines, more than {most}. Split it by idea, or give the reason in LONGER"
+            unit = "parameters" if what.endswith(")") else "lines"
+            yield f"{what}: {lines} {unit}, more than {most}. Split it by idea, or give the reason in LONGER"
 
 
 RULES: list[Callable[[Source], Iterator[str]]] = [
@@ -207,8 +219,12 @@ RULES: list[Callable[[Source], Iterator[str]]] = [
 ]
 
 
-def faults(package: Path) -> list[str]:
-    sources = read_sources(package)
+@functools.cache
+def own_sources() -> list[Source]:
+    return read_sources(SOURCES)
+
+
+def faults(sources: list[Source]) -> list[str]:
     return [fault for source in sources for rule in RULES for fault in rule(source)] + list(_circles(sources))
 
 
@@ -218,7 +234,7 @@ def _circles(sources: list[Source]) -> Iterator[str]:
     graph = {
         source.module: {
             next((m for m in (name, name.rpartition(".")[0]) if m in modules and m != source.module), "")
-            for _, name in imports(source.tree)
+            for _, name in imports(source)
         }
         - {"", PACKAGE}
         for source in sources
@@ -231,9 +247,12 @@ def _circles(sources: list[Source]) -> Iterator[str]:
 
 def _lengths(source: Source) -> Iterator[tuple[str, int, int]]:
     yield source.path, len(source.text.splitlines()), MOST_FILE_LINES
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{source.path}:{node.name}", (node.end_lineno or 0) - node.lineno + 1, MOST_FUNCTION_LINES
+            given = node.args
+            names = {arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)} - {"self", "cls"}
+            yield f"{source.path}:{node.name}()", len(names), MOST_PARAMETERS
 
 
 def _called(call: ast.Call) -> str:
@@ -277,10 +296,10 @@ def _root(node: ast.expr) -> str:
     return node.id
 
 
-def _torch_names(tree: ast.Module) -> set[str]:
+def _torch_names(source: Source) -> set[str]:
     """The names in a file that stand for torch, one of its modules, or something imported from it."""
     names = set()
-    for node in ast.walk(tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             names |= {a.asname or "torch" for a in node.names if a.name.split(".")[0] == "torch"}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -289,13 +308,84 @@ def _torch_names(tree: ast.Module) -> set[str]:
 
 
 def test_the_house_stands_on_its_floors() -> None:
-    found = faults(SOURCES)
+    found = faults(own_sources())
     assert not found, "\n" + "\n".join(found)
 
 
+def outdated(reasons: dict[str, str], sources: list[Source]) -> list[str]:
+    """Reasons to be longer, of what is not longer any more."""
+    longer = {what for source in sources for what, lines, most in _lengths(source) if lines > most}
+    return sorted(set(reasons) - longer)
+
+
+def code_lines(source: Source) -> int:
+    """Lines without blank lines, comments and docstrings."""
+    found: set[int] = set()
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type not in layout:
+            found |= set(range(token.start[0], token.end[0] + 1))
+    for node in source.nodes:
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                found -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return len(found)
+
+
+def untested(sources: list[Source], tests: Path) -> list[str]:
+    """Modules with no `test_STEM.py`, whose path in the package stands in no docstring of a test file either."""
+    files = [file for file in tests.rglob("test_*.py") if file != Path(__file__)]
+    docstrings = " ".join(ast.get_docstring(ast.parse(file.read_text())) or "" for file in files)
+    stems = {file.stem.removeprefix("test_") for file in files}
+    return sorted(
+        source.path
+        for source in sources
+        if Path(source.path).stem not in stems | {"__init__", "__main__"} and source.path not in docstrings
+    )
+
+
 def test_every_reason_to_be_longer_is_still_needed() -> None:
-    longer = {what for source in read_sources(SOURCES) for what, lines, most in _lengths(source) if lines > most}
-    assert set(LONGER) <= longer, f"no longer too long, remove from LONGER: {sorted(set(LONGER) - longer)}"
+    assert outdated(LONGER, own_sources()) == [], "not longer any more: remove it from LONGER"
+
+
+def test_a_reason_that_is_not_needed_is_found(tmp_path: Path) -> None:
+    (tmp_path / "spec").mkdir()
+    (tmp_path / "spec" / "a.py").write_text("x = 1\n" * (MOST_FILE_LINES + 1))
+    (tmp_path / "spec" / "b.py").write_text("x = 1\n")
+    reasons = {"spec/a.py": "long", "spec/b.py": "short by now", "spec/gone.py": "gone"}
+    assert outdated(reasons, read_sources(tmp_path)) == ["spec/b.py", "spec/gone.py"]
+
+
+def test_every_floor_has_a_room() -> None:
+    rooms = {source.room for source in own_sources()}
+    assert set(FLOORS) <= rooms, f"no such room: {sorted(set(FLOORS) - rooms)}"
+
+
+def test_the_package_stays_within_its_lines() -> None:
+    lines = sum(code_lines(source) for source in own_sources())
+    assert lines <= MOST_CODE_LINES, f"{lines} lines of code"
+
+
+def test_blank_lines_comments_and_docstrings_are_no_code() -> None:
+    text = '"""Doc\nstring."""\n\n# comment\ndef f():\n    """Doc."""\n    return (\n        1\n    )\n'
+    assert code_lines(Source("spec/a.py", text, ast.parse(text))) == 4
+
+
+def test_every_module_says_where_it_is_tested() -> None:
+    missing = untested(own_sources(), Path(__file__).parent)
+    assert len(missing) <= MOST_UNTESTED, "\n".join(missing)
+
+
+def test_a_module_without_a_test_is_found(tmp_path: Path) -> None:
+    for path, text in {"test_plan.py": '"""Of spec/errors.py too."""', "test_other.py": ""}.items():
+        (tmp_path / path).write_text(text)
+    sources = [Source(path, "", ast.parse("")) for path in ("spec/plan.py", "spec/errors.py", "spec/world.py")]
+    assert untested(sources, tmp_path) == ["spec/world.py"]
 
 
 def test_every_folder_of_the_package_is_a_package() -> None:
@@ -393,6 +483,11 @@ PLANTED = {
         "class A:\n    def long(self):\n" + "        x = 1\n" * MOST_FUNCTION_LINES,
         "spec/a.py:long: 61 lines, more than 60",
     ),
+    "many parameters": (
+        "spec/a.py",
+        "def wide(a, b, c, d, e, *, f, g, h, i):\n    return a",
+        "spec/a.py:wide(): 9 parameters, more than 8",
+    ),
 }
 
 ALLOWED = {
@@ -408,6 +503,7 @@ ALLOWED = {
     ),
     "another package in a function": ("training/a.py", "def f():\n    import tensorboard"),
     "the public names": ("__init__.py", "from meshwise.api.run import run"),
+    "as many parameters as may be": ("spec/a.py", "class A:\n    def f(self, a, b, c, d, e, f, *more, g, h): ..."),
     "the longest function": ("spec/a.py", "def f():\n" + "    x = 1\n" * (MOST_FUNCTION_LINES - 1)),
 }
 
@@ -416,7 +512,7 @@ def plant(package: Path, path: str, text: str) -> list[str]:
     file = package / path
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
-    return faults(package)
+    return faults(read_sources(package))
 
 
 @pytest.mark.parametrize("name", PLANTED)

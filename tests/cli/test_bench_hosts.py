@@ -42,6 +42,7 @@ def test_two_launchers_measure_between_them(tmp_path: Path) -> None:
     assert {link.kind for link in machine.links} == {"network"}
 
 
+@pytest.mark.slow
 def test_torchrun_as_two_hosts() -> None:
     endpoint, own = str(free_port()), "--master-addr=127.0.0.1"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", own]

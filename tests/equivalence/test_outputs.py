@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,7 +28,6 @@ def random(shape: tuple[int, ...], wide: bool = False) -> Tensor:
     return torch.randn((*shape, *([4100] if wide else [])), dtype=torch.float64)
 
 
-@settings(max_examples=100)
 @given(shapes, sizes, st.lists(st.tuples(shapes, sizes, st.booleans()), min_size=1, max_size=4), st.booleans())
 def test_random_values_of_any_shape_are_never_equal(shape: tuple[int, ...], rows: int, ranks: list, wide: bool) -> None:
     """Whatever the shapes are: a difference, or not to be compared, unless there is nothing in them."""
@@ -38,7 +37,6 @@ def test_random_values_of_any_shape_are_never_equal(shape: tuple[int, ...], rows
     assert found is None or (found[0] > LIMIT and found[1] > 0) or not value.numel()
 
 
-@settings(max_examples=100)
 @given(st.lists(sizes, min_size=1, max_size=4), shapes, st.integers(0, 1), st.booleans())
 def test_the_slices_of_the_ranks_are_equal_to_the_whole(
     counts: list[int], rest: tuple[int, ...], dim: int, changed: bool
@@ -61,7 +59,6 @@ def test_the_slices_of_the_ranks_are_equal_to_the_whole(
         assert found == (0.0, 0.0)
 
 
-@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4), st.booleans())
 def test_ranks_that_pad_to_their_own_length_are_compared_as_far_as_they_go(
     ranks: list[tuple[int, int]], changed: bool

@@ -470,14 +470,11 @@ BUGS = [
 
 
 def cases() -> list[Any]:
-    """One of each family in the quick part."""
-    quick = {"one_sample_on_both_ranks", "last_batch_is_not_counted", "weight_is_frozen", "first_twice"}
     ordered = sorted(BUGS, key=lambda bug: (bug.job, bug.plan.devices))  # one device runs once for all of a job
-    names = [bug.plant.__name__ for bug in ordered]
-    marks = [() if name in quick else pytest.mark.slow for name in names]
-    return [pytest.param(bug, id=name, marks=m) for bug, name, m in zip(ordered, names, marks, strict=True)]
+    return [pytest.param(bug, id=bug.plant.__name__) for bug in ordered]
 
 
+@pytest.mark.slow  # `make test` has the bugs of test_planted.py
 @pytest.mark.parametrize("bug", cases())
 def test_its_neighbours_are_said_as_rightly(bug: Bug, pool: Any) -> None:
     said_as_a_person_would(bug, pool)

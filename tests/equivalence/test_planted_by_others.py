@@ -633,9 +633,8 @@ BUGS = [
 def cases() -> list[Any]:
     found = []
     ordered = sorted(BUGS, key=lambda bug: (bug.job, bug.plan.devices))  # one device runs once for all of a job
-    for number, bug in enumerate(ordered):
-        marks: list[Any] = [pytest.mark.slow] if bug.slow or number % 3 else []
-        found.append(pytest.param(bug, id=bug.plant.__name__, marks=marks))
+    for bug in ordered:
+        found.append(pytest.param(bug, id=bug.plant.__name__))
     return found
 
 
@@ -643,6 +642,7 @@ def fair(said: str, expected: str | tuple[str, ...]) -> bool:
     return said in ((expected,) if isinstance(expected, str) else expected)
 
 
+@pytest.mark.slow  # `make test` has the bugs of test_planted.py
 @pytest.mark.parametrize("bug", cases())
 def test_it_is_found_and_said_as_a_person_would(bug: Bug, pool: Any) -> None:
     said_as_a_person_would(bug, pool)

@@ -28,7 +28,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("job", sorted(FAULTS))
+QUICK = {"job_raises", "job_is_killed", "job_leaves_others", "job_not_a_number"}
+
+
+@pytest.mark.parametrize(
+    "job", [pytest.param(job, marks=[] if job in QUICK else pytest.mark.slow) for job in sorted(FAULTS)]
+)
 def test_the_culprit_is_named_once_and_nobody_is_left(job: str, tmp_path: Path) -> None:
     run = CommandRun(f"{JOBS}:{job}", "--devices", "2xcpu", "--log-every", "10", out=tmp_path)
     assert run.wait() == 1
@@ -49,7 +54,14 @@ def test_a_run_whose_worker_was_killed_goes_on_from_its_last_saved_state(tmp_pat
     assert read_run(folder)["status"] == "finished"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
+)
 def test_a_stop_saves_the_state_and_says_how_to_go_on(number: signal.Signals, code: int, tmp_path: Path) -> None:
     run = CommandRun(f"{JOBS}:job_long", "--devices", "2xcpu", "--log-every", "20", out=tmp_path)
     run.wait_for("step  40/500")
