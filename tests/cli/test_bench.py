@@ -114,7 +114,7 @@ HERE = "[[device]]\npart = 'H100-SXM'\nmemory = '80 GB/s'\n"
         (["bench", "--sizes", "1X"], "'1X' is not a size. Write --sizes 1K:1G"),
         (["bench", "--sizes", "1K:512T", "--devices", "2xcpu"], "are free. Write at most --sizes 1K:"),
         (["bench", "--seconds", "0"], "--seconds 0: give from 0.1 to 86400"),
-        (["bench", "--devices", "2xcup"], "no kind of device. Did you mean 'cpu'?"),
+        (["bench", "--devices", "2xcup"], "unknown kind of device 'cup'. Did you mean 'cpu'?"),
         (["bench", "--save", "nowhere/here.toml"], "cannot be written there"),
         (["bench", "--save", "."], "cannot be written there"),
         (["bench", "--hosts"], "this one is alone. Start it on each: meshwise bench --hosts"),

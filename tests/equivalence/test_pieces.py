@@ -61,6 +61,20 @@ def test_casts_give_float64(cast: Any) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
+def test_random_numbers_are_those_of_float32() -> None:
+    def drawn() -> list[Tensor]:
+        torch.manual_seed(3)
+        filled = [torch.empty(50).uniform_(-1, 2), torch.empty(50).normal_(1, 2)]
+        return [*filled, torch.rand(50), torch.randn(5, 10), torch.rand_like(filled[0]), nn.Linear(7, 5).weight]
+
+    with torch.random.fork_rng():
+        wanted = drawn()
+        with upcast():
+            got = drawn()
+    for one, other in zip(wanted, got, strict=True):
+        assert other.dtype == torch.float64 and torch.equal(one.double(), other)
+
+
 def test_what_is_not_a_cast_stays() -> None:
     with upcast():
         assert torch.zeros(3, dtype=torch.int64).dtype == torch.int64

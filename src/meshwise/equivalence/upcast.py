@@ -18,6 +18,7 @@ import torch
 from meshwise.compat.dispatch import intercept_operators, operator_name
 
 LOWER = (torch.float32, torch.float16, torch.bfloat16)
+FACTORIES = {"rand", "randn", "rand_like", "randn_like"}
 
 
 @contextlib.contextmanager
@@ -37,9 +38,21 @@ def upcast(active: bool = True) -> Iterator[None]:
 
 
 def _in_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.Tag.nondeterministic_seeded in operator.tags:
+        return _random(operator, args, kwargs)
     if kwargs.get("dtype") in LOWER:
         kwargs = {**kwargs, "dtype": torch.float64}
     result = operator(*args, **kwargs)
     if operator_name(operator) == "lift_fresh" and result.dtype in LOWER:  # torch.tensor(..., dtype=torch.float32)
         return result.to(torch.float64)
     return result
+
+
+def _random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Random numbers are those of float32: start values, and data that a script makes, are those of the program."""
+    name, first = operator_name(operator), args[0] if args else None
+    if name.endswith("_") and isinstance(first, torch.Tensor) and first.dtype == torch.float64:
+        return first.copy_(operator(first.float(), *args[1:], **kwargs))
+    if name in FACTORIES and kwargs.get("dtype") in (None, *LOWER):
+        return operator(*args, **{**kwargs, "dtype": torch.float32}).to(torch.float64)
+    return operator(*args, **kwargs)
