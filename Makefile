@@ -25,7 +25,7 @@ demo: $(RUNTIME)  ## train the convolutional network on MNIST, on every accelera
 	echo "Open this page in a browser: all ranks on one clock, loss, memory, findings."
 
 quick: lint types  ## lint, format, types, and the tests that start no process: an answer within 90 seconds
-	$(PY) -m pytest -q -m "not workers and not slow" --hypothesis-profile=quick
+	$(PY) -m pytest -q -n 2 -m "not workers and not seconds and not slow" --hypothesis-profile=quick
 
 test: lint types  ## what CI runs: lint, format, types, and all tests but the slow ones
 	$(PY) -m pytest

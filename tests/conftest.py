@@ -2,8 +2,9 @@
 
 A test belongs to one of three loops, by what it asks for:
 
-    make quick    what starts no process
-    make test     what starts processes too: it has the fixture `pool` (workers that are kept) or `processes` (its own)
+    make quick    what starts no process, and computes for no seconds
+    make test     what starts processes too: it has the fixture `pool` (workers that are kept) or `processes` (its own);
+                  and what takes seconds alone: it has the fixture `takes_seconds`
     make suite    what takes long too: it is marked `slow`
 
 Plain `pytest` runs what `make test` runs; a test that is named, or chosen with -k or -m, is run whatever its marks.
@@ -76,6 +77,11 @@ def processes() -> None:
 
 
 @pytest.fixture(scope="session")
+def takes_seconds() -> None:
+    """Asked for by a test that computes for two seconds or more: `make quick` leaves it out."""
+
+
+@pytest.fixture(scope="session")
 def pool(processes: None) -> Iterator[Callable[[int], Pool]]:
     """`pool(3)`: three CPU workers in one process group, started at the first call and kept for all tests."""
     pools: dict[int, Pool] = {}
@@ -111,6 +117,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "processes" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.workers)
+        if "takes_seconds" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.seconds)
         if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an accelerator; torch sees none here"))
     if _nothing_was_chosen(config):

@@ -100,6 +100,7 @@ def test_a_missing_folder_is_refused_when_the_data_are_asked_for(tmp_path: Path)
         gpt(data=tmp_path / "missing").data()
 
 
+@pytest.mark.usefixtures("takes_seconds")
 def test_training_learns_a_text_and_batches_are_the_same_each_time(tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text("the cat sat on the mat. " * (2 + number % 3))

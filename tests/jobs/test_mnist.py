@@ -83,6 +83,7 @@ def test_mlp_is_tutorial_2() -> None:
     assert (job.name, job.epochs) == ("mlp", 10)
 
 
+@pytest.mark.usefixtures("takes_seconds")
 @pytest.mark.parametrize(("make", "steps", "least"), [(mnist_mlp, 100, 0.75), (mnist_cnn, 60, 0.8)])
 def test_a_few_steps_on_mnist_already_tell_digits_apart(make: Any, steps: int, least: float) -> None:
     job = make()
@@ -91,6 +92,7 @@ def test_a_few_steps_on_mnist_already_tell_digits_apart(make: Any, steps: int, l
     assert accuracy_of(job, model, 2000) > least
 
 
+@pytest.mark.usefixtures("takes_seconds")
 def test_mlp_learns_within_its_first_epoch() -> None:
     job = mlp()
     model, losses = train_plainly(job, 300)

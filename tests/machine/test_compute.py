@@ -32,6 +32,7 @@ def test_no_product_changes_the_precision_of_others() -> None:
     assert torch.backends.cuda.matmul.allow_tf32 == before
 
 
+@pytest.mark.usefixtures("takes_seconds")
 def test_a_device_by_itself() -> None:
     found = measure_here("cpu:0", CPU, 0.3)
     assert found.device == "cpu:0" and found.memory_rate is not None and found.memory_rate > 1e8

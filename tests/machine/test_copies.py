@@ -72,6 +72,7 @@ def swapped(target: Tensor, source: Tensor, how: str) -> None:
     target[:half], target[half:] = source[half:], source[:half]
 
 
+@pytest.mark.usefixtures("takes_seconds")
 @pytest.mark.parametrize("fault", [zeros, nothing, one_bit, swapped])
 @pytest.mark.parametrize("path", [PAGEABLE, FAN_IN])
 def test_what_does_not_arrive_is_found_and_named(path: CopySpec, fault: Callable[[Tensor, Tensor, str], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -42,6 +43,7 @@ def test_sharded_over_two_a_rank_holds_half_and_the_blocks_at_work(pool: Any) ->
         assert 0.5 * alone < found < 0.75 * alone
 
 
+@pytest.mark.usefixtures("takes_seconds")
 def test_recomputed_blocks_keep_their_input_alone() -> None:
     kept, recomputed = peak(Plan(), 4096), peak(Plan(recompute="full"), 4096)
     inside = 8 * 4096 * 512 * 4  # what each block keeps beside its input and its output, the next one's input

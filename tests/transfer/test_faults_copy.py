@@ -127,6 +127,7 @@ def transfers(
             yield None, lambda p=parts: all_reduce(p, verify=True)  # type: ignore[misc]
 
 
+@pytest.mark.usefixtures("takes_seconds")
 def test_a_thousand_clean_transfers_raise_no_alarm() -> None:
     with virtual_devices(3) as devices:
         done = [run() for _, run in transfers(devices, random.Random(0), TRANSFERS)]

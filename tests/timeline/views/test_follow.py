@@ -249,7 +249,7 @@ class Terminal:
 
 
 @pytest.fixture
-def open_terminal() -> Iterator[Callable[[str], Terminal]]:
+def open_terminal(processes: None) -> Iterator[Callable[[str], Terminal]]:
     if shutil.which("tmux") is None:
         pytest.skip("tmux is missing: the screen of a real terminal is not looked at")
     opened: list[Terminal] = []

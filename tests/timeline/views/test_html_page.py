@@ -205,7 +205,7 @@ def requests_of(net: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def opened(page: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drawn]:
+def opened(processes: None, page: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drawn]:
     yield drawn(page, tmp_path_factory.mktemp("page"))
 
 
@@ -239,6 +239,7 @@ def test_the_page_draws_without_an_error_and_asks_nobody(opened: Drawn) -> None:
 
 
 @needs_browser
+@pytest.mark.usefixtures("processes")
 def test_the_gantt_has_a_bar_for_each_span_in_view(opened: Drawn, report: Report, page: str, tmp_path: Path) -> None:
     pages = {opened.view: opened}
     for view in report.views[1:]:
@@ -255,6 +256,7 @@ def test_the_gantt_has_a_bar_for_each_span_in_view(opened: Drawn, report: Report
 
 @needs_browser
 @pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_a_page_that_asks_somebody_or_fails_would_be_seen(page: str, tmp_path: Path) -> None:
     """The two checks above can fail."""
     asking = page.replace('<main id="page">', '<img src="http://example.com/x.png"><main id="page">')
@@ -267,6 +269,7 @@ def test_a_page_that_asks_somebody_or_fails_would_be_seen(page: str, tmp_path: P
 @needs_browser
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 64])
+@pytest.mark.usefixtures("processes")
 def test_one_rank_and_sixty_four(ranks: int, tmp_path: Path) -> None:
     report = report_of(played(Schedule(ranks=ranks, steps=6), even()))
     found = drawn(render(report, Timeline()), tmp_path)
@@ -290,6 +293,7 @@ def test_a_run_without_steps(tmp_path: Path) -> None:
 
 @needs_browser
 @pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_the_peak_memory_is_that_of_the_process(tmp_path: Path) -> None:
     """As in the text: what other programs hold of a device is in a table of its own, and is nobody's peak."""
     time, step = np.arange(40) * 50_000_000, np.arange(1, 41)

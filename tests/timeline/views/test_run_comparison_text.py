@@ -141,6 +141,7 @@ def with_noise(run: Run, rng: np.random.Generator, memory: float) -> Run:
     return dataclasses.replace(table, seconds=table.seconds * np.exp(noise)[:, None, None]), report
 
 
+@pytest.mark.usefixtures("takes_seconds")
 @pytest.mark.parametrize(("memory", "most"), [(0.0, 6), (0.7, 9)])
 def test_chance_is_seldom_called_clear(memory: float, most: int) -> None:
     rng = np.random.default_rng(7)
@@ -149,6 +150,7 @@ def test_chance_is_seldom_called_clear(memory: float, most: int) -> None:
     assert sum(step.clear for step in found if step is not None) <= most
 
 
+@pytest.mark.usefixtures("takes_seconds")
 def test_a_difference_beyond_chance_is_called_clear() -> None:
     rng = np.random.default_rng(8)
     runs = [run_of(even(forward=ms), str(ms), Schedule(ranks=2, steps=200)) for ms in (10, 14)]
