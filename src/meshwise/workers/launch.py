@@ -7,7 +7,8 @@
 
 A worker that leaves without saying done is a failure, whatever its exit code: elastic agents call exit code 0 success,
 and report the first process that ended, which is often a victim of the real culprit.
-Not covered: restarting workers.
+Not covered: restarting workers, and a watchdog for a rank that hangs. A hang in a collective ends with the timeout of
+the process group (join.py, 30 minutes); one outside of collectives does not end by itself.
 """
 
 from __future__ import annotations
