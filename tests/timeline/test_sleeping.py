@@ -14,6 +14,7 @@ from tests.pool import Pool
 from tests.timeline.sleeping import EVEN, measured
 
 
+@pytest.mark.slow  # a bound on milliseconds: bench/late.py measures it on a quiet machine
 def test_reported_times_are_what_was_slept(pool: Callable[[int], Pool], tmp_path: Path) -> None:
     timeline, report, slept = measured(pool(3).run, tmp_path, 30, {2: {"forward": 15.0}}, ranks=3)
     table = step_table_of(timeline)

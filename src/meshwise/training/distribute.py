@@ -51,7 +51,7 @@ def distribute(*objects: Any, plan: Plan | str | Path | None = None, streams: st
     engine = default_engine()
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     if models or plan is not None:
-        engine.add_models(models, choose_plan(plan, engine), piggyback=True)
+        engine.add_models(models, choose_plan(plan, engine), piggyback_loss=True)
     seed = int(collectives.broadcast_object(torch.initial_seed())) % 2**31
     result = tuple(_distributed(thing, seed, engine, streams) for thing in objects)
     return result[0] if len(result) == 1 else result

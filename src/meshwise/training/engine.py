@@ -132,9 +132,9 @@ class Engine:
 
     # Models and optimizers.
 
-    def add_models(self, models: Sequence[nn.Module], plan: Plan, *, piggyback: bool = False) -> None:
+    def add_models(self, models: Sequence[nn.Module], plan: Plan, *, piggyback_loss: bool = False) -> None:
         """Apply `plan` to those models that are new, in place. Collective."""
-        self.program.add_models(models, plan, piggyback_loss=piggyback)
+        self.program.add_models(models, plan, piggyback_loss=piggyback_loss)
         self.has_applied = self.has_applied or bool(models)
         dtypes = self.plan.dtypes
         self._stored = dtypes if dtypes.stored != "fp32" else None

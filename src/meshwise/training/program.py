@@ -84,8 +84,8 @@ class Program:
         first = next(iter(self.named_parameters().values()), None)
         return "cpu" if first is None else str(first.device)
 
-    def add_models(self, models: Sequence[nn.Module], plan: Plan, **options: Any) -> None:
-        """Apply the plan to those models that are new, in place. Collective. options: of `parallel.apply`."""
+    def add_models(self, models: Sequence[nn.Module], plan: Plan, *, piggyback_loss: bool = False) -> None:
+        """Apply the plan to those models that are new, in place. Collective. piggyback_loss: see `parallel.apply`."""
         new = [model for model in models if not any(model is known for known in self.models)]
         if not new:
             return
@@ -94,7 +94,7 @@ class Program:
             self._register(model)
         before, self.plan = self.named_parameters(), plan
         if plan != Plan():
-            self._apply(new, plan, again, options)
+            self._apply(new, plan, again, piggyback_loss)
         for model in new:
             if any(type(p) is not nn.Parameter for p in model.parameters()):  # maybe deferred still: on one device
                 materialise(model)
@@ -120,6 +120,7 @@ class Program:
         everywhere = set.intersection(*collectives.gather_objects(mine))
         self._modules = {name: ref for name, ref in self._modules.items() if name in everywhere}
         self._roots = {n: ref for n, ref in self._roots.items() if any(name.startswith(f"{n}.") for name in everywhere)}
+        self._alive = len(self._modules)
         if not everywhere:
             self.plan = None
             self._drop()
@@ -144,7 +145,7 @@ class Program:
                 self.applied.reduction.close()
         self.applied = None
 
-    def _apply(self, new: Sequence[nn.Module], plan: Plan, again: bool, options: dict[str, Any]) -> None:
+    def _apply(self, new: Sequence[nn.Module], plan: Plan, again: bool, piggyback_loss: bool) -> None:
         if again and plan.parameters_divided:
             raise UsageError(
                 f"mw.distribute was called a second time with a model, under {plan}. Give all models in one call."
@@ -153,15 +154,15 @@ class Program:
         world = self.world
         if world.size == 1:
             world = replace(world, device=_device_of(together, world.device))
-        applied = apply(together, plan, world, counts=self._counts, **options)
+        applied = apply(together, plan, world, counts=self._counts, piggyback_loss=piggyback_loss)
         for note in applied.notes:
             self._notify(note)
         for model in new:
             _compute_in(model, plan, world.device)
         if again and world.size > 1:
-            applied = replace(applied, reduction=reduction_of(self.named_parameters(), plan, **options))
-            coupled = self.applied is not None and self.applied.coupled_gradients
-            applied = replace(applied, coupled_gradients=applied.coupled_gradients or coupled)
+            coupled = applied.coupled_gradients or (self.applied is not None and self.applied.coupled_gradients)
+            reduction = reduction_of(self.named_parameters(), plan, piggyback_loss=piggyback_loss)
+            applied = replace(applied, reduction=reduction, coupled_gradients=coupled)
             self._drop()
         if plan.parameters_divided:  # the model's own hooks hold it, and it holds the model
             applied = replace(applied, reduction=weakref.proxy(applied.reduction))
