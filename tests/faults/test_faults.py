@@ -95,7 +95,7 @@ def test_a_script_that_is_stopped_ends_on_all_ranks_and_keeps_its_records(tmp_pa
     """Two optimizers on one model, too: each steps on the gradients of the same backward."""
     script = tmp_path / "loop.py"
     script.write_text(LOOP)
-    run = CommandRun(str(script), "--devices", "2xcpu", "--out", str(tmp_path / "runs"), out=tmp_path)
+    run = CommandRun("--devices", "2xcpu", "--out", str(tmp_path / "runs"), str(script), out=tmp_path)
     run.wait_for("ten steps")
     run.send(signal.SIGINT)
     assert run.wait() == 130, run.output
