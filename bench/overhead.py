@@ -128,15 +128,19 @@ def two_lines_step(job: Job) -> Step:
 def compare(ours: Step, theirs: Step, steps: int) -> dict[str, Any]:
     """Interleaved times of both, who goes first alternating."""
     times: tuple[list[float], list[float]] = ([], [])
+    cpu: tuple[list[float], list[float]] = ([], [])  # of the main thread
     for number in range(steps + 20):
         for side in (0, 1) if number % 2 else (1, 0):
-            start = time.perf_counter()
+            start, before = time.perf_counter(), time.thread_time()
             (ours, theirs)[side]()
             if number >= 20:
                 times[side].append(time.perf_counter() - start)
+                cpu[side].append(time.thread_time() - before)
     ratio, low, high = ratio_interval(*times)
     ms = [statistics.median(side) * 1e3 for side in times]
-    return {"ratio": ratio, "low": low, "high": high, "ours_ms": ms[0], "by_hand_ms": ms[1], "steps": steps}
+    beyond = (statistics.median(cpu[0]) - statistics.median(cpu[1])) * 1e6
+    facts = {"ratio": ratio, "low": low, "high": high, "ours_ms": ms[0], "by_hand_ms": ms[1], "steps": steps}
+    return {**facts, "main_thread_cpu_beyond_us": round(beyond, 1)}
 
 
 def measure(name: str, batch_size: int | None, steps: int) -> dict[str, Any]:
@@ -183,7 +187,8 @@ def main() -> None:
                 result["measured"][key] = figures
                 print(
                     f"{key:48}  {figures['ratio']:.3f}  [{figures['low']:.3f}, {figures['high']:.3f}]  "
-                    f"{figures['ours_ms']:.2f} ms against {figures['by_hand_ms']:.2f} ms",
+                    f"{figures['ours_ms']:.2f} ms against {figures['by_hand_ms']:.2f} ms, "
+                    f"{figures['main_thread_cpu_beyond_us']:+.0f} us of the main thread",
                     flush=True,
                 )
     keep("overhead", result)
