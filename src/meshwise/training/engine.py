@@ -61,7 +61,6 @@ class Engine:
         notify: Callable[[str], None],
         *,
         draws: ExactDraws | None = None,
-        recording: Recording | None = None,
         infer_phases: bool = False,
     ) -> None:
         """notify: takes a line for the user. infer_phases: the loop is a script's, known from its calls alone."""
@@ -71,7 +70,7 @@ class Engine:
         """The exact random draws of jobs, where they are asked for."""
         self._narrow: Dtypes | None = None  # what is computed in, where that is not what tensors have
         self._stored: Dtypes | None = None  # what batches are cast to, where that is not float32
-        self.recording = recording
+        self.recording: Recording | None = None
         """Ends with the engine."""
         self.watcher: Watcher | None = None
         self.schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
@@ -138,7 +137,7 @@ class Engine:
         self.has_applied = self.has_applied or bool(models)
         dtypes = self.plan.dtypes
         self._stored = dtypes if dtypes.stored != "fp32" else None
-        self._narrow = dtypes if dtypes.computed not in ("fp32", "fp64") else None
+        self._narrow = dtypes if dtypes.computed != dtypes.stored or dtypes.computed not in ("fp32", "fp64") else None
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Give an optimizer what the plan has made of its parameters."""

@@ -21,8 +21,8 @@ GOLDEN = 2654435769  # 2**32 over the golden ratio: its multiples lie far apart 
 class BatchSlice:
     """A rank's part of one microbatch.
 
-    indices: which samples of the data set; never empty: a rank without samples gets one as a stand-in.
-    samples: how many of them count; 0 for a stand-in.
+    indices: which samples of the data set; never empty: a rank without samples gets one as padding.
+    samples: how many of them count; 0 for a padding sample.
     total: samples of the whole global batch that the microbatch belongs to.
     first, micro: how many of the microbatch's samples lie before these, and how many it has over all ranks.
     """

@@ -3,7 +3,7 @@
 shuffle or sequential sampler    our own order: a pure function of (seed, epoch, index)
 any other sampler                run whole on every rank from one seed; each batch is sliced
 iterable data set                `whole`: every rank reads the whole stream and keeps its share of each batch
-                                 `per-rank`: the data set splits itself; ranks that run out take part with stand-ins
+                                 `per-rank`: the data set splits itself; ranks that run out take part with padding
 """
 
 from __future__ import annotations
