@@ -10,7 +10,7 @@ DEV := $(VENV)/installed-dev
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test check suite lint format types bench browser clean
+.PHONY: help demo quick test check suite lint format types api bench browser clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,7 +28,8 @@ quick: lint types  ## lint, format, types, and the tests that start no process: 
 	$(PY) -m pytest -q -n 2 -m "not workers and not seconds and not slow" --hypothesis-profile=quick
 
 test: lint types  ## what CI runs: lint, format, types, and all tests but the slow ones
-	$(PY) -m pytest
+	$(PY) -m pytest -q -n 2 -m "not workers and not seconds and not slow"
+	$(PY) -m pytest -q -m "(workers or seconds) and not slow"
 
 check: test  ## the same as test
 
@@ -45,6 +46,9 @@ format: $(DEV)  ## write what ruff would have
 
 types: $(DEV)  ## mypy
 	$(PY) -m mypy
+
+api: $(DEV)  ## write docs/api.md from the docstrings
+	$(PY) docs/make_api.py
 
 bench: $(DEV)  ## every benchmark, one script a claim; results go to bench/results (bench/gpu.py is run where a GPU is)
 	@set -e; for script in $(filter-out bench/gpu.py,$(sort $(wildcard bench/*.py))); do \

@@ -92,7 +92,7 @@ def measured(sizes: dict[str, int], checkpoint: str | None, train: bool) -> dict
     if train:
         tokens = torch.randint(sizes["words"], (1, 8))
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-        applied.backward(loss)
+        loss.backward() if applied.reduction is None else applied.reduction.backward(loss)
         gradients = [p.grad for p in model.parameters()]
         facts["gradients"] = sum(g.to_local().nbytes for g in gradients if isinstance(g, DTensor))
         facts["peak with a backward"] = peak()

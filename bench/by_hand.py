@@ -75,8 +75,9 @@ def side(plan: Plan, ours: bool, width: int, layers: int, tokens: int) -> Step:
     batch = torch.randint(256, (2, tokens), generator=torch.Generator().manual_seed(world.rank))
     forward, backward = model, Tensor.backward
     if ours:
-        applied = apply(model, plan, world)
-        backward = lambda loss: applied.backward(loss)  # noqa: E731
+        reduction = apply(model, plan, world).reduction
+        assert reduction is not None  # plans of several devices
+        backward = reduction.backward
     elif plan.shard > 1:
         mesh = init_device_mesh(world.kind, (plan.shard,), mesh_dim_names=("shard",))
         for layer in model.layers:

@@ -132,12 +132,12 @@ def measured(plan: Plan) -> dict[str, int]:
     with mock.patch.object(offload, "WINDOW", WINDOW):
         applied = apply(model, plan, world)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    bind(applied, optimizer, world)
+    bind(optimizer, plan, world)
     tokens = torch.randint(WORDS, (SAMPLES, TOKENS))[world.rank :: world.size]
 
     def step() -> None:
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-        applied.backward(loss)
+        loss.backward() if applied.reduction is None else applied.reduction.backward(loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

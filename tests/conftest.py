@@ -25,6 +25,8 @@ import numpy as np
 import pytest
 import torch
 
+from meshwise.workers.fork_server import LISTENS
+from tests import fork_server
 from tests.pool import Pool
 
 # Two cores run several workers at once in many tests: threads that wait for each other would cost more than they bring.
@@ -72,8 +74,23 @@ def fixed_random_numbers() -> None:
 
 
 @pytest.fixture(scope="session")
-def processes() -> None:
+def processes(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[None]:
     """Asked for by a test that starts Python processes, itself or through a command: `make quick` leaves it out."""
+    if sys.platform != "linux" or pytestconfig.getoption("hypothesis_profile", None) == "suite":
+        yield  # as a user's launches do
+        return
+    address, server = fork_server.start(tmp_path_factory.mktemp("server"))
+    os.environ[LISTENS] = address
+    yield
+    del os.environ[LISTENS]
+    server.kill()
+    server.wait()
+
+
+@pytest.fixture
+def own_fork_server(processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by a test that looks for the processes of a launch: they are its descendants, as a user's are."""
+    monkeypatch.delenv(LISTENS, raising=False)
 
 
 @pytest.fixture(scope="session")

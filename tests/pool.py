@@ -15,7 +15,7 @@ import torch
 
 from meshwise.spec.devices import WorkerSlot
 from meshwise.training.session import end_sessions
-from meshwise.workers import worker
+from meshwise.workers import verb_log, worker
 from meshwise.workers.join import join
 from meshwise.workers.launch import Halt, launch
 
@@ -27,6 +27,7 @@ def serve(address: Any) -> None:
     """A worker of a pool: run what it is sent, in the process group of all its workers."""
     session = join()
     torch.set_num_threads(1)
+    verb_log.end()  # a case may let ranks part
     with Client(address, authkey=KEY) as line:
         line.send(session.world.rank)
         while True:

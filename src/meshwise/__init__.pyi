@@ -24,7 +24,10 @@ from meshwise.timeline.run_summary import RunSummary as RunSummary
 from meshwise.training.distribute import accumulate as accumulate
 from meshwise.training.distribute import backward as backward
 from meshwise.training.distribute import distribute as distribute
+from meshwise.training.distribute import gather_samples as gather_samples
+from meshwise.training.distribute import mean as mean
 from meshwise.training.distribute import rank as rank
+from meshwise.training.distribute import split as split
 from meshwise.training.distribute import sum as sum
 from meshwise.training.distribute import world_size as world_size
 from meshwise.training.files import load as load
@@ -32,6 +35,13 @@ from meshwise.training.files import save as save
 from meshwise.training.job import Job as Job
 from meshwise.training.run_options import RunOptions as RunOptions
 from meshwise.training.session import session as session
+from meshwise.training.verbs import Memory as Memory
+from meshwise.training.verbs import barrier as barrier
+from meshwise.training.verbs import empty_cache as empty_cache
+from meshwise.training.verbs import is_main as is_main
+from meshwise.training.verbs import main_first as main_first
+from meshwise.training.verbs import memory as memory
+from meshwise.training.verbs import print as print
 from meshwise.transfer.comm_log import CommLog as CommLog
 from meshwise.transfer.comm_log import comm_log as comm_log
 from meshwise.transfer.copy import copy as copy

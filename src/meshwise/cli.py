@@ -15,8 +15,10 @@ import typer
 from typer.core import TyperGroup
 
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
+from meshwise.spec.words import without_control
+from meshwise.terminal.screen import fitted
 
-COMMANDS = ("devices", "bench", "run", "check", "report")
+COMMANDS = ("devices", "bench", "run", "check", "report", "runs")
 EXIT_CODES = {
     "0": "done",
     "1": "a worker failed or the loss is not finite: the culprit's rank and traceback are shown once; "
@@ -35,6 +37,8 @@ class Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # of click, which new versions of typer carry inside
         if cmd_name not in COMMANDS:
+            if ctx.resilient_parsing:  # a shell asks what to complete
+                return None
             raise UsageError(
                 f"meshwise {cmd_name}: no such command.{nearest(cmd_name, COMMANDS)} Use one of {', '.join(COMMANDS)}."
             )
@@ -43,7 +47,7 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Many devices work as one for PyTorch: train on all of them with the numbers of one, and see where time went.",
@@ -61,7 +65,7 @@ def _options(version: Annotated[bool, typer.Option("--version", help="print the 
 def main() -> None:
     """The command `meshwise`."""
     try:
-        code = app(sys.argv[1:], standalone_mode=False)
+        code = app(sys.argv[1:], standalone_mode=False, prog_name="meshwise")
     except MeshwiseError as error:
         _print_error(error)
         code = error.exit_code
@@ -87,7 +91,7 @@ def _print_error(error: MeshwiseError) -> None:
     if text:
         name = "" if isinstance(error, WorkerFailed) else f"{type(error).__name__}: "
         with contextlib.suppress(OSError):  # the terminal may be gone
-            print(f"{name}{text}", file=sys.stderr, flush=True)
+            print(fitted(f"{name}{without_control(text)}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def _flush() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from meshwise import cli
 from meshwise.jobs.mnist import MNIST
 
+NEEDED = ("model", "loss", "optimizer", "data")
 JOB_FILE = """
 import torch
 from torch import nn
@@ -35,13 +37,14 @@ number = 7
 
 
 def command(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit code and the last line on stderr."""
+    """Exit code and what is on stderr, but for the line that says that workers are started."""
     monkeypatch.setattr(sys, "argv", ["meshwise", *words])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     shown = capsys.readouterr()
     assert "Traceback" not in shown.out + shown.err
-    return int(ended.value.code or 0), shown.err.strip()
+    lines = [line for line in shown.err.strip().splitlines() if not line.startswith("starting    ")]
+    return int(ended.value.code or 0), "\n".join(lines)
 
 
 @pytest.fixture
@@ -84,6 +87,9 @@ SENTENCES = {
     "mine.py:job --plan mark.toml": "mark.toml: a plan has no field 'shards'. Did you mean 'shard'?",
     "mine.py:job --precision bf16 --set precision=fp32": "precision is set by --precision bf16 and by --set precision=",
     "mnist-mlp --data nowhere": "DataError",
+    "mine.py:job --devices ''": "--devices '': no device is named. Use 2xcpu, all, or leave it out.",
+    "mine.py:job --nnodes 0": "--nnodes 0: at least one machine takes part",
+    "--json mine.py": "--json is the summary of a job; mine.py is a script. Use meshwise report --json.",
     "--resume nowhere": "nowhere: no run folder",
     "": "no job is given. Use meshwise run mnist-mlp",
     "missing.py": "missing.py: no such file",
@@ -95,7 +101,7 @@ SENTENCES = {
 def test_a_wrong_word_is_answered_before_any_worker_starts(
     words: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, shown = command(["run", *words.split()], monkeypatch, capsys)
+    code, shown = command(["run", *shlex.split(words)], monkeypatch, capsys)
     assert code == 2
     assert SENTENCES[words] in shown and len(shown.splitlines()) == 1, shown
     assert not (here / "runs").exists()
@@ -145,7 +151,9 @@ def test_a_checkpoint_of_another_model_is_refused(
     (folder,) = (here / "runs").iterdir()
     (here / "mine.py").write_text(JOB_FILE.replace("nn.Linear(4, 1)", "nn.Linear(4, 3)"))
     sys.modules.pop("mine")
+    before = {name: (folder / name).read_bytes() for name in ("run.json", "plan.toml")}
     code, shown = command(["run", "--resume", str(folder), "--epochs", "2"], monkeypatch, capsys)
+    assert {name: (folder / name).read_bytes() for name in before} == before  # the run is still finished
     assert code == 2 and "the checkpoint is of another model: weight is (1, 4) there and (3, 4) here" in shown
 
 
@@ -157,3 +165,37 @@ def test_a_run_of_another_job_is_not_resumed(
     (folder,) = (here / "runs").iterdir()
     code, shown = command(["run", "mnist-mlp", "--resume", str(folder)], monkeypatch, capsys)
     assert code == 2 and "is of job 'mine.py:job', not 'mnist-mlp'" in shown
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("job", ["job = mw.Job(**fields)", "def job() -> mw.Job:\n    return mw.Job(**fields)"])
+def test_a_script_that_defines_a_job_and_trains_nothing_is_told_how_to_train_it(
+    job: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "net.py").write_text(f"import meshwise as mw\nfields = dict.fromkeys({NEEDED}, len)\n{job}\n")
+    code, shown = command(["run", "--devices", "1xcpu", "net.py"], monkeypatch, capsys)
+    assert code == 2
+    assert shown == "UsageError: net.py defines the job 'job' and trains nothing. Use net.py:job to train it."
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("bench --nnodes 0", "--nnodes 0: at least one machine takes part"),
+        ("bench --devices ''", "--devices : not a list of devices"),
+        ("check mine.py:job --devices ''", "--devices '': no device is named"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    words: str, sentence: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, shown = command(shlex.split(words), monkeypatch, capsys)
+    assert code == 2 and sentence in shown and len(shown.splitlines()) == 1
+
+
+def test_an_errors_text_has_no_control_characters(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "loud.py").write_text("raise ValueError('\\x1b[31mred\\a' + 'x' * 9000)")
+    code, shown = command(["run", "loud.py:job"], monkeypatch, capsys)
+    assert code == 2 and "ValueError: redxxx" in shown and "more characters)" in shown and len(shown) < 2300

@@ -161,9 +161,8 @@ def test_devices_in_words_and_here(command: Command) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.slow
 def test_other_signals_end_it_as_a_ctrl_c_does(number: signal.Signals, code: int, tmp_path: Path) -> None:
     words = ["bench", "--links", "--devices", "2xcpu", "--sizes", "1K:16K", "--seconds", "60"]
     process = subprocess.Popen(
@@ -183,7 +182,7 @@ def test_other_signals_end_it_as_a_ctrl_c_does(number: signal.Signals, code: int
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("own_fork_server")
 def test_a_worker_that_dies_ends_it_with_1_and_what_was_measured() -> None:
     words = ["bench", "--links", "--devices", "2xcpu", "--sizes", "1K:16K", "--seconds", "60"]
     process = subprocess.Popen(
@@ -192,7 +191,7 @@ def test_a_worker_that_dies_ends_it_with_1_and_what_was_measured() -> None:
     assert process.stderr is not None and process.stdout is not None
     with process:
         assert process.stderr.readline().startswith("measured    copy")
-        psutil.Process(process.pid).children()[-1].kill()
+        psutil.Process(process.pid).children(recursive=True)[-1].kill()
         out = process.stdout.read()
         process.wait(timeout=30)
     assert process.returncode == 1 and "cpu:0 → cpu:1" in out and "killed by SIGKILL" in out

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("processes")
 BENCH = [sys.executable, "-m", "meshwise", "bench", "--hosts", "--sizes", "1K:4K", "--seconds", "3"]
 
 
+@pytest.mark.slow
 def test_two_launchers_measure_between_them(tmp_path: Path) -> None:
     rdzv = f"127.0.0.1:{free_port()}"
     hosts = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwise.api.run import worker_slots
+from meshwise.api.start import worker_slots
 from meshwise.spec.plan import Plan
 from meshwise.training.run_options import PlanText, RunOptions
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwise import cli
-from meshwise.commands import run as run_command
+from meshwise import api, cli
 from meshwise.training.run_options import RunOptions
 
 Typed = tuple[RunOptions, list[str] | None]
@@ -31,8 +30,8 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[str]], Typed]:
         seen.append((options, None))
         return None, 0
 
-    monkeypatch.setattr(run_command, "start_script", start_script)
-    monkeypatch.setattr(run_command, "start_job", start_job)
+    monkeypatch.setattr(api.script, "start_script", start_script)
+    monkeypatch.setattr(api.run, "start_job", start_job)
 
     def command(words: Sequence[str]) -> Typed:
         monkeypatch.setattr(sys, "argv", ["meshwise", "run", *words])

@@ -202,9 +202,7 @@ def test_a_python_block_does_what_the_line_above_it_says(block: Block, request: 
     judge(block, outcomes)
 
 
-@pytest.mark.parametrize(
-    "block", [pytest.param(b, id=b.name, marks=[pytest.mark.slow] * (n % 2)) for n, b in enumerate(SHELL)]
-)
+@pytest.mark.parametrize("block", [pytest.param(b, id=b.name, marks=pytest.mark.slow) for b in SHELL])
 def test_a_shell_block_does_what_the_line_above_it_says(block: Block, scripts: Path) -> None:
     assert not block.missing
     for line in block.code.splitlines():

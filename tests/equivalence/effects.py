@@ -12,10 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from meshwise.compat.dispatch import intercept_operators, operator_name
 from meshwise.compat.tree import tensors_in
-from meshwise.equivalence.one_device import opened
-from meshwise.equivalence.trace import CheckSpec, batch_ranges, order_of
+from meshwise.equivalence.trace import CheckSpec, global_batches
 from meshwise.spec.plan import Plan
-from meshwise.training.loop import begun, make_engine, train_step
+from meshwise.training.loop import begun, make_engine, open_data, read_parts, train_step
 from meshwise.training.order import epoch_slices
 from meshwise.workers.join import join
 from tests.equivalence.models_to_check import Job
@@ -88,11 +87,10 @@ def effect_of(job: Job, plan: Plan) -> Effect:
         return result
 
     job = replace(job, loss=loss)
-    samples, read = opened(job, job.data(), "training set")
-    cut = batch_ranges(samples, job.batch_size, CheckSpec(plan, 2))[0]
-    order = order_of(job.seed, cut, samples)[: cut.stop]
-    shares = next(iter(epoch_slices(order, cut.stop - cut.start, world, plan.accumulate, cut.start)))
-    parts = list(zip(read((s.indices for s in shares), cut.epoch), shares, strict=True))
+    data = open_data(job, job.data(), "training set")
+    epoch, batch = next(global_batches(job.seed, data.samples, job.batch_size, CheckSpec(plan, 2)))
+    (shares,) = epoch_slices(batch, len(batch), world, plan.accumulate)
+    parts = list(read_parts(data, shares, epoch, world.device))
     state.model.train()
     train_step(engine, job, state, parts)
     with intercept_operators(counter):

@@ -305,6 +305,5 @@ def checked(
     sides = []
     for spec in specs:
         one = reference(name, seed, spec)
-        draws = [step.draws for step in one.steps]
-        sides.append((one, pool(plan.devices).run(followed, name, seed, spec, draws, plant)[0]))
+        sides.append((one, pool(plan.devices).run(followed, name, seed, spec, one.draws, plant)[0]))
     return prove(name, specs[0], f"{plan.devices}xcpu", *sides[0], sides[1] if rounding else ())

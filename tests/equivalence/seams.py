@@ -21,7 +21,7 @@ SEAMS = {
     # the training step
     "microbatches of a step": "meshwise.equivalence.programs.train_step",
     "loss and weight": "meshwise.training.engine.split_weight",
-    "backward of a microbatch": "meshwise.training.engine.Engine._reduced_backward",
+    "backward of a microbatch": "meshwise.training.program.Program.reduced_backward",
     "what watches a backward": "meshwise.training.engine.Engine._watched_backward",
     "weight of a microbatch": "meshwise.training.weighing.StepWeights.scale",
     "sum of weights": "meshwise.training.weighing.StepWeights.begin_sum",

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshwise.equivalence.model_tracer import merged
 from meshwise.equivalence.outputs import output_difference
 from meshwise.equivalence.sketches import sketches
 from meshwise.equivalence.tolerance import LIMIT
@@ -19,21 +18,19 @@ sizes = st.integers(0, 5)
 shapes = st.lists(sizes, max_size=4).map(tuple)
 
 
-def output(value: Tensor, rows: int, counts: bool = True) -> Output:
-    kept = {layout: (s,) if counts else () for layout, s in sketches(value, rows).items()}
-    return Output(0, "m", "M", 0, (tuple(value.shape),) if counts else (), (rows,) if counts else (), kept)
+def output(value: Tensor, rows: int) -> Output:
+    return Output(0, "m", "M", 0, tuple(value.shape), rows, sketches(value, rows))
 
 
 def random(shape: tuple[int, ...], wide: bool = False) -> Tensor:
     return torch.randn((*shape, *([4100] if wide else [])), dtype=torch.float64)
 
 
-@given(shapes, sizes, st.lists(st.tuples(shapes, sizes, st.booleans()), min_size=1, max_size=4), st.booleans())
+@given(shapes, sizes, st.lists(st.tuples(shapes, sizes), min_size=1, max_size=4), st.booleans())
 def test_random_values_of_any_shape_are_never_equal(shape: tuple[int, ...], rows: int, ranks: list, wide: bool) -> None:
     """Whatever the shapes are: a difference, or not to be compared, unless there is nothing in them."""
-    (plan,) = merged([[output(random(s, wide), r, counts)] for s, r, counts in ranks])
     value = random(shape, wide)
-    found = output_difference(output(value, rows), plan)
+    found = output_difference(output(value, rows), [output(random(s, wide), r) for s, r in ranks])
     assert found is None or (found[0] > LIMIT and found[1] > 0) or not value.numel()
 
 
@@ -49,8 +46,8 @@ def test_the_slices_of_the_ranks_are_equal_to_the_whole(
     full = max(parts, key=Tensor.numel)
     if changed and full.numel():
         full.view(-1)[-1] += 1e-3
-    (plan,) = merged([[output(part, count, count > 0)] for part, count in zip(parts, counts, strict=True)])
-    found = output_difference(output(whole, total), plan)
+    ranks = [output(part, count) for part, count in zip(parts, counts, strict=True) if count]
+    found = output_difference(output(whole, total), ranks)
     if total == 0:
         assert found is None
     elif changed and full.numel():
@@ -70,14 +67,12 @@ def test_ranks_that_pad_to_their_own_length_are_compared_as_far_as_they_go(
     parts = [whole[start : start + n, :length].clone() for start, (n, length) in zip(starts, ranks, strict=False)]
     if changed:
         parts[-1][-1, -1] += 1e-3
-    (plan,) = merged([[output(part, len(part))] for part in parts])
-    assert output_difference(output(whole, len(whole)), plan) == (None if changed else (0.0, 0.0))
+    ranks_of = [output(part, len(part)) for part in parts]
+    assert output_difference(output(whole, len(whole)), ranks_of) == (None if changed else (0.0, 0.0))
 
 
 def test_what_is_alike_on_every_rank_is_compared_whole() -> None:
     """A table that does not belong to the samples."""
     table = torch.randn(7, 3, dtype=torch.float64)
-    (plan,) = merged([[output(table, 2)], [output(table, 3)]])
-    assert output_difference(output(table, 5), plan) == (0.0, 0.0)
-    (plan,) = merged([[output(table, 2)], [output(table + 1e-3, 3)]])
-    assert output_difference(output(table, 5), plan) is None
+    assert output_difference(output(table, 5), [output(table, 2), output(table, 3)]) == (0.0, 0.0)
+    assert output_difference(output(table, 5), [output(table, 2), output(table + 1e-3, 3)]) is None

@@ -1,10 +1,16 @@
-"""The pieces of a check, each alone: casts to float64, keyed draws, sketches, what is compared and what is left out."""
+"""The pieces of a check, each alone: casts to float64, keyed draws, sketches, what is compared and what is left out.
+
+Of equivalence/grouped.py too.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,12 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwise.equivalence.causes import CauseKind
 from meshwise.equivalence.compare import compare
-from meshwise.equivalence.model_tracer import merged
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.sketches import sketches
 from meshwise.equivalence.tolerance import LIMIT
-from meshwise.equivalence.trace import BatchRange, CheckSpec, Output, batch_ranges, microbatches
-from meshwise.equivalence.upcast import upcast
+from meshwise.equivalence.trace import CheckSpec, global_batches, microbatches
+from meshwise.equivalence.upcast import called_in_float64, upcast
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.training.keyed import (
@@ -29,6 +34,7 @@ from meshwise.training.keyed import (
     keyed_uniform,
     on_one_device,
 )
+from meshwise.training.order import epoch_order
 from tests.equivalence.jobs_to_check import job_of, layers, plain
 
 
@@ -96,6 +102,79 @@ def test_casts_in_a_backward_give_float64_too() -> None:
     torch.testing.assert_close(x.grad, 3 * x.detach() ** 2, rtol=1e-15, atol=0)
 
 
+def test_what_was_made_before_in_float32_is_read_in_float64() -> None:
+    """From a file, or an array of numpy."""
+    table, seen, array = torch.rand(5, 2), torch.zeros(3, 2), torch.rand(6, 4)
+    x = torch.rand(6, 4, dtype=torch.float64, requires_grad=True)
+    with upcast():
+        given = F.embedding(torch.tensor([4, 1, 0]), table).sin()
+        seen[torch.tensor([0, 2])] = given[:2].detach()
+        (x @ array.T + given.sum()).sum().backward()
+    torch.testing.assert_close(given, table.double()[[4, 1, 0]].sin(), rtol=1e-15, atol=0)
+    assert given.dtype == torch.float64 and seen.dtype == torch.float32
+    assert torch.equal(seen[2], given[1].detach().float())
+    torch.testing.assert_close(x.grad, array.double().sum(0).expand(6, 4), rtol=1e-15, atol=0)
+
+
+def test_a_job_may_have_a_teacher_that_was_made_at_import() -> None:
+    layers = [nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(12, 3)]
+    teacher, offset = nn.Sequential(*layers, nn.Unflatten(1, (3, 1)), nn.LSTM(1, 1)), np.float32([0.1, 0.2, 0.3])
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        taught, _ = teacher(batch[0])
+        return F.mse_loss(model(batch[0]), taught.squeeze(2) + torch.from_numpy(offset))
+
+    found = one_device(replace(plain(), loss=loss, test=None), CheckSpec(Plan(data=2), 1))
+    with called_in_float64(), upcast():
+        batch = plain().data()[0][: plain().batch_size]
+        assert teacher(batch.double())[0].dtype == torch.float64
+    assert found.steps[0].loss > 0
+    assert {p.dtype for p in teacher.parameters()} == {torch.float32}, "the teacher is as it was"
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "ends"),
+    [((8, 16), (3, 16, 4), 8), ((4, 16), (16, 8), 16), ((3, 8, 16), (16, 8), 8), ((3, 8, 16), (3, 16, 4), 0)],
+)
+def test_a_grouped_product_has_a_float64_path(left: Any, right: Any, ends: int) -> None:
+    """Mixtures of experts in transformers multiply so, and torch has it in float32 and below alone."""
+    offs = torch.tensor([ends // 4, ends // 4, ends], dtype=torch.int32) if ends else None
+
+    def product(dtype: torch.dtype) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        a, b = (torch.rand(size, generator=generator).to(dtype).requires_grad_() for size in (left, right))
+        made = F.grouped_mm(a, b, offs=offs)
+        (made * made).sum().backward()
+        return [made, *(t.grad for t in (a, b) if t.grad is not None)]
+
+    wanted = product(torch.float32)
+    with pytest.raises(RuntimeError, match="Double"):
+        product(torch.float64)
+    with upcast():
+        got = product(torch.float64)
+    assert len(got) == 3 and all(t.dtype == torch.float64 for t in got)
+    for one, other in zip(wanted, got, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loss_scaler_works_in_float64() -> None:
+    p = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = torch.optim.SGD([p], lr=0.5)
+    with upcast():
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale((p * p).sum() / 3).backward()
+        scaler.unscale_(optimizer)
+        assert torch.equal(torch.stack([p.grad]), torch.full((1, 3), 2 / 3, dtype=torch.float64))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scaler.scale((p * math.inf).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert torch.equal(p.detach(), torch.full((3,), 1 - 0.5 * 2 / 3, dtype=torch.float64))
+    assert scaler.get_scale() == 4.0, "a step that overflows is left out, and the scale halved"
+
+
 def test_keyed_numbers_are_uniform_and_normal() -> None:
     cpu = torch.device("cpu")
     u, n = keyed_uniform(5, (100_000,), cpu), keyed_normal(6, (100_000,), cpu)
@@ -120,7 +199,13 @@ class Draws(nn.Module):
         x = x + F.scaled_dot_product_attention(x, x, x, dropout_p=0.4)
         x = x * torch.bernoulli(torch.full_like(x, 0.7)) + torch.rand_like(x) + torch.randn_like(x)
         x = x + torch.randn(len(x), 1, 1, dtype=x.dtype) + torch.rand(5, 8, dtype=x.dtype)
-        return x + torch.empty_like(x).uniform_(-1, 2) + torch.empty_like(x).normal_(1, 2)
+        x = x + torch.empty_like(x).uniform_(-1, 2) + torch.empty_like(x).normal_(1, 2)
+        x = x + torch.randint(3, 90, (len(x), 1, 1)) + torch.randint_like(x, 7) + torch.empty_like(x).random_(2, 5)
+        x = x + torch.normal(0.0, 1.0, (len(x), 5, 1)) + torch.normal(x, 0.1) + torch.empty_like(x).exponential_()
+        x = x + torch.multinomial(torch.ones(9), len(x), replacement=True).view(-1, 1, 1)
+        x = x + torch.multinomial(torch.rand(len(x), 8), 3).sum(1).view(-1, 1, 1)
+        x = x if torch.rand([], dtype=x.dtype) < 2 else 0 * x  # one number, as layerdrop draws it
+        return x[:, torch.randperm(5)] * torch.distributions.Beta(2.0, 3.0).sample()
 
 
 @pytest.mark.parametrize("cut", [(0, 2, 6), (0, 1, 5, 6), (0, 3, 6)])
@@ -147,12 +232,31 @@ def test_other_keys_draw_other_numbers() -> None:
     assert all(not torch.equal(first, draw(*key)) for key in [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
 
 
+def test_keyed_draws_are_of_their_distribution() -> None:
+    count = 20_000
+    chances = torch.tensor([[0.1, 0.0, 0.6, 0.3]]).expand(count, 4)
+    with KeyedDraws((0, 0, 0), Rows(0, count, count, count), on_one_device).forward():
+        whole, waits = torch.randint(-3, 4, (count,)), torch.empty(count).exponential_(2.0)
+        picked = torch.multinomial(torch.tensor([0.1, 0.0, 0.6, 0.3]), count, replacement=True)
+        pairs = torch.multinomial(chances, 2)
+    assert whole.dtype == torch.int64 and torch.histc(whole.float(), 7).min() > 2600
+    assert abs(float(waits.mean()) - 0.5) < 0.02 and float(waits.min()) >= 0
+    for drawn in (picked, pairs[:, 0]):
+        torch.testing.assert_close(drawn.bincount(minlength=4) / count, chances[0], rtol=0, atol=0.02)
+    assert bool((pairs[:, 0] != pairs[:, 1]).all()) and not bool((pairs == 1).any())
+
+
 def test_a_draw_that_cannot_be_keyed_is_reported() -> None:
     draws = KeyedDraws((0, 0, 0), Rows(0, 4, 4, 4), on_one_device)
     with draws.forward():
-        torch.multinomial(torch.ones(3), 1)
-    assert draws.unkeyed == {"multinomial"}
+        torch.rand(3, generator=torch.Generator().manual_seed(1))
+        torch.randperm(4)
+    assert draws.unkeyed == {"rand"}, "a generator of its own"
     half = Rows(0, 2, 4, 2)
+    own = KeyedDraws((0, 0, 0), half, by_reference(draws.log, half))
+    with own.forward():
+        torch.randperm(2)
+    assert own.unkeyed == {"randperm of shape (2,)"}
     other = KeyedDraws((0, 0, 0), half, by_reference([], half))
     with other.forward():
         torch.rand(2, 3)
@@ -168,32 +272,22 @@ def test_sketches_differ_as_much_as_their_rows() -> None:
     assert 0.5 < float(apart[2] / (x - y)[2].norm()) < 2
 
 
-def test_the_outputs_of_ranks_are_joined_in_their_order() -> None:
-    x = torch.randn(5, 3, dtype=torch.float64)
-
-    def seen(part: Tensor) -> Output:
-        kept = {k: (v,) for k, v in sketches(part, len(part)).items()}
-        return Output(0, "m", "Linear", 0, (tuple(part.shape),), (len(part),), kept)
-
-    (joined,) = merged([[seen(x[:2])], [seen(x[2:])]])
-    assert joined.rows == (2, 3) and joined.shapes == ((2, 3), (3, 3))
-    torch.testing.assert_close(torch.cat(joined.sketches["0"]), sketches(x, 5)["0"])
-
-
 def test_the_last_step_is_ragged() -> None:
-    assert batch_ranges(100, 16, CheckSpec(Plan(data=3))) == [
-        BatchRange(0, 0, 16),
-        BatchRange(0, 16, 32),
-        BatchRange(0, 32, 39),
+    def batches(samples: int, spec: CheckSpec) -> list[tuple[int, list[int]]]:
+        return [(epoch, batch.tolist()) for epoch, batch in global_batches(5, samples, 16, spec)]
+
+    order = epoch_order(5, 0, 100).tolist()
+    assert batches(100, CheckSpec(Plan(data=3))) == [(0, order[:16]), (0, order[16:32]), (0, order[32:39])]
+    first, second = (epoch_order(5, epoch, 20).tolist() for epoch in (0, 1))
+    assert batches(20, CheckSpec(Plan(data=2), steps=4)) == [
+        (0, first[:16]),
+        (0, first[16:]),
+        (1, second[:16]),
+        (1, second[16:]),
     ]
-    assert batch_ranges(20, 16, CheckSpec(Plan(data=2), steps=4)) == [
-        BatchRange(0, 0, 16),
-        BatchRange(0, 16, 20),
-        BatchRange(1, 0, 16),
-        BatchRange(1, 16, 20),
-    ]
-    shares = microbatches(BatchRange(0, 32, 39), torch.arange(100), 2)
-    assert [(share.samples, share.total) for share in shares] == [(4, 7), (3, 7)]
+    shares = microbatches(torch.arange(7), 2)
+    assert [(share.indices.tolist(), share.total) for share in shares] == [([0, 1, 2, 3], 7), ([4, 5, 6], 7)]
+    assert len(microbatches(torch.arange(2), 3)) == 2
 
 
 def test_one_device_is_a_plain_loop() -> None:

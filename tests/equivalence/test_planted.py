@@ -30,11 +30,11 @@ REPLICAS = Plan(data=2)
 
 
 def summed(patch: Any) -> None:
-    around(patch, "mean of a bucket", lambda real, tensor: real(tensor.mul_(collectives.world_size())))
+    around(patch, "mean of a bucket", lambda real, tensor, **of: real(tensor.mul_(collectives.world_size())))
 
 
 def divided_twice(patch: Any) -> None:
-    around(patch, "mean of a bucket", lambda real, tensor: real(tensor.div_(collectives.world_size())))
+    around(patch, "mean of a bucket", lambda real, tensor, **of: real(tensor.div_(collectives.world_size())))
 
 
 def one_left_out(patch: Any) -> None:
@@ -52,7 +52,9 @@ def weighted_by_ranks(patch: Any) -> None:
 
 def weights_of_one_rank(patch: Any) -> None:
     """The mean over what each rank counts, averaged over the ranks."""
-    replaced(patch, "asynchronous sum", lambda tensor: SimpleNamespace(wait=lambda: tensor * collectives.world_size()))
+    replaced(
+        patch, "asynchronous sum", lambda tensor, **of: SimpleNamespace(wait=lambda: tensor * collectives.world_size())
+    )
 
 
 def after_start(change: Callable[[Any, Any], None]) -> Plant:
@@ -155,7 +157,7 @@ def turned_around(patch: Any) -> None:
 
 
 def draws_of_their_own(patch: Any) -> None:
-    def uniform(self: Any, name: str, shape: Any, device: Any) -> Any:
+    def uniform(self: Any, name: str, shape: Any, device: Any, call: int) -> Any:
         generator = torch.Generator().manual_seed(1 + collectives.get_rank())
         return torch.rand(shape, generator=generator, dtype=torch.float64)
 

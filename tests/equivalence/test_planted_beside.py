@@ -320,7 +320,7 @@ def rounded(dtype: torch.dtype, what: str) -> Callable[[Any], None]:
 
 
 def rank_1_sends_bfloat16(patch: Any) -> None:
-    def broadcast(flat: Tensor, owner: int) -> Tensor:
+    def broadcast(flat: Tensor, owner: int, **of: Any) -> Tensor:
         return collectives.broadcast(flat.copy_(flat.bfloat16()) if owner == 1 else flat, owner)
 
     replaced(patch, "collectives of zero1", SimpleNamespace(broadcast=broadcast))

@@ -110,9 +110,9 @@ def order_moved_by_one(patch: Any) -> None:
 def once_sharded(patch: Any, change: Callable[[Any], None]) -> None:
     """Change the model right after it was sharded."""
 
-    def init(real: Any, self: Any, model: nn.Module, *rest: Any, **more: Any) -> None:
-        real(self, model, *rest, **more)
-        change(model)
+    def init(real: Any, self: Any, setup: Any) -> None:
+        real(self, setup)
+        change(setup.model)
 
     around(patch, "shards are made", init)
 
@@ -245,7 +245,7 @@ def moments_of_each_other(patch: Any) -> None:
 def sent_in_bfloat16(patch: Any) -> None:
     """Owners send what they stepped in bfloat16; it is what the others go on with."""
 
-    def broadcast(flat: Tensor, owner: int) -> Tensor:
+    def broadcast(flat: Tensor, owner: int, **of: Any) -> Tensor:
         return collectives.broadcast(flat.copy_(flat.bfloat16()), owner)
 
     replaced(patch, "collectives of zero1", SimpleNamespace(broadcast=broadcast))
@@ -293,17 +293,19 @@ def buffer_written_too_early(patch: Any) -> None:
 
 
 def biased_running_variance(patch: Any) -> None:
-    around(patch, "running statistics", lambda real, module, mean, var, count: real(module, mean, var, count * 1e18))
+    around(
+        patch, "running statistics", lambda real, to, mean, var, count, rate: real(to, mean, var, count * 1e18, rate)
+    )
 
 
 def padding_counts_in_statistics(patch: Any) -> None:
     """A rank without samples repeats one, and the batch norm counts it."""
-    around(patch, "batch norms are joined", lambda real, model, counts: real(model))
+    around(patch, "batch norms are joined", lambda real, model, samples: real(model))
 
 
 def backward_of_statistics_is_local(patch: Any) -> None:
     """The backward of a batch norm over all ranks uses the sums of its own samples."""
-    alone = SimpleNamespace(all_gather=collectives.all_gather, all_reduce=lambda tensor: tensor)
+    alone = SimpleNamespace(all_gather=collectives.all_gather, all_reduce=lambda tensor, **of: tensor)
     replaced(patch, "collectives of batch norms", alone)
 
 
@@ -336,7 +338,7 @@ def mean_of_rank_means(patch: Any) -> None:
 
 def tokens_weigh_by_samples(patch: Any) -> None:
     """The weight that the loss gives is thrown away."""
-    around(patch, "loss and weight", lambda real, result, *rest: (real(result, *rest)[0], None))
+    around(patch, "loss and weight", lambda real, *given, **named: (real(*given, **named)[0], None))
 
 
 def loss_scale_left_in(patch: Any) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,75 +10,13 @@ import pytest
 import torch
 
 from meshwise import cli
-from meshwise.equivalence.program_trace import ProgramTrace, check_same_steps, trace_to_compare, with_unsummed
-from meshwise.equivalence.programs import watch_script
-from meshwise.equivalence.proof import Proof, prove
-from meshwise.equivalence.trace import CheckSpec
-from meshwise.jobs.script import run_script_file
+from meshwise.equivalence.program_trace import check_same_steps, trace_to_compare
 from meshwise.spec.errors import UsageError
-from meshwise.spec.plan import Plan, plan_to_toml
-from meshwise.training.plan_choice import PLAN_FILE
+from meshwise.spec.plan import Plan
 from meshwise.training.session import end_sessions
+from tests.equivalence.script_sides import ALONE, STEPS, as_it_was, proof, sides, watched  # noqa: F401
 from tests.equivalence.scripts import SCRIPT, wrong
 from tests.pool import CaseFailed
-
-STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A script runs in this process: its arguments, its folder on the path and what it distributed are forgotten."""
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.chdir(tmp_path)
-    end_sessions()
-    yield
-    end_sessions()
-
-
-def watched(script: str, arguments: list[str], spec: CheckSpec, draws: Any, folder: str, plan: str | None) -> Any:
-    import os
-
-    if plan is not None:
-        (Path(folder) / "plan.toml").write_text(plan)
-        os.environ[PLAN_FILE] = str(Path(folder) / "plan.toml")
-    try:
-        return watch_script(partial(run_script_file, Path(script), arguments), spec, draws, 0, Path(folder))
-    finally:
-        os.environ.pop(PLAN_FILE, None)
-
-
-ALONE = CheckSpec(Plan(data=2), STEPS)
-
-
-def sides(
-    text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2, in_float64: bool = True
-) -> tuple[ProgramTrace, ProgramTrace]:
-    """What the script does on one device, here, and on the workers of a pool."""
-    script = Path("train.py").resolve()
-    script.write_text(text)
-    said = None if plan is None else plan_to_toml(plan)
-    for name in ("one", "many"):
-        Path(name).mkdir(exist_ok=True)
-    case = (str(script), list(arguments), CheckSpec(plan or Plan(data=size), STEPS, in_float64))
-    end_sessions()
-    one = watched(*case, None, str(Path("one").resolve()), said)
-    end_sessions()
-    many, *_ = pool(size).run(watched, *case, one.draws, str(Path("many").resolve()), said)
-    return one, many
-
-
-def proof(
-    text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2, rounding: bool = False
-) -> Proof:
-    one, many = sides(text, pool, plan, *arguments, size=size)
-    mine, theirs = (trace_to_compare(found, "train.py") for found in (one, many))
-    assert many.plan is not None
-    rounded = sides(text, pool, plan, *arguments, size=size, in_float64=False) if rounding else ()
-    traces = [trace_to_compare(found, "train.py") for found in rounded]
-    spec = CheckSpec(many.plan, STEPS)
-    return prove("train.py", spec, f"{size}xcpu", *with_unsummed(mine, theirs, many.unsummed), traces)
-
 
 PLANS = {
     "replicas": None,
@@ -136,6 +72,15 @@ def test_what_a_user_gets_wrong_is_found(name: str, pool: Any) -> None:
     first = found.comparison.first
     assert first is not None and found.cause is not None
     assert (first.kind, found.cause.name) == FOUND[name], (first, found.cause)
+
+
+def test_a_sum_that_is_taken_for_a_mean_is_told_and_one_that_is_said_is_equal(pool: Any) -> None:
+    text = SCRIPT.replace("nn.CrossEntropyLoss(weight", "nn.CrossEntropyLoss(reduction='sum', weight")
+    weight = ", weight=torch.tensor([0.4, 0.6])[y].sum())"
+    assert text.count(weight) == 1
+    found = proof(text.replace(weight, ")"), pool)
+    assert found.cause is not None and "is your loss a sum over samples?" in found.cause.evidence
+    assert proof(text.replace(weight, ", reduction='sum')"), pool).equal
 
 
 def test_each_side_of_a_script_is_run_in_the_precision_of_the_plan_too(pool: Any) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import nbclient
 import nbformat
 import pytest
 import torch
+
+from meshwise.workers.environment import PLAN_FILE, RUN_FOLDER
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -57,6 +60,7 @@ def test_a_job_runs_on_two_devices(name: str, tmp_path: Path) -> None:
     assert re.search(r"epoch 1/1  test accuracy \d+\.\d\d %", shown)
 
 
+@pytest.mark.slow
 def test_an_own_loop_prints_and_saves_the_same_when_it_is_sharded(tmp_path: Path) -> None:
     one = alone("11_plans.py", folder=tmp_path)
     saved = torch.load(tmp_path / "plans.pt", weights_only=True)
@@ -71,6 +75,7 @@ def test_an_own_loop_prints_the_same_numbers_on_two_devices(name: str, tmp_path:
     assert numbers(one) and numbers(two) == pytest.approx(numbers(one), abs=2e-4)
 
 
+@pytest.mark.slow
 def test_a_loop_saved_on_one_device_goes_on_on_two(tmp_path: Path) -> None:
     whole = alone("06_save_and_resume.py", "--state", "none.pt", folder=tmp_path)
     before = alone("06_save_and_resume.py", "--stop-after", "7", folder=tmp_path)
@@ -83,14 +88,17 @@ def test_launch_gives_the_results_in_rank_order(tmp_path: Path) -> None:
     assert alone("07_launch.py", folder=tmp_path) == [f"rank {rank} of 3: the ranks add up to 3" for rank in range(3)]
 
 
+@pytest.mark.slow
 def test_the_notebook_launches_a_function_of_a_cell(tmp_path: Path) -> None:
     notebook = nbformat.read(EXAMPLES / "08_notebook.ipynb", as_version=4)
     nbclient.NotebookClient(
         notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
-    one, two = ([o["data"]["text/plain"] for o in cell["outputs"] if "data" in o] for cell in notebook.cells[-2:])
+    one, two = ([o["data"]["text/plain"] for o in cell["outputs"] if "data" in o] for cell in notebook.cells[3:5])
     (loss,) = json.loads(one[0])
     assert json.loads(two[0]) == pytest.approx([loss] * 2, abs=2e-5)
+    drawn = ["".join(o["data"].get("text/html", "") for o in cell["outputs"]) for cell in notebook.cells[-2:]]
+    assert "forward" in drawn[0] and "H100" in drawn[1] and all(html.startswith("<pre") for html in drawn)
 
 
 def test_the_transfer_names_its_path_and_arrives(tmp_path: Path) -> None:
@@ -106,3 +114,27 @@ def test_cupy_or_numpy_shares_memory_and_computes(tmp_path: Path) -> None:
     assert lines[-3] == "written by torch, read by the array: 9.0"
     assert lines[-2] == "a * 2   = [0.0, 2.0, 4.0, 6.0]"
     assert lines[-1] == "sqrt(b) = [3.0, 1.0, 1.414, 1.732]"
+
+
+@pytest.mark.slow
+def test_a_transformer_trains_the_same_on_two_devices_and_sharded(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    one = alone("12_transformers.py", folder=tmp_path)
+    assert len(one) == 3 and numbers(one)[-1] < numbers(one)[0]
+    assert numbers(on_two("12_transformers.py", folder=tmp_path)) == pytest.approx(numbers(one), abs=3e-3)
+    sharded = on_two("12_transformers.py", folder=tmp_path, options=["--set", "shard=2"])
+    assert numbers(sharded) == pytest.approx(numbers(one), abs=3e-3)
+
+
+def test_the_files_for_a_cluster_are_what_they_say(tmp_path: Path) -> None:
+    """Neither Slurm nor Docker is here: their commands, options and files at least exist."""
+    script = (EXAMPLES / "cluster" / "slurm.sbatch").read_text()
+    subprocess.run(["bash", "-n", str(EXAMPLES / "cluster" / "slurm.sbatch")], check=True)
+    assert {RUN_FOLDER, PLAN_FILE} <= set(re.findall(r"MESHWISE_\w+", script))
+    image = (EXAMPLES / "cluster" / "Dockerfile").read_text()
+    copied = re.findall(r"^COPY (\S+)", image, re.MULTILINE)
+    assert copied and all((EXAMPLES.parent / path).exists() for path in copied)
+    extras = set(re.findall(r"meshwise\[([\w,]+)\]", image)[0].split(","))
+    assert extras <= set(
+        tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    )

@@ -21,6 +21,7 @@ FAULTS = {
     "job_raises": ["rank 1 of 2 failed: ValueError: the planted fault", "rank 1, step 5, phase forward", "in raises"],
     "job_is_killed": ["rank 1 of 2 was killed by SIGKILL"],
     "job_exits": ["rank 1 of 2 left with exit code 0 in the middle of an epoch"],
+    "job_exits_everywhere": ["failing called sys.exit(0) on every rank before its end: no weights were saved."],
     "job_exits_at_once": ["rank 1 of 2 left with exit code 0 without saying that its work is done"],
     "job_leaves_others": ["rank 1 of 2 left with exit code 0 without saying that its work is done"],
     "job_out_of_memory": ["rank 1 of 2 failed: RuntimeError", "phase forward", "allocated ", "reserved ", "free "],
@@ -28,7 +29,7 @@ FAULTS = {
 }
 
 
-QUICK = {"job_raises", "job_is_killed", "job_leaves_others", "job_not_a_number"}
+QUICK = {"job_raises", "job_is_killed"}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,7 @@ def test_the_culprit_is_named_once_and_nobody_is_left(job: str, tmp_path: Path) 
     assert read_run(run_folder(tmp_path))["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_run_whose_worker_was_killed_goes_on_from_its_last_saved_state(tmp_path: Path) -> None:
     run = CommandRun(f"{JOBS}:job_is_killed", "--devices", "2xcpu", "--epochs", "1", "--save-every", "2", out=tmp_path)
     assert run.wait() == 1
@@ -91,6 +93,7 @@ for step, (x,) in enumerate(loader):
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_is_stopped_ends_on_all_ranks_and_keeps_its_records(tmp_path: Path) -> None:
     """Two optimizers on one model, too: each steps on the gradients of the same backward."""
     script = tmp_path / "loop.py"
@@ -107,6 +110,47 @@ def test_a_script_that_is_stopped_ends_on_all_ranks_and_keeps_its_records(tmp_pa
     assert run.left_over() == []
 
 
+PARTING = """
+import torch, meshwise as mw
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+data = torch.utils.data.TensorDataset(torch.ones(103, 4))
+loader, held_out = (torch.utils.data.DataLoader(data, batch_size=16) for _ in range(2))
+model, optimizer, loader, held_out = mw.distribute(model, optimizer, loader, held_out)
+for epoch in range(2):
+    for step, (x,) in enumerate(loader):
+        mw.backward(model(x).mean())
+        optimizer.step(); optimizer.zero_grad()
+        if "break" in FAULTS and mw.rank() == 0 and step == 3:
+            break
+    if "sum" in FAULTS and mw.rank() == 0:
+        print(mw.sum(1))
+if "evaluation" in FAULTS and mw.rank() == 0:
+    print(sum(len(x) for x, in held_out), "of 103")
+"""
+PARTED = {
+    "evaluation": "rank 0 came to batch 1 of the loop at parting.py:17; rank 1 ended.",
+    "break": "rank 0 left its loop at parting.py:13 after 4 batches and came to batch 1 of the loop at parting.py:9; "
+    "rank 1 came to batch 5 of the loop at parting.py:9.",
+    "sum": "rank 0 came to mw.sum at parting.py:15; rank 1 came to batch 1 of the loop at parting.py:9.",
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=[] if fault == "evaluation" else pytest.mark.slow) for fault in PARTED]
+)
+def test_ranks_that_part_end_in_one_sentence(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it: a silent `52 of 103`, batches of two epochs in one step, or gloo's abort."""
+    monkeypatch.chdir(tmp_path)
+    Path("parting.py").write_text(f"FAULTS = {[fault]}{PARTING}")
+    run = CommandRun("--devices", "2xcpu", "--out", str(tmp_path / "runs"), "parting.py", out=tmp_path)
+    assert run.wait() == 1, run.output
+    assert f"Ranks parted: {PARTED[fault]} Every rank must make the same calls" in run.output
+    assert not {"Traceback", "gloo", "SIGABRT"} & set(run.output.split())
+    assert run.left_over() == []
+
+
+@pytest.mark.slow
 def test_a_stop_in_the_first_second_is_heard(tmp_path: Path) -> None:
     run = CommandRun(f"{JOBS}:job_long", "--devices", "2xcpu", out=tmp_path)
     run.wait_for("Plan(data=2)")
@@ -123,6 +167,7 @@ def test_a_killed_launcher_leaves_no_workers(tmp_path: Path) -> None:
     assert run.left_over() == []
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_stops_the_run_and_keeps_its_state(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshwise.jobs.registry import BUILT_IN, find_job, import_file
-from meshwise.spec.errors import UsageError
+from meshwise.spec.errors import UsageError, WorkerFailed
+from meshwise.training.job import Job
+from meshwise.training.run_options import RunOptions
 
 TOP = """
 import torch
@@ -127,6 +130,16 @@ def test_what_is_no_job_in_a_file_is_told(write: Callable[..., Path], word: str,
     assert found.startswith(str(path)) and says in found
 
 
+def test_a_function_that_raises_is_told_with_the_users_frames_alone(write: Callable[..., Path]) -> None:
+    path = write("def broken():\n    return make(width=int('x'))\n")
+    with pytest.raises(WorkerFailed) as failed:
+        find_job(f"{path}:broken")
+    first, frame, *_, last = str(failed.value).splitlines()
+    assert first == "Traceback (most recent call last):" and frame.strip().startswith(f'File "{path}", line')
+    assert last == f"{path}:broken failed: ValueError: invalid literal for int() with base 10: 'x'"
+    assert "meshwise/jobs" not in str(failed.value)
+
+
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     assert refusal(f"{tmp_path}/none.py:job").endswith(
         "none.py: no such file. Name a Python file, for instance train.py:job."
@@ -139,3 +152,24 @@ def test_a_file_is_imported_once_and_finds_its_neighbours(write: Callable[..., P
     first = import_file(path)
     assert first.width == 7
     assert import_file(path) is first
+
+
+def test_a_job_without_a_name_has_that_of_its_variable(write: Callable[..., Path]) -> None:
+    path = write('big = make("")\ndef small(): return make("")\nown = make("mine")\n')
+    assert find_job(f"{path}:big").name == "big"
+    assert find_job(f"{path}:small").name == "small"
+    assert find_job(f"{path}:own").name == "mine"
+    assert find_job(str(write('only = make("")', "meshwise_test_other.py"))).name == "only"
+
+
+def test_a_job_of_the_program_itself_is_named_after_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields: dict[str, Any] = dict.fromkeys(("model", "loss", "optimizer", "data"), len)
+    mine = Job(**fields)
+    assert RunOptions(mine).job.name == "job"  # type: ignore[union-attr]
+    monkeypatch.setattr(sys.modules["__main__"], "mine", mine, raising=False)
+    assert RunOptions(mine).job.name == "mine"  # type: ignore[union-attr]
+
+
+def test_a_job_that_lacks_something_says_what() -> None:
+    with pytest.raises(UsageError, match=r"job 'mine' has no loss, data. Use Job\(loss=..., ...\)"):
+        Job("mine", model=len, optimizer=len)  # type: ignore[arg-type]

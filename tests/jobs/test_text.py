@@ -29,7 +29,7 @@ def test_the_standard_library_splits_by_file_and_the_same_way_each_time() -> Non
 
 
 def test_a_batch_pads_with_targets_that_do_not_count() -> None:
-    documents = make_documents([b"x" * 40, b"yz" * 30], longest=60, most=10, first=256)
+    documents = make_documents([b"x" * 40, b"yz" * 30], longest=60, most=10)
     order = documents.lengths.argsort()
     inputs, targets = documents.batch(order)
     assert inputs.shape == targets.shape == (2, int(documents.lengths.max()))

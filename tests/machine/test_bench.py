@@ -44,7 +44,7 @@ def bench(results: list[PathResult], computed: list[DeviceResult] | None = None,
 
 def shown(found: Bench, width: int = 100) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(bench_text(found), soft_wrap=True)
+    console.print(bench_text(found, width), soft_wrap=True)
     return console.export_text()
 
 

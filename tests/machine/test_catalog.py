@@ -14,11 +14,10 @@ from meshwise.machine.catalog import (
     Part,
     achievable,
     networks,
-    nvlink,
+    nominal_rate,
     part,
     part_of_driver_name,
     parts,
-    pcie,
     reached,
 )
 
@@ -87,9 +86,9 @@ def test_figures_of_a_part_agree_with_each_other(known: Part) -> None:
     assert all(0.4 < share < 1 for share in known.achievable.values())
     for link in (known.link, known.bridge, known.host_link):
         if link is not None and link.kind == "pcie":
-            assert link.bandwidth == pcie(link.generation or 0, link.width or 0)
+            assert link.bandwidth == nominal_rate("pcie", link.generation, link.width)
         elif link is not None and link.kind == "nvlink" and "RTX-" not in known.name:
-            assert link.bandwidth == nvlink(link.generation or 0, link.width or 0)
+            assert link.bandwidth == nominal_rate("nvlink", link.generation, link.width)
 
 
 # Sparse peaks as the vendors print them, TFLOP/s: none of them may stand here.
@@ -185,8 +184,11 @@ def test_a_name_that_only_looks_alike_means_none(driver: str, memory: int | None
 
 
 def test_lanes_and_links_by_generation() -> None:
-    assert pcie(3, 16) == 15.8e9 and pcie(5, 8) == 31.5e9 and pcie(9, 16) is None
-    assert nvlink(4, 18) == 450e9 and nvlink(5, 18) == 900e9 and nvlink(7, 1) is None
+    assert nominal_rate("pcie", 3, 16) == 15.8e9 and nominal_rate("pcie", 5, 8) == 31.5e9
+    assert nominal_rate("nvlink", 4, 18) == 450e9 and nominal_rate("nvlink", 5, 18) == 900e9
+    assert all(
+        nominal_rate(*link) is None for link in [("pcie", 9, 16), ("pcie", 4, None), ("nvlink", 7, 1), ("c2c", 1, 1)]
+    )
     assert networks()["InfiniBand-NDR"] == 50e9 and networks()["EFA-P4d"] == 50e9
 
 

@@ -19,7 +19,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     def of(kind: str | None, count: int, cores: int = 8, near: dict[int, tuple[int, ...]] | None = None) -> None:
         monkeypatch.setattr(find, "accelerators", lambda: (kind, count))
         monkeypatch.setattr(find, "allowed_cores", lambda: tuple(range(cores)))
-        monkeypatch.setattr(find, "pci_address", lambda kind, index: str(index))
+        monkeypatch.setattr(find, "pci_address", lambda device: device.rpartition(":")[2])
         monkeypatch.setattr(find, "cores_near", lambda address, cores: (near or {}).get(int(address), tuple(cores)))
 
     return of

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from meshwise.machine.measure.processes import measure_hosts, measure_processes, measure_ranks, paths_between
-from meshwise.machine.measure.progress import Progress, listener, sent_over
+from meshwise.machine.measure.progress import Progress, listeners, sent_over
 from meshwise.machine.measure.result import PathResult
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import UsageError, WorkerFailed
@@ -113,13 +113,13 @@ def test_a_group_of_ranks_measures_without_the_others(pool: Callable[[int], Pool
     assert found == [[], links, [], links]
 
 
-def test_what_was_measured_before_a_rank_died_is_known() -> None:
+def test_what_was_measured_before_a_rank_died_is_known(own_fork_server: None) -> None:
     heard: list[PathResult] = []
 
     def kill_one(text: str) -> None:
         if text.startswith("broadcast"):
-            own = [worker for worker in workers() - others if worker.environ()["RANK"] == "1"]
-            own[0].kill()
+            own = sorted(workers() - others, key=psutil.Process.create_time)
+            own[-1].kill()  # after their server and rank 0
 
     others = workers()
     with pytest.raises(WorkerFailed) as error:
@@ -128,7 +128,7 @@ def test_what_was_measured_before_a_rank_died_is_known() -> None:
     assert [result.operation for result in heard][:2] == ["all-reduce", "send-receive"]
 
 
-def test_a_ctrl_c_keeps_what_is_done_and_leaves_nobody_over() -> None:
+def test_a_ctrl_c_keeps_what_is_done_and_leaves_nobody_over(own_fork_server: None) -> None:
     heard: list[PathResult] = []
 
     def press(result: PathResult) -> None:
@@ -144,7 +144,7 @@ def test_a_ctrl_c_keeps_what_is_done_and_leaves_nobody_over() -> None:
 
 def workers() -> set[psutil.Process]:
     """Those that this process has started and that run: of the tests' pools, and of what is measured."""
-    return {p for p in psutil.Process().children() if "meshwise.workers" in p.cmdline()}
+    return {p for p in psutil.Process().children(recursive=True) if "meshwise.workers" in p.cmdline()}
 
 
 def test_what_a_worker_reports_reaches_its_launcher_as_it_was() -> None:
@@ -161,7 +161,7 @@ def test_what_a_worker_reports_reaches_its_launcher_as_it_was() -> None:
     worker.done(events[2])
     worker.found([Machine("here", ())])
     received: list[object] = []
-    hear = listener(Progress(received.append, received.append, received.append))
+    hear = listeners(Progress(received.append, received.append, received.append)).message
     for message in [{"kind": "done"}, *sent]:
         hear(0, message)
     assert received == [*events, [Machine("here", ())]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +15,14 @@ from torch.utils.data import Subset
 from meshwise.jobs.registry import find_job
 from meshwise.parallel.apply import apply
 from meshwise.parallel.mesh import make_mesh
-from meshwise.parallel.rebind import names_of, rebind
+from meshwise.parallel.rebind import rebind
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.loop import run_job
 from meshwise.training.run_options import RunOptions
 from meshwise.transfer import collectives
+from tests.parallel.applied import apply_with, backward, names_of
 from tests.parallel.zoo import ZOO, batches, build
 
 
@@ -89,11 +91,11 @@ def goes_on() -> tuple[int, int]:
             o.zero_grad()
 
         step(data[0], Tensor.backward)
-        backward: Any = Tensor.backward
+        run: Any = Tensor.backward
         if shard:
-            backward = apply(model, Plan(shard=2), here(), optimizers=[optimizer]).backward
+            run = functools.partial(backward, apply_with(model, Plan(shard=2), here(), optimizer))
         for batch in data[1:]:
-            step(batch, backward)
+            step(batch, run)
         sides.append((model, optimizer))
     (ours, first), (plain, second) = sides
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
@@ -130,4 +132,4 @@ def test_an_optimizer_of_another_model_is_told() -> None:
     model = nn.Linear(3, 2)
     other = torch.optim.SGD(nn.Linear(4, 2).parameters())
     with pytest.raises(PlanError, match=r"group 0 holds a parameter of shape \(2, 4\) that is not the model's"):
-        apply(model, Plan(), World(), optimizers=[other])
+        apply_with(model, Plan(), World(), other)

@@ -21,6 +21,7 @@ from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
+from tests.parallel.applied import backward
 from tests.parallel.zoo import ZOO, batches, build
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
@@ -51,7 +52,7 @@ def trained(plan: Plan, name: str = "transformer", backend: str = "aot_eager") -
     for batch, target in batches(name, 2):
         mine = (t.chunk(world.size)[world.rank] for t in (batch, target))
         loss = ZOO[name].score(model(next(mine)), next(mine))
-        applied.backward(loss)
+        backward(applied, loss)
         optimizer.step()
         optimizer.zero_grad()
     found = [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
@@ -100,7 +101,7 @@ def distributed_compiled(how: str) -> tuple[bool, list[str], tuple[str, ...], fl
         model.compile(backend="aot_eager")
     applied = apply(given, Plan(shard=2), here())
     batch, target = batches("transformer", 1)[0]
-    applied.backward(ZOO["transformer"].score(given(batch), target))
+    backward(applied, ZOO["transformer"].score(given(batch), target))
     ZOO["transformer"].score(plain(batch), target).backward()
     gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in given.parameters()]
     apart = max(float((a - p.grad).abs().max()) for a, p in zip(gradients, plain.parameters(), strict=True))  # type: ignore[operator]
@@ -129,9 +130,9 @@ def with_batch_norm() -> None:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(2)]
         model = nn.Sequential(*layers).double()
-        applied = apply(model, plan, here(), counts=lambda: True)
+        applied = apply(model, plan, here(), samples=lambda: None)
         torch.manual_seed(here().rank)
-        applied.backward(model(torch.randn(3, 4, dtype=torch.float64)).square().sum())
+        backward(applied, model(torch.randn(3, 4, dtype=torch.float64)).square().sum())
         sides.append([p.grad for p in model.parameters()])
     for a, b in zip(*sides, strict=True):
         assert a is not None and b is not None

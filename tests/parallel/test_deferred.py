@@ -19,6 +19,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
+from tests.parallel.applied import apply_with, backward
 from tests.parallel.constructors import CONSTRUCTORS, MAKERS, OF_TRANSFORMERS, tensors_of
 from tests.parallel.zoo import ZOO, batches
 from tests.pool import CaseFailed
@@ -100,12 +101,12 @@ def trained(name: str, plan: Plan) -> list[float]:
         model = ZOO[name].make().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     world = World(rank=collectives.get_rank(), size=collectives.world_size())
-    applied = apply(model, plan, world, optimizers=[optimizer])
+    applied = apply_with(model, plan, world, optimizer)
     losses = []
     for batch, target in batches(name, 3):
         part = slice(world.rank, None, world.size)
         loss = ZOO[name].score(model(batch[part]), target[part])
-        mean = applied.backward(loss, value=loss.detach())
+        mean = backward(applied, loss, value=loss.detach())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(mean))

@@ -11,12 +11,15 @@ from torch.distributed.tensor import DTensor
 
 from meshwise.compat.dispatch import intercept_operators, operator_name
 from meshwise.compat.tree import tensors_in
-from meshwise.parallel.apply import Applied, apply
+from meshwise.parallel.apply import apply
 from meshwise.parallel.precision import cast_batch, computing, gathered_narrow
+from meshwise.parallel.technique import Setup
+from meshwise.spec.dtypes import dtypes_of
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
+from tests.parallel.applied import apply_with, backward
 from tests.parallel.zoo import ZOO, Transformer, batches, build
 from tests.pool import CaseFailed
 
@@ -68,7 +71,7 @@ def moved(name: str, plan: Plan) -> tuple[dict[str, int], dict[str, Tensor], Ten
         sizes.clear()
         with intercept_operators(seen):
             output, loss = forward(name, model, plan, own_share(name))
-            applied.backward(loss)
+            backward(applied, loss)
     return sizes, {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}, output.detach()
 
 
@@ -121,7 +124,7 @@ def stored(plan: Plan) -> None:
     model = build("mlp", torch.float32)
     applied = apply(model, plan, here())
     optimizer = torch.optim.Adam(model.parameters())
-    applied.backward(forward("mlp", model, plan, own_share("mlp"))[1])
+    backward(applied, forward("mlp", model, plan, own_share("mlp"))[1])
     optimizer.step()
     assert {t.dtype for p in model.parameters() for t in (p, p.grad) if t is not None} == {torch.bfloat16}
     kept = {t.dtype for state in optimizer.state.values() for t in state.values() if t.ndim > 0}
@@ -137,12 +140,12 @@ def accumulated() -> None:
     sides = []
     for under in (True, False):
         model = build("transformer", torch.float32)
-        applied = apply(model, plan, here()) if under else Applied(model, plan, None)
+        applied = apply(model, plan, here()) if under else Setup(model, plan, here())
         batch, target = own_share("transformer")
         for last, part in enumerate(zip(batch.chunk(2), target.chunk(2), strict=True)):
             loss = forward("transformer", model, plan, part)[1]
             factor = (lambda: torch.tensor(0.3)) if last else None
-            applied.backward(loss, reduce=bool(last), factor=factor, whole=True)
+            backward(applied, loss, reduce=bool(last), factor=factor, whole=True)
         sides.append({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
     for n, g in sides[1].items():
         torch.testing.assert_close(sides[0][n], collectives.mean_over_ranks(g), rtol=1e-5, atol=1e-7)
@@ -163,7 +166,7 @@ def scaled_steps(plan: Plan, clip: bool) -> list[tuple[list[float], float, list[
     world, found = here(), []
     model = build("mlp", torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    applied = apply(model, plan, world, optimizers=[optimizer])
+    applied = apply_with(model, plan, world, optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for number in range(4):
         pieces = list(zip(*(t.chunk(plan.accumulate) for t in own_share("mlp")), strict=True))
@@ -171,7 +174,7 @@ def scaled_steps(plan: Plan, clip: bool) -> list[tuple[list[float], float, list[
             loss = forward("mlp", model, plan, pieces[piece])[1] / plan.accumulate
             if number == 1 and world.rank == world.size - 1 and piece == 0:
                 loss = loss * float("inf")
-            applied.backward(scaler.scale(loss), reduce=piece == plan.accumulate - 1)
+            backward(applied, scaler.scale(loss), reduce=piece == plan.accumulate - 1)
         if clip:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -237,7 +240,10 @@ def test_float16_that_torch_lacks_is_refused_before_anything_starts(pool: Any) -
 
 
 def test_an_operator_that_torch_lacks_is_told_with_what_to_write() -> None:
-    with pytest.raises(PlanError, match=r"cannot compute it on cpu: .* Use precision='bf16'"), computing("cpu", "fp16"):
+    with (
+        pytest.raises(PlanError, match=r"cannot compute it on cpu: .* Use precision='bf16'"),
+        computing("cpu", dtypes_of("fp16")),
+    ):
         raise RuntimeError("\"magic\" not implemented for 'Half'")
-    with pytest.raises(RuntimeError, match="another"), computing("cpu", "fp16"):
+    with pytest.raises(RuntimeError, match="another"), computing("cpu", dtypes_of("fp16")):
         raise RuntimeError("another")

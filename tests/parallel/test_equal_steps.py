@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.parallel.apply import Applied, apply
+from meshwise.parallel.technique import Setup
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
+from tests.parallel.applied import apply_with, backward
 from tests.parallel.zoo import ZOO, batches, build
 
 STEPS = 5
@@ -71,7 +72,7 @@ def under(name: str, plan: Plan, clip: float | None = None) -> list[Facts]:
     world = here()
     model = build(name)
     optimizer = make_optimizer(model)
-    applied = apply(model, plan, world, optimizers=[optimizer])
+    applied = apply_with(model, plan, world, optimizer)
     assert optimizer.param_groups[0]["lr"] == 1e-2 and optimizer.param_groups[1]["weight_decay"] == 0.3
     found = []
     for batch, target in batches(name, STEPS):
@@ -81,11 +82,11 @@ def under(name: str, plan: Plan, clip: float | None = None) -> list[Facts]:
     return found
 
 
-def run_backward(applied: Applied, name: str, pieces: list[Any]) -> None:
+def run_backward(applied: Setup, name: str, pieces: list[Any]) -> None:
     values = []
     for number, (batch, target) in enumerate(pieces):
         loss = ZOO[name].score(applied.model(batch), target) / len(pieces)
-        values.append(applied.backward(loss, reduce=number == len(pieces) - 1, value=loss.detach()))
+        values.append(backward(applied, loss, reduce=number == len(pieces) - 1, value=loss.detach()))
     assert all(v is not None and v.shape == () for v in values)
 
 
@@ -134,6 +135,24 @@ def test_steps_are_those_of_one_device(name: str, plan: Plan, pool: Any) -> None
     want = one_device(name)
     for got in results:
         assert_equal(got, want)
+
+
+def kept_by_the_second() -> list[bool]:
+    """Whether gradients of a weighed backward are there after another, which reaches one of two layers."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    applied = apply_with(model, Plan(data=2), here())
+    one = lambda: torch.ones(())  # noqa: E731
+    for layers in (model, model[1]):
+        backward(applied, layers(torch.ones(1, 2)).sum(), factor=one)
+        model.zero_grad()
+    backward(applied, model(torch.ones(1, 2)).sum(), factor=one)
+    before = whole(model[0].weight.grad)
+    backward(applied, model[1](torch.ones(1, 2)).sum(), factor=one)
+    return [model[0].weight.grad is not None and torch.equal(whole(model[0].weight.grad), before)]
+
+
+def test_a_weighed_backward_leaves_the_gradients_of_what_it_does_not_reach(pool: Any) -> None:
+    assert pool(2).run(kept_by_the_second) == [[True], [True]]
 
 
 @pytest.mark.parametrize("plan", [Plan(shard=2), Plan(data=2, shard=2), Plan(data=2, zero1=True)], ids=repr)

@@ -13,6 +13,7 @@ from meshwise.parallel.apply import apply, bind
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
+from tests.parallel.applied import backward
 from tests.parallel.test_deferred import live_peak
 
 
@@ -23,11 +24,11 @@ def peak(plan: Plan, samples: int) -> int:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Tanh()) for _ in range(8)])
     applied = apply(model, plan, world)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    bind(applied, optimizer, world)
+    bind(optimizer, plan, world)
     batch = torch.randn(samples, 512)
 
     def step() -> None:
-        applied.backward(model(batch).square().mean())
+        backward(applied, model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
 

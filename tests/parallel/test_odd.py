@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwise.parallel.apply import Applied, apply
+from meshwise.parallel.technique import Setup
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
+from tests.parallel.applied import apply_with, backward
 from tests.parallel.odd import ODD, WIDE, build
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*nested tensors.*")
@@ -35,13 +36,13 @@ def trained(name: str, plan: Plan | None) -> list[Tensor]:
     model = build(name)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizers = [torch.optim.SGD(trainable, lr=0.1)] if trainable else []
-    applied = Applied(model, Plan(), None) if plan is None else apply(model, plan, world, optimizers=optimizers)
+    applied = Setup(model, Plan(), world) if plan is None else apply_with(model, plan, world, *optimizers)
     torch.manual_seed(5)
     for _ in range(3):
         batch = torch.randn(8, WIDE, dtype=torch.float64)
         loss = model(batch if plan is None else batch.chunk(world.size)[world.rank]).square().mean()
         if optimizers:
-            applied.backward(loss)
+            backward(applied, loss)
             optimizers[0].step()
             optimizers[0].zero_grad()
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]

@@ -2,21 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwise.parallel import offload
 from meshwise.parallel.apply import apply
-from meshwise.parallel.offload import OffloadStats, offload_activations
+from meshwise.parallel.offload import offload_activations
 from meshwise.parallel.recompute import recompute_blocks
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
+from tests.parallel.applied import backward
 from tests.parallel.zoo import Transformer, batches, build
+
+
+@dataclass
+class Moved:
+    """What was copied while it was entered: tensors and bytes that went to the host, tensors that came back before
+    they were requested, and the most bytes of such that were on the device at once."""
+
+    tensors: int = 0
+    bytes: int = 0
+    ahead: int = 0
+    most_ahead: int = 0
+
+    def __enter__(self) -> Moved:
+        self._stack = contextlib.ExitStack()
+        send, fetch, ahead = offload._send, offload._fetch, offload._SavedTensors._fetch_ahead
+        early: list[Any] = []
+
+        def sending(*given: Any) -> Any:
+            sent = send(*given)
+            self.tensors, self.bytes = self.tensors + 1, self.bytes + sent.copy.nbytes
+            return sent
+
+        def fetching(waiting: Any) -> None:
+            fetch(waiting)
+            early.append(waiting)
+
+        def fetching_ahead(saved: Any, number: int) -> None:
+            early[:] = [waiting for waiting in early if waiting.ahead]  # not what was asked for just now
+            before = len(early)
+            ahead(saved, number)
+            self.ahead += len(early) - before
+            self.most_ahead = max(self.most_ahead, sum(waiting.copy.nbytes for waiting in early))
+
+        self._stack.enter_context(mock.patch.object(offload, "_send", sending))
+        self._stack.enter_context(mock.patch.object(offload, "_fetch", fetching))
+        self._stack.enter_context(mock.patch.object(offload._SavedTensors, "_fetch_ahead", fetching_ahead))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 def kept_bytes(model: nn.Module, batch: Tensor) -> int:
@@ -41,10 +85,10 @@ def moved_bytes(plan: Plan) -> tuple[int, int]:
     plain = kept_bytes(build("transformer"), batch)
     model: Any = build("transformer")
     applied = apply(model, plan, World(rank=collectives.get_rank(), size=collectives.world_size()))
-    moved: OffloadStats = model.forward.args[-1]
-    applied.backward(model(batch).sum())
-    with torch.no_grad():
-        model(batch)
+    with Moved() as moved:
+        backward(applied, model(batch).sum())
+        with torch.no_grad():
+            model(batch)
     return moved.bytes, plain
 
 
@@ -90,12 +134,13 @@ ONE = 64 * 8 * 4
 @pytest.mark.parametrize("window", [0, 1, 3])
 def test_what_comes_before_is_fetched_ahead_within_the_window(window: int) -> None:
     model = Chain()
-    moved = offload_activations(model, window * ONE + ONE // 2)
-    loss = model(torch.ones(8, 64, requires_grad=True)).sum()
+    offload_activations(model, window * ONE + ONE // 2)
     seen: list[tuple[int, int]] = []
-    for layer in model.layers:  # a weight's gradient is made of the input that was asked for
-        layer.weight.register_post_accumulate_grad_hook(lambda _: seen.append((moved.ahead, moved.most_ahead)))
-    loss.backward()
+    with Moved() as moved:
+        loss = model(torch.ones(8, 64, requires_grad=True)).sum()
+        for layer in model.layers:  # a weight's gradient is made of the input that was asked for
+            layer.weight.register_post_accumulate_grad_hook(lambda _: seen.append((moved.ahead, moved.most_ahead)))
+        loss.backward()
     assert moved.tensors == 6 and moved.ahead == (5 if window else 0)
     assert moved.most_ahead == window * ONE
     assert [ahead for ahead, _ in seen] == [min(5, number + window) if window else 0 for number in range(6)]
@@ -103,14 +148,15 @@ def test_what_comes_before_is_fetched_ahead_within_the_window(window: int) -> No
 
 def test_a_graph_that_is_dropped_or_run_twice_leaves_nothing_and_asks_again() -> None:
     model = Chain()
-    moved = offload_activations(model, 100 * ONE)
-    kept = model(torch.ones(8, 64, requires_grad=True)).sum()
-    dropped = model(torch.ones(8, 64, requires_grad=True)).sum()
-    del dropped
-    gc.collect()
-    kept.backward(retain_graph=True)
-    first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    kept.backward()
+    offload_activations(model, 100 * ONE)
+    with Moved() as moved:
+        kept = model(torch.ones(8, 64, requires_grad=True)).sum()
+        dropped = model(torch.ones(8, 64, requires_grad=True)).sum()
+        del dropped
+        gc.collect()
+        kept.backward(retain_graph=True)
+        first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        kept.backward()
     assert moved.tensors == 12 and moved.ahead == 5
     assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), first, strict=True))  # type: ignore[arg-type]
 
@@ -124,8 +170,8 @@ def with_recompute(plan: Plan) -> tuple[int, int, int]:
         layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0].nbytes))
         layer.rise.register_forward_hook(lambda *_: ran.append(1))
     applied = apply(model, plan, World(rank=collectives.get_rank(), size=collectives.world_size()))
-    moved: OffloadStats = model.forward.args[-1]
-    applied.backward(model(batch).sum())
+    with Moved() as moved:
+        backward(applied, model(batch).sum())
     return moved.bytes, sum(inputs), len(ran)
 
 
@@ -167,9 +213,10 @@ def test_an_input_that_is_given_by_name_goes_too() -> None:
     model, plain = Holder(), Holder()
     plain.load_state_dict(model.state_dict())
     recompute_blocks(model, "full")
-    moved = offload_activations(model)
+    offload_activations(model)
     x = torch.randn(8, 64)
-    model(x).sum().backward()
+    with Moved() as moved:
+        model(x).sum().backward()
     plain(x).sum().backward()
     assert moved.tensors == 2
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
@@ -202,16 +249,18 @@ def test_views_share_one_copy_and_come_back_as_they_lay() -> None:
             return Noted.apply(*self.linear(x).unflatten(-1, (3, 32)).unbind(1))
 
     split = Split()
-    moved = offload_activations(split)
-    split(torch.randn(32, 64)).sum().backward()
+    offload_activations(split)
+    with Moved() as moved:
+        split(torch.randn(32, 64)).sum().backward()
     assert strides[0] == strides[1] and strides[0][0] == (96, 1)
     assert moved.tensors == 2 and moved.bytes == 32 * 64 * 4 + 32 * 96 * 4  # the input, and what the views lie in
 
 
 def test_models_in_a_list_are_each_laid_into_it() -> None:
     models = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
-    moved = offload_activations(models)
-    (models[1](models[0](torch.ones(8, 64)))).sum().backward()
+    offload_activations(models)
+    with Moved() as moved:
+        (models[1](models[0](torch.ones(8, 64)))).sum().backward()
     assert moved.tensors == 2 and moved.bytes == 2 * 8 * 64 * 4
 
 

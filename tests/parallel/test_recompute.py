@@ -212,7 +212,23 @@ def test_a_block_that_the_model_does_not_have_is_told() -> None:
 
 def test_what_runs_again_is_said() -> None:
     notes = apply(build("transformer"), Plan(recompute="selective"), World()).notes
-    assert notes == (
+    assert notes == [
         "recompute: all but matrix products and attention runs again in the backward, in 3 blocks: "
-        "layers.0, layers.1, layers.2.",
-    )
+        "layers.0, layers.1, layers.2."
+    ]
+
+
+def test_a_gradient_penalty_is_that_without_recompute() -> None:
+    """A double backward runs each block again twice."""
+    found = []
+    for recompute in ("none", "full"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]).double()
+        recompute_blocks(model, recompute)
+        x = torch.linspace(-1, 1, 12).double().view(3, 4).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) == len(found[1]) > 0
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)

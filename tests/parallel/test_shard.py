@@ -19,6 +19,7 @@ from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
+from tests.parallel.applied import backward
 from tests.parallel.zoo import ZOO, Transformer, batches, build
 from tests.pool import CaseFailed
 
@@ -61,7 +62,7 @@ def held_and_sent(plan: Plan) -> tuple[int, Counter[str], Counter[str]]:
                 if run == "forward":
                     loss = ZOO["transformer"].score(model(batch), target)
                 else:
-                    applied.backward(loss)
+                    backward(applied, loss)
     return held_bytes(model), seen[2], seen[3]
 
 
@@ -130,7 +131,7 @@ def choices(plan: Plan, steps: list[list[list[int]]]) -> list[list[list[float] |
     applied = apply(model, plan, world)
     found = []
     for uses in steps:
-        applied.backward(model(torch.full((3,), world.rank + 1.0, dtype=torch.float64), uses[world.rank]))
+        backward(applied, model(torch.full((3,), world.rank + 1.0, dtype=torch.float64), uses[world.rank]))
         found.append([None if g is None else g.tolist() for g in gradients(model).values()])
         for p in model.parameters():
             p.grad = None
@@ -188,7 +189,7 @@ def run_orders(*orders: list[list[int]]) -> None:
     with MonkeyPatch.context() as patch:
         patch.setattr(shard, "GRACE", 0.5)
         for uses in orders:
-            applied.backward(either(torch.ones(2, 72, requires_grad=True), uses[world.rank]))
+            backward(applied, either(torch.ones(2, 72, requires_grad=True), uses[world.rank]))
 
 
 def test_a_rank_that_runs_its_blocks_in_another_order_is_told_before_a_step(pool: Any) -> None:
@@ -214,7 +215,7 @@ def contributions(plan: Plan) -> list[list[float]]:
         found.append([] if value is None else [round(v, 9) for v in value.flatten().tolist()])
 
     def run(**settings: Any) -> Any:
-        return applied.backward(model(x).sum(), **settings)
+        return backward(applied, model(x).sum(), **settings)
 
     mean = run(value=torch.tensor(4.0 + world.rank))
     assert mean.item() == 4.5 and model.weight.grad is not None
@@ -261,7 +262,7 @@ def forwards(plan: Plan) -> dict[str, Tensor | None]:
         model.eval()(batch)
         other = model.train()(batch * 2)
     loss = (model(batch) * model(batch + 1)).sum() + (model(batch) * other).mean()
-    applied.backward(loss)
+    backward(applied, loss)
     return gradients(model)
 
 
@@ -281,7 +282,7 @@ def frozen_later(plan: Plan) -> list[list[bool]]:
     found = []
     for trained in (False, True):
         next(iter(model.parameters())).requires_grad_(trained)
-        applied.backward(model(batch).sum())
+        backward(applied, model(batch).sum())
         found.append([p.grad is not None for p in model.parameters()])
     return found
 
@@ -295,7 +296,7 @@ def in_float32() -> float:
     model = build("mlp", torch.float32)
     applied = apply(model, Plan(shard=2), here())
     (batch, _), *_ = batches("mlp", 1, torch.float32)
-    applied.backward(model(batch).sum())
+    backward(applied, model(batch).sum())
     plain = build("mlp", torch.float32)
     plain(batch).sum().backward()
     pairs = zip(gradients(model).values(), plain.parameters(), strict=True)

@@ -12,6 +12,7 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import WIDTH, Recorder, make_current
 from meshwise.transfer import collectives
+from tests.parallel.applied import backward
 from tests.parallel.zoo import batches, build
 
 
@@ -24,7 +25,7 @@ def spans_of_a_step(plan: Plan) -> list[tuple[str, str, int, bool]]:
         recorder = Recorder()
         before = make_current(recorder)
         try:
-            applied.backward(nn.functional.mse_loss(model(batch), target))
+            backward(applied, nn.functional.mse_loss(model(batch), target))
         finally:
             make_current(before)
     rows, _ = recorder.drain()
@@ -39,7 +40,13 @@ def test_each_block_is_gathered_twice_and_reduced_once(plan: Plan, numbered: boo
     for spans in pool(plan.devices).run(spans_of_a_step, plan):
         assert all(lane == "main" and known is numbered for lane, _, _, known in spans)
         told = [(name, bytes) for _, name, bytes, _ in spans]
-        assert told[:3] == [("all-gather", rest), ("all-gather", layer), ("all-gather", layer)]
+        assert told[:3] == [
+            ("all-gather of parameters", rest),
+            ("all-gather of parameters", layer),
+            ("all-gather of parameters", layer),
+        ]
         assert sorted(told[3:]) == sorted(
-            [("all-gather", layer)] * 2 + [("reduce-scatter", layer)] * 2 + [("reduce-scatter", rest)]
+            [("all-gather of parameters", layer)] * 2
+            + [("reduce-scatter of gradients", layer)] * 2
+            + [("reduce-scatter of gradients", rest)]
         )

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.parallel.apply import apply
 from meshwise.parallel.zero1 import DividedOptimizer, owners
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
 from meshwise.transfer.comm_log import comm_log
+from tests.parallel.applied import apply_with, backward
 from tests.parallel.zoo import ZOO, batches, build
 
 
@@ -31,9 +31,9 @@ def divided(name: str, size: int) -> tuple[int, int, bool]:
     model = build(name)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
     same = optimizer
-    applied = apply(model, Plan(data=size, zero1=True), here(), optimizers=[optimizer])
+    applied = apply_with(model, Plan(data=size, zero1=True), here(), optimizer)
     (batch, target), *_ = batches(name, 1)
-    applied.backward(ZOO[name].score(model(batch), target))
+    backward(applied, ZOO[name].score(model(batch), target))
     reached = [p.grad for p in model.parameters()]
     optimizer.step()
     kept = all(p.grad is g for p, g in zip(model.parameters(), reached, strict=True))
@@ -65,9 +65,9 @@ def with_state() -> list[int]:
         ZOO["mlp"].score(m(data[0][0]), data[0][1]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    applied = apply(model, Plan(data=2, zero1=True), here(), optimizers=optimizers[:1])
+    applied = apply_with(model, Plan(data=2, zero1=True), here(), optimizers[0])
     for batch, target in data[1:]:
-        applied.backward(ZOO["mlp"].score(model(batch), target))
+        backward(applied, ZOO["mlp"].score(model(batch), target))
         ZOO["mlp"].score(alone(batch), target).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -123,10 +123,10 @@ def steps_of(kind: type[torch.optim.SGD]) -> tuple[list[bool], int, list[Tensor]
     model = build("mlp")
     torch.optim.SGD(model.parameters())
     optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
-    applied = apply(model, Plan(data=2, zero1=True), here(), optimizers=[optimizer])
+    applied = apply_with(model, Plan(data=2, zero1=True), here(), optimizer)
     kept, sent = [], 0
     for batch, target in batches("mlp", 3):
-        applied.backward(ZOO["mlp"].score(model(batch), target))
+        backward(applied, ZOO["mlp"].score(model(batch), target))
         gradients = [p.grad for p in model.parameters()]
         if kind is RaisesOnce and not kept:
             with pytest.raises(RuntimeError, match="in the middle"):
@@ -168,10 +168,10 @@ def averaged() -> list[Tensor]:
             mean.lerp_(p.detach(), 0.5)
 
     optimizer.register_step_post_hook(average_in)
-    applied = apply(model, Plan(data=2, zero1=True), here(), optimizers=[optimizer])
+    applied = apply_with(model, Plan(data=2, zero1=True), here(), optimizer)
     optimizer.register_step_pre_hook(note_norm)
     for batch, target in batches("mlp", 2):
-        applied.backward(ZOO["mlp"].score(model(batch), target))
+        backward(applied, ZOO["mlp"].score(model(batch), target))
         optimizer.step()
         optimizer.zero_grad()
     return [*average, *norms]

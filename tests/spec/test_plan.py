@@ -83,7 +83,8 @@ def test_a_plan_comes_back_from_its_file(plan: Plan) -> None:
 def test_a_plan_file_names_every_field() -> None:
     assert plan_to_toml(Plan(data=2, offload=("activations", "optimizer"))) == (
         'data = 2\nshard = 1\naccumulate = 1\nprecision = "fp32"\nzero1 = false\nrecompute = "none"\n'
-        'offload = ["optimizer", "activations"]\nreshard = true\ncompile = false\nbucket_mb = 25\n'
+        'offload = ["optimizer", "activations"]\nreshard = true\ncompile = false\n'
+        'batch_norm = "global"\nbucket_mb = 25\n'
         '# param_dtype = "fp32"\n# compute_dtype = "fp32"\n# grad_dtype = "fp32"\n'
     )
 
@@ -104,7 +105,7 @@ def test_what_a_plan_file_leaves_out_has_its_default() -> None:
         ("acumulate = 2", "no field 'acumulate'. Did you mean 'accumulate'?"),
         (
             "colour = 2",
-            "Known are accumulate, bucket_mb, compile, compute_dtype, data, grad_dtype, offload, param_dtype, ",
+            "Known are accumulate, batch_norm, bucket_mb, compile, compute_dtype, data, grad_dtype, offload, ",
         ),
         ("data = ", "not TOML"),
         ("data = 2.0", "data=2.0: must be a whole number of at least 1"),

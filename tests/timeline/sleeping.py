@@ -19,7 +19,7 @@ from meshwise.timeline.read import read_timeline
 from meshwise.timeline.run_report import Report
 from meshwise.timeline.timeline import Timeline
 from meshwise.training.session import default_engine, end_sessions
-from meshwise.workers.join import RUN_FOLDER
+from meshwise.workers.environment import RUN_FOLDER
 
 EVEN = {"data": 4.0, "forward": 6.0, "backward": 8.0, "optimizer": 3.0}
 """Milliseconds of each phase."""

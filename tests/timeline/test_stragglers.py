@@ -64,7 +64,7 @@ def test_two_late_ranks_are_both_found() -> None:
 
 
 @pytest.mark.usefixtures("takes_seconds")
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_hundred_clean_runs_name_nobody(ranks: int) -> None:
     """The stated rate is one in a thousand runs (`late.CHANCE`), and what chance does costs less than 2 %."""
     named = [

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import meshwise as mw
 from meshwise.timeline.recorder import WIDTH, Recorder, make_current
-from meshwise.training.block_spans import BLOCKS
+from meshwise.workers.environment import BLOCKS
 
 
 class Residual(nn.Module):

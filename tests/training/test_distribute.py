@@ -189,6 +189,57 @@ def test_a_stream_that_splits_itself_is_noticed_and_the_remedy_named(pool: Any) 
     assert "streams='per-rank'" in failed.value.text
 
 
+def test_a_stream_of_equal_parts_that_splits_itself_is_noticed_too(pool: Any) -> None:
+    def case() -> Any:
+        for _ in mw.distribute(DataLoader(Numbers((6,)), batch_size=2)):
+            pass
+
+    with pytest.raises(CaseFailed) as failed:
+        pool(2).run(case)
+    assert failed.value.kind == "DataError" and "streams='per-rank'" in failed.value.text
+
+
+class Ready(IterableDataset[Any]):
+    """Gives batches, the last one with fewer rows than ranks."""
+
+    def __iter__(self) -> Any:
+        for x, y in zip(*(part.split([5, 7, 8, 1]) for part in data().tensors), strict=True):
+            yield {"x": x, "y": y.numpy(), "note": None}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ready_batches_are_split_by_rows(size: int, pool: Any) -> None:
+    def case() -> Any:
+        torch.manual_seed(2)
+        model, stream, rows = mw.distribute(
+            net(),
+            DataLoader(Ready(), batch_size=None),
+            DataLoader(list(Ready()), batch_size=None, shuffle=True),
+        )
+        state = []
+        for loader in (stream, rows):
+            for batch in loader:
+                loss = nn.functional.cross_entropy(model(batch["x"]), torch.as_tensor(batch["y"]))
+                state.append(float(mw.backward(loss)))
+        return state, [p.grad for p in model.parameters()]
+
+    want, results = both(case, size, pool)
+    assert len(want[0]) == 8
+    for got in results:
+        same(got, want)
+
+
+def test_a_loader_keeps_the_attributes_of_the_users() -> None:
+    end_sessions()
+    given = DataLoader(data(), batch_size=4, shuffle=True, drop_last=True, generator=torch.Generator(), timeout=0)
+    loader = mw.distribute(given)
+    names = ["num_workers", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator", "pin_memory", "timeout"]
+    assert all(getattr(loader, name) is getattr(given, name) for name in names)
+    with pytest.raises(AttributeError, match="no attribute 'batches'"):
+        _ = loader.batches
+    assert copy.copy(loader).batch_size == 4
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loop_resumed_in_the_middle_of_an_epoch_reads_the_same_rest(workers: int, pool: Any) -> None:
     def case(stop: int | None, state: Any) -> Any:
@@ -420,8 +471,8 @@ def test_save_writes_once_and_load_reads_it_on_every_rank(pool: Any, tmp_path: A
 def test_wrong_things_are_refused_in_a_sentence() -> None:
     with pytest.raises(mw.UsageError, match="models, optimizers, schedulers and DataLoaders; this is a list"):
         mw.distribute([1, 2])
-    with pytest.raises(mw.UsageError, match="no batches to share out"):
-        mw.distribute(DataLoader([1, 2], batch_size=None))
+    with pytest.raises(mw.UsageError, match="this one holds a object"):
+        next(iter(mw.distribute(DataLoader([object()], batch_size=None))))
     with pytest.raises(mw.DataError, match="empty"):
         mw.distribute(DataLoader([], batch_size=2))
     assert copy.copy(World()).size == 1

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
 from meshwise.spec.plan import Plan
 from meshwise.training.keyed import Rows, by_rows
 from meshwise.training.loop import run_job
 from meshwise.training.run_options import RunOptions
+from meshwise.training.session import default_engine, end_sessions
+from meshwise.workers.environment import EXACT_RANDOM
 
 
 class Net(nn.Module):
@@ -63,6 +67,46 @@ def test_without_it_ranks_draw_their_own(pool: Any) -> None:
     assert max(abs(a - b) for a, b in zip(got, losses(Plan(), False), strict=True)) > 1e-3
 
 
+def script(loader: bool, recompute: bool) -> Any:
+    """The losses of a script with dropout, attention and noise of its own, over a loader or over batches it splits."""
+    end_sessions()
+    os.environ[EXACT_RANDOM] = "1"
+    try:
+        torch.manual_seed(2)
+        x = torch.randn(27, 3, 6, dtype=torch.float64)
+        model = Net().double()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        batches = DataLoader(TensorDataset(x, x.sum(2)), batch_size=8, shuffle=True)
+        plan = Plan(data=mw.world_size(), recompute="full") if recompute else None
+        model, optimizer = mw.distribute(model, optimizer, plan=plan)
+        if loader:
+            batches = mw.distribute(batches)
+        losses = []
+        for _ in range(2):
+            for batch in batches:
+                inputs, targets = batch if loader else mw.split(*batch)
+                if loader:
+                    inputs = inputs + 0.1 * torch.randn_like(inputs) * torch.randint(2, (len(inputs), 1, 1))
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                losses.append(float(mw.backward(loss)))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not [note for note in default_engine().notes if "keyed" in note]
+        return losses
+    finally:
+        del os.environ[EXACT_RANDOM]
+        end_sessions()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loader", [True, False])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_script_draws_what_one_device_draws(loader: bool, recompute: bool, size: int, pool: Any) -> None:
+    want = script(loader, recompute)
+    for got in pool(size).run(script, loader, recompute):
+        assert got == pytest.approx(want, abs=1e-9)
+
+
 def test_draws_differ_from_step_to_step_and_with_accumulation(pool: Any) -> None:
     want = losses(Plan(accumulate=2))
     assert want != losses(Plan())
@@ -78,7 +122,8 @@ def test_draws_differ_from_step_to_step_and_with_accumulation(pool: Any) -> None
         ((12, 7), ((24, 7), 0)),  # heads beside samples
         ((4, 4), ((8, 4), 0)),
         ((7, 5), None),
-        ((), None),
+        ((), ((), None)),
+        ((1, 1), ((1, 1), None)),
     ],
 )
 def test_where_the_batch_is(shape: Any, placed: Any) -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import meshwise as mw
 from meshwise.spec.world import World
+from meshwise.training.job import Job
+from meshwise.training.loop import run_job
 from meshwise.training.order import BatchSlice, batch_slice, epoch_order, epoch_slices, part, sequential_slices
+from meshwise.training.run_options import RunOptions
+from meshwise.training.session import end_sessions
 
 samples = st.integers(1, 60)
 batch_sizes = st.integers(1, 25)
@@ -110,3 +119,25 @@ def test_no_two_seeds_share_the_order_of_some_epoch() -> None:
 def test_more_ranks_than_samples_give_stand_ins_that_weigh_nothing() -> None:
     shares = [batch_slice(torch.tensor([4, 9]), 0, 2, 2, World(rank, 4)) for rank in range(4)]
     assert [(share.indices.tolist(), share.samples) for share in shares] == [([4], 1), ([9], 1), ([4], 0), ([4], 0)]
+
+
+def slices_now() -> int:
+    return sum(type(thing) is BatchSlice for thing in gc.get_objects())
+
+
+def test_an_epochs_slices_are_made_as_it_goes() -> None:
+    """50 million samples were 2 GB of slices at the first step."""
+    x = torch.zeros(200, 1)
+    seen: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        seen.extend([slices_now()] if not seen else [])
+        return model(batch[0]).mean()
+
+    before = slices_now()
+    job = Job("lazy", lambda: nn.Linear(1, 1), loss, lambda p: torch.optim.SGD(p, 0.1), lambda: (x,))
+    run_job(replace(job, batch_size=4), RunOptions(), None)
+    end_sessions()
+    loop = iter(mw.distribute(DataLoader(TensorDataset(x), batch_size=4, shuffle=True)))
+    next(loop)
+    assert seen[0] - before < 5 and slices_now() - before < 5

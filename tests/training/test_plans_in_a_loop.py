@@ -19,9 +19,11 @@ import meshwise as mw
 from meshwise.parallel.shard import note_what_was_not_gathered
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint
+from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.training.loop import run_job
 from meshwise.training.run_options import RunOptions
+from meshwise.training.session import end_sessions
 from tests.pool import CaseFailed
 
 
@@ -211,6 +213,31 @@ def test_an_optimizer_that_cannot_step_on_parts_is_explained(pool: Any) -> None:
 
     with pytest.raises(CaseFailed, match=r"This optimizer cannot step where each rank holds a part of a parameter"):
         pool(2).run(case)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor])
+def test_an_optimizer_of_whole_parameters_is_refused_under_shard(kind: Any, pool: Any) -> None:
+    def case() -> list[str]:
+        said = []
+        for given in (True, False):
+            model = nn.Linear(4, 4)
+            optimizer = kind(model.parameters())
+            with pytest.raises(PlanError) as refused:
+                if given:
+                    mw.distribute(model, optimizer, plan=Plan(shard=2))
+                mw.distribute(model, plan=Plan(shard=2))
+                kind(model.parameters()).step(lambda: 0.0)
+            said.append(str(refused.value))
+            end_sessions()
+        return said
+
+    for said in pool(2).run(case):
+        assert all(text.startswith(f"shard: {kind.__name__} computes over whole ") for text in said)
+
+
+def test_a_job_with_lbfgs_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"job 'net': LBFGS runs the loss several times a step"):
+        run_job(replace(job(1), optimizer=lambda params: torch.optim.LBFGS(list(params))), RunOptions(), None)
 
 
 def test_a_copy_of_a_sharded_model_is_explained(pool: Any) -> None:

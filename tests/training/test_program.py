@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
-from meshwise.api.run import _script_in_worker
+from meshwise.api.script import _script_in_worker
 from meshwise.spec.plan import plan_to_toml
-from meshwise.training.plan_choice import PLAN_FILE
 from meshwise.training.session import default_engine, end_sessions
 from meshwise.transfer.sharded import full_tensor
+from meshwise.workers.environment import PLAN_FILE
 
 PLANS = {
     "shard": mw.Plan(shard=2),
@@ -496,6 +496,7 @@ def test_a_state_saved_under_one_plan_goes_on_under_another(
     for name in ("state.pt", "end.pt"):
         want, got = (torch.load(tmp_path / where / name, weights_only=True) for where in ("one", "many"))
         assert got.keys() == want.keys() and list(got["model"]) == list(want["model"])
+        assert got.pop("loader") == want.pop("loader")  # texts, which `same` does not compare
         same(got, want)
 
 
@@ -653,14 +654,22 @@ def test_a_backward_of_a_model_that_was_not_distributed_is_refused(pool: Any) ->
     assert "the model was never given" in refused(pool, never_given)
 
 
-@pytest.mark.parametrize("plan", [mw.Plan(data=2), mw.Plan(data=2, zero1=True), mw.Plan(shard=2)], ids=repr)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *(pytest.param(p, marks=pytest.mark.slow) for p in (mw.Plan(data=2), mw.Plan(data=2, zero1=True))),
+        mw.Plan(shard=2),
+    ],
+    ids=repr,
+)
 def test_models_one_after_the_other_take_the_memory_of_one(plan: mw.Plan, pool: Any) -> None:
     """Counted as tensors that are alive, whatever the allocator keeps."""
 
     def case() -> tuple[int, int]:
         alive = []
         for _ in range(20):
-            step_under(plan)
+            step_under(plan, width=1000)
+            gc.collect()  # what is garbage is not held, whenever the collector comes
             alive.append(sum(t.nbytes for t in gc.get_objects() if isinstance(t, Tensor)))
         return alive[0], alive[-1]
 

@@ -163,7 +163,6 @@ def test_a_plan_file_that_is_not_there_is_refused_at_once() -> None:
     [
         (RunOptions(batch_size=3), "--batch-size 3: train.py is a script"),
         (RunOptions(seed=0), "--seed 0"),
-        (RunOptions(exact_random=True), "--exact-random: "),
         (RunOptions(resume="runs/a"), "--resume runs/a"),
     ],
 )

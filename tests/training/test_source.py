@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
+import meshwise as mw
 from meshwise.spec.errors import DataError
+from meshwise.training.loop import run_job
+from meshwise.training.run_options import RunOptions
 from meshwise.training.source import LoaderSettings, count_samples, reader, seeded_by
 
 X, Y = torch.arange(20.0).view(10, 2), torch.arange(10)
@@ -223,3 +227,25 @@ def test_another_epoch_or_seed_augments_otherwise(other: tuple[int, int]) -> Non
 def test_worker_processes_read_the_same_samples() -> None:
     here, there = (by_sample(read(Noisy(), LoaderSettings(seed=3, workers=workers))) for workers in (0, 1))
     assert here == there
+
+
+class OfFour(TensorDataset):
+    """A class of data sets is a function that gives one."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.arange(4.0).view(4, 1))
+
+
+@pytest.mark.parametrize("given", [OfFour, OfFour(), OfFour().tensors, lambda: OfFour(), list(OfFour())])
+def test_a_job_takes_a_data_set_or_what_gives_one(given: Any) -> None:
+    job = mw.Job(
+        name="given",
+        model=lambda: torch.nn.Linear(1, 1),
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+        data=given,
+        test=given,
+        batch_size=2,
+    )
+    facts = run_job(replace(job, epochs=2), RunOptions(log_every=1), None)
+    assert facts["samples"] == 8 and len(facts["losses"]) == 4 and "loss" in facts["metrics"]

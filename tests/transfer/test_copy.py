@@ -21,9 +21,9 @@ from meshwise.transfer import staging
 from meshwise.transfer.checksum import BLOCK_BYTES
 from meshwise.transfer.comm_log import comm_log
 from meshwise.transfer.copy import copy, to
-from meshwise.transfer.devices import device_of
+from meshwise.transfer.devices import VirtualDevices, device_of
 from meshwise.transfer.path import choose
-from meshwise.transfer.virtual import VirtualDevices, virtual_devices
+from meshwise.transfer.virtual import virtual_devices
 
 PATHS = ["host", "peer", "staged"]
 
@@ -37,12 +37,12 @@ def carry(request: pytest.FixtureRequest) -> Iterator[Callable[[Tensor, Tensor],
     with virtual_devices(2) as devices:
 
         def over(dst: Tensor, src: Tensor) -> Tensor:
-            devices.device_set.places.set(dst, 1)
-            devices.device_set.places.set(src, 0)
+            devices.places.set(dst, 1)
+            devices.places.set(src, 0)
             with comm_log() as log:
                 copy(dst, src, path=request.param, verify=True)
             assert [(row.source, row.target, row.path) for row in log] == [("cpu:0", "cpu:1", request.param)]
-            with devices.device_set.quiet():
+            with devices.quiet():
                 return dst.clone()
 
         yield over
@@ -123,7 +123,7 @@ def test_any_view_equals_torchs_copy(shape: list[int], data: st.DataObject, dtyp
     src = view(torch.randint(0, 2, big).to(dtype))
     with virtual_devices(2) as devices:
         dst = torch.zeros(src.shape, dtype=dtype, device="cpu:1")
-        devices.device_set.places.set(src, 0)
+        devices.places.set(src, 0)
         copy(dst, src, path=data.draw(st.sampled_from(["peer", "staged"])), verify=True)
     assert torch.equal(dst, src)
 
@@ -133,7 +133,7 @@ def test_the_staged_path_takes_several_chunks(monkeypatch: pytest.MonkeyPatch) -
     src = torch.randn(50_001)
     assert staging.chunk_bytes(src.nbytes) == src.nbytes // staging.PARTS
     with virtual_devices(2) as devices:
-        devices.device_set.places.set(src, 0)
+        devices.places.set(src, 0)
         dst = to(src, "cpu:1", path="staged", verify=True)
         assert device_of(dst) == devices[1]
     assert torch.equal(dst, src)

@@ -145,7 +145,7 @@ def test_what_cannot_be_is_said() -> None:
         (lambda: all_reduce([]), "no tensors"),
         (lambda: all_reduce([x, x]), "twice"),
         (lambda: all_reduce([x, torch.ones(3)]), r"\(2,\) and .*\(3,\)"),
-        (lambda: all_reduce([x], "avg"), "Write sum, mean"),
+        (lambda: all_reduce([x], "avg"), "Use one of sum, mean"),
         (lambda: all_reduce([x > 0], "sum"), "Convert"),
         (lambda: all_reduce([x.long()], "mean"), "Convert"),
         (lambda: all_reduce([x.cfloat()], "max"), "no order"),
@@ -167,9 +167,9 @@ def test_what_is_no_tensor_or_must_not_change_is_told() -> None:
         all_reduce([torch.ones(2).numpy()])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="requires a gradient"):
         all_reduce([torch.ones(2, requires_grad=True), torch.ones(2)])
-    with pytest.raises(UsageError, match="scatter of list"):
+    with pytest.raises(UsageError, match="list: no tensor, and no array"):
         scatter([1, 2], ["cpu"])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="gather of int"):
+    with pytest.raises(UsageError, match="int: no tensor, and no array"):
         gather([1, 2], "cpu")  # type: ignore[list-item]
 
 

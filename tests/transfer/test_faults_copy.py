@@ -19,7 +19,8 @@ from meshwise.spec.errors import TransferError
 from meshwise.transfer.checksum import raw_bytes
 from meshwise.transfer.copy import copy
 from meshwise.transfer.device_collectives import all_reduce, broadcast, gather, scatter
-from meshwise.transfer.virtual import VirtualDevices, virtual_devices
+from meshwise.transfer.devices import VirtualDevices
+from meshwise.transfer.virtual import virtual_devices
 
 TRANSFERS, SEEDS = 1000, range(20)
 Fault = Callable[[Tensor, random.Random], None]
@@ -112,7 +113,7 @@ def transfers(
     for _ in range(count):
         source, target = draw.sample(list(devices), 2)
         src = random_source(draw)
-        devices.device_set.places.set(src, source.index)
+        devices.places.set(src, source.index)
         kind = draw.random()
         if kind < 0.8:
             dst = torch.empty(src.shape, dtype=src.dtype, device=target)
@@ -128,6 +129,7 @@ def transfers(
 
 
 @pytest.mark.usefixtures("takes_seconds")
+@pytest.mark.slow
 def test_a_thousand_clean_transfers_raise_no_alarm() -> None:
     with virtual_devices(3) as devices:
         done = [run() for _, run in transfers(devices, random.Random(0), TRANSFERS)]
@@ -199,7 +201,7 @@ def test_one_bit_flipped_in_a_large_copy_is_located(size: int, path: str, monkey
         src = torch.empty(size, dtype=torch.uint8).random_(generator=torch.Generator().manual_seed(1))
         dst = torch.empty(size, dtype=torch.uint8)
         for index, tensor in enumerate((src, dst)):
-            devices.device_set.places.set(tensor, index)
+            devices.places.set(tensor, index)
         monkeypatch.setattr(Tensor, "copy_", copy_)
         with pytest.raises(TransferError) as caught:
             for _ in range(20):  # until the coin falls

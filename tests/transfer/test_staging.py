@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -105,7 +106,7 @@ def graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graph]:
     )
     monkeypatch.setattr(staging, "_make_buffers", buffers)
     monkeypatch.setattr(staging, "SMALLEST", 100)
-    monkeypatch.setattr(staging, "_lanes", {})
+    monkeypatch.setattr(staging, "_lane", cache(staging._lane.__wrapped__))
     yield found
 
 

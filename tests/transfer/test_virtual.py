@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from meshwise.spec.errors import UsageError
 from meshwise.transfer.comm_log import comm_log
 from meshwise.transfer.copy import copy, to
-from meshwise.transfer.devices import DEVICE_SETS, device_of
+from meshwise.transfer.devices import OPEN_DEVICES, device_of
 from meshwise.transfer.virtual import virtual_devices
 
 CPU = torch.device("cpu")
@@ -183,14 +183,14 @@ def test_a_freed_storage_loses_its_place_and_a_new_one_there_has_none() -> None:
             assert place(torch.zeros(1000)) == "cpu"
         view = torch.zeros(10, device="cpu:1")[2:4]
         gc.collect()
-        assert len(devices.device_set.places) == 1 and place(view) == "cpu:1"
+        assert len(devices.places) == 1 and place(view) == "cpu:1"
 
 
 def test_many_dead_storages_are_forgotten() -> None:
     with virtual_devices(1) as devices:
         for _ in range(5000):
             torch.zeros(1, device="cpu:0")
-        assert len(devices.device_set.places._facts) < 1100
+        assert len(devices.places._facts) < 1100
 
 
 def test_a_network_over_two_devices_learns_as_on_one() -> None:
@@ -287,7 +287,7 @@ def test_worlds_do_not_nest_and_end_with_their_block() -> None:
             pass
         with pytest.raises(UsageError, match="cpu:0 to cpu:1"):
             torch.zeros(1, device="cpu:2")
-    assert DEVICE_SETS == [] and device_of(x) == CPU and (x + torch.ones(2)).tolist() == [2, 2]
+    assert OPEN_DEVICES == [] and device_of(x) == CPU and (x + torch.ones(2)).tolist() == [2, 2]
 
 
 def test_values_by_keyword_and_new_tensors_have_their_place() -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from meshwise.compat.tree import map_tensors
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
+from meshwise.timeline.analyse import report_of
+from meshwise.timeline.timeline import Timeline
 from meshwise.workers.failure import (
     Failure,
     by_error,
@@ -151,10 +153,46 @@ def test_the_sentence_names_the_rank_what_happened_and_the_traceback_once() -> N
     trace = 'Traceback (most recent call last):\n  File "train.py", line 3, in loss\n'
     raised = Failure(1, "raised", "ValueError: bad label", trace, notes=("rank 1, step 3, phase forward",))
     assert sentence(raised, 4) == (
+        'Traceback (most recent call last):\n  File "train.py", line 3, in loss\n'
         "rank 1 of 4 failed: ValueError: bad label\n"
-        "rank 1, step 3, phase forward\n"
-        'Traceback (most recent call last):\n  File "train.py", line 3, in loss'
+        "rank 1, step 3, phase forward"
     )
     assert sentence(replace(raised, plain=True), 4) == "ValueError: bad label"
     assert sentence(by_exit_status(2, -9), 4).startswith("rank 2 of 4 was killed by SIGKILL")
     assert sentence(Failure(0, "victim", "lost"), 4) == "rank 0 of 4 lost the connection to another rank: lost"
+
+
+def test_a_long_traceback_loses_its_middle() -> None:
+    def deep(left: int) -> None:
+        if left:
+            deeper(left - 1)
+        raise ValueError("at the bottom")
+
+    def deeper(left: int) -> None:
+        deep(left)
+
+    lines = user_traceback(caught(lambda: deep(300))).splitlines()
+    assert len(lines) < 100 and any("more frames …" in line for line in lines)
+    assert 'raise ValueError("at the bottom")' in lines[-1] or 'raise ValueError("at the bottom")' in lines[-2]
+
+
+def test_an_errors_text_is_cut_and_printable() -> None:
+    failure = by_error(0, ValueError("\x1b[31m" + "x" * 9000))
+    assert failure.message.startswith("ValueError: xxx") and failure.message.endswith("(7,000 more characters)")
+
+
+def test_ranks_that_failed_alike_are_told_as_one() -> None:
+    first, *others = (Failure(rank, "raised", "ValueError: bad label") for rank in range(3))
+    assert sentence(first, 3, [first, *others]) == "all 3 ranks failed: ValueError: bad label"
+    others[0] = replace(others[0], message="ValueError: another label")
+    assert sentence(first, 3, [first, *others]) == "rank 0 of 3 failed: ValueError: bad label"
+    assert sentence(first, 4, [first, *others]).startswith("rank 0 of 4 failed")
+    assert sentence(first, 1) == "rank 0 of 1 failed: ValueError: bad label"
+
+
+def test_the_line_behind_the_frames_is_what_a_report_says_of_a_failed_run() -> None:
+    frames = "Traceback (most recent call last):\n  File 'a.py'\n    f()\n"
+    raised = Failure(1, "raised", "ValueError: bad label", frames)
+    timeline = Timeline(facts={"status": "failed", "error": sentence(raised, 2)})
+    says = "The run failed: rank 1 of 2 failed: ValueError: bad label. Until then"
+    assert report_of(timeline, "run").verdict.startswith(says)

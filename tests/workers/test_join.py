@@ -6,7 +6,8 @@ import pytest
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
-from meshwise.workers.join import derived_ranks, first_host, read_world, tasks_of_nodes
+from meshwise.workers.environment import derived_ranks, first_host, read_world, tasks_of_nodes
+from meshwise.workers.join import enter_process_group
 
 SBATCH = {"SLURM_JOB_ID": "30017", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 SRUN = SBATCH | {
@@ -159,3 +160,13 @@ def test_a_world_that_cannot_be_is_told(environment: dict[str, str], says: str) 
     with pytest.raises(UsageError) as caught:
         read_world(environment)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("known", ["MASTER_ADDR", "MASTER_PORT", ""])
+def test_ranks_without_a_place_to_meet_are_refused(known: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    if known:
+        monkeypatch.setenv(known, "29500")
+    with pytest.raises(UsageError, match=r"RANK=1 and WORLD_SIZE=2 are set, and MASTER_.* not: "):
+        enter_process_group(World(1, 2, 1, 2, "cpu"))

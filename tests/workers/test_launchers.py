@@ -51,6 +51,7 @@ def finished(command: list[str], here: Path, **environment: str) -> subprocess.C
     return subprocess.run(command, cwd=here, env=os.environ | environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_torchrun_and_our_launcher_give_the_same_losses(here: Path) -> None:
     ours = finished([*MESHWISE, "small.py:job", "--devices", "2xcpu", "--out", "ours"], here)
     assert ours.returncode == 0, ours.stderr
@@ -86,6 +87,7 @@ def test_two_machines_make_one_run(here: Path) -> None:
     assert "Plan(data=2)" in ended[0][1] and len(losses(here / "node0")) == 16
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_machine_ends_the_other_and_is_told_there(here: Path) -> None:
     ended = two_machines("small.py:failing", here)
     assert [code for code, _ in ended] == [1, 1]

@@ -25,10 +25,13 @@ from meshwise.machine.measure.progress import SILENT, Progress
 from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.machine.measure.sizes import DEFAULT, fitting, read_sizes
 from meshwise.machine.memory import free_bytes
+from meshwise.machine.views.bench_text import bench_text
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.machine import Machine
+from meshwise.terminal.notebook import shown_by
 
+shown_by(Bench, bench_text)
 WHAT = ("compute", "links", "collectives")
 SECONDS = {"cpu": 40.0, "cuda": 90.0}
 """Of measuring by default; starting workers and checking bytes comes on top."""
@@ -88,7 +91,7 @@ def bench(
         warnings.warn("bench(tell=…, done=…) is deprecated. Use progress.", DeprecationWarning, stacklevel=2)
         progress = Progress(tell or progress.starts, done or progress.done)
     measured, stopped = Measured(progress), None
-    slots = find_devices(parse_devices(devices or default_devices()))
+    slots = find_devices(parse_devices(default_devices() if devices is None else devices))
     chosen = sizes_for(slots, sizes)
     machine = only_devices(find_machine(), device_names(slots))
     budget = seconds or SECONDS.get(slots[0].device, SECONDS["cuda"])

@@ -12,12 +12,13 @@ from meshwise.api.machines import find_machine
 from meshwise.machine.bench import Bench, merged
 from meshwise.machine.find import accelerators, find_devices
 from meshwise.machine.measure.processes import WHAT, measure_hosts
-from meshwise.machine.measure.progress import SILENT, Progress, listener, sent_over
+from meshwise.machine.measure.progress import SILENT, Progress, listeners, sent_over
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.transfer.collectives import gather_objects
-from meshwise.workers.join import join, rank_context, started_by_launcher
-from meshwise.workers.launch import Listeners, launch
+from meshwise.workers.environment import started_by_launcher
+from meshwise.workers.join import join, rank_context
+from meshwise.workers.launch import launch
 from meshwise.workers.nodes import NodeOptions
 
 SECONDS = 60.0
@@ -51,7 +52,7 @@ def bench_hosts(
             "--nnodes 2 --node-rank 0 --rdzv HOST:29500 on the first, --node-rank 1 on the second; or under torchrun."
         )
     try:
-        launch(_worker, arguments, [slot], listeners=Listeners(message=listener(measured.progress)), nodes=met)
+        launch(_worker, arguments, [slot], listeners=listeners(measured.progress), nodes=met)
     except (KeyboardInterrupt, WorkerFailed) as error:
         stopped = stop_by(error)
     if not met.node_rank:
@@ -70,5 +71,4 @@ def _measure_as_host(sizes: tuple[int, ...], seconds: float, what: Sequence[str]
 def _worker(sizes: tuple[int, ...], seconds: float, what: Sequence[str]) -> None:
     """What the worker of one host does; only rank 0 sends its progress to its launcher."""
     session = join()
-    assert session.channel is not None  # workers of `launch` always have one
     _measure_as_host(sizes, seconds, what, SILENT if session.world.rank else sent_over(session.channel))

@@ -7,76 +7,44 @@ from __future__ import annotations
 
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from meshwise.api.check_options import DEFAULT_DEVICES, CheckOptions
+from meshwise.api.supervise import PRELOAD
 from meshwise.compat.compiling import uncompile, unwrapped
 from meshwise.equivalence.one_device import one_device
-from meshwise.equivalence.program_trace import Draws, ProgramTrace, check_same_steps, trace_to_compare, with_unsummed
+from meshwise.equivalence.program_trace import ProgramTrace, check_same_steps, trace_to_compare
 from meshwise.equivalence.programs import watch_job, watch_script
 from meshwise.equivalence.proof import Proof, prove
-from meshwise.equivalence.trace import CheckSpec
+from meshwise.equivalence.trace import CheckSpec, Draws
+from meshwise.equivalence.views.check_text import check_text
 from meshwise.jobs.registry import find_job
 from meshwise.jobs.script import run_script_file
 from meshwise.machine.find import find_devices
 from meshwise.parallel.apply import check_fits
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
-from meshwise.spec.options import Option, refuse_options_of_jobs, takes
+from meshwise.spec.options import refuse_options_of_jobs, takes
 from meshwise.spec.plan import AXES, Plan, plan_from_settings, plan_on, plan_to_toml
 from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.plan_file import read_plan
 from meshwise.spec.world import World
+from meshwise.terminal.notebook import shown_by
 from meshwise.training.job import Job
-from meshwise.training.plan_choice import PLAN_FILE, check_for_scripts
+from meshwise.training.plan_choice import check_for_scripts
+from meshwise.workers.environment import PLAN_FILE, started_by_launcher
 from meshwise.workers.failure import user_traceback
-from meshwise.workers.join import join, started_by_launcher
+from meshwise.workers.join import join
 from meshwise.workers.launch import launch
 
-DEFAULT_DEVICES = "2xcpu"
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    """The options of a check. arguments: of a script. notify: takes a line for the user."""
-
-    job: Annotated[
-        Job | str,
-        Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments", argument=True),
-    ]
-    _: KW_ONLY
-    plan: Annotated[
-        Plan | str | Path | None,
-        Option("a plan file; default: that of a script, else replicas on all devices", metavar="FILE"),
-    ] = None
-    settings: Annotated[
-        tuple[str, ...], Option("a field of the plan, such as shard=4", name="--set", metavar="FIELD=VALUE")
-    ] = ()
-    devices: Annotated[
-        str | None, Option("4xcpu, 2xcuda; default: a CPU worker for each device of the plan, else 2xcpu")
-    ] = None
-    steps: Annotated[int, Option("optimizer steps; the last one has a ragged batch")] = 3
-    batch_size: Annotated[int | None, Option("samples of the global batch, over all devices", scripts=False)] = None
-    seed: Annotated[int | None, Option("seed of the start values, the data order and the draws")] = None
-    data: Annotated[str | Path | None, Option("another data set in the same format: a folder", scripts=False)] = None
-    rounding: Annotated[bool, Option("run both sides in the plan's own precision too")] = True
-    arguments: Sequence[str] = ()
-    notify: Callable[[str], None] = lambda text: None
-    tell: Callable[[str], None] | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise UsageError(f"--steps {self.steps}: must be at least 1.")
-        if self.tell is not None:
-            warnings.warn("check(tell=...) is now check(notify=...).", DeprecationWarning, stacklevel=4)
-            object.__setattr__(self, "notify", self.tell)
+shown_by(Proof, check_text)
 
 
 @dataclass(frozen=True)
@@ -125,14 +93,14 @@ def check_options(options: CheckOptions) -> Proof:
         options.notify(f"one device, {options.steps} steps")
         ones = _traces(program, [(spec, None) for spec in specs], slots[:1])
         one = trace_to_compare(ones[0], program.name)
+        drawn = [found.trace.draws if found.trace is not None else {} for found in ones]
         options.notify(f"{plan or 'the plan of the script'}, {devices}")
-        many = _traces(program, [(spec, one.draws) for spec, one in zip(specs, ones, strict=True)], slots)
+        many = _traces(program, list(zip(specs, drawn, strict=True)), slots)
     actual = trace_to_compare(many[0], program.name)
     check_same_steps(one, actual, program.name)
     spec = replace(specs[0], plan=many[0].plan or specs[0].plan)
     rounded = [found[-1].trace for found in (ones, many)] if len(specs) > 1 else []
-    sides = with_unsummed(one, actual, many[0].unsummed)
-    return prove(program.name, spec, devices, *sides, [trace for trace in rounded if trace is not None])
+    return prove(program.name, spec, devices, one, actual, [trace for trace in rounded if trace is not None])
 
 
 def _plan(options: CheckOptions) -> Plan:
@@ -161,7 +129,9 @@ def _traces(
     if not program.alone and slots[0].device == "cpu" and passes[0][1] is None:
         return [_in_this_process(program, spec) for spec, _ in passes]
     groups = [[each] for each in passes] if program.alone else [passes]
-    return [found for group in groups for found in launch(_in_worker, (program.trace, group), slots)[0]]
+    return [
+        found for group in groups for found in launch(_in_worker, (program.trace, group), slots, preload=PRELOAD)[0]
+    ]
 
 
 def _in_worker(
@@ -202,7 +172,7 @@ def _trace_job(options: CheckOptions, on_cpu: bool, spec: CheckSpec, draws: Draw
     if draws is not None:
         return watch_job(job, spec, draws)
     trace = one_device(job, spec, "cpu" if on_cpu else join().world.device)
-    return ProgramTrace(spec.plan, trace, [step.draws for step in trace.steps], len(trace.steps))
+    return ProgramTrace(spec.plan, trace, len(trace.steps))
 
 
 def _find_job(options: CheckOptions) -> Job:
@@ -234,7 +204,7 @@ def _script(
 
 
 def _trace_script(
-    run: Callable[[], None], seed: int, folder: Path, spec: CheckSpec, draws: Draws | None
+    run: Callable[[], object], seed: int, folder: Path, spec: CheckSpec, draws: Draws | None
 ) -> ProgramTrace | None:
     """What the script writes with `mw.save` goes into a folder of the check. seed: where the script sets none."""
     if (folder / "plan.toml").exists():

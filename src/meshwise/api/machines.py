@@ -10,9 +10,13 @@ from pathlib import Path
 from meshwise.machine.discovery.discover import discover
 from meshwise.machine.discovery.torch_facts import with_torch_facts
 from meshwise.machine.file.read import machine_from_toml
+from meshwise.machine.views.devices_text import devices_text
 from meshwise.machine.words import machine_from_words
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine
+from meshwise.terminal.notebook import shown_by
+
+shown_by(Machine, devices_text)
 
 
 def find_machine(words: str | Path | None = None, *, torch: bool = True) -> Machine:

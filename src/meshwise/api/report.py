@@ -8,23 +8,29 @@ from pathlib import Path
 from meshwise.records import folder as names
 from meshwise.records.files import atomic_file
 from meshwise.spec.errors import UsageError
+from meshwise.terminal.notebook import shown_by
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.compare_runs import RunComparison, compare_runs
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.run_report import Report
+from meshwise.timeline.run_summary import RunSummary
 from meshwise.timeline.step_table import step_table_of
 from meshwise.timeline.views.registry import VIEWS
+from meshwise.timeline.views.report_text import report_text
+from meshwise.timeline.views.run_comparison_text import run_comparison_text
 
 RUNS = Path("runs")
+shown_by(Report, report_text)
+shown_by(RunComparison, run_comparison_text)
 
 
-def report(run: str | Path | None = None, *, steps: tuple[int, int] | None = None) -> Report:
+def report(run: str | Path | RunSummary | None = None, *, steps: tuple[int, int] | None = None) -> Report:
     """What a run did: where its time and memory went, which rank is a straggler, what limited it.
 
-    run: its folder; None for the newest in `runs`. steps: the first and last step to have span by span.
-    Raises UsageError when there is no such run.
+    run: its folder, or what `mw.run` returned; None for the newest in `runs`. steps: the first and last step to have
+    span by span. Raises UsageError when there is no such run.
     """
-    folder = run_folder(run)
+    folder = run_folder(run.folder if isinstance(run, RunSummary) else run)
     return report_of(read_timeline(folder), str(folder), steps)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.console import Console
 from meshwise.records import folder as names
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
+from meshwise.terminal.screen import fitted
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.run_summary import RunSummary
@@ -47,7 +49,7 @@ class Viewer:
         elif kind == "evaluated":
             self._view.print(metrics_line(message))
         elif kind == "note":
-            self._view.print(message["text"])
+            self._view.print(fitted(message["text"], sys.stdout))
 
     def send(self, kind: str, **facts: Any) -> None:
         """A message of this very process: for a run that joined another launcher."""
@@ -59,7 +61,6 @@ class Viewer:
     def _progress(self, message: Message) -> Progress:
         return Progress(
             job=self._job,
-            phase="train",
             epoch=message["epoch"],
             epochs=message["epochs"],
             step=message["step"],
@@ -76,6 +77,10 @@ def metrics_line(message: Mapping[str, Any]) -> str:
     """`epoch 1/5  test accuracy 95.20 %  loss 0.1612`."""
     parts = [metric_text(name, value) for name, value in message["metrics"].items()]
     return f"epoch {message['epoch']}/{message['epochs']}  test {'  '.join(parts)}"
+
+
+PRELOAD = ("meshwise.training.distribute", "meshwise.training.loop", "torch._dynamo")
+"""Modules that a worker that trains needs; the first optimizer of a process imports the last."""
 
 
 def supervise(
@@ -97,7 +102,9 @@ def supervise(
         viewer = Viewer(view, [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], live=view.draws)
         listeners = Listeners(message=viewer.message, output=viewer.output)
         try:
-            results = launch(function, arguments, slots, folder=folder, listeners=listeners, nodes=nodes, halt=halt)
+            results = launch(
+                function, arguments, slots, folder=folder, listeners=listeners, nodes=nodes, halt=halt, preload=PRELOAD
+            )
         except WorkerFailed as error:
             if keeps:
                 names.end_session(keeps, "stopped" if error.rank is None else "failed", str(error))

@@ -18,25 +18,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from meshwise.api.bench import WHAT
-from meshwise.api.bench import bench as measure
-from meshwise.api.bench_hosts import bench_hosts
-from meshwise.api.machines import read_machine
+from meshwise import api
 from meshwise.commands.command_line import from_dataclass
-from meshwise.machine.bench import Bench
+from meshwise.machine import views
 from meshwise.machine.compare import compare as compare_machines
 from meshwise.machine.file.write import machine_to_toml, toml_writer
-from meshwise.machine.measure.progress import Progress
-from meshwise.machine.measure.result import DeviceResult, PathResult
-from meshwise.machine.views.bench_dict import bench_dict
-from meshwise.machine.views.bench_text import bench_text, done_text
-from meshwise.machine.views.changes_text import changes_text
 from meshwise.records.files import write_text
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option
 from meshwise.workers.nodes import NodeOptions
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
+WHAT = ("compute", "links", "collectives")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +56,12 @@ def bench(options: BenchOptions, nodes: NodeOptions) -> None:
     """Measure devices, copies and collectives, check every byte, and say whether that is good for these parts.
 
     Exit code 1: a path corrupts data. 3: a device or path is far below what its part does. 0: neither.
+
+    \b
+    meshwise bench                               every device, path and collective
+    meshwise bench --links --sizes 1K:1G         only copies, in these sizes
+    meshwise bench --save here.toml              as a machine file
+    meshwise bench --compare old.toml here.toml  what has changed
     """
     if options.compare is not None:
         _compare(*options.compare, options.as_json)
@@ -72,38 +71,38 @@ def bench(options: BenchOptions, nodes: NodeOptions) -> None:
     if options.seconds is not None and not 0.1 <= options.seconds <= 86400:
         raise UsageError(f"--seconds {options.seconds:g}: give from 0.1 to 86400, for instance --seconds 60.")
     hosts = options.hosts or nodes.nnodes > 1 or bool(nodes.rdzv)
-    if hosts and (options.compute or options.devices):
+    if hosts and (options.compute or options.devices is not None):
         raise UsageError("--hosts measures one device of each host. Remove --compute and --devices.")
     if nodes.nnodes > 1:
         print(f"waiting     for {nodes.nnodes} hosts at {nodes.rdzv}", file=sys.stderr)
     limits: Any = {"sizes": options.sizes, "seconds": options.seconds}
-    found: Bench | None
-    with _stoppable(), _progress() as progress:
+    with _stoppable(), views.progress.progress_shown() as progress:
         if hosts:
-            found = bench_hosts(what=what or WHAT[1:], nodes=nodes, progress=progress, **limits)
+            found = api.bench_hosts.bench_hosts(what=what or WHAT[1:], nodes=nodes, progress=progress, **limits)
         else:
-            found = measure(options.devices, what=what or WHAT, progress=progress, **limits)
+            found = api.bench.bench(options.devices, what=what or WHAT, progress=progress, **limits)
     raise typer.Exit(0 if found is None else _show(found, target, options.as_json))
 
 
-def _show(found: Bench, target: Path | None, as_json: bool) -> int:
-    """Print and save it; returns the exit code."""
+def _show(found: Any, target: Path | None, as_json: bool) -> int:
+    """Print and save a Bench; returns the exit code."""
     if as_json:
-        print(json.dumps(bench_dict(found), indent=2))
+        print(json.dumps(views.bench_dict.bench_dict(found), indent=2))
     else:
-        Console().print(bench_text(found), soft_wrap=True)
+        Console().print(views.bench_text.bench_text(found), soft_wrap=True)
     if target is not None:
         write_text(target, machine_to_toml(found.machine))
         print(f"written     {target}", file=sys.stderr if as_json else sys.stdout)
-    return found.exit_code
+    code: int = found.exit_code
+    return code
 
 
 def _compare(old: str, new: str, as_json: bool) -> None:
-    before, after = read_machine(Path(old)), read_machine(Path(new))
+    before, after = api.machines.read_machine(Path(old)), api.machines.read_machine(Path(new))
     if as_json:
         print(json.dumps([asdict(change) for change in compare_machines(before, after)], indent=2))
         return
-    Console().print(changes_text(compare_machines(before, after)), soft_wrap=True)
+    Console().print(views.changes_text.changes_text(compare_machines(before, after)), soft_wrap=True)
 
 
 def _writable(path: Path) -> Path:
@@ -117,7 +116,7 @@ def _writable(path: Path) -> Path:
         raise UsageError(f"--save {path}: {path.parent} is not writable. Use a file elsewhere.")
     if path.exists():
         try:
-            read_machine(path)
+            api.machines.read_machine(path)
         except UsageError:
             raise UsageError(f"--save {path}: exists and is not a machine file. Use another file.") from None
     return path
@@ -136,18 +135,3 @@ def _stoppable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """What is measured now, on stderr: a line that changes on a terminal, a line for what is done elsewhere."""
-    console = Console(stderr=True)
-
-    def line(done: PathResult | DeviceResult) -> None:
-        console.print(f"measured    {done_text(done)}", soft_wrap=True, highlight=False, markup=False)
-
-    if not console.is_terminal:
-        yield Progress(done=line)
-        return
-    with console.status("measuring") as status:
-        yield Progress(lambda text: status.update(f"measuring {text}"), line)

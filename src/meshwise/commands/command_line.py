@@ -24,6 +24,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from meshwise.commands.completion import OF_OPTIONS
 from meshwise.spec.options import Option, option_name, options_of
 from meshwise.spec.words import some
 
@@ -70,11 +71,11 @@ def _default(field: Field[Any]) -> Any:
 
 def _declared(name: str, option: Option, default: Any) -> Any:
     if option.argument:
-        return typer.Argument(help=option.help, metavar=option.metavar)
+        return typer.Argument(help=option.help, metavar=option.metavar, autocompletion=OF_OPTIONS.get(name))
     words = option_name(name, option)
     if default is True and option.name is None:
         words += f"/--no-{name.replace('_', '-')}"
-    return typer.Option(words, help=option.help, metavar=option.metavar)
+    return typer.Option(words, help=option.help, metavar=option.metavar, autocompletion=OF_OPTIONS.get(name))
 
 
 def _typed(annotation: Any) -> Any:

@@ -8,11 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from meshwise.api.machines import find_machine
-from meshwise.machine.views.devices_text import devices_text
-from meshwise.machine.views.machine_dict import machine_dict
+from meshwise import api
+from meshwise.machine import views
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()
@@ -25,9 +24,15 @@ def devices(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print every fact as JSON")] = False,
 ) -> None:
-    """Show devices, memory, links, versions, limits that will hurt, and what is unknown."""
-    found = find_machine(machine, torch=not no_torch)
+    """Show devices, memory, links, versions, known limits, and what is unknown.
+
+    \b
+    meshwise devices                         this machine
+    meshwise devices 2x8xA100-80GB@200Gb     two hosts of eight GPUs
+    meshwise devices here.toml --json        a file of bench --save
+    """
+    found = api.machines.find_machine(machine, torch=not no_torch)
     if as_json:
-        print(json.dumps(machine_dict(found), indent=2))
+        print(json.dumps(views.machine_dict.machine_dict(found), indent=2))
     else:
-        Console().print(devices_text(found), soft_wrap=True)
+        Console().print(views.devices_text.devices_text(found), soft_wrap=True)

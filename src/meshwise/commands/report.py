@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,17 +13,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from meshwise.api.report import compare, report_views, run_folder, step_range
+from meshwise import api, timeline
 from meshwise.commands.command_line import from_dataclass
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option
-from meshwise.timeline.compare_runs import comparison_dict
-from meshwise.timeline.views.follow import follow
 from meshwise.timeline.views.registry import VIEWS
-from meshwise.timeline.views.report_text import report_text
-from meshwise.timeline.views.run_comparison_text import run_comparison_text
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 ViewOptions = dataclasses.make_dataclass(
     "ViewOptions",
     [(name, Annotated[bool, Option(view.help)], dataclasses.field(default=False)) for name, view in VIEWS.items()],
@@ -41,28 +38,57 @@ def report(
     to: Annotated[str | None, typer.Option(metavar="DIR", help="where files are written; default: RUN")] = None,
     live: Annotated[bool, typer.Option("--live", help="follow a running one")] = False,
     steps: Annotated[str | None, typer.Option(metavar="A:B", help="show these steps span by span")] = None,
+    fail_above: Annotated[
+        str | None, typer.Option(metavar="5%", help="exit with 1 where a step of RUN2 is clearly slower by more")
+    ] = None,
 ) -> None:
-    """Say what limited a run, and show where its time and memory went. With two runs, compare them."""
-    console, run, span = Console(), run_folder(folder), step_range(steps)
+    """Say what limited a run, and show where its time and memory went. With two runs, compare them.
+
+    \b
+    meshwise report                    the newest run, on one screen
+    meshwise report RUN --html         a page that works offline
+    meshwise report RUN RUN2           two runs, compared
+    meshwise report RUN --live         follow a running one
+    meshwise report --steps 100:104    these steps, span by span
+    meshwise report A B --fail-above 5%   exit code 1 where B is slower
+    """
+    console, run, span = Console(), api.report.run_folder(folder), api.report.step_range(steps)
+    most = None if fail_above is None else _share(fail_above)
+    if most is not None and other is None:
+        raise UsageError("--fail-above compares two runs. Use: meshwise report RUN RUN2 --fail-above 5%")
     wanted = [name for name, given in vars(views).items() if given]
     _refuse_together([*wanted, *["live"] * live, *["steps"] * (span is not None)], other)
     to_folder = Path(to) if to else run
     if live:
-        follow(run, console, also=partial(report_views, run, wanted, to_folder) if wanted else None)
+        also = partial(api.report.report_views, run, wanted, to_folder) if wanted else None
+        timeline.views.follow.follow(run, console, also=also)
     elif other is not None:
-        compared = compare(run, other)
+        compared = api.report.compare(run, other)
         if wanted:
-            print(json.dumps(comparison_dict(compared), indent=2))
+            print(json.dumps(timeline.compare_runs.comparison_dict(compared), indent=2))
         else:
-            console.print(run_comparison_text(compared), soft_wrap=True)
+            console.print(timeline.views.run_comparison_text.run_comparison_text(compared), soft_wrap=True)
+        if most is not None and timeline.compare_runs.is_slower(compared, most):
+            raise typer.Exit(1)
     else:
-        found, printed, written = report_views(run, wanted, to_folder, span)
+        found, printed, written = api.report.report_views(run, wanted, to_folder, span)
         if not wanted:
-            console.print(report_text(found))
+            console.print(timeline.views.report_text.report_text(found))
         for text in printed:
             print(text)
         for path in written:
             print(f"written     {path}", file=sys.stderr if printed else sys.stdout)
+
+
+def _share(text: str) -> float:
+    """`5%` or `0.05` as 0.05."""
+    try:
+        share = float(text.strip().removesuffix("%")) / (100 if "%" in text else 1)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share < math.inf:
+        raise UsageError(f"--fail-above {text}: not a share. Use for instance --fail-above 5%")
+    return share
 
 
 def _refuse_together(options: list[str], other: str | None) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from typing import Annotated
 
-import psutil
 import typer
 from rich.console import Console
 
-from meshwise.api.run import start_job, start_script
+from meshwise import api
 from meshwise.commands.command_line import ScriptCommand, from_dataclass, is_script
-from meshwise.timeline.run_summary import summary_dict
+from meshwise.spec.devices import parse_devices
+from meshwise.spec.errors import UsageError
+from meshwise.spec.json_values import json_value
 from meshwise.training.run_options import RunOptions
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command(cls=ScriptCommand, context_settings={"obj": RunOptions})
@@ -27,12 +30,34 @@ def run(
     """Train a job on the devices, or run a script on all of them; what follows the script's name is its own.
 
     Plan, train, evaluate, record: the folder runs/… keeps losses, weights, states and what each worker printed.
+
+    \b
+    meshwise run --devices 2xcpu train.py --lr 0.1   your script; --lr is its own
+    meshwise run train.py:job --set shard=4          a Job in your file, sharded
+    meshwise run mnist-cnn --devices 4xcpu           a built-in job
+    meshwise run --resume runs/20261121-140502-gpt   go on with a stopped run
     """
+    if as_json and is_script(options.job):
+        raise UsageError(f"--json is the summary of a job; {options.job} is a script. Use meshwise report --json.")
+    if "RANK" not in os.environ:
+        print(f"starting    {_workers(options.devices)}", file=sys.stderr, flush=True)
     console = Console(stderr=as_json)
+    import psutil  # here: the help has no use for it
+
     began: float = psutil.Process().create_time()  # when the command was typed, near enough
     if is_script(options.job):
-        raise typer.Exit(start_script(context.args, options, console, began))
-    summary, code = start_job(options, console, began)
+        raise typer.Exit(api.script.start_script(context.args, options, console, began))
+    summary, code = api.run.start_job(options, console, began)
     if as_json:
-        print(json.dumps(summary_dict(summary), indent=2))
+        print(json.dumps(json_value(summary), indent=2))
     raise typer.Exit(code)
+
+
+def _workers(devices: str | None) -> str:
+    """`2 workers`, as far as the words of `--devices` tell: which devices are here is found out later, by torch."""
+    try:
+        request = parse_devices(devices or "all")
+    except UsageError:
+        return "the workers"  # what is wrong with the words is said where they are used
+    count = len(request.indices) if request.indices else request.count
+    return f"{count} worker{'s' * (count > 1)}" if count else "the workers"

@@ -16,6 +16,7 @@ What is hidden here, with what was found by running torch 2.13 (gloo) and read i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,11 +34,8 @@ OPS = {
 DIRECT_FROM = 1 << 20
 """Bytes from which `direct` compositions are used: below, the latency of more messages costs more than they save."""
 CHUNK = 128 << 10  # of a chain broadcast; of 32 to 512 KiB it came nearest to links of 200 Mbit/s and 1 Gbit/s
-_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32} | {
-    getattr(torch, name): torch.float32
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-    if hasattr(torch, name)
-}
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, **dict.fromkeys(_FLOAT8, torch.float32)}
 _REDUCE_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
     "max": lambda rows: rows.amax(0),
@@ -58,6 +56,20 @@ def backend_of(device: torch.device, group: Group = None) -> str:
     return str(dist.get_backend(group))
 
 
+def begun() -> int:
+    """How many collectives, sends and receives this process has begun, whoever called them: the backends count.
+
+    Read in torch 2.11, 2.13 and 2.15: the groups are those of `_world.pg_map` in `distributed_c10d.py`.
+    """
+    backends: set[Any] = {
+        group._get_backend(device)
+        for group in dist.distributed_c10d._world.pg_map
+        if isinstance(group, dist.ProcessGroup)
+        for device in group._device_types
+    }
+    return sum(backend._get_sequence_number_for_group() for backend in backends)
+
+
 def all_reduce(tensor: Tensor, op: str, group: Group) -> None:
     """Reduce `tensor` over the group, in place. op: a key of OPS."""
     buffer, op = _reducible(tensor, op)
@@ -65,24 +77,24 @@ def all_reduce(tensor: Tensor, op: str, group: Group) -> None:
     _copy_back(tensor, buffer)
 
 
-def begin_all_reduce(tensor: Tensor, op: str, group: Group) -> torch.futures.Future[object]:
-    """Begin `all_reduce`; the future is done when `tensor` is. Waits for one that needs a copy behind it."""
-    buffer, reduce = _reducible(tensor, op)
+def begin_sum(tensor: Tensor) -> torch.futures.Future[object]:
+    """Begin to sum `tensor` over all ranks; the future is done when it is. Waits where a copy has to follow."""
+    buffer, op = _reducible(tensor, "sum")
     if buffer.data_ptr() != tensor.data_ptr():
-        all_reduce(tensor, op, group)
+        all_reduce(tensor, "sum", None)
         done: torch.futures.Future[object] = torch.futures.Future()
         done.set_result(None)
         return done
-    work = dist.all_reduce(buffer, op=OPS[reduce], group=group, async_op=True)
-    assert work is not None  # this rank is a member of the group
+    work = dist.all_reduce(buffer, op=OPS[op], async_op=True)
+    assert work is not None  # every rank is a member of the world
     future: torch.futures.Future[object] = work.get_future()
     return future
 
 
 def all_gather(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) -> None:
     """Gather `tensor` of every rank in rank order into `out`, a contiguous tensor of so many times its bytes."""
-    blocks, own = as_bytes(out).view(_size(group), -1), as_bytes(tensor)
-    if direct and _size(group) == 2 and _carries(out, group):
+    blocks, own = as_bytes(out).view(dist.get_world_size(group), -1), as_bytes(tensor)
+    if direct and dist.get_world_size(group) == 2 and _carries(out, group):
         rank = dist.get_rank(group)
         blocks[rank].copy_(own)
         send_receive([(own, 1 - rank)], [(blocks[1 - rank], 1 - rank)], group)
@@ -94,7 +106,7 @@ def reduce_scatter(out: Tensor, tensor: Tensor, op: str, group: Group, direct: b
     """Reduce `tensor` over the group and leave this rank's part of its first dimension in `out`, contiguous."""
     source = _contiguous(tensor.detach())
     if direct and _carries(tensor, group):
-        parts = torch.empty_like(source).view(_size(group), *out.shape)
+        parts = torch.empty_like(source).view(dist.get_world_size(group), *out.shape)
         all_to_all(parts, source, group, direct=True)
         wide, op = _reducible(parts, op)
         out.copy_(_REDUCE_ROWS[op](wide))
@@ -107,7 +119,7 @@ def reduce_scatter(out: Tensor, tensor: Tensor, op: str, group: Group, direct: b
 def broadcast(tensor: Tensor, source: int, group: Group, direct: bool = False) -> None:
     """Write the `tensor` of rank `source` of the group into that of every rank."""
     buffer = _contiguous(tensor.detach())
-    if direct and _size(group) > 2 and _carries(tensor, group):
+    if direct and dist.get_world_size(group) > 2 and _carries(tensor, group):
         _along_a_chain(as_bytes(buffer), source, group)
     else:
         dist.broadcast(as_bytes(buffer), group_src=source, group=group)
@@ -120,7 +132,7 @@ def all_to_all(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) 
     if not (direct and _carries(tensor, group)):
         dist.all_to_all_single(into, source, group=group)
         return
-    size, rank = _size(group), dist.get_rank(group)
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
     parts, places = source.view(size, -1), into.view(size, -1)
     places[rank].copy_(parts[rank])
     others = [peer for peer in range(size) if peer != rank]
@@ -153,7 +165,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def _along_a_chain(buffer: Tensor, source: int, group: Group) -> None:
     """From rank to rank in chunks: each sends on what it has while the next chunk comes, so every link is used once."""
-    size = _size(group)
+    size = dist.get_world_size(group)
     at = (dist.get_rank(group) - source) % size
     before, after = (source + at - 1) % size, (source + at + 1) % size
     chunks = buffer.split(CHUNK)
@@ -189,7 +201,3 @@ def _carries(tensor: Tensor, group: Group) -> bool:
 def _contiguous(tensor: Tensor) -> Tensor:
     plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     return tensor if plain else tensor.resolve_conj().resolve_neg().contiguous()
-
-
-def _size(group: Group) -> int:
-    return dist.get_world_size(group)

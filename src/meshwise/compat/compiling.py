@@ -1,7 +1,7 @@
 """Modules that torch.compile has wrapped or changed, found without importing the compiler (whose import takes 4 s).
 
-`OptimizedModule` and `_compiled_call_impl` are not public. Read in torch 2.11, 2.13 and 2.15: `_dynamo/eval_frame.py`,
-`nn/modules/module.py`.
+`OptimizedModule`, `_compiled_call_impl` and `cached_backends` are not public. Read in torch 2.11, 2.13 and 2.15:
+`_dynamo/eval_frame.py`, `nn/modules/module.py`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ def uncompile(model: nn.Module) -> bool:
         elif changed._compiled_call_impl is not None:
             changed._compiled_call_impl, found = None, True
     return found
+
+
+def is_used() -> bool:
+    """Whether anything in this process was given to torch.compile, whether or not it has run."""
+    frame = _frame()
+    return frame is not None and any(callable(backend) for backend in frame.cached_backends.values())
 
 
 def _frame() -> Any:

@@ -39,14 +39,12 @@ _Through.__torch_dispatch__ = _handled  # type: ignore[assignment]
 
 def intercept_operators(handler: Handler) -> AbstractContextManager[Any]:
     """While it is entered, each operator of this thread calls `handler` instead; inside, operators run as always."""
-    mode: AbstractContextManager[Any] = _Through(handler)
-    return mode
+    return _Through(handler)
 
 
 def without_interception() -> AbstractContextManager[Any]:
     """While it is entered, no dispatch mode sees an operator: what only looks on must not be taken for the program."""
-    unseen: AbstractContextManager[Any] = _disable_current_modes()
-    return unseen
+    return _disable_current_modes()
 
 
 def operator_name(operator: Any) -> str:
@@ -63,9 +61,17 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
     ]
 
 
-def argument_names(operator: Any) -> list[str]:
-    """The names of the operator's arguments, in their order."""
-    return [argument.name for argument in operator._schema.arguments]
+def gives_view(operator: Any) -> bool:
+    """Whether what the operator gives shares the memory of an argument that it does not write."""
+    returned = (each.alias_info for each in operator._schema.returns)
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def named_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The operator's arguments by name; those that are not given have their defaults."""
+    arguments = operator._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return defaults | {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
 
 
 class StorageMap:

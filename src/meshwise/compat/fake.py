@@ -35,15 +35,10 @@ class FakeTensors(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.handler, self.owner = handler, owner
         self.inside = False
-        self.usual = {*vars(self.fake_of(torch.empty(0))), "_is_param"}
+        self.usual = {*vars(self.from_tensor(torch.empty(0))), "_is_param"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensors:
         return self  # a copy of a fake tensor copies its attributes, and its mode is one
-
-    def fake_of(self, tensor: Tensor) -> Tensor:
-        """A fake tensor like `tensor`."""
-        result: Tensor = self.from_tensor(tensor)
-        return result
 
 
 def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,6 +85,5 @@ def own_generator(device: torch.device) -> torch.Generator:
     """The generator that operators on `device` draw from when they are given none."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        generator: torch.Generator = torch.cuda.default_generators[index]
-        return generator
+        return torch.cuda.default_generators[index]
     return torch.default_generator

@@ -1,10 +1,11 @@
-"""What a module of torch keeps to itself: its own tensors as dictionaries, and the check of an input's shape."""
+"""What a module of torch keeps to itself: its own tensors as dictionaries, and what all batch norms are."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
+
+BatchNorm = nn.modules.batchnorm._BatchNorm
+"""The class of all batch norms; its forward is that of each."""
 
 
 def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
@@ -17,8 +18,3 @@ def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
     own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     left_out = module._non_persistent_buffers_set
     return {name: tensor for name, tensor in own.items() if tensor is not None and name not in left_out}
-
-
-def check_input_dim(batch_norm: Any, x: Tensor) -> None:
-    """Raises ValueError for an input of a shape that this batch norm does not take."""
-    batch_norm._check_input_dim(x)

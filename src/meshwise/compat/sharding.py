@@ -60,8 +60,8 @@ class Group:
         """Enter `around(kind, bytes, group)` around each all-gather and reduce-scatter of the group. Bytes are those of
         the whole tensor."""
         for name, kind, of in (
-            ("_all_gather_comm", "all-gather", "output_tensor"),
-            ("_reduce_scatter_comm", "reduce-scatter", "input_tensor"),
+            ("_all_gather_comm", "all-gather of parameters", "output_tensor"),
+            ("_reduce_scatter_comm", "reduce-scatter of gradients", "input_tensor"),
         ):
             if hasattr(self._group, name):  # where not, its collectives run all the same
                 setattr(self._group, name, _Surrounded(getattr(self._group, name), kind, of, around))
@@ -160,6 +160,4 @@ def with_local(tensor: Tensor, local: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return local
-    kind: Any = DTensor
-    laid: Tensor = kind(local, tensor._spec, requires_grad=False)
-    return laid
+    return DTensor(local, tensor._spec, requires_grad=False)

@@ -46,6 +46,15 @@ def leaves_of(kind: type[T], tree: Any) -> Iterator[T]:
             yield from leaves_of(kind, part)
 
 
+def all_leaves(tree: Any) -> Iterator[Any]:
+    """Everything in `tree` that holds nothing itself, depth first."""
+    parts, build = _opened(tree)
+    if build is None:
+        yield tree
+    for part in parts:
+        yield from all_leaves(part)
+
+
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """Every tensor in `tree`, depth first."""
     return leaves_of(Tensor, tree)

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from meshwise.equivalence.model_state import buffers_of, optimizer_state_of, parameters_of
 from meshwise.equivalence.sketches import sketch
 from meshwise.equivalence.tolerance import finite, precision_of
-from meshwise.equivalence.trace import Divergence, Named, Trace
+from meshwise.equivalence.trace import Divergence, Named, StepTrace, Trace
+from meshwise.spec.world import World
+from meshwise.training.keyed import Rows
+from meshwise.training.order import BatchSlice
 from meshwise.transfer.collectives import gather_objects, get_rank
 
 LACKS = float("inf")  # how much a rank differs from the others that lacks what they have
@@ -101,3 +106,47 @@ def low_precision_on_any(parameters: Named) -> dict[str, str]:
     """Parameters that some rank has in values of 16 bits, and which. (32 bits hold the start.) Collective."""
     ranks = gather_objects({name: precision_of(p) for name, p in parameters.items()})
     return {name: dtype for found in ranks for name, dtype in found.items() if dtype.endswith("16")}
+
+
+def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[list[list[int]]], list[Rows]]:
+    """Which samples count on which rank, a list a microbatch; and this rank's rows of each microbatch. Collective."""
+    ranks = gather_objects([(own.indices[: own.samples].tolist(), len(own.indices)) for own in slices])
+    samples = [[own[k][0] if k < len(own) else [] for own in ranks] for k in range(len(slices))]
+    rows = [
+        Rows(sum(map(len, parts[: world.rank])), ranks[world.rank][k][1], sum(map(len, parts)), len(parts[world.rank]))
+        for k, parts in enumerate(samples)
+    ]
+    return samples, rows
+
+
+def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer, *, divided: bool) -> None:
+    """Complete `step`, of which each rank knows its own part, with what it has left behind. Collective.
+
+    divided: each rank has the optimizer's state of some parameters only.
+    """
+    step.outputs = [output for outputs in to_rank_0(step.outputs) for output in outputs]
+    ranks = enumerate(gather_objects(step.modified_between_backwards))
+    step.modified_between_backwards = [(rank, *found[1:]) for rank, each in ranks for found in each]
+    step.rank_losses = [loss for own in gather_objects(step.rank_losses) for loss in own]
+    step.rng_mismatch = any(gather_objects(step.rng_mismatch))
+    step.parameters, step.buffers = parameters_of(model), buffers_of(model)
+    state = optimizer_state_of(optimizer, model)
+    step.rank_divergence |= {
+        **tensors_diverge("gradients", step.gradients),
+        **tensors_diverge("clipped gradients", step.clipped_gradients, divided=divided),
+        **numbers_diverge("learning rate", step.learning_rates),
+        **tensors_diverge("optimizer state", state, divided=divided),
+        **tensors_diverge("parameters", step.parameters),
+        **tensors_diverge("buffers", step.buffers),
+        **numbers_diverge("loss", {"loss": step.loss}),
+    }
+    step.low_precision = low_precision_on_any(step.parameters)
+    step.optimizer_state, step.clipped_gradients = of_any_rank(state), of_any_rank(step.clipped_gradients)
+
+
+def collect_run(trace: Trace) -> None:
+    """Complete `trace` with what the whole run drew, and how ranks evaluate. Collective."""
+    trace.unkeyed = set().union(*gather_objects(trace.unkeyed))
+    trace.random_modules = set().union(*gather_objects(trace.random_modules))
+    trace.evaluation_draws = max(gather_objects(trace.evaluation_draws))
+    trace.rank_divergence |= numbers_diverge("evaluation", trace.evaluation)

@@ -10,11 +10,13 @@ class CauseKind(Enum):
     """A cause. title: its name, in messages and in JSON. meaning: half a sentence."""
 
     LOSS_WEIGHTING = "loss weighting", "the mean over the global batch is not weighted by what each rank's mean is over"
+    COUPLED = "coupled samples", "the loss compares samples with each other, and each rank has only its own"
     MISSING_REDUCTION = "missing reduction", "gradients of some ranks or microbatches are not in the sum"
     DOUBLED_REDUCTION = "doubled reduction", "gradients are summed once too often, or divided once too often or not"
     BATCH_NORM = "batch-norm statistics", "a normalization uses the samples of one rank, not of the global microbatch"
     DROPOUT = "dropout masks", "the random numbers differ from those of one device, or of a block's first run"
     PADDING = "padded or repeated sample", "a sample counts twice, or not at all"
+    BATCH_SIZE = "batch size depends on devices", "the loader's batch_size is global, over all devices"
     DATA_ORDER = "data order", "a step reads other samples, or in another order"
     CLIP_NORM = "clip norm", "gradients are clipped to another norm, or not once before the step"
     MASTER_WEIGHTS = "master weights", "parameters or the optimizer's state are kept in a lower precision between steps"

@@ -11,7 +11,7 @@ Left out of parameters and optimizer state: elements whose gradient was zero but
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from meshwise.equivalence.outputs import output_difference
-from meshwise.equivalence.tolerance import FLOOR, LIMIT, finite, ratio
-from meshwise.equivalence.trace import Divergence, Named, StepTrace, Trace, by_tensor
+from meshwise.equivalence.tolerance import FLOOR, LIMIT, finite, largest, ratio
+from meshwise.equivalence.trace import Divergence, Named, Output, StepTrace, Trace
 from meshwise.spec.words import some
 
 NOISE = 1e-8  # of the largest gradient
@@ -66,6 +66,12 @@ class Difference:
     def fault(self) -> bool:
         return not self.relative <= LIMIT
 
+    @property
+    def factor(self) -> float | None:
+        """The factor by which a gradient is that of one device, where nothing else is wrong with it."""
+        factor, rest = self.facts.get("factor", math.nan), self.facts.get("rest", math.nan)
+        return float(factor) if rest <= 1e3 * LIMIT and factor != 0 else None
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -74,7 +80,7 @@ class Compared:
     kind: str
     count: int
     faults: int
-    largest: Difference | None
+    largest: Difference
 
 
 @dataclass(frozen=True)
@@ -97,38 +103,40 @@ class Comparison:
 
 def compare(reference: Trace, actual: Trace) -> Comparison:
     """Compare one device with a plan."""
-    found = [_over_ranks(d, actual.rank_divergence) for d in _start(reference, actual)]
+    found = _over_ranks(_start(reference, actual), actual.rank_divergence)
     noise: dict[str, Tensor] = {}
     not_compared: Counter[str] = Counter()
     for number, (mine, other) in enumerate(zip(reference.steps, actual.steps, strict=bool(actual.steps)), 1):
         found += _samples(number, mine, other)
-        gradients = [_over_ranks(d, other.rank_divergence) for d in _gradients(number, mine, other)]
+        gradients = _over_ranks(_gradients(number, mine, other), other.rank_divergence)
         outputs = list(_outputs(number, mine, other, not_compared))
         found += outputs if any(d.fault for d in gradients) else _of_samples(outputs, not_compared)
         found += gradients
         _note_noise(noise, mine.gradients, other.gradients)
-        found += [_over_ranks(d, other.rank_divergence) for d in _after(number, mine, other, noise)]
+        found += _over_ranks(_after(number, mine, other, noise), other.rank_divergence)
     if actual.steps:
-        found += [_over_ranks(d, actual.rank_divergence) for d in _evaluation(reference, actual)]
-    kinds = []
-    for kind in KINDS:
-        of_kind = [d for d in found if d.kind == kind]
-        largest = max(of_kind, key=lambda d: math.inf if math.isnan(d.relative) else d.relative, default=None)
-        if of_kind:
-            kinds.append(Compared(kind, len(of_kind), sum(d.fault for d in of_kind), largest))
+        found += _over_ranks(_evaluation(reference, actual), actual.rank_divergence)
+    by_kind = {kind: [d for d in found if d.kind == kind] for kind in KINDS}
+    kinds = tuple(_compared(kind, differences) for kind, differences in by_kind.items() if differences)
     first = next((d for d in found if d.fault), None)
     left_out = tuple(_left_out(not_compared, noise, reference.unkeyed | actual.unkeyed))
-    return Comparison(tuple(kinds), tuple(found), first, reference.modules, left_out)
+    return Comparison(kinds, tuple(found), first, reference.modules, left_out)
 
 
-def _over_ranks(difference: Difference, divergence: Divergence) -> Difference:
+def _compared(kind: str, differences: Sequence[Difference]) -> Compared:
+    farthest = max(differences, key=lambda d: finite(d.relative))
+    return Compared(kind, len(differences), sum(d.fault for d in differences), farthest)
+
+
+def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> list[Difference]:
     """Ranks that differ in what should be one value are a fault, even where rank 0 is right."""
-    ranks = divergence.get((difference.kind, difference.name), 0.0)
-    if ranks <= LIMIT:
-        return difference
-    return replace(
-        difference, relative=max(difference.relative, ranks), facts={**difference.facts, "ranks apart": ranks}
-    )
+    found = []
+    for d in differences:
+        ranks = divergence.get((d.kind, d.name), 0.0)
+        if ranks > LIMIT:
+            d = replace(d, relative=max(d.relative, ranks), facts={**d.facts, "ranks apart": ranks})
+        found.append(d)
+    return found
 
 
 def _start(reference: Trace, actual: Trace) -> Iterator[Difference]:
@@ -160,14 +168,16 @@ def _indices(kind: str, step: int, name: str, want: Sequence[int], got: Sequence
 
 
 def _outputs(step: int, mine: StepTrace, other: StepTrace, not_compared: Counter[str]) -> Iterator[Difference]:
-    theirs = {output.key: output for output in other.outputs}
+    theirs: dict[Any, list[Output]] = defaultdict(list)
+    for output in other.outputs:
+        theirs[output.key].append(output)
     for output in mine.outputs:
-        match = theirs.get(output.key)
-        sizes = None if match is None else output_difference(output, match)
+        ranks = theirs[output.key]
+        sizes = output_difference(output, ranks) if ranks else None
         if sizes is None:
-            single = bool(output.shapes) and math.prod(output.shapes[0]) == 1
+            single = math.prod(output.shape) == 1
             why = "one number of the whole batch, such as a loss in it" if single else "not that of single samples"
-            why = "under the plan its forward hooks saw no such call" if match is None else why
+            why = why if ranks else "under the plan its forward hooks saw no such call"
             not_compared[f"{output.module or 'the model'} ({output.kind}): {why}"] += 1
         else:
             facts = {"class": output.kind, "microbatch": output.microbatch + 1, "call": output.number + 1}
@@ -198,9 +208,8 @@ def _gradients(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Differe
 
 
 def _after(step: int, mine: StepTrace, other: StepTrace, noise: Named) -> Iterator[Difference]:
-    rates = [{f"group {n}": rate for n, rate in enumerate(side.learning_rates)} for side in (mine, other)]
-    yield from _numbers("learning rate", step, *rates)
-    sides = [by_tensor(side.optimizer_state) for side in (mine, other)]
+    yield from _numbers("learning rate", step, mine.learning_rates, other.learning_rates)
+    sides = mine.optimizer_state, other.optimizer_state
     for key in sorted({name.rsplit(" ", 1)[1] for state in sides for name in state}):
         states = [{n: t for n, t in state.items() if n.endswith(f" {key}")} for state in sides]
         of_key = {f"{name} {key}": mask for name, mask in noise.items()}
@@ -236,7 +245,7 @@ def _tensors(
     facts: Callable[[Tensor, Tensor], dict[str, float]] | None = None,
 ) -> Iterator[Difference]:
     """Tensors by name. noise: elements that are not compared. `facts(mine, other)` says more of those that differ."""
-    most = max((float(t.abs().max()) for t in mine.values() if t.numel() and t.is_floating_point()), default=0.0)
+    most = largest(mine.values())
     for name in dict.fromkeys([*mine, *others]):
         if name not in mine or name not in others:
             lacks = {"lacking": "one device" if name not in mine else "the plan"}
@@ -250,10 +259,9 @@ def _tensors(
         apart = (a - b).abs()
         if noise and name in noise and noise[name].shape == apart.shape:
             apart = apart.masked_fill(noise[name], 0.0)
-        own, largest = (float(t.abs().max()) if t.numel() else 0.0 for t in (a, apart))
-        relative = ratio(apart, torch.tensor(max(own, FLOOR * most), dtype=torch.float64))
+        relative = ratio(apart, torch.tensor(max(largest([a]), FLOOR * most), dtype=torch.float64))
         more = facts(a, b) if facts is not None and not relative <= LIMIT else {}
-        yield Difference(kind, step, name, relative, finite(largest), more)
+        yield Difference(kind, step, name, relative, finite(largest([apart])), more)
 
 
 def _gradient_facts(mine: Tensor, other: Tensor) -> dict[str, float]:
@@ -269,7 +277,7 @@ def _norm(named: Named) -> float:
 
 
 def _note_noise(noise: Named, mine: Named, others: Named) -> None:
-    most = max((float(t.abs().max()) for t in mine.values() if t.numel()), default=0.0)
+    most = largest(mine.values())
     for name in mine.keys() & others.keys():
         a, b = mine[name].abs(), others[name].abs()
         if a.shape == b.shape:

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.causes import CauseKind as K
-from meshwise.equivalence.compare import Difference
-from meshwise.equivalence.evidence import Evidence, Rule, both_numbers, near, other_samples, ranks_differ, says
+from meshwise.equivalence.evidence import Evidence, Rule, near, says
 
 UNSUMMED = "without mw.sum"
 """How a loop of a script is called whose figures are of one rank alone."""
 
 
-def _sample_counted_again(first: Difference, evidence: Evidence) -> Cause | None:
+def _sample_counted_again(evidence: Evidence) -> str:
     """The padding sample of ranks without any would be counted there, or would not be counted at all, to give the
     plan's metrics: all of those that differ."""
-    wrong = [d.name for d in evidence.comparison.differences if d.kind == "evaluation" and d.fault]
+    wrong = [d.name for d in evidence.faults("evaluation")]
     single = evidence.reference.single_sample_metrics
     if not wrong or any(name not in single or name not in evidence.reference.metric_sums for name in wrong):
-        return None
+        return ""
     for index in single[wrong[0]]:
         padding = evidence.actual.padding_ranks.get(index, 0)
         for times in (padding, -1) if padding else (-1,):
             if all(index in single[n] and _gives(evidence, n, index, times) for n in wrong):
-                text = f"parameters and buffers are equal; {first.name} is {both_numbers(first)}"
+                equal = f"parameters and buffers are equal; {evidence.first.name} is {evidence.both_numbers()}"
                 counted = "were not counted" if times < 0 else f"counted {times + 1} times"
-                return Cause(K.PADDING, f"{text}, as if sample {index} {counted}.")
-    return None
+                return f"{equal}, as if sample {index} {counted}."
+    return ""
 
 
 def _gives(evidence: Evidence, name: str, index: int, times: int) -> bool:
@@ -36,11 +34,11 @@ def _gives(evidence: Evidence, name: str, index: int, times: int) -> bool:
     return changed > 0 and near((total + mean * weight) / changed, evidence.actual.evaluation[name], 1e-9)
 
 
-def _is_not_summed(first: Difference, evidence: Evidence) -> bool:
-    return first.name.endswith(UNSUMMED)
+def _is_not_summed(evidence: Evidence) -> bool:
+    return evidence.first.name.endswith(UNSUMMED)
 
 
-def _is_random_under_the_plan(first: Difference, evidence: Evidence) -> bool:
+def _is_random_under_the_plan(evidence: Evidence) -> bool:
     return evidence.actual.evaluation_draws > 0 and not evidence.reference.evaluation_draws
 
 
@@ -51,9 +49,13 @@ EVALUATION_RULES: tuple[Rule, ...] = (
         "{name} had no mw.backward either, so each rank has the figure of its own samples.",
         _is_not_summed,
     ),
-    says(K.PADDING, "{name}: {samples}.", other_samples),
-    says(K.EVALUATION, "ranks have different values of {name}, which should be that of all samples.", ranks_differ),
-    _sample_counted_again,
+    says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
+    says(
+        K.EVALUATION,
+        "ranks have different values of {name}, which should be that of all samples.",
+        Evidence.ranks_differ,
+    ),
+    says(K.PADDING, _sample_counted_again),
     says(
         K.DROPOUT,
         f"{EQUAL_BEFORE}; the plan draws random numbers in the evaluation, one device does not.",

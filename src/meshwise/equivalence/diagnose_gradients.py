@@ -1,7 +1,7 @@
 """Why gradients differ, when outputs and the loss do not: rules from the surest evidence to the weakest.
 
 Where a wrong gradient stands in the backward tells much: what weighs or reduces wrongly is wrong from the loss on; what
-is wrong is_inside a module leaves all right that lies behind it.
+is wrong inside a module leaves all right that lies behind it.
 """
 
 from __future__ import annotations
@@ -14,57 +14,43 @@ from torch import Tensor
 
 from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.causes import CauseKind as K
-from meshwise.equivalence.compare import NOISE, Difference
-from meshwise.equivalence.evidence import (
-    Evidence,
-    Rule,
-    called_after,
-    first_few,
-    gradient_factor,
-    how_many,
-    is_inside,
-    near,
-    number_text,
-    owner_of,
-    precision_lost,
-    ranks_differ,
-    says,
-)
+from meshwise.equivalence.compare import Difference
+from meshwise.equivalence.evidence import Evidence, Rule, is_inside, near, owner_of, precision_lost, says
 from meshwise.equivalence.sketches import sketch
 from meshwise.equivalence.tolerance import LIMIT
 from meshwise.spec.plan import Plan
+from meshwise.spec.words import some
 
 
-def _no_gradient(first: Difference, evidence: Evidence) -> Cause | None:
+def _no_gradient(evidence: Evidence) -> Cause | None:
     """No gradient at all: nobody reduced it, or the graph does not reach it."""
+    first = evidence.first
     lacking = first.facts.get("lacking")
     if lacking is None:
         return None
-    names = [d.name for d in evidence.faults("gradients", first.step) if d.facts.get("lacking") == lacking]
-    few = first_few("parameter", names)
+    names = [d.name for d in evidence.faults("gradients") if d.facts.get("lacking") == lacking]
+    few = some(names)
     if lacking == "one device":
         return Cause(K.BACKWARD, f"{few}: a gradient under the plan, and none on one device.")
     if not _whole_modules(names, evidence):
         return Cause(K.BACKWARD, f"the plan has no gradient of {few}: frozen, detached or unused.")
     within = _common_module(names)
-    order = [d.name for d in evidence.of_kind("gradients", first.step) if is_inside(d.name, within)]
+    order = [d.name for d in evidence.of_kind("gradients") if is_inside(d.name, within)]
     beyond = [name for name in order[order.index(first.name) :] if name not in names]
     if beyond and (evidence.plan.shard > 1 or evidence.plan.accumulate > 1):
         text = f"the plan has no gradient of {few}, and one of {beyond[0]}, which lies before it"
         return Cause(K.MISSING_REDUCTION, f"{text}: nobody reduced it.")
-    owner = owner_of(first.name) or "the model"
-    return Cause(K.BACKWARD, f"no gradient reaches {owner}: the graph is cut behind it.")
+    return Cause(K.BACKWARD, f"no gradient reaches {owner_of(first.name) or 'the model'}: the graph is cut behind it.")
 
 
-def _not_reduced(first: Difference, evidence: Evidence) -> Cause | None:
-    names = [d.name for d in evidence.faults("gradients", first.step) if ranks_differ(d, evidence)]
-    text = f"ranks have different values of {first_few('gradient', names)}, which should be one."
-    return Cause(K.MISSING_REDUCTION, text) if names else None
+def _not_reduced(evidence: Evidence) -> str:
+    names = [d.name for d in evidence.faults("gradients") if "ranks apart" in d.facts]
+    return f"ranks have different values of {some(names)}, which should be one." if names else ""
 
 
-def _modified_between_backwards(first: Difference, evidence: Evidence) -> Cause | None:
+def _modified_between_backwards(evidence: Evidence) -> Cause | None:
     """Gradients must not be modified between the microbatches of a step."""
-    for rank, micro, before, after, alike in evidence.step(first.step)[1].modified_between_backwards:
+    for rank, micro, before, after, alike in evidence.steps[1].modified_between_backwards:
         where = f"behind microbatch {micro + 1} on rank {rank}"
         if after == 0:
             return Cause(K.MISSING_REDUCTION, f"gradients are thrown away {where}, before the step.")
@@ -74,21 +60,20 @@ def _modified_between_backwards(first: Difference, evidence: Evidence) -> Cause 
     return None
 
 
-def _one_factor(first: Difference, evidence: Evidence) -> Cause | None:
+def _one_factor(evidence: Evidence) -> Cause | None:
     """Are all wrong gradients those of one device times one number?"""
-    faults, plan = evidence.faults("gradients", first.step), evidence.plan
-    factors = [gradient_factor(d) for d in faults]
+    factors, plan = [d.factor for d in evidence.faults("gradients")], evidence.plan
     factor = factors[0] if factors else None
     if factor is None or not all(f is not None and near(f, factor) for f in factors):
         return None
-    text = f"{how_many(first, evidence)}, and are {number_text(factor)} times those of one device"
+    text = f"{evidence.how_many()}, and are {factor:.12g} times those of one device"
     for size, words in {plan.devices: "ranks", plan.shard: "shards", plan.data: "replicas"}.items():
         if size > 1 and near(factor, size):
             return Cause(K.DOUBLED_REDUCTION, f"{text}, the number of {words}: summed, and not divided.")
         if size > 1 and near(factor, 1 / size):
             text += f", one over the number of {words}: divided once too often."
             return Cause(K.DOUBLED_REDUCTION, text)
-    return Cause(K.LOSS_WEIGHTING, f"{text}: {_meaning(factor, plan)}.") if _all_wrong(first, evidence) else None
+    return Cause(K.LOSS_WEIGHTING, f"{text}: {_meaning(factor, plan)}.") if _all_wrong(evidence) else None
 
 
 def _meaning(factor: float, plan: Plan) -> str:
@@ -99,28 +84,27 @@ def _meaning(factor: float, plan: Plan) -> str:
     return f"the same factor for each{scale}"
 
 
-def _other_weights_of_microbatches(first: Difference, evidence: Evidence) -> Cause | None:
+def _other_weights_of_microbatches(evidence: Evidence) -> Cause | None:
     """Are the plan's gradients those of the microbatches, added up with other weights?"""
-    weights = _weights_of_microbatches(first.step, evidence)
+    weights = _weights_of_microbatches(evidence)
     if not weights:
         return None
-    absent = [k + 1 for k, weight in enumerate(weights) if abs(weight) <= 1e-6]
     count = len(weights)
+    absent = [str(k) for k, weight in enumerate(weights, 1) if abs(weight) <= 1e-6]
     if absent:
-        there = [k + 1 for k in range(count) if k + 1 not in absent]
-        text = f"the gradients are those of microbatch {', '.join(map(str, there))} of {count}"
-        return Cause(K.MISSING_REDUCTION, f"{text} alone; {first_few('microbatch', absent)} is not in them.")
+        there = [str(k) for k in range(1, count + 1) if str(k) not in absent]
+        text = f"the gradients are those of microbatch {', '.join(there)} of {count}"
+        return Cause(K.MISSING_REDUCTION, f"{text} alone; {some(absent)} is not in them.")
     shown = ", ".join(f"{weight:.6g}" for weight in weights)
     text = f"the gradients are those of {count} microbatches, which weigh {shown} times what they should"
-    reference, _ = evidence.step(first.step)
     shrunk = all(0 < a <= b * (1 + 1e-6) for a, b in pairwise(weights)) and weights[0] < 1
-    if reference.clipped_gradients and shrunk and near(weights[-1], 1):
+    if evidence.steps[0].clipped_gradients and shrunk and near(weights[-1], 1):
         return Cause(K.CLIP_NORM, f"{text}: they are clipped each microbatch.")
     return Cause(K.LOSS_WEIGHTING, f"{text}.")
 
 
-def _weights_of_microbatches(step: int, evidence: Evidence) -> list[float]:
-    reference, actual = evidence.step(step)
+def _weights_of_microbatches(evidence: Evidence) -> list[float]:
+    reference, actual = evidence.steps
     if len(reference.microbatch_gradients) < 2:
         return []
     columns, wanted = [], []
@@ -145,119 +129,109 @@ def _solved(columns: Tensor, wanted: Tensor) -> list[float]:
     return weights.tolist() if rest <= 1e3 * LIMIT else []
 
 
-def _only_tied_weights(first: Difference, evidence: Evidence) -> Cause | None:
-    tied = [group for group in evidence.reference.tied if first.name in group]
-    everywhere = {name for group in evidence.reference.tied for name in group}
-    if not tied or any(d.name not in everywhere for d in evidence.faults("gradients", first.step)):
-        return None
-    return Cause(K.TIED_WEIGHT, f"{first.name} is shared by {len(tied[0])} modules, and its gradient differs.")
+def _only_tied_weights(evidence: Evidence) -> str:
+    tied = {name: len(group) for group in evidence.reference.tied for name in group}
+    name = evidence.first.name
+    if name not in tied or any(d.name not in tied for d in evidence.faults("gradients")):
+        return ""
+    return f"{name} is shared by {tied[name]} modules, and its gradient differs."
 
 
-def _lower_precision(first: Difference, evidence: Evidence) -> Cause | None:
-    reference, actual = evidence.step(first.step)
-    names = [d.name for d in evidence.faults("gradients", first.step)]
+def _lower_precision(evidence: Evidence) -> str:
+    reference, actual = evidence.steps
+    names = [d.name for d in evidence.faults("gradients")]
     found = {precision_lost(reference.gradients.get(n), actual.gradients.get(n)) for n in names}
     if not names or "" in found:
-        return None
-    dtypes = " or ".join(sorted(found))
-    text = f"every value of the {len(names)} gradients that differ is one that {dtypes} holds."
-    return Cause(K.LOWER_PRECISION, text)
+        return ""
+    return f"every value of the {len(names)} gradients that differ is one that {' or '.join(sorted(found))} holds."
 
 
-def _random_recompute(first: Difference, evidence: Evidence) -> Cause | None:
+def _random_recompute(evidence: Evidence) -> str:
     """A block that runs again draws the numbers of its first run, or its gradients are those of another function."""
-    if not evidence.step(first.step)[1].rng_mismatch or evidence.step(first.step)[0].rng_mismatch:
-        return None
-    block = _block_of(first, evidence)
+    reference, actual = evidence.steps
+    if not actual.rng_mismatch or reference.rng_mismatch:
+        return ""
+    block = _block_of(evidence)
     where = f"{block}, which is recomputed," if block else "a recomputed block"
-    return Cause(K.DROPOUT, f"outputs and loss are equal; in the backward {where} draws other random numbers.")
+    return f"outputs and loss are equal; in the backward {where} draws other random numbers."
 
 
-def _wrong_recompute(first: Difference, evidence: Evidence) -> Cause | None:
+def _wrong_recompute(evidence: Evidence) -> str:
     """All that lies behind a recomputed block is right: what its second run computed is wrong."""
-    if first.kind != "gradients" or _from_the_loss_on(first, evidence):
-        return None
-    block = _block_of(first, evidence)
-    if block is None:
-        return None
+    block = _block_of(evidence)
+    if block is None or not _below(evidence):
+        return ""
     text = f"what lies behind {block or 'the model'}, which is recomputed in the backward, has right ones"
-    return Cause(K.BACKWARD, f"{how_many(first, evidence)}; {text}: its second run is the likely place.")
+    return f"{evidence.how_many()}; {text}: its second run is the likely place."
 
 
-def _block_of(first: Difference, evidence: Evidence) -> str | None:
+def _block_of(evidence: Evidence) -> str | None:
     """The recomputed block that a gradient belongs to, or that is called next."""
-    owner, again = owner_of(first.name), evidence.actual.recomputed_modules
+    owner, again = owner_of(evidence.first.name), evidence.actual.recomputed_modules
     here = next((block for block in again if is_inside(owner, block)), None)
-    return here if here is not None else next((b for b in _called_next(first, evidence) if b in again), None)
+    return here if here is not None else next((b for b in _called_next(evidence) if b in again), None)
 
 
-def _wrong_from_batch_norm_on(first: Difference, evidence: Evidence) -> Cause | None:
+def _wrong_from_batch_norm_on(evidence: Evidence) -> str:
     """Wrong from a batch norm on down to the start: its backward sums over the wrong samples."""
-    if first.kind != "gradients" or _from_the_loss_on(first, evidence):
-        return None
-    below = evidence.of_kind("gradients", first.step)
-    below = below[below.index(first) :]
-    if not all(d.fault or _is_noise(d.name, first.step, evidence) for d in below):
-        return None
-    for name in _called_next(first, evidence):
+    below = _below(evidence)
+    if not below or not all(d.fault for d in below):
+        return ""
+    for name in _called_next(evidence):
         kind = evidence.comparison.modules.get(name, "")
         if "BatchNorm" in kind:
             text = f"outputs are equal; gradients are right down to {name} ({kind}), and wrong in all that lies before"
-            return Cause(K.BATCH_NORM, f"{text}: its backward is that of another set of samples.")
-    return None
+            return f"{text}: its backward is that of another set of samples."
+    return ""
 
 
-def _other_weights(first: Difference, evidence: Evidence) -> Cause | None:
+def _other_weights(evidence: Evidence) -> str:
     """Ranks agree on gradients that are all wrong, and there is something that could be weighted wrongly."""
-    if first.kind == "gradients" and not _all_wrong(first, evidence):
-        return None
-    reference, actual = evidence.step(first.step)
+    if evidence.first.kind == "gradients" and not _all_wrong(evidence):
+        return ""
+    reference, actual = evidence.steps
     counts = [len(part) for micro in actual.samples for part in micro]
     if not reference.loss_has_weight and len(set(counts)) < 2:
-        return None
+        return ""
     why = "the loss gives a weight of its own" if reference.loss_has_weight else "ranks have unequal batches"
-    text = f"{how_many(first, evidence)}, ranks agree on them, and {why} ({', '.join(map(str, counts))} samples)."
-    return Cause(K.LOSS_WEIGHTING, text)
+    return f"{evidence.how_many()}, ranks agree on them, and {why} ({', '.join(map(str, counts))} samples)."
 
 
 GRADIENT_RULES: tuple[Rule, ...] = (
     _no_gradient,
-    _not_reduced,
+    says(K.MISSING_REDUCTION, _not_reduced),
     _modified_between_backwards,
-    _random_recompute,
+    says(K.DROPOUT, _random_recompute),
     _one_factor,
     _other_weights_of_microbatches,
-    _only_tied_weights,
-    _lower_precision,
-    _wrong_recompute,
-    _wrong_from_batch_norm_on,
-    _other_weights,
+    says(K.TIED_WEIGHT, _only_tied_weights),
+    says(K.LOWER_PRECISION, _lower_precision),
+    says(K.BACKWARD, _wrong_recompute),
+    says(K.BATCH_NORM, _wrong_from_batch_norm_on),
+    says(K.LOSS_WEIGHTING, _other_weights),
     says(K.BACKWARD, "{how_many}; {name} was the first to be ready."),
 )
 
 
-def _from_the_loss_on(first: Difference, evidence: Evidence) -> bool:
-    """Whether no gradient was right before the first wrong one."""
-    of_kind = evidence.of_kind("gradients", first.step)
-    return not any(not _is_noise(d.name, first.step, evidence) for d in of_kind[: of_kind.index(first)])
+def _below(evidence: Evidence) -> list[Difference]:
+    """Gradients from the first wrong one on; none where no gradient was right before it."""
+    gradients = evidence.gradients()
+    return gradients[gradients.index(evidence.first) :] if evidence.first in gradients[1:] else []
 
 
-def _all_wrong(first: Difference, evidence: Evidence) -> bool:
+def _all_wrong(evidence: Evidence) -> bool:
     """Whether every gradient that is more than rounding is wrong."""
-    return all(d.fault or _is_noise(d.name, first.step, evidence) for d in evidence.of_kind("gradients", first.step))
+    return all(d.fault for d in evidence.gradients())
 
 
-def _is_noise(name: str, step: int, evidence: Evidence) -> bool:
-    gradients = evidence.step(step)[0].gradients
-    most = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
-    own = gradients.get(name)
-    return own is not None and (not own.numel() or float(own.abs().max()) <= NOISE * most)
-
-
-def _called_next(first: Difference, evidence: Evidence) -> list[str]:
-    """Modules that the forward calls from the owner of a wrong gradient to the next owner of right ones."""
-    right = {owner_of(d.name) for d in evidence.of_kind("gradients", first.step) if not d.fault}
-    called = list(called_after(owner_of(first.name), evidence.step(first.step)[0]))
+def _called_next(evidence: Evidence) -> list[str]:
+    """Modules whose calls end after the last call of the owner of the first wrong gradient, to the next owner of right
+    ones, in the first microbatch; not those that contain it."""
+    owner = owner_of(evidence.first.name)
+    names = [output.module for output in evidence.steps[0].outputs if output.microbatch == 0]
+    last = max((at for at, name in enumerate(names) if name == owner), default=len(names))
+    called = [name for name in names[last + 1 :] if not is_inside(owner, name)]
+    right = {owner_of(d.name) for d in evidence.of_kind("gradients") if not d.fault}
     return called[: next((at + 1 for at, name in enumerate(called) if name in right), None)]
 
 

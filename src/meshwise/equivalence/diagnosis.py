@@ -15,162 +15,191 @@ from meshwise.equivalence.causes import CauseKind as K
 from meshwise.equivalence.compare import Comparison, Difference
 from meshwise.equivalence.diagnose_evaluation import EVALUATION_RULES
 from meshwise.equivalence.diagnose_gradients import GRADIENT_RULES
-from meshwise.equivalence.evidence import (
-    ROUNDING,
-    Evidence,
-    Rule,
-    both_numbers,
-    first_few,
-    gradient_factor,
-    near,
-    number_text,
-    other_samples,
-    parameters_before,
-    precision_lost,
-    ranks_differ,
-    says,
-)
+from meshwise.equivalence.evidence import ROUNDING, Evidence, Rule, is_inside, near, owner_of, precision_lost, says
+from meshwise.equivalence.pairs import pairs_of_both
 from meshwise.equivalence.tolerance import precision_of
-from meshwise.equivalence.trace import StepTrace, Trace
+from meshwise.equivalence.trace import Named, Trace
 from meshwise.spec.plan import Plan
+from meshwise.spec.words import some
 
-OWNED = {
-    "tied weights",
-    "initial parameters",
-    "initial buffers",
-    "gradients",
-    "optimizer state",
-    "parameters",
-    "buffers",
-}
-"""Kinds whose differences belong to the module that owns the tensor. (Clipping is of all gradients at once.)"""
+ranks_differ = Evidence.ranks_differ
+SAY_SUM = "mw.backward(loss, reduction='sum'), or Job(reduction='sum')"
 
 
 def module_of(difference: Difference, comparison: Comparison) -> str:
     """The module that a difference lies in: itself, or the owner of the parameter. Empty where there is none."""
     if difference.kind in ("module outputs", "modules"):
         return difference.name
-    owner = difference.name.split(" ")[0].rpartition(".")[0]
-    return owner if difference.kind in OWNED and owner in comparison.modules else ""
+    if difference.kind in ("clipped gradients", "scheduler", "evaluation"):  # clipping is of all gradients at once
+        return ""
+    owner = owner_of(difference.name.split(" ")[0])
+    return owner if owner in comparison.modules else ""
 
 
 def cause_of(comparison: Comparison, reference: Trace, actual: Trace, plan: Plan) -> Cause | None:
     """The likely cause of the first difference; None when there is none. plan: the plan of `actual`."""
-    first = comparison.first
-    if first is None:
+    if comparison.first is None:
         return None
-    evidence = Evidence(comparison, reference, actual, plan)
-    causes = (rule(first, evidence) for rule in RULES[first.kind])
+    evidence = Evidence(comparison.first, comparison, reference, actual, plan)
+    causes = (rule(evidence) for rule in RULES[comparison.first.kind])
     return next(cause for cause in causes if cause is not None)
 
 
-def _tied_on_one_side_only(first: Difference, evidence: Evidence) -> bool:
-    return bool(evidence.faults("tied weights", 0))
+def _tied_on_one_side_only(evidence: Evidence) -> bool:
+    return bool(evidence.faults("tied weights"))
 
 
-def _is_norm(first: Difference, evidence: Evidence) -> bool:
-    kind = evidence.class_of(first)
+def _is_norm(evidence: Evidence) -> bool:
+    kind = evidence.first.facts["class"]
     return "BatchNorm" in kind or "InstanceNorm" in kind
 
 
-def _is_random(first: Difference, evidence: Evidence) -> bool:
-    return "Dropout" in evidence.class_of(first) or first.name in evidence.random_modules
+def _is_random(evidence: Evidence) -> bool:
+    random = evidence.reference.random_modules | evidence.actual.random_modules
+    return "Dropout" in evidence.first.facts["class"] or evidence.first.name in random
 
 
-def _contains_batch_norm(first: Difference, evidence: Evidence) -> bool:
-    return any("BatchNorm" in evidence.comparison.modules.get(inner, "") for inner in evidence.inside(first.name))
+def _contains_batch_norm(evidence: Evidence) -> bool:
+    modules = evidence.comparison.modules.items()
+    return any("BatchNorm" in kind and is_inside(name, evidence.first.name) for name, kind in modules)
 
 
-def _random_before(first: Difference, evidence: Evidence) -> Cause | None:
+def _contains_draws_of_ranks(evidence: Evidence) -> str:
+    """A module whose parts draw for rows that are not those of samples: dropout in the experts of a mixture."""
+    unkeyed = evidence.reference.unkeyed | evidence.actual.unkeyed
+    random = evidence.reference.random_modules | evidence.actual.random_modules
+    parts = sorted(name for name in random if is_inside(name, evidence.first.name))
+    if not unkeyed or not parts:
+        return ""
+    which = some(sorted({each.split(" ")[0] for each in unkeyed}))
+    return f"ranks draw on their own in {some(parts)} ({which}), for rows that are not those of the samples."
+
+
+def _numpy_draws(evidence: Evidence) -> bool:
+    return evidence.reference.numpy_draws or evidence.actual.numpy_draws
+
+
+def _random_before(evidence: Evidence) -> str:
     """The first module of a microbatch, where something draws random numbers that are not keyed."""
-    outputs = evidence.of_kind("module outputs", first.step)
-    begins = next(d for d in outputs if d.facts.get("microbatch") == first.facts.get("microbatch"))
+    first, outputs = evidence.first, evidence.of_kind("module outputs")
+    begins = next(d for d in outputs if d.facts["microbatch"] == first.facts["microbatch"])
     unkeyed = sorted(evidence.reference.unkeyed | evidence.actual.unkeyed)
     if not unkeyed or begins is not first:
-        return None
-    text = f"{first.name or 'the model'} is the first module; before it ranks draw different numbers"
-    return Cause(K.DROPOUT, f"{text}: {first_few('operator', unkeyed)}.")
+        return ""
+    name = first.name or "the model"
+    return f"{name} is the first module; before it ranks draw different numbers: {some(unkeyed)}."
 
 
-def _outputs_are_equal(first: Difference, evidence: Evidence) -> bool:
-    compared = evidence.of_kind("module outputs", first.step)
-    return bool(compared) and not any(d.fault for d in compared)
+def _outputs_are_equal(evidence: Evidence) -> bool:
+    return bool(evidence.of_kind("module outputs")) and not evidence.faults("module outputs")
 
 
-def _scaled_by_clipping(first: Difference, evidence: Evidence) -> Cause | None:
-    factor = gradient_factor(first)
-    text = f"gradients are equal before they are clipped, and after it {number_text(factor)} times those of one device."
-    return None if factor is None else Cause(K.CLIP_NORM, text)
-
-
-def _is_scheduled(first: Difference, evidence: Evidence) -> bool:
-    return bool(evidence.step(first.step)[0].scheduler)
-
-
-def _ranks_differ_and_are_scheduled(first: Difference, evidence: Evidence) -> bool:
-    return ranks_differ(first, evidence) and _is_scheduled(first, evidence)
-
-
-def _rate_times_ranks(first: Difference, evidence: Evidence) -> Cause | None:
-    """The rule of linear scaling, or that of the root, although the batch is the same."""
-    rate, other = _rates(first)
+def _sum_and_mean(evidence: Evidence) -> str:
+    """A sum over samples taken for a mean is divided by the ranks; a mean taken for a sum is multiplied by them."""
+    one, plan = (evidence.first.facts[side] for side in ("one device", "the plan"))
     ranks = evidence.plan.devices
-    scaled = {ranks: str(ranks), math.sqrt(ranks): f"the root of {ranks}"}
-    texts = [text for factor, text in scaled.items() if first.step == 1 and near(other, rate * factor)]
-    if not texts:
-        return None
-    return Cause(K.SCALED_LEARNING_RATE, f"it is {both_numbers(first)}: {texts[0]} times as large.")
+    text = f"module outputs are equal, the loss is {evidence.both_numbers()}"
+    if not _outputs_are_equal(evidence) or ranks == 1:
+        return ""
+    if near(plan, one / ranks):
+        return f"{text}, that divided by the number of ranks: is your loss a sum over samples? Say {SAY_SUM}."
+    if near(plan, one * ranks):
+        return f"{text}, that times the number of ranks: is your loss a mean over samples? Leave out {SAY_SUM}."
+    return ""
 
 
-def _rates(first: Difference) -> tuple[float, float]:
-    return float(first.facts.get("one device", math.nan)), float(first.facts.get("the plan", math.nan))
+def _pairs_samples(evidence: Evidence) -> str:
+    """A loss of pairs of samples, or one that no weighting of the ranks' own gives."""
+    one, plan = evidence.steps
+    places = [place for place in pairs_of_both(one.pairs, plan.pairs) if place]
+    if _outputs_are_equal(evidence) and places:
+        return f"{places[0]} compares the samples of a batch with each other; the loss is {evidence.both_numbers()}."
+    ranks, number = plan.rank_losses, evidence.first.facts["one device"]
+    summed = near(sum(ranks), plan.loss) or near(sum(ranks), number)
+    if summed or len(plan.samples) > 1 or len(ranks) < 2 or not _outputs_are_equal(evidence):
+        return ""
+    if min(ranks) * (1 - 1e-6) <= number <= max(ranks) * (1 + 1e-6):
+        return ""
+    shown = some([f"{loss:.6g}" for loss in ranks])
+    return f"module outputs are equal, and the loss of one device, {number:.6g}, is no mean of the ranks' own, {shown}."
 
 
-def _rate_of_a_later_step(first: Difference, evidence: Evidence) -> Cause | None:
-    _, other = _rates(first)
-    steps = enumerate(evidence.reference.steps[first.step :], first.step + 1)
-    later = [number for number, step in steps if any(near(other, rate) for rate in step.learning_rates)]
-    if not later:
-        return None
-    return Cause(
-        K.EXTRA_TICKS,
-        f"the learning rate is {both_numbers(first)}, which one device has in step {later[0]}.",
+def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
+    """Ranks share evenly a batch that is as much smaller, or larger, as there are ranks."""
+    one, plan = ([sum(map(len, ranks)) for ranks in step.samples] for step in evidence.steps)
+    devices, counts = evidence.plan.devices, [len(part) for part in evidence.steps[1].samples[0]]
+    even = max(counts) - min(counts) <= 1
+    if devices == 1 or not even or plan[0] not in (one[0] // devices, -(-one[0] // devices), one[0] * devices):
+        return ""
+    return (
+        f"a batch has {plan[0]} samples on {devices} devices, and {one[0]} on one. Give the loader the same batch_size "
+        "for any number of devices: each takes its part of it."
     )
 
 
-def _is_rate_over_ranks(first: Difference, evidence: Evidence) -> bool:
-    rate, other = _rates(first)
+def _scaled_by_clipping(evidence: Evidence) -> str:
+    factor = evidence.first.factor
+    if factor is None:
+        return ""
+    return f"gradients are equal before they are clipped, and after it {factor:.12g} times those of one device."
+
+
+def _is_scheduled(evidence: Evidence) -> bool:
+    return bool(evidence.steps[0].scheduler)
+
+
+def _rate_times_ranks(evidence: Evidence) -> str:
+    """The rule of linear scaling, or that of the root, although the batch is the same."""
+    rate, other = _rates(evidence)
+    ranks = evidence.plan.devices
+    scaled = {ranks: str(ranks), math.sqrt(ranks): f"the root of {ranks}"}
+    for factor, text in scaled.items():
+        if evidence.first.step == 1 and near(other, rate * factor):
+            return f"it is {evidence.both_numbers()}: {text} times as large."
+    return ""
+
+
+def _rates(evidence: Evidence) -> tuple[float, float]:
+    return evidence.first.facts["one device"], evidence.first.facts["the plan"]
+
+
+def _rate_of_a_later_step(evidence: Evidence) -> str:
+    _, other = _rates(evidence)
+    for number, step in enumerate(evidence.reference.steps, 1):
+        if number > evidence.first.step and any(near(other, rate) for rate in step.learning_rates.values()):
+            return f"the learning rate is {evidence.both_numbers()}, which one device has in step {number}."
+    return ""
+
+
+def _is_rate_over_ranks(evidence: Evidence) -> bool:
+    rate, other = _rates(evidence)
     return near(other, rate / evidence.plan.devices)
 
 
-def _extra_ticks(first: Difference, evidence: Evidence) -> Cause | None:
-    one, plan = (trace.scheduler.get("last_epoch", math.nan) for trace in evidence.step(first.step))
+def _extra_ticks(evidence: Evidence) -> str:
+    one, plan = (step.scheduler.get("last_epoch", math.nan) for step in evidence.steps)
     if not plan > one:
-        return None
-    text = f"after step {first.step} the scheduler has ticked {plan:g} times, on one device {one:g} times."
-    return Cause(K.EXTRA_TICKS, text)
+        return ""
+    return f"after step {evidence.first.step} the scheduler has ticked {plan:g} times, on one device {one:g} times."
 
 
-def _kept_in_low_precision(first: Difference, evidence: Evidence) -> Cause | None:
+def _kept_in_low_precision(evidence: Evidence) -> str:
     """Values that a lower precision can hold, on rank 0 or on any other, where those of one device are finer."""
-    reference, actual = evidence.step(first.step)
-    if first.kind == "optimizer state":
-        name, key = first.name.rsplit(" ", 1)
-        states = [step.optimizer_state.get(name, {}).get(key) for step in (reference, actual)]
-        found = {first.name: precision_lost(*states)}
+    name = evidence.first.name
+    if evidence.first.kind == "optimizer state":
+        reference, actual = (step.optimizer_state.get(name) for step in evidence.steps)
+        found = {name: precision_lost(reference, actual)}
     else:
-        found = _parameters_in_low_precision(first, evidence, reference, actual)
-    name, dtype = next(((name, dtype) for name, dtype in found.items() if dtype), ("", ""))
-    if not dtype:
-        return None
-    return Cause(K.MASTER_WEIGHTS, f"gradients are equal; every value of {name} is one that {dtype} can hold.")
+        found = _parameters_in_low_precision(evidence)
+    for name, dtype in found.items():
+        if dtype:
+            return f"gradients are equal; every value of {name} is one that {dtype} can hold."
+    return ""
 
 
-def _parameters_in_low_precision(
-    first: Difference, evidence: Evidence, reference: StepTrace, actual: StepTrace
-) -> dict[str, str]:
-    faults = evidence.faults("parameters", first.step)
-    start, now = parameters_before(evidence.actual, first.step), actual.parameters
+def _parameters_in_low_precision(evidence: Evidence) -> dict[str, str]:
+    faults, (reference, actual) = evidence.faults("parameters"), evidence.steps
+    start, now = _parameters_before(evidence.actual, evidence), actual.parameters
     moved = [d.name for d in faults if d.name in now and not torch.equal(now[d.name], start[d.name])]
     found = {name: precision_lost(reference.parameters.get(name), now[name]) for name in moved}
     on_others = [d.name for d in faults if d.facts.get("ranks apart", 1.0) <= ROUNDING and not found.get(d.name)]
@@ -178,39 +207,44 @@ def _parameters_in_low_precision(
     return found | {name: actual.low_precision[name] for name in fine if name in actual.low_precision}
 
 
-def _stale_optimizer(first: Difference, evidence: Evidence) -> Cause | None:
-    reference, actual = evidence.step(first.step)
-    theirs, mine = (parameters_before(trace, first.step) for trace in (evidence.actual, evidence.reference))
+def _parameters_before(trace: Trace, evidence: Evidence) -> Named:
+    """The parameters that the step of the first difference begins with."""
+    step = evidence.first.step
+    return trace.initial_parameters if step == 1 else trace.steps[step - 2].parameters
+
+
+def _stale_optimizer(evidence: Evidence) -> str:
+    reference, actual = evidence.steps
+    theirs, mine = (_parameters_before(trace, evidence) for trace in (evidence.actual, evidence.reference))
     moved = [n for n in reference.parameters if n in theirs and not torch.equal(reference.parameters[n], mine[n])]
     still = [n for n in moved if n in actual.parameters and torch.equal(actual.parameters[n], theirs[n])]
-    unknown = [name for name in actual.optimizer_state if name.startswith("unknown_param")]
-    lost = sorted(reference.optimizer_state.keys() - actual.optimizer_state.keys())
-    if not (unknown or still or lost):
-        return None
-    parts = [f"{first_few('parameter', still)} did not move"] if still else []
-    parts += [f"{first_few('tensor', unknown)} of the optimizer do not belong to the model"] if unknown else []
-    parts += [f"it has no state of {first_few('parameter', lost)}"] if lost and not unknown else []
-    return Cause(K.STALE_OPTIMIZER, f"gradients are equal; {'; '.join(parts)}.")
+    wanted, held = (dict.fromkeys(n.rpartition(" ")[0] for n in step.optimizer_state) for step in evidence.steps)
+    unknown = [name for name in held if name.startswith("unknown_param")]
+    lost = sorted(wanted.keys() - held.keys())
+    parts = [f"{some(still)} did not move"] if still else []
+    parts += [f"{some(unknown)} of the optimizer do not belong to the model"] if unknown else []
+    parts += [f"it has no state of {some(lost)}"] if lost and not unknown else []
+    return f"gradients are equal; {'; '.join(parts)}." if parts else ""
 
 
-def _parameters_differ(first: Difference, evidence: Evidence) -> bool:
-    return bool(evidence.faults("parameters", first.step))
+def _parameters_differ(evidence: Evidence) -> bool:
+    return bool(evidence.faults("parameters"))
 
 
-def _belongs_to_batch_norm(first: Difference, evidence: Evidence) -> bool:
-    return "BatchNorm" in evidence.comparison.modules.get(module_of(first, evidence.comparison), "")
+def _belongs_to_batch_norm(evidence: Evidence) -> bool:
+    return "BatchNorm" in evidence.comparison.modules.get(module_of(evidence.first, evidence.comparison), "")
 
 
 START_RULES: tuple[Rule, ...] = (
     says(K.TIED_WEIGHT, "{name} differs, and tied weights are not tied on both sides.", _tied_on_one_side_only),
     says(K.START_VALUES, "ranks have different values of {name} before the first step.", ranks_differ),
-    says(K.START_VALUES, "{lacking} has no {name}.", lambda first, evidence: "lacking" in first.facts),
+    says(K.START_VALUES, "{lacking} has no {name}.", lambda evidence: "lacking" in evidence.first.facts),
     says(K.START_VALUES, "{name} differs before the first step."),
 )
 UPDATE_RULES: tuple[Rule, ...] = (
-    _kept_in_low_precision,
+    says(K.MASTER_WEIGHTS, _kept_in_low_precision),
     says(K.OPTIMIZER_STEP, "gradients are equal; ranks have different values of {name}.", ranks_differ),
-    _stale_optimizer,
+    says(K.STALE_OPTIMIZER, _stale_optimizer),
     says(K.OPTIMIZER_STEP, "gradients are equal, the optimizer update of {name} differs.", _parameters_differ),
     says(K.OPTIMIZER_STEP, "gradients and parameters are equal, the optimizer's {name} differs."),
 )
@@ -223,18 +257,25 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "initial parameters": START_RULES,
     "initial buffers": START_RULES,
     "sample order": (
-        says(K.PADDING, "{name}: {samples}.", other_samples),
+        says(K.BATCH_SIZE, _is_of_a_share_of_the_batch),
+        says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
         says(K.DATA_ORDER, "{name} has the same samples in another order."),
     ),
     "module outputs": (
         says(K.BATCH_NORM, "{name} is a {class}: its inputs are equal, its outputs are not.", _is_norm),
         says(K.DROPOUT, "{name} ({class}) draws random numbers; everything before it is equal.", _is_random),
-        _random_before,
+        says(K.DROPOUT, _random_before),
+        says(K.DROPOUT, _contains_draws_of_ranks),
+        says(
+            K.DROPOUT, "a forward draws from numpy.random, which is not keyed: ranks draw other numbers.", _numpy_draws
+        ),
         says(K.BATCH_NORM, "{name} contains a batch norm, and nothing before it differs.", _contains_batch_norm),
         says(K.MODULE, "{name} ({class}) is the first whose outputs differ; everything before it is equal."),
     ),
     "loss": (
         says(K.LOSS, "ranks have different losses, which should all be that of the global batch.", ranks_differ),
+        says(K.LOSS_WEIGHTING, _sum_and_mean),
+        says(K.COUPLED, _pairs_samples),
         says(K.LOSS_WEIGHTING, "module outputs are equal, the loss is {both}.", _outputs_are_equal),
         says(K.LOSS, "the loss is {both}."),
     ),
@@ -244,15 +285,15 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(
             K.CLIP_NORM, "gradients are equal before they are clipped; ranks have different ones after.", ranks_differ
         ),
-        _scaled_by_clipping,
+        says(K.CLIP_NORM, _scaled_by_clipping),
         says(K.CLIP_NORM, "gradients are equal before they are clipped, and not after."),
     ),
     "learning rate": (
-        says(K.SCHEDULER, "ranks have different learning rates of {name}.", _ranks_differ_and_are_scheduled),
+        says(K.SCHEDULER, "ranks have different learning rates of {name}.", ranks_differ, _is_scheduled),
         says(K.LEARNING_RATE, "ranks have different learning rates of {name}.", ranks_differ),
-        _rate_times_ranks,
-        _rate_of_a_later_step,
-        _extra_ticks,
+        says(K.SCALED_LEARNING_RATE, _rate_times_ranks),
+        says(K.EXTRA_TICKS, _rate_of_a_later_step),
+        says(K.EXTRA_TICKS, _extra_ticks),
         says(K.SCHEDULER, "the learning rate is {both}.", _is_scheduled),
         says(K.SCALED_LEARNING_RATE, "it is {both}: divided by the number of ranks.", _is_rate_over_ranks),
         says(K.LEARNING_RATE, "it is {both}, and no scheduler is known."),
@@ -266,7 +307,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     ),
     "scheduler": (
         says(K.SCHEDULER, "ranks have different values of {name} after step {step}.", ranks_differ),
-        _extra_ticks,
+        says(K.EXTRA_TICKS, _extra_ticks),
         says(K.SCHEDULER, "{name} is {both} after step {step}."),
     ),
     "evaluation": EVALUATION_RULES,

@@ -7,31 +7,31 @@ optimizer state, the scheduler's tick) is collected before the next batch, when 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwise.compat.reducer import default_store
-from meshwise.equivalence.across_ranks import cannot_train, numbers_diverge, start_diverges
-from meshwise.equivalence.collect import collect_run, collect_step, slices_of_ranks
+from meshwise.equivalence import across_ranks
+from meshwise.equivalence.diagnose_evaluation import UNSUMMED
 from meshwise.equivalence.model_state import gradients_of, learning_rates_of, scheduler_numbers
 from meshwise.equivalence.model_tracer import ModelTracer
-from meshwise.equivalence.one_device import trace_of
-from meshwise.equivalence.program_trace import Draws, ProgramTrace
+from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds, ShortLoops
-from meshwise.equivalence.trace import CheckSpec, StepTrace
+from meshwise.equivalence.trace import CheckSpec, Draws, StepTrace
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.engine import Engine
 from meshwise.training.job import Job
-from meshwise.training.keyed import Draw, Rows
+from meshwise.training.keyed import Rows
 from meshwise.training.order import BatchSlice
 from meshwise.transfer.agreement import wait_for_all
 from meshwise.transfer.collectives import gather_objects
+from meshwise.workers.verb_log import came_to
 
 GRACE = 60.0  # seconds in which all ranks must come to the same place of the program
 
@@ -56,22 +56,20 @@ class EngineWatcher:
     ) -> None:
         self.folder, self.found = folder, ProgramTrace()
         self._engine, self._world, self._spec, self._seed = engine, engine.world, spec, seed
-        self._reference, self._job = draws, job
+        self._drawn, self._job = draws, job
         self._loops = ShortLoops(spec.steps, spec.ragged)
         self.tracer: ModelTracer | None = None
         self._model: nn.Module = nn.Module()
-        self._step, self._rows = StepTrace(), list[Rows]()
         self._batch: tuple[Rows, list[list[int]]] | None = None
         self._forward: contextlib.ExitStack | None = None
         self._stepped: tuple[Optimizer, StepTrace] | None = None  # the last step, until the next backward
-        self._collected = False  # whether what it has left behind is known
+        self._in_step = False
         self._meetings = self._sums = 0
 
     def choose_plan(self, plan: Plan, world: World) -> Plan:
         """The plan in the precision of this check; on one device nothing of it but that."""
         self.found.plan = plan
-        alone = replace(
-            Plan(),
+        alone = Plan(
             precision=plan.precision,
             param_dtype=plan.param_dtype,
             compute_dtype=plan.compute_dtype,
@@ -100,7 +98,7 @@ class EngineWatcher:
         if self.tracer is None:
             self._start()
         self.complete_step()
-        (samples,), (rows,) = slices_of_ranks([part], self._world)
+        (samples,), (rows,) = across_ranks.slices_of_ranks([part], self._world)
         self._batch = rows, samples
         self._loops.batch_given()
         self._begin_forward()
@@ -114,20 +112,12 @@ class EngineWatcher:
         if not models:
             raise UsageError("mw.distribute was given no model before the first batch. Give it the model that trains.")
         self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        trace = self.found.trace = trace_of(self._model)
-        trace.rank_divergence = start_diverges(trace)
-        if any(gather_objects(cannot_train(trace.rank_divergence))):
+        self.tracer = ModelTracer(self._model, self._seed, self._drawn, upcast=self._spec.in_float64)
+        trace = self.found.trace = self.tracer.trace
+        trace.rank_divergence = across_ranks.start_diverges(trace)
+        if any(gather_objects(across_ranks.cannot_train(trace.rank_divergence))):
             raise ScriptEnds
-        self.tracer = ModelTracer(self._model, self._seed, upcast=self._spec.in_float64)
-        self._begin_step(self.tracer)
-
-    def _begin_step(self, tracer: ModelTracer) -> None:
-        self._step, self._rows = StepTrace(), []
-        made, reference = self._loops.made, self._reference
-        drawn: Sequence[Sequence[Draw]] | None = None
-        if reference is not None:
-            drawn = reference[made] if made < len(reference) else []
-        tracer.begin(made, self._rows, drawn)
+        self.tracer.begin(0)
 
     # A microbatch.
 
@@ -135,9 +125,8 @@ class EngineWatcher:
         """From here on the program may run a forward of the batch that it has."""
         self._end_forward(discard=True)
         if self._batch is not None and self.tracer is not None:
-            self._rows.append(self._batch[0])
             self._forward = contextlib.ExitStack()
-            self._forward.enter_context(self.tracer.forward())
+            self._forward.enter_context(self.tracer.forward(self._batch[0]))
 
     def _end_forward(self, *, discard: bool) -> None:
         """discard: it had no backward."""
@@ -147,7 +136,6 @@ class EngineWatcher:
         self._forward = None
         if discard:
             self.tracer.discard()
-            self._rows.pop()
 
     @contextlib.contextmanager
     def backward(self, reduce: bool) -> Iterator[None]:
@@ -161,18 +149,22 @@ class EngineWatcher:
         self._end_forward(discard=False)
         self.complete_step()
         self._stepped = None
+        if self._in_step:
+            self.tracer.forget_gradients()
         with self.tracer.backward():
             yield
-        self._step.samples.append(self._batch[1])
+        self.tracer.step.samples.append(self._batch[1])
         if reduce:
-            self._step.gradients = gradients_of(self._model)
-            self._step.ready_order = list(dict.fromkeys(self.tracer.ready))
+            self.tracer.step.gradients = gradients_of(self._model)
         if self._job is None:
             self._begin_forward()
 
-    def loss_known(self, loss: Tensor) -> None:
-        """The global loss of the backwards since the last one that reduced."""
-        self._step.loss += float(loss)
+    def loss_known(self, loss: Tensor, own: Tensor) -> None:
+        """The global loss of the backwards since the last one that reduced, and this rank's own."""
+        if self.tracer is not None:
+            self.tracer.step.loss += float(loss)
+            if self._batch is not None and self._batch[0].samples:
+                self.tracer.step.rank_losses.append(float(own))
 
     # An optimizer's step.
 
@@ -180,17 +172,14 @@ class EngineWatcher:
         """An optimizer begins its step."""
         if self.tracer is None:
             return
-        if self.found.backwards == 0:
-            raise UsageError(
-                "optimizer.step() was called, and mw.backward never was. Write mw.backward(loss) instead of "
-                "loss.backward()."
-            )
         self._wait_for_ranks("optimizer.step")
-        self._end_forward(discard=True)
+        if self.tracer.step.samples:  # else a closure may run a forward and a backward inside the step
+            self._end_forward(discard=True)
+        self._in_step = True
         self.complete_step()
-        self._step.learning_rates = learning_rates_of(optimizer)
+        self.tracer.step.learning_rates = learning_rates_of(optimizer)
         if self._job is None or self._job.clip_norm is not None:
-            self._step.clipped_gradients = gradients_of(self._model)
+            self.tracer.step.clipped_gradients = gradients_of(self._model)
         if self._spec.in_float64:
             _widen_state(optimizer)
 
@@ -198,12 +187,16 @@ class EngineWatcher:
         """It has made its step."""
         if self.tracer is None:
             return
-        self.tracer.end_step(self._step)
-        self.found.draws.append(self._step.draws)
+        if self.found.backwards == 0:  # not in a closure that the step has called either
+            raise UsageError(
+                "optimizer.step() was called, and mw.backward never was. Write mw.backward(loss) instead of "
+                "loss.backward()."
+            )
+        self._end_forward(discard=True)
+        self._in_step = False
         self._loops.step_made()
-        self._stepped = (optimizer, self._step) if self._loops.made <= self._spec.steps else None
-        self._collected = False
-        self._begin_step(self.tracer)
+        self._stepped = (optimizer, self.tracer.step) if self._loops.made <= self._spec.steps else None
+        self.tracer.begin(self._loops.made)
         if self._job is None:
             self._begin_forward()
 
@@ -214,11 +207,11 @@ class EngineWatcher:
         (optimizer, step), steps = self._stepped, self.found.trace.steps
         if not steps or steps[-1] is not step:
             plan = self.found.plan or self._engine.plan
-            collect_step(step, self._model, optimizer, divided=plan.state_divided and not plan.parameters_divided)
-            step.rank_divergence |= numbers_diverge("loss", {"loss": step.loss})
+            divided = plan.state_divided and not plan.parameters_divided
+            across_ranks.collect_step(step, self._model, optimizer, divided=divided)
             steps.append(step)
         step.scheduler = self._scheduler_of(optimizer) or step.scheduler  # the program may have let it go
-        step.rank_divergence |= numbers_diverge("scheduler", step.scheduler)
+        step.rank_divergence |= across_ranks.numbers_diverge("scheduler", step.scheduler)
 
     def _scheduler_of(self, optimizer: Optimizer) -> dict[str, float]:
         """Numbers of the schedulers of an optimizer that are known."""
@@ -233,7 +226,6 @@ class EngineWatcher:
 
     def summed(self, value: Tensor | float) -> None:
         """What `mw.sum` gives."""
-        self._loops.summed()
         if self.found.trace is None:
             return
         self._sums += 1
@@ -248,14 +240,15 @@ class EngineWatcher:
 
     def end(self) -> ProgramTrace:
         """What was found. Collective."""
-        self._loops.loop_begins()
+        self._engine.unsummed.finish()
+        came_to("the end of the script")
         self._wait_for_ranks("the end of the script")
-        self.found.unsummed = self._loops.unsummed
         trace = self.found.trace
-        if trace is not None and self.tracer is not None:
+        if trace is not None:
             self.complete_step()
-            collect_run(trace, self.tracer)
-            trace.rank_divergence |= numbers_diverge("evaluation", trace.evaluation)
+            across_ranks.collect_run(trace)
+            for place in self._engine.unsummed.places:
+                trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan  # on one device it needs none
         return self.found
 
     def _wait_for_ranks(self, where: str) -> None:

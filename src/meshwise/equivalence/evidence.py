@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from meshwise.equivalence.causes import Cause, CauseKind
-from meshwise.equivalence.compare import Comparison, Difference
-from meshwise.equivalence.tolerance import LIMIT, precision_of
-from meshwise.equivalence.trace import Named, StepTrace, Trace
+from meshwise.equivalence.compare import NOISE, Comparison, Difference
+from meshwise.equivalence.tolerance import largest, precision_of
+from meshwise.equivalence.trace import StepTrace, Trace
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
 
@@ -21,77 +19,87 @@ ROUNDING = 2.0**-6  # of a tensor's length: four times what rounding to bfloat16
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known when the cause of a first difference is searched for. plan: the plan of `actual`."""
+    """All that is known when the cause of the first difference is searched for. plan: the plan of `actual`."""
 
+    first: Difference
     comparison: Comparison
     reference: Trace
     actual: Trace
     plan: Plan
 
     @property
-    def random_modules(self) -> set[str]:
-        """Modules that draw random numbers themselves, on either side."""
-        return self.reference.random_modules | self.actual.random_modules
+    def steps(self) -> tuple[StepTrace, StepTrace]:
+        """The step of the first difference, on one device and under the plan."""
+        return self.reference.steps[self.first.step - 1], self.actual.steps[self.first.step - 1]
 
-    def of_kind(self, kind: str, step: int) -> list[Difference]:
-        return [d for d in self.comparison.differences if d.kind == kind and d.step == step]
+    def of_kind(self, kind: str) -> list[Difference]:
+        """What was compared of a kind in that step."""
+        return [d for d in self.comparison.differences if d.kind == kind and d.step == self.first.step]
 
-    def faults(self, kind: str, step: int) -> list[Difference]:
-        return [d for d in self.of_kind(kind, step) if d.fault]
+    def faults(self, kind: str) -> list[Difference]:
+        """What differs of a kind in that step."""
+        return [d for d in self.of_kind(kind) if d.fault]
 
-    def step(self, number: int) -> tuple[StepTrace, StepTrace]:
-        """A step, from 1, on one device and under the plan."""
-        return self.reference.steps[number - 1], self.actual.steps[number - 1]
+    def gradients(self) -> list[Difference]:
+        """What was compared of the gradients of that step; those that are rounding and no fault are left out."""
+        values = self.steps[0].gradients
+        noise = NOISE * largest(values.values())
+        return [d for d in self.of_kind("gradients") if d.fault or largest([values[d.name]]) > noise]
 
-    def class_of(self, output: Difference) -> str:
-        return str(output.facts.get("class", ""))
+    def ranks_differ(self) -> bool:
+        """Whether ranks differ from each other in what should be one value."""
+        return "ranks apart" in self.first.facts
 
-    def inside(self, name: str) -> list[str]:
-        """The modules inside a module."""
-        return [other for other in self.comparison.modules if other != name and is_inside(other, name)]
+    def other_samples(self) -> bool:
+        """Whether a sample counts too often, or not at all."""
+        return bool(self.first.facts.get("repeated") or self.first.facts.get("missing"))
+
+    def how_many(self) -> str:
+        """How many of the gradients of that step differ."""
+        return f"{len(self.faults('gradients'))} of {len(self.of_kind('gradients'))} gradients differ"
+
+    def both_numbers(self) -> str:
+        """Both figures of the first difference."""
+        figures = (self.first.facts.get(side) for side in ("the plan", "one device"))
+        plan, one = (f"{value:.12g}" if isinstance(value, float) else str(value) for value in figures)
+        return f"{plan} under the plan and {one} on one device"
+
+    def samples_text(self) -> str:
+        """Which samples count too often, and which do not."""
+        ends = {"repeated": "counts too often", "missing": "not at all"}
+        found = {end: [str(index) for index in self.first.facts.get(fact, ())] for fact, end in ends.items()}
+        return ", ".join(f"sample {some(indices)} {end}" for end, indices in found.items() if indices)
 
 
-Rule = Callable[[Difference, Evidence], Cause | None]
-"""(first difference, evidence) -> its cause; None where the evidence does not speak for one."""
+Rule = Callable[[Evidence], Cause | None]
+"""The cause of the first difference; None where the evidence does not speak for one."""
 
 
-def says(kind: CauseKind, text: str, when: Callable[[Difference, Evidence], bool] = lambda *_: True) -> Rule:
-    """The rule that names `kind` where `when` holds.
+def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable[[Evidence], bool]) -> Rule:
+    """The rule that names `kind` where all of `when` hold.
 
-    text: the evidence, in which `{name}`, `{step}`, facts of the difference and so on are filled in.
+    text: the evidence, in which `{name}`, `{step}`, facts of the difference and so on are filled in; or what gives it,
+    empty where it does not speak for this cause.
     """
 
-    def rule(first: Difference, evidence: Evidence) -> Cause | None:
-        return Cause(kind, text.format_map(_words(first, evidence))) if when(first, evidence) else None
+    def rule(evidence: Evidence) -> Cause | None:
+        if not all(holds(evidence) for holds in when):
+            return None
+        if callable(text):
+            said = text(evidence)
+            return Cause(kind, said) if said else None
+        first = evidence.first
+        words = {
+            **first.facts,
+            "name": first.name or "the model",
+            "step": first.step,
+            "both": evidence.both_numbers(),
+            "samples": evidence.samples_text(),
+            "how_many": evidence.how_many(),
+        }
+        return Cause(kind, text.format_map(words))
 
     return rule
-
-
-def _words(first: Difference, evidence: Evidence) -> dict[str, Any]:
-    return {
-        **first.facts,
-        "name": first.name or "the model",
-        "step": first.step,
-        "both": both_numbers(first),
-        "samples": samples_text(first),
-        "how_many": how_many(first, evidence),
-    }
-
-
-def how_many(first: Difference, evidence: Evidence) -> str:
-    """How many of the gradients of a step differ."""
-    compared = evidence.of_kind("gradients", first.step)
-    return f"{sum(d.fault for d in compared)} of {len(compared)} gradients differ"
-
-
-def ranks_differ(first: Difference, evidence: Evidence) -> bool:
-    """Whether ranks differ from each other in what should be one value."""
-    return "ranks apart" in first.facts
-
-
-def other_samples(first: Difference, evidence: Evidence) -> bool:
-    """Whether a sample counts too often, or not at all."""
-    return bool(first.facts.get("repeated") or first.facts.get("missing"))
 
 
 def is_inside(name: str, block: str) -> bool:
@@ -102,17 +110,6 @@ def is_inside(name: str, block: str) -> bool:
 def owner_of(parameter: str) -> str:
     """The module that a parameter belongs to."""
     return parameter.rpartition(".")[0]
-
-
-def parameters_before(trace: Trace, step: int) -> Named:
-    """The parameters that a step begins with."""
-    return trace.initial_parameters if step == 1 else trace.steps[step - 2].parameters
-
-
-def gradient_factor(difference: Difference) -> float | None:
-    """The factor by which a gradient is that of one device, where nothing else is wrong with it."""
-    factor, rest = difference.facts.get("factor", math.nan), difference.facts.get("rest", math.nan)
-    return float(factor) if rest <= 1e3 * LIMIT and factor != 0 else None
 
 
 def precision_lost(reference: Tensor | None, actual: Tensor | None) -> str:
@@ -127,34 +124,3 @@ def precision_lost(reference: Tensor | None, actual: Tensor | None) -> str:
 def near(a: float, b: float, limit: float = 1e-6) -> bool:
     """Whether two numbers are the same but for rounding."""
     return abs(a - b) <= limit * max(abs(a), abs(b), 1e-300)
-
-
-def both_numbers(difference: Difference) -> str:
-    """Both figures of a difference."""
-    one, plan = (number_text(difference.facts.get(side)) for side in ("one device", "the plan"))
-    return f"{plan} under the plan and {one} on one device"
-
-
-def number_text(value: Any) -> str:
-    """A figure in words."""
-    return f"{value:.12g}" if isinstance(value, float) else str(value)
-
-
-def first_few(what: str, items: Sequence[Any]) -> str:
-    """The first three of several things."""
-    return some([str(item) for item in items]) if items else f"no {what}"
-
-
-def samples_text(difference: Difference) -> str:
-    """Which samples count too often, and which do not."""
-    repeated, missing = difference.facts.get("repeated"), difference.facts.get("missing")
-    parts = [f"sample {first_few('', repeated)} counts too often"] if repeated else []
-    parts += [f"sample {first_few('', missing)} not at all"] if missing else []
-    return ", ".join(parts)
-
-
-def called_after(module: str, step: StepTrace) -> Iterator[str]:
-    """Modules whose calls end after the last call of `module`, in the first microbatch; not those that contain it."""
-    names = [output.module for output in step.outputs if output.microbatch == 0]
-    last = max((at for at, name in enumerate(names) if name == module), default=len(names))
-    yield from (name for name in names[last + 1 :] if not is_inside(module, name))

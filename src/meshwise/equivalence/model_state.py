@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwise.compat.sharding import groups_of, sharded_modules
-from meshwise.equivalence.trace import Named, copied
+from meshwise.equivalence.trace import Named
 from meshwise.transfer.sharded import full_tensor
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -24,6 +25,12 @@ def clean(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy of the whole tensor on the CPU that nobody writes to: float64 where it is floating."""
+    copy = full_tensor(tensor.detach()).to(device="cpu", copy=True)
+    return copy.to(torch.float64) if copy.is_floating_point() else copy
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -38,17 +45,17 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def parameters_of(model: nn.Module) -> Named:
     """Copies of the parameters, each once."""
-    return {name: copied(full_tensor(p)) for name, p in named_parameters(model)}
+    return {name: copied(p) for name, p in named_parameters(model)}
 
 
 def buffers_of(model: nn.Module) -> Named:
     """Copies of the buffers."""
-    return {clean(name): copied(full_tensor(b)) for name, b in model.named_buffers()}
+    return {clean(name): copied(b) for name, b in model.named_buffers()}
 
 
 def gradients_of(model: nn.Module) -> Named:
     """Copies of the gradients that there are."""
-    return {name: copied(full_tensor(p.grad)) for name, p in named_parameters(model) if p.grad is not None}
+    return {name: copied(p.grad) for name, p in named_parameters(model) if p.grad is not None}
 
 
 def local_norms(model: nn.Module) -> dict[str, float]:
@@ -65,21 +72,21 @@ def tied_in(model: nn.Module) -> list[tuple[str, ...]]:
     return sorted(tuple(sorted(group)) for group in names.values() if len(group) > 1)
 
 
-def optimizer_state_of(optimizer: Optimizer, model: nn.Module) -> dict[str, Named]:
-    """The optimizer's tensors by parameter; a parameter that the model does not have is named `unknown_param_N`."""
+def optimizer_state_of(optimizer: Optimizer, model: nn.Module) -> Named:
+    """The optimizer's tensors as `PARAMETER KEY`; a parameter that the model does not have is `unknown_param_N`."""
     names = {id(p): name for name, p in named_parameters(model)}
-    found: dict[str, Named] = {}
-    for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        state = optimizer.state.get(p, {})
-        tensors = {key: copied(full_tensor(value)) for key, value in state.items() if isinstance(value, Tensor)}
-        if tensors:
-            found[names.get(id(p), f"unknown_param_{number}")] = tensors
-    return found
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        f"{names.get(id(p), f'unknown_param_{number}')} {key}": copied(value)
+        for number, p in enumerate(held)
+        for key, value in optimizer.state.get(p, {}).items()
+        if isinstance(value, Tensor)
+    }
 
 
-def learning_rates_of(optimizer: Optimizer) -> list[float]:
+def learning_rates_of(optimizer: Optimizer) -> dict[str, float]:
     """The learning rate of each group."""
-    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    return {f"group {n}": float(group["lr"]) for n, group in enumerate(optimizer.param_groups) if "lr" in group}
 
 
 def scheduler_numbers(scheduler: Any) -> dict[str, float]:

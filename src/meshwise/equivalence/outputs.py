@@ -11,24 +11,24 @@ from meshwise.equivalence.tolerance import FLOOR, LIMIT, ratio
 from meshwise.equivalence.trace import Output
 
 
-def output_difference(one: Output, plan: Output) -> tuple[float, float] | None:
-    """Relative and absolute size of the difference of two calls; None where they cannot be compared.
+def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, float] | None:
+    """Relative and absolute size of the difference of a call on one device and on ranks; None where they cannot be
+    compared.
 
     Ranks may have had other samples, or more of them, than one device: nothing is taken for granted.
     """
-    if len(one.shapes) != 1 or not plan.shapes:
-        return None
     for layout, dim in (("0", 0), ("1", 1)):
-        parts = plan.sketches.get(layout, ())
-        if layout in one.sketches and len(parts) == len(plan.shapes) and _fits(one, plan, dim):
-            mine = one.sketches[layout][0]
+        parts = [rank.sketches[layout] for rank in ranks if layout in rank.sketches]
+        if layout in one.sketches and len(parts) == len(ranks) and _fits(one, ranks, dim):
+            mine = one.sketches[layout]
             if sum(map(len, parts)) == len(mine):
                 return _rows_difference(mine, torch.cat(parts))
     sizes = []
-    if "each" in one.sketches and _fits(one, plan, 0, padded=True):
-        sizes = _positions_difference(one.sketches["each"][0], plan.sketches.get("each", ()))
-    if not _all_equal(sizes) and all(shape == one.shapes[0] for shape in plan.shapes):  # the same on every rank
-        sizes = [_rows_difference(one.sketches["whole"][0], part) for part in plan.sketches["whole"]]
+    if "each" in one.sketches and _fits(one, ranks, 0, padded=True):
+        each = [rank.sketches["each"] for rank in ranks if "each" in rank.sketches]
+        sizes = _positions_difference(one.sketches["each"], each)
+    if not _all_equal(sizes) and all(rank.shape == one.shape for rank in ranks):  # the same on every rank
+        sizes = [_rows_difference(one.sketches["whole"], rank.sketches["whole"]) for rank in ranks]
     return max(sizes) if _all_equal(sizes) else None  # of what differs it is not known whether it is of the samples
 
 
@@ -36,22 +36,20 @@ def _all_equal(sizes: Sequence[tuple[float, float]]) -> bool:
     return bool(sizes) and all(relative <= LIMIT for relative, _ in sizes)
 
 
-def _fits(one: Output, plan: Output, dim: int, padded: bool = False) -> bool:
+def _fits(one: Output, ranks: Sequence[Output], dim: int, padded: bool = False) -> bool:
     """Whether what each rank has is a part of what one device has, in dim `dim`.
 
     padded: a rank's samples may have fewer positions in dim 1.
     """
-    (whole,), (total,) = one.shapes, one.rows
     return all(
-        len(whole) == len(shape)
-        and len(whole) > max(dim, int(padded))
-        and whole[dim] * rows == shape[dim] * total
+        len(one.shape) == len(rank.shape) > max(dim, int(padded))
+        and one.shape[dim] * rank.rows == rank.shape[dim] * one.rows
         and all(
             a == b or (padded and d == 1 and b < a)
-            for d, (a, b) in enumerate(zip(whole, shape, strict=False))
+            for d, (a, b) in enumerate(zip(one.shape, rank.shape, strict=True))
             if d != dim
         )
-        for shape, rows in zip(plan.shapes, plan.rows, strict=True)
+        for rank in ranks
     )
 
 

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
-from meshwise.equivalence.diagnose_evaluation import UNSUMMED
 from meshwise.equivalence.trace import Trace
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
-from meshwise.training.keyed import Draw
-
-Draws = Sequence[Sequence[Sequence[Draw]]]
-"""What one device drew: step -> microbatch -> draws."""
 
 
 @dataclass
 class ProgramTrace:
     """What a program did.
 
-    plan: that of its models; None when it distributed none. trace: None when there was no batch. draws: the random
-    draws of every step. backwards: how many there were. unsummed: loops over a loader without a backward and without
-    `mw.sum`, counted from 1.
+    plan: that of its models; None when it distributed none. trace: None when there was no batch. backwards: how many
+    there were.
     """
 
     plan: Plan | None = None
     trace: Trace | None = None
-    draws: list[list[list[Draw]]] = field(default_factory=list)
     backwards: int = 0
-    unsummed: list[int] = field(default_factory=list)
 
 
 def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
@@ -61,10 +51,3 @@ def check_same_steps(one: Trace, many: Trace, script: str) -> None:
             f"{script}: made {len(one.steps)} optimizer steps on one device and {len(many.steps)} under the plan, so "
             "they cannot be compared. Let the number of steps not depend on the number of devices (mw.world_size())."
         )
-
-
-def with_unsummed(one: Trace, many: Trace, unsummed: Sequence[int]) -> tuple[Trace, Trace]:
-    """Both sides, with what a loop without `mw.sum` would give: of one rank only under the plan."""
-    names = [f"loop {loop} over a loader, {UNSUMMED}" for loop in unsummed]
-    mine, theirs = ({**trace.evaluation, **dict.fromkeys(names, x)} for trace, x in ((one, 1.0), (many, math.nan)))
-    return replace(one, evaluation=mine), replace(many, evaluation=theirs)

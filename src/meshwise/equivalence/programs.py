@@ -15,25 +15,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from meshwise.equivalence.collect import slices_of_ranks
+from meshwise.equivalence.across_ranks import slices_of_ranks
 from meshwise.equivalence.engine_watcher import EngineWatcher
-from meshwise.equivalence.one_device import opened
-from meshwise.equivalence.program_trace import Draws, ProgramTrace
+from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds
-from meshwise.equivalence.trace import CheckSpec, batch_ranges, order_of, test_samples
-from meshwise.equivalence.upcast import upcast
+from meshwise.equivalence.trace import CheckSpec, Draws, global_batches, test_samples
+from meshwise.equivalence.upcast import called_in_float64, upcast
 from meshwise.training.engine import Engine
 from meshwise.training.evaluate import evaluate
 from meshwise.training.job import Job
-from meshwise.training.loop import begun, make_engine, train_step
+from meshwise.training.loop import begun, make_engine, open_data, read_parts, train_step
 from meshwise.training.order import epoch_slices, sequential_slices
 from meshwise.training.session import default_engine
-from meshwise.transfer.prefetch import prefetch
 from meshwise.workers.join import join
 
 
 def watch_script(
-    script: Callable[[], None], spec: CheckSpec, draws: Draws | None, seed: int, folder: Path
+    script: Callable[[], object], spec: CheckSpec, draws: Draws | None, seed: int, folder: Path
 ) -> ProgramTrace | None:
     """Run `script`, as `python script.py` would, in this process for the steps of `spec`. Collective; rank 0 gets what
     all ranks did.
@@ -48,7 +46,8 @@ def watch_script(
     np.random.seed(seed % 2**32)
     engine.watch(watcher)
     try:
-        with upcast(spec.in_float64), contextlib.suppress(ScriptEnds):
+        inside = spec.in_float64
+        with upcast(inside), called_in_float64(inside), contextlib.suppress(ScriptEnds):
             _run(script)
     finally:
         watcher.stop()
@@ -57,7 +56,7 @@ def watch_script(
     return found if engine.world.rank == 0 else None
 
 
-def _run(script: Callable[[], None]) -> None:
+def _run(script: Callable[[], object]) -> None:
     try:
         script()
     except SystemExit as end:
@@ -71,7 +70,7 @@ def watch_job(job: Job, spec: CheckSpec, draws: Draws) -> ProgramTrace | None:
     watcher = EngineWatcher(engine, spec, job.seed, draws, job=job)
     try:
         watcher.found.plan = spec.plan
-        with contextlib.suppress(ScriptEnds):
+        with called_in_float64(spec.in_float64), contextlib.suppress(ScriptEnds):
             _train(job, spec, engine, watcher)
         found = watcher.end()
     finally:
@@ -86,14 +85,11 @@ def _train(job: Job, spec: CheckSpec, engine: Engine, watcher: EngineWatcher) ->
     engine.watch(watcher)
     if state.scheduler is not None:
         engine.schedulers.add(state.scheduler)
-    count, read = opened(job, job.data(), "training set")
+    data = open_data(job, job.data(), "training set")
     state.model.train()
-    for batch in batch_ranges(count, job.batch_size, spec):
-        order = order_of(job.seed, batch, count)[: batch.stop]
-        size, accumulate = batch.stop - batch.start, spec.plan.accumulate
-        slices = next(iter(epoch_slices(order, size, engine.world, accumulate, batch.start)))
-        parts = prefetch(zip(read((s.indices for s in slices), batch.epoch), slices, strict=True), engine.world.device)
-        train_step(engine, job, state, list(parts))
+    for epoch, batch in global_batches(job.seed, data.samples, job.batch_size, spec):
+        (slices,) = epoch_slices(batch, len(batch), engine.world, spec.plan.accumulate)
+        train_step(engine, job, state, list(read_parts(data, slices, epoch, engine.world.device)))
         watcher.complete_step()
     if watcher.found.trace is not None:
         watcher.found.trace.notes = notes
@@ -104,10 +100,10 @@ def _evaluate(job: Job, model: nn.Module, engine: Engine, watcher: EngineWatcher
     trace, tracer = watcher.found.trace, watcher.tracer
     if job.test is None or trace is None or tracer is None:
         return
-    count, read = opened(job, job.test(), "test set")
-    slices = sequential_slices(test_samples(count, job.batch_size), job.batch_size, engine.world)
+    data = open_data(job, job.test(), "test set")
+    slices = list(sequential_slices(test_samples(data.samples, job.batch_size), job.batch_size, engine.world))
     counted, rows = slices_of_ranks(slices, engine.world)
-    batches = prefetch(zip(read((part.indices for part in slices), 0), slices, strict=True), engine.world.device)
+    batches = read_parts(data, slices, 0, engine.world.device)
     metrics = None if job.metrics is None else tracer.keyed(job.metrics, rows)
     keyed = replace(job, loss=tracer.keyed(job.loss, rows), metrics=metrics)
     trace.evaluation = evaluate(engine, keyed, model, batches)

@@ -77,8 +77,7 @@ def prove(
 def _rounding(reference: Trace, rounded: Sequence[Trace]) -> Iterator[Rounding]:
     if not rounded or any(len(trace.steps) != len(reference.steps) for trace in rounded):
         return  # what a script computes may decide how many steps it makes
-    one, plan = ({c.kind: c.largest for c in compare(reference, trace).kinds} for trace in rounded)
+    one, plan = ({c.kind: c.largest.relative for c in compare(reference, trace).kinds} for trace in rounded)
     for kind in ROUNDED:
-        mine, other = one.get(kind), plan.get(kind)
-        if mine is not None and other is not None:
-            yield Rounding(kind, mine.relative, other.relative)
+        if kind in one and kind in plan:
+            yield Rounding(kind, one[kind], plan[kind])

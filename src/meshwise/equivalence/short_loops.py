@@ -21,18 +21,14 @@ class ShortLoops:
         self._steps, self._ragged = steps, ragged
         self.made = 0
         """Optimizer steps so far."""
-        self.unsummed: list[int] = []
-        """Loops without a backward and without `mw.sum`, counted from 1."""
-        self._loops = self._batches = 0
-        self._trained, self._summed = False, True
+        self._batches = 0
+        self._trained = False
         self._since_step = self._a_step = 0  # batches since the last step; batches that made the last step
         self._after = 0  # backwards since the last step that is compared
 
     def loop_begins(self) -> None:
-        """Before the next loop, or at the end: a sum may come after the loop."""
-        if self._batches and not self._trained and not self._summed:
-            self.unsummed.append(self._loops)
-        self._loops, self._batches, self._trained, self._summed = self._loops + 1, 0, False, False
+        """A loop begins."""
+        self._batches, self._trained = 0, False
 
     def batch_given(self) -> None:
         """A loop has its batch."""
@@ -60,7 +56,3 @@ class ShortLoops:
         """An optimizer has made its step."""
         self.made += 1
         self._a_step, self._since_step = self._since_step, 0
-
-    def summed(self) -> None:
-        """The loop, or what comes after it, has called `mw.sum`."""
-        self._summed = True

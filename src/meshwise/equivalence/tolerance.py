@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,6 +17,11 @@ def ratio(difference: Tensor, scale: Tensor) -> float:
     if not difference.numel() or not bool((difference != 0).any()):
         return 0.0
     return finite(float((difference / scale).max()))
+
+
+def largest(tensors: Iterable[Tensor]) -> float:
+    """The largest absolute value of those that are floating; 0 where there is none."""
+    return max((float(t.abs().max()) for t in tensors if t.numel() and t.is_floating_point()), default=0.0)
 
 
 def finite(value: float) -> float:

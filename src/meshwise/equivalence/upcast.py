@@ -4,7 +4,8 @@ A model in float64 that says `.float()` in its attention rounds to 1e-7 all the 
 be seen. With the casts changed two sides that compute the same agree to 1e-13, so that 1e-9 is a fault.
 
 Casts are changed where operators are: a forward, what of it runs again in the backward, and selective recomputation,
-which counts operators, see the same ones. Not covered: tensors made from float32 arrays of numpy.
+which counts operators, see the same ones. What was made before, or by no operator (a teacher that is made at import, a
+file, an array of numpy) is in float32: operators read it as float64, and modules that are called become float64.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from meshwise.compat.dispatch import intercept_operators, operator_name
+from meshwise.compat.dispatch import gives_view, intercept_operators, operator_name, written_arguments
+from meshwise.compat.tree import map_tensors, tensors_in
+from meshwise.equivalence.grouped import grouped_product
 
 LOWER = (torch.float32, torch.float16, torch.bfloat16)
 FACTORIES = {"rand", "randn", "rand_like", "randn_like"}
+OF_A_SCALER = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"}
 
 
 @contextlib.contextmanager
@@ -37,14 +44,71 @@ def upcast(active: bool = True) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextlib.contextmanager
+def called_in_float64(active: bool = True) -> Iterator[None]:
+    """In the with-body: a module that is called has its own parameters and buffers in float64; afterwards in what they
+    were."""
+    before: dict[Tensor, torch.dtype] = {}
+
+    def widen(module: nn.Module, inputs: Any) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.dtype in LOWER and not isinstance(tensor, DTensor):
+                before[tensor] = tensor.dtype
+                tensor.data = tensor.data.to(torch.float64)
+
+    hook = register_module_forward_pre_hook(widen) if active else None
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+        for tensor, dtype in before.items():
+            tensor.data = tensor.data.to(dtype)
+
+
 def _in_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.Tag.nondeterministic_seeded in operator.tags:
         return _random(operator, args, kwargs)
+    name = operator_name(operator)
+    if name in OF_A_SCALER:
+        return _narrow(operator, args)
     if kwargs.get("dtype") in LOWER:
         kwargs = {**kwargs, "dtype": torch.float64}
+    args, kwargs = _read_as_float64(operator, args, kwargs)
+    if name == "_grouped_mm":
+        return grouped_product(*args, **kwargs)
     result = operator(*args, **kwargs)
-    if operator_name(operator) == "lift_fresh" and result.dtype in LOWER:  # torch.tensor(..., dtype=torch.float32)
+    if name == "lift_fresh" and result.dtype in LOWER:  # torch.tensor(..., dtype=torch.float32)
         return result.to(torch.float64)
+    return result
+
+
+def _read_as_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The arguments, of which those in float32 and below are widened that are only read, by an operator of torch's that
+    gives a tensor of its own. What is written in float32 is written from float32."""
+    given = [*args, *kwargs.values()]
+    tensors = [t for each in given for t in (each if isinstance(each, list) else [each]) if isinstance(t, Tensor)]
+    if operator.namespace != "aten" or all(tensor.dtype not in LOWER for tensor in tensors):
+        return args, kwargs
+    if gives_view(operator):
+        return args, kwargs
+    written = {id(tensor): tensor.dtype for tensor in tensors_in(written_arguments(operator, args, kwargs))}
+    wanted = next((dtype for dtype in LOWER if dtype in written.values()), torch.float64)
+
+    def read(tensor: Tensor) -> Tensor:
+        kept = id(tensor) in written or not tensor.is_floating_point()
+        return tensor if kept else tensor.to(wanted)
+
+    return map_tensors(read, args), map_tensors(read, kwargs)
+
+
+def _narrow(operator: Any, args: tuple[Any, ...]) -> Any:
+    """The operators of a GradScaler take its scale, a power of two, in float32 alone."""
+    narrow = [a.float() if isinstance(a, Tensor) and a.dtype == torch.float64 else a for a in args]
+    result = operator(*narrow)
+    for wide, its in zip(args, narrow, strict=True):
+        if its is not wide:
+            wide.copy_(its)
     return result
 
 

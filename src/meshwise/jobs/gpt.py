@@ -9,9 +9,8 @@ Shapes: B documents, T tokens, D width, H heads, K key-value heads, E width of a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -19,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from meshwise.jobs.text import IGNORED, Documents, make_documents, read_files
+from meshwise.jobs.text import IGNORED, START, Documents, make_documents, read_files
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.training.job import Job
 
-BYTES = 257  # every byte, and the token before a document
+BYTES = START + 1  # every byte, and the token before a document
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Attention(nn.Module):
 
     def __init__(self, size: GptSize) -> None:
         super().__init__()
-        self.heads, self.key_value_heads, self.head_width = size.heads, size.key_value_heads, size.width // size.heads
+        self.head_width = size.width // size.heads
         self.query = nn.Linear(size.width, size.heads * self.head_width, bias=False)
         self.key = nn.Linear(size.width, size.key_value_heads * self.head_width, bias=False)
         self.value = nn.Linear(size.width, size.key_value_heads * self.head_width, bias=False)
@@ -64,18 +63,13 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         """Mix each token with those before it."""
-        q_BHTE = rotate(self._split(self.query(x_BTD), self.heads), turns)
-        k_BKTE = rotate(self._split(self.key(x_BTD), self.key_value_heads), turns)
-        v_BKTE = self._split(self.value(x_BTD), self.key_value_heads)
-        shared = self.heads // self.key_value_heads
-        k_BHTE, v_BHTE = (t.repeat_interleave(shared, dim=1) for t in (k_BKTE, v_BKTE))
-        mixed_BHTE: Tensor = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True)
+        layers = self.query, self.key, self.value
+        q_BHTE, k_BKTE, v_BKTE = (layer(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in layers)
+        shared = q_BHTE.shape[1] // k_BKTE.shape[1]
+        k_BHTE, v_BHTE = (t.repeat_interleave(shared, dim=1) for t in (rotate(k_BKTE, turns), v_BKTE))
+        mixed_BHTE: Tensor = F.scaled_dot_product_attention(rotate(q_BHTE, turns), k_BHTE, v_BHTE, is_causal=True)
         out: Tensor = self.out(mixed_BHTE.transpose(1, 2).flatten(2))
         return out
-
-    def _split(self, x: Tensor, heads: int) -> Tensor:
-        split: Tensor = x.unflatten(-1, (heads, self.head_width)).transpose(1, 2)
-        return split
 
 
 class FeedForward(nn.Module):
@@ -148,14 +142,6 @@ def rotate(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def count_parameters(size: GptSize) -> int:
-    """Parameters of a model, without building it."""
-    head_width = size.width // size.heads
-    attention = 2 * size.width * head_width * (size.heads + size.key_value_heads)
-    layer = attention + 3 * size.width * size.hidden + 2 * size.width
-    return size.layers * layer + 2 * size.vocabulary * size.width + size.width
-
-
 def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Mean cross entropy over the tokens of a batch in nats, and how many there are; padding does not count."""
     inputs, targets = batch
@@ -179,14 +165,11 @@ def gpt(size: str = "tiny", *, seed: int = 0, data: Path | None = None) -> Job:
     def scheduler(optimizer: optim.Optimizer) -> LRScheduler:
         return LambdaLR(optimizer, lambda step: warm_up_and_decay(step, steps))
 
-    def optimizer(params: Iterable[nn.Parameter]) -> optim.Optimizer:
-        return optim.AdamW(params, lr=3e-3 if chosen.width <= 384 else 3e-4, betas=(0.9, 0.95), weight_decay=0.1)
-
     return Job(
         name=f"gpt:{size}",
         model=lambda: Gpt(chosen),
         loss=token_loss,
-        optimizer=optimizer,
+        optimizer=partial(optim.AdamW, lr=3e-3 if chosen.width <= 384 else 3e-4, betas=(0.9, 0.95), weight_decay=0.1),
         data=lambda: documents(chosen.context, data)[0],
         test=lambda: documents(chosen.context, data)[1],
         metrics=lambda model, batch: {"loss": token_loss(model, batch)},
@@ -202,10 +185,7 @@ def gpt(size: str = "tiny", *, seed: int = 0, data: Path | None = None) -> Job:
 def documents(context: int, data: Path | None) -> tuple[Documents, Documents]:
     """Training and held-out documents of at most `context` bytes."""
     train, held_out = read_files(data)
-    return (
-        make_documents(train, context, TRAINED, first=BYTES - 1),
-        make_documents(held_out, context, HELD_OUT, first=BYTES - 1),
-    )
+    return make_documents(train, context, TRAINED), make_documents(held_out, context, HELD_OUT)
 
 
 def warm_up_and_decay(step: int, steps: int, warm_up: int = 50) -> float:

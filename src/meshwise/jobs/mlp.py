@@ -7,7 +7,7 @@ Tested with the other built-in jobs in tests/jobs/test_registry.py and tests/tra
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import nn, optim
@@ -23,14 +23,11 @@ CENTRE_SCALE = 0.2  # against noise of 1: with SGD at 1e-3, 10 epochs go from 10
 def mlp(*, seed: int = 0) -> Job:
     """Tutorial 2: three linear layers, SGD at 1e-3, 10 epochs. The test set is drawn apart from the training set."""
 
-    def optimizer(params: Iterable[nn.Parameter]) -> optim.Optimizer:
-        return optim.SGD(params, lr=1e-3)
-
     return Job(
         name="mlp",
         model=build_model,
         loss=cross_entropy,
-        optimizer=optimizer,
+        optimizer=partial(optim.SGD, lr=1e-3),
         data=lambda: draw_samples(seed)[0],
         test=lambda: draw_samples(seed)[1],
         metrics=accuracy,

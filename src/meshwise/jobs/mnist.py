@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
@@ -47,11 +48,8 @@ def mnist_mlp(*, data: Path | None = None, seed: int = 0) -> Job:
     def model(classes: int) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 128), nn.ReLU(), nn.Linear(128, classes))
 
-    def optimizer(params: Iterable[nn.Parameter]) -> optim.Optimizer:
-        return optim.Adam(params, lr=1e-3)
-
-    job = _digits_job("mnist-mlp", model, optimizer, data or MNIST)
-    return replace(job, batch_size=64, epochs=5, seed=seed)
+    adam = partial(optim.Adam, lr=1e-3)
+    return _digits_job(data or MNIST, model, name="mnist-mlp", optimizer=adam, batch_size=64, epochs=5, seed=seed)
 
 
 def mnist_cnn(*, data: Path | None = None, seed: int = 0) -> Job:
@@ -59,30 +57,20 @@ def mnist_cnn(*, data: Path | None = None, seed: int = 0) -> Job:
 
     data: a folder of IDX files instead of the MNIST that ships with meshwise. Raises DataError when it cannot be read.
     """
-
-    def optimizer(params: Iterable[nn.Parameter]) -> optim.Optimizer:
-        return optim.SGD(params, lr=0.05, momentum=0.9)
-
-    job = _digits_job("mnist-cnn", ConvNet, optimizer, data or MNIST)
-    return replace(job, batch_size=256, epochs=3, seed=seed)
+    sgd = partial(optim.SGD, lr=0.05, momentum=0.9)
+    return _digits_job(data or MNIST, ConvNet, name="mnist-cnn", optimizer=sgd, batch_size=256, epochs=3, seed=seed)
 
 
-def _digits_job(
-    name: str,
-    model: Callable[[int], nn.Module],
-    optimizer: Callable[[Iterable[nn.Parameter]], optim.Optimizer],
-    where: Path,
-) -> Job:
-    """Classify the images of the set in a folder; `model` makes the network for so many classes."""
+def _digits_job(where: Path, model: Callable[[int], nn.Module], **settings: Any) -> Job:
+    """Classify the images of the set in a folder; `model` makes the network for so many classes. settings: of `Job`."""
     classes = count_classes(where)
     return Job(
-        name=name,
         model=lambda: model(classes),
         loss=cross_entropy,
-        optimizer=optimizer,
         data=lambda: read_digits(where, "train"),
         test=lambda: read_digits(where, "test"),
         metrics=accuracy,
+        **settings,
     )
 
 

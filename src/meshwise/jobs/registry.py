@@ -14,8 +14,10 @@ from typing import Any
 from meshwise.jobs.gpt import gpt
 from meshwise.jobs.mlp import mlp
 from meshwise.jobs.mnist import mnist_cnn, mnist_mlp
-from meshwise.spec.errors import UsageError, nearest
+from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
+from meshwise.spec.words import error_text
 from meshwise.training.job import Job
+from meshwise.workers.failure import user_traceback
 
 BUILT_IN: dict[str, Callable[..., Job]] = {"gpt": gpt, "mlp": mlp, "mnist-cnn": mnist_cnn, "mnist-mlp": mnist_mlp}
 
@@ -24,17 +26,18 @@ def find_job(word: str, *, data: Path | None = None, seed: int | None = None) ->
     """The job named `word`. `data` and `seed` go to factories that take them. Raises UsageError when there is none."""
     name, _, size = word.partition(":")
     if name.endswith(".py"):
-        return _call(word, _from_file(Path(name), size), {}, data, seed)
+        bound, found = _from_file(Path(name), size)
+        return _call(word, found, data=data, seed=seed).named(bound)
     factory = BUILT_IN.get(name)
     if factory is None:
         hint = nearest(name, BUILT_IN)
         raise UsageError(f"no job is named '{word}'.{hint} Use {', '.join(BUILT_IN)}, or file.py:name for your own.")
     if size and "size" not in inspect.signature(factory).parameters:
         raise UsageError(f"job '{name}' has no sizes. Use {name}.")
-    return _call(word, factory, {"size": size} if size else {}, data, seed)
+    return _call(word, factory, size=size or None, data=data, seed=seed)
 
 
-def _call(word: str, found: Any, arguments: dict[str, Any], data: Path | None, seed: int | None) -> Job:
+def _call(word: str, found: Any, *, data: Path | None, **given: Any) -> Job:
     if isinstance(found, Job):
         if data is not None:
             raise UsageError(
@@ -44,40 +47,42 @@ def _call(word: str, found: Any, arguments: dict[str, Any], data: Path | None, s
         return found
     if not callable(found):
         raise UsageError(f"{word} is a {type(found).__name__}. Make it a meshwise.Job, or a function that returns one.")
-    accepted = inspect.signature(found).parameters
-    if data is not None:
-        if "data" not in accepted:
-            raise UsageError(f"--data {data}: job {word} takes no data folder. Give its function a parameter `data`.")
-        arguments["data"] = data
-    if seed is not None and "seed" in accepted:
-        arguments["seed"] = seed
+    signature = inspect.signature(found)
+    if data is not None and "data" not in signature.parameters:
+        raise UsageError(f"--data {data}: job {word} takes no data folder. Give its function a parameter `data`.")
+    given["data"] = data
+    arguments = {name: value for name, value in given.items() if value is not None and name in signature.parameters}
     try:
-        inspect.signature(found).bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
         raise UsageError(
             f"{word}: {error}. Use a Job, or a function that makes one and needs no other arguments."
         ) from None
-    job = found(**arguments)
+    try:
+        job = found(**arguments)
+    except MeshwiseError:
+        raise
+    except Exception as error:
+        frames = user_traceback(error).rstrip()
+        raise WorkerFailed(f"{frames}\n{word} failed: {type(error).__name__}: {error}") from None
     if not isinstance(job, Job):
         raise UsageError(f"{word} returned a {type(job).__name__}. Return a meshwise.Job.")
     return job
 
 
-def _from_file(path: Path, name: str) -> Any:
+def _from_file(path: Path, name: str) -> tuple[str, Any]:
+    """What a file calls `name`, or its only job, with the variable that it is bound to."""
     module = import_file(path)
     jobs = [key for key, value in vars(module).items() if isinstance(value, Job)]
     if not name:
         if len(jobs) == 1:
-            return getattr(module, jobs[0])
+            return jobs[0], getattr(module, jobs[0])
         raise UsageError(f"{path}: it is not said which job to run. Use {path}:{jobs[0] if jobs else 'job'}.")
     if not hasattr(module, name):
-        public = [
-            key
-            for key, value in vars(module).items()
-            if not key.startswith("_") and (callable(value) or isinstance(value, Job))
-        ]
-        raise UsageError(f"{path} has no '{name}'.{nearest(name, public)} Define a meshwise.Job with that name.")
-    return getattr(module, name)
+        public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        known = [key for key, value in public.items() if callable(value) or isinstance(value, Job)]
+        raise UsageError(f"{path} has no '{name}'.{nearest(name, known)} Define a meshwise.Job with that name.")
+    return name, getattr(module, name)
 
 
 def import_file(path: Path) -> ModuleType:
@@ -95,18 +100,16 @@ def import_file(path: Path) -> ModuleType:
     if loaded is not None and getattr(loaded, "__file__", None) == str(path.resolve()):
         return loaded
     spec = importlib.util.spec_from_file_location(name, path.resolve())
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{path}: not a Python file.")
+    assert spec is not None and spec.loader is not None  # it ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except UsageError:
-        sys.modules.pop(name, None)
-        raise
     except Exception as error:
         sys.modules.pop(name, None)
-        raise UsageError(f"{path}: does not import. {_where(error, path)}{type(error).__name__}: {error}") from None
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path}: does not import. {_where(error, path)}{error_text(error)}") from None
     return module
 
 

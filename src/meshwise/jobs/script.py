@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from meshwise.parallel.shard import note_what_was_not_gathered
+from meshwise import parallel, training
+from meshwise.spec.errors import UsageError
+from meshwise.training.job import Job
+
+VERBS = {"meshwise.api.run", "meshwise.api.check"}
+"""What else may have trained a job of the script: imported when it is first used."""
 
 
-def run_script_file(script: Path, arguments: Sequence[str]) -> None:
-    """Run `script` as `__main__` with these arguments, its folder first on the module path."""
+def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run `script` as `__main__` with these arguments, its folder first on the module path. Returns its variables."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        return runpy.run_path(str(script), run_name="__main__")
     except (RuntimeError, AssertionError) as error:
-        note_what_was_not_gathered(error)
+        parallel.shard.note_what_was_not_gathered(error)
         raise
+
+
+def refuse_untrained_job(script: Path, variables: Mapping[str, Any]) -> None:
+    """Raises UsageError when a script has defined a Job, or a function that makes one, and has trained nothing."""
+    jobs = [name for name, value in variables.items() if isinstance(value, Job) or _makes_job(value)]
+    if jobs and not (VERBS & sys.modules.keys() or training.session.has_begun()):
+        raise UsageError(
+            f"{script.name} defines the job '{jobs[0]}' and trains nothing. Use {script.name}:{jobs[0]} to train it."
+        )
+
+
+def _makes_job(value: Any) -> bool:
+    returned = getattr(value, "__annotations__", {}).get("return") if inspect.isfunction(value) else None
+    return returned is Job or (isinstance(returned, str) and returned.rpartition(".")[2] == "Job")

@@ -21,6 +21,7 @@ HELD_OUT = 16  # one file in 16
 SHORTEST = 24  # bytes; what is shorter is no document
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}  # not the library, or not everywhere
 IGNORED = -100  # the target that cross entropy leaves out
+START = 256  # the token that stands before every document; the others are its bytes
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,6 @@ class Documents:
     data: Tensor
     starts: Tensor
     lengths: Tensor
-    first: int
-    """The token that stands before every document."""
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -43,8 +42,8 @@ class Documents:
         inside = place < lengths
         text = self.data[(self.starts[indices].unsqueeze(1) + place).clamp(max=len(self.data) - 1)].long()
         targets = torch.where(inside, text, IGNORED)
-        before = torch.full((len(indices), 1), self.first)
-        inputs = torch.cat([before, torch.where(inside, text, self.first)[:, :-1]], dim=1)
+        before = torch.full((len(indices), 1), START)
+        inputs = torch.cat([before, torch.where(inside, text, START)[:, :-1]], dim=1)
         return inputs, targets
 
 
@@ -72,16 +71,16 @@ def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
     return train, held_out
 
 
-def make_documents(files: Sequence[bytes], longest: int, most: int, first: int, seed: int = 0) -> Documents:
-    """At most `most` documents of at most `longest` bytes, drawn from all `files` by `seed`."""
+def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents:
+    """At most `most` documents of at most `longest` bytes, drawn from all `files`, the same each time."""
     pieces = [piece for file in files for piece in cut(file, longest)]
-    order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed))[:most].tolist()
+    order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0))[:most].tolist()
     chosen = [pieces[i] for i in order]
     if not chosen:
         raise DataError(f"the text has no document of at least {SHORTEST} bytes. Give longer files.")
     lengths = torch.tensor([len(piece) for piece in chosen])
     data = torch.frombuffer(bytearray(b"".join(chosen)), dtype=torch.uint8)
-    return Documents(data, lengths.cumsum(0) - lengths, lengths, first)
+    return Documents(data, lengths.cumsum(0) - lengths, lengths)
 
 
 def cut(text: bytes, longest: int) -> Iterator[bytes]:

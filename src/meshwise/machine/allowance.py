@@ -19,12 +19,15 @@ NO_LIMIT = 2**60  # version 1 writes "none" as the largest number of pages that 
 
 def allowed_cores() -> tuple[int, ...]:
     """The cores that this process may run on. A container limited to 2 of 64 cores gets 2."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = tuple(sorted(os.sched_getaffinity(0)))
-    else:
-        cores = tuple(range(os.cpu_count() or 1))
-    quota = cpu_quota()
+    cores, quota = bound_cores(), cpu_quota()
     return cores if quota is None else cores[: max(1, math.ceil(quota))]
+
+
+def bound_cores() -> tuple[int, ...]:
+    """The cores that this process is bound to, whatever its time on them."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
 
 
 def split_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
@@ -56,13 +59,13 @@ def core_list(text: str) -> set[int]:
 def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
     """Cores' worth of time that this process may use, or None without a limit."""
     if (root / "cpu.max").exists() or (root / "cgroup.controllers").exists():
-        quotas = [_quota(*pair) for group in _groups("", root, own) if len(pair := _words(group / "cpu.max")) == 2]
+        pairs = [read_text(group / "cpu.max").split() for group in _groups("", root, own)]
     else:
-        quotas = [
-            _quota(_text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us"))
-            for group in _groups("cpu", root, own)
-        ]
-    return min((quota for quota in quotas if quota is not None), default=None)
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        pairs = [[read_text(group / file) for file in files] for group in _groups("cpu", root, own)]
+    # `max` and -1 mean no limit; what cannot be read is none.
+    limits = [tuple(map(int, pair)) for pair in pairs if len(pair) == 2 and all(word.isdecimal() for word in pair)]
+    return min((quota / period for quota, period in limits if quota and period), default=None)
 
 
 def memory_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
@@ -83,20 +86,12 @@ def _memory(root: Path, own: Path) -> Iterator[tuple[int, int]]:
     )
     for controller, limit_file, used_file, prefix in versions:
         for group in _groups(controller, root, own):
-            limit, used = _text(group / limit_file), _text(group / used_file)
+            limit, used = read_text(group / limit_file), read_text(group / used_file)
             if limit.isdecimal() and int(limit) < NO_LIMIT:
-                facts = dict(
-                    pair for line in _text(group / "memory.stat").splitlines() if len(pair := line.split()) == 2
-                )
+                lines = map(str.split, read_text(group / "memory.stat").splitlines())
+                facts = dict(line for line in lines if len(line) == 2)
                 cached = facts.get(f"{prefix}inactive_file", "0")
                 yield int(limit), max(int(used) - int(cached), 0) if used.isdecimal() else 0
-
-
-def _quota(quota: str, period: str) -> float | None:
-    """None for `max` and -1, which mean no limit, and for what cannot be read."""
-    if not (quota.isdecimal() and period.isdecimal()) or int(period) == 0 or int(quota) == 0:
-        return None
-    return int(quota) / int(period)
 
 
 def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
@@ -104,28 +99,18 @@ def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
 
     Inside a container the path may be the host's, which is not there: then the root is the container's own group.
     """
-    base = root / controller if controller else root
-    group = next((path for names, path in _memberships(own) if controller in names), "").strip("/")
+    base = root / controller
+    lines = [line.split(":", 2) for line in read_text(own).splitlines()]  # `4:cpu,cpuacct:/box`, or `0::/box`
+    group = next((line[2] for line in lines if len(line) == 3 and controller in line[1].split(",")), "").strip("/")
     while group:
         yield base / group
         group = group.rpartition("/")[0]
     yield base
 
 
-def _memberships(own: Path) -> Iterator[tuple[list[str], str]]:
-    """`4:cpu,cpuacct:/box` as (["cpu", "cpuacct"], "/box"); the line of version 2, `0::/box`, as ([""], "/box")."""
-    for line in _text(own).splitlines():
-        parts = line.split(":", 2)
-        if len(parts) == 3:
-            yield parts[1].split(","), parts[2]
-
-
-def _words(path: Path) -> list[str]:
-    return _text(path).split()
-
-
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file without its end of line; empty where it cannot be read."""
     try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
         return ""

@@ -60,9 +60,10 @@ def bench_of(
     stopped: Stop | None = None,
 ) -> Bench:
     """The machine with what was measured of it, judged. measured: date and versions, for the machine file."""
-    rates = {}
-    for one in map(_rounded, computed):
-        rates[one.device] = {"memory_rate": one.memory_rate, "matmuls": one.matmuls, "launch": one.launch}
+    rates = {
+        one.device: {"memory_rate": one.memory_rate, "matmuls": one.matmuls, "launch": one.launch}
+        for one in map(_rounded, computed)
+    }
     devices = tuple(replace(device, **rates.get(device.name, {})) for device in machine.devices)
     right = [_rounded(result) for result in results if result.wrong is None]  # what corrupts data has no speed
     found = replace(

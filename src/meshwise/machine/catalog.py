@@ -17,9 +17,12 @@ from typing import Any
 from meshwise.machine.file.fields import read_table
 from meshwise.machine.file.tables import FIGURES
 from meshwise.spec.quantity import read_quantity
+from meshwise.spec.units import percent_text
 
 NOT_CONFIRMED = " (from memory, not confirmed)"
 """Ends the origin of a figure that nobody has looked up yet."""
+LANES = {"pcie": 16, "nvlink": 1}
+"""Lanes or links that the catalog's rate of a generation is of."""
 ARCHITECTURES = (
     ("volta", "turing", "ampere", "ada", "hopper", "blackwell"),
     ("cdna2", "cdna3", "cdna4"),
@@ -135,16 +138,15 @@ def field_origins(part: Part) -> Mapping[str, str]:
     return found
 
 
-def pcie(generation: int, width: int) -> float | None:
-    """Bytes/s one way of `width` lanes of a PCIe generation; None for a generation that is not known."""
-    rate = _generations("pcie").get(generation)
-    return None if rate is None else rate * width / 16
+def nominal(part: Part) -> dict[str, Any]:
+    """The fields of a `Device` that say what the part has."""
+    return {"part": part.name, **{name: getattr(part, name) for name in FIGURES}, "origins": field_origins(part)}
 
 
-def nvlink(generation: int, width: int) -> float | None:
-    """Bytes/s one way of `width` NVLinks of a generation; None for a generation that is not known."""
-    rate = _generations("nvlink").get(generation)
-    return None if rate is None else rate * width
+def nominal_rate(kind: str, generation: int | None, width: int | None) -> float | None:
+    """Bytes/s one way of `width` PCIe lanes or NVLinks of a generation; None for what is not known."""
+    rate = _generations(kind).get(generation or 0) if kind in LANES else None
+    return None if rate is None or not width else rate * width / LANES[kind]
 
 
 @cache
@@ -163,7 +165,7 @@ def reached(kind: str, generation: int | None, path: str) -> tuple[float, str] |
     if not found:
         return None
     best = min(found, key=lambda r: (_apart(r.generation, generation), r.generation or 0))
-    origin = f"{best.shares[path]:.0%} of nominal as reached on {best.part} ({best.origin})".replace("%", " %")
+    origin = f"{percent_text(best.shares[path])} of nominal as reached on {best.part} ({best.origin})"
     if _apart(best.generation, generation):
         origin += f"; none was measured on {kind} generation {generation or 'unknown'}"
     return best.shares[path], origin
@@ -180,28 +182,23 @@ def achievable(device_part: Part, dtype: str) -> tuple[float, str] | None:
         if known in device_part.achievable:
             share = device_part.achievable[known]
             origin = device_part.origins.get(f"achievable.{known}", "")
-            return share, f"{share:.1%} of the {known} peak ({origin})".replace("%", " %")
-    others = [(p, k) for p in parts() for k in (dtype, alike.get(dtype, dtype)) if k in p.achievable]
-    near = [(_generations_apart(device_part, p), p, k) for p, k in others if _generations_apart(device_part, p) < 9]
+            return share, f"{percent_text(share, 1)} of the {known} peak ({origin})"
+    line = next((line for line in ARCHITECTURES if device_part.architecture in line), ())
+    near = [p for p in parts() if p.architecture in line and {dtype, alike.get(dtype)} & p.achievable.keys()]
     if near:
-        _, other, known = min(near, key=lambda found: found[0])
+        place = line.index(device_part.architecture)
+        other = min(near, key=lambda p: abs(line.index(p.architecture) - place))
+        known = dtype if dtype in other.achievable else alike[dtype]
         share = other.achievable[known]
-        return share, f"{share:.1%} of the {known} peak as on {other.name}, none known here".replace("%", " %")
+        return share, f"{percent_text(share, 1)} of the {known} peak as on {other.name}, none known here"
     if device_part.achievable:
         known, share = next(iter(device_part.achievable.items()))
-        return share, f"{share:.1%} of the peak as with {known}, none known for {dtype}".replace("%", " %")
+        return share, f"{percent_text(share, 1)} of the peak as with {known}, none known for {dtype}"
     return None
 
 
 def _apart(generation: int | None, wanted: int | None) -> int:
     return 0 if generation is None or generation == wanted else abs(generation - wanted) if wanted else 9
-
-
-def _generations_apart(one: Part, other: Part) -> int:
-    for line in ARCHITECTURES:
-        if one.architecture in line and other.architecture in line:
-            return abs(line.index(one.architecture) - line.index(other.architecture))
-    return 9
 
 
 @cache
@@ -217,17 +214,11 @@ def _generations(kind: str) -> Mapping[int, float]:
 
 @cache
 def _reached() -> tuple[Reached, ...]:
-    facts = ("kind", "generation", "source", "part")
-    return tuple(
-        Reached(
-            entry["kind"],
-            entry.get("generation"),
-            {path: share for path, share in entry.items() if path not in facts},
-            entry["part"],
-            _text()["sources"][entry["source"]],
-        )
-        for entry in _text()["reached"]
-    )
+    return tuple(_reached_of(**entry) for entry in _text()["reached"])
+
+
+def _reached_of(kind: str, source: str, part: str, generation: int | None = None, **shares: float) -> Reached:
+    return Reached(kind, generation, shares, part, _text()["sources"][source])
 
 
 @cache
@@ -274,7 +265,7 @@ def _link(entry: Mapping[str, Any], key: str, origins: Mapping[str, str], where:
     if "bandwidth" in link:
         bandwidth = read_quantity(link["bandwidth"], "bytes/s", f"{where}, {key}")
     else:
-        bandwidth = _generations(link["kind"])[link["generation"]] * link["width"] / 16
+        bandwidth = _generations(link["kind"])[link["generation"]] * link["width"] / LANES[link["kind"]]
     return PartLink(
         link["kind"], bandwidth, link.get("generation"), link.get("width"), link.get("mesh", False), origins[key]
     )

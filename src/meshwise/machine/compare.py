@@ -8,16 +8,15 @@ Tested in tests/machine/test_machine_compare.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from meshwise.spec.bandwidth import bus_bandwidth
-from meshwise.spec.machine import Device, Link, Machine, device_label
+from meshwise.spec.machine import Collective, Device, Link, Machine, device_label
 from meshwise.spec.timings import Timings
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, seconds_text
 
-Key = TypeVar("Key")
 Value = TypeVar("Value")
 CLEAR = 0.10
 """A smaller change of speed than this counts as none."""
@@ -37,41 +36,42 @@ class Change:
     kind: str
     speed: float | None = None
 
-    @property
-    def clear(self) -> bool:
-        """Whether something changed beyond the noise."""
-        return self.kind != "same"
-
 
 def compare(old: Machine, new: Machine) -> list[Change]:
     """What changed from `old` to `new`, and what was compared without a clear change (kind `same`)."""
+    several = old if len(old.hosts) > 1 else new
+    both = (old, new)
+    devices = [{device_label(several, device): device for device in machine.devices} for machine in both]
+    links = [{f"{link.source} -> {link.target}": link for link in machine.links} for machine in both]
+    collectives = [{f"{c.kind}, {c.ranks} ranks, {c.backend}": c for c in machine.collectives} for machine in both]
+    versions = [{f"version of {name}": version for name, version in machine.versions.items()} for machine in both]
     return [
-        *_devices(old, new),
-        *_links(old, new),
-        *_collectives(old, new),
-        *_texts("version of ", old.versions, new.versions),
+        *_changes(devices, lambda device: device.part, _device),
+        *_changes(links, _link_text, _link, suffix=", link"),
+        *_changes(collectives, _measured, _collective),
+        *_changes(versions, str, _version),
     ]
 
 
-def _paired(old: Mapping[Key, Value], new: Mapping[Key, Value]) -> Iterator[tuple[Key, Value | None, Value | None]]:
-    """Each key of both with its values; None where one does not have it."""
-    return ((key, old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new]))
-
-
-def _one_sided(what: str, old: str | None, new: str | None) -> Change:
-    """Of what only one of the two has."""
-    return Change(what, old or "", new or "", "gone" if new is None else "new")
-
-
-def _devices(old: Machine, new: Machine) -> Iterator[Change]:
-    by_key = [{(d.host, d.name): d for d in machine.devices} for machine in (old, new)]
-    several = old if len(old.hosts) > 1 else new
-    for _, before, after in _paired(*by_key):
-        name = device_label(several, before or after)  # type: ignore[arg-type]
-        if before is None or after is None:
-            yield _one_sided(name, before.part if before else None, after.part if after else None)
+def _changes(
+    both: Sequence[Mapping[str, Value]],
+    text: Callable[[Value], str],
+    of_both: Callable[[str, Value, Value], Iterator[Change]],
+    suffix: str = "",
+) -> Iterator[Change]:
+    """What changed of each thing, by its name in both tables; suffix: behind the name of one that a table lacks."""
+    old, new = both
+    for name in dict.fromkeys([*old, *new]):
+        if name not in new:
+            yield Change(name + suffix, text(old[name]), "", "gone")
+        elif name not in old:
+            yield Change(name + suffix, "", text(new[name]), "new")
         else:
-            yield from _device(name, before, after)
+            yield from of_both(name, old[name], new[name])
+
+
+def _measured(value: object) -> str:
+    return "measured"
 
 
 def _device(name: str, old: Device, new: Device) -> Iterator[Change]:
@@ -79,9 +79,9 @@ def _device(name: str, old: Device, new: Device) -> Iterator[Change]:
         yield Change(f"{name}, part", old.part, new.part, "changed")
     if old.memory is not None and new.memory is not None and old.memory != new.memory:
         yield Change(f"{name}, memory", bytes_text(old.memory), bytes_text(new.memory), "changed")
-    for what, before, after in _paired(_rates(old), _rates(new)):
-        if before is not None and after is not None:
-            yield _speed(f"{name}, {what}", before[1], after[1], after[0] / before[0])
+    before, after = _rates(old), _rates(new)
+    for what in [what for what in before if what in after]:
+        yield _speed(f"{name}, {what}", before[what][1], after[what][1], after[what][0] / before[what][0])
 
 
 def _rates(device: Device) -> dict[str, tuple[float, str]]:
@@ -92,18 +92,6 @@ def _rates(device: Device) -> dict[str, tuple[float, str]]:
     if device.launch:
         found["launch"] = (1 / device.launch, seconds_text(device.launch))
     return found | {f"{dtype} matmul": (rate, flops_text(rate)) for dtype, rate in device.best_rates.items()}
-
-
-def _links(old: Machine, new: Machine) -> Iterator[Change]:
-    by_ends = [{(link.source, link.target): link for link in machine.links} for machine in (old, new)]
-    for (source, target), before, after in _paired(*by_ends):
-        name = f"{source} -> {target}"
-        if before is None or after is None:
-            yield _one_sided(
-                f"{name}, link", _link_text(before) if before else None, _link_text(after) if after else None
-            )
-        else:
-            yield from _link(name, before, after)
 
 
 def _link_text(link: Link) -> str:
@@ -119,8 +107,8 @@ def _link(name: str, old: Link, new: Link) -> Iterator[Change]:
         words = {True: "on", False: "off"}
         kind = "better" if new.peer else "worse"
         yield Change(f"{name}, peer access", words[old.peer], words[new.peer], kind)
-    for path, before, after in _paired(old.timings, new.timings):
-        yield from _path(f"{name}, {path}", before, after)
+    paths = [{f"{name}, {path}": timings for path, timings in link.timings.items()} for link in (old, new)]
+    yield from _changes(paths, _measured, _path)
 
 
 def _lanes(old: Link, new: Link) -> str:
@@ -132,17 +120,12 @@ def _lanes(old: Link, new: Link) -> str:
     return "better" if all(more) else "worse" if not any(more) else "changed"
 
 
-def _collectives(old: Machine, new: Machine) -> Iterator[Change]:
-    by_key = [{(c.kind, c.ranks, c.backend): c.timings for c in machine.collectives} for machine in (old, new)]
-    for (kind, ranks, backend), before, after in _paired(*by_key):
-        yield from _path(f"{kind}, {ranks} ranks, {backend}", before, after, kind, ranks)
+def _collective(name: str, old: Collective, new: Collective) -> Iterator[Change]:
+    return _path(name, old.timings, new.timings, old.kind, old.ranks)
 
 
-def _path(name: str, old: Timings | None, new: Timings | None, kind: str = "copy", ranks: int = 1) -> Iterator[Change]:
+def _path(name: str, old: Timings, new: Timings, kind: str = "copy", ranks: int = 1) -> Iterator[Change]:
     """The time of the smallest size that both have, and the rate of the largest."""
-    if old is None or new is None:
-        yield _one_sided(name, "measured" if old else None, "measured" if new else None)
-        return
     sizes = sorted(set(old.sizes) & set(new.sizes))
     if not sizes:
         yield Change(f"{name}, sizes", bytes_text(old.sizes[-1]), bytes_text(new.sizes[-1]), "changed")
@@ -168,9 +151,6 @@ def _speed(what: str, old: str, new: str, speed: float, within_spread: bool = Fa
     return Change(what, old, new, "better" if speed > 1 else "worse", speed)
 
 
-def _texts(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[Change]:
-    for key, before, after in _paired(old, new):
-        if before is None or after is None:
-            yield _one_sided(f"{name}{key}", before, after)
-        elif before != after:
-            yield Change(f"{name}{key}", before, after, "changed")
+def _version(name: str, old: str, new: str) -> Iterator[Change]:
+    if old != new:
+        yield Change(name, old, new, "changed")

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwise.machine.catalog import Part, PartLink, achievable, nvlink, part, pcie, reached
+from meshwise.machine.catalog import Part, PartLink, achievable, nominal_rate, part, reached
 from meshwise.spec.bandwidth import FACTORS
 from meshwise.spec.machine import DEVICE, HOST, NODE, Collective, Device, Link, Machine, link_between
-from meshwise.spec.units import bandwidth_text, flops_text
+from meshwise.spec.units import bandwidth_text, flops_text, percent_text
 
 BOTH_WAYS = " both ways"
+Share = tuple[float, str] | None
+"""The share of a nominal figure that was reached, and where that is from; None where none is known."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def _over_host(machine: Machine, link: Link, both: bool) -> Expected:
     return _of_nominal(nominal, _first_reached(link, generation, ways if both else ways[1:]), origin)
 
 
-def _first_reached(link: Link, generation: int | None, ways: Sequence[str]) -> tuple[float, str] | None:
+def _first_reached(link: Link, generation: int | None, ways: Sequence[str]) -> Share:
     """What was reached on such a link by the first of these ways that was ever measured."""
     return next((found for way in ways if (found := reached(link.kind, generation, way)) is not None), None)
 
@@ -62,21 +64,19 @@ def host_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None
         return own.bandwidth, own.generation, f"{device.name}: {_named(own)}"
     generation, width = link.full_generation, link.full_width
     if link.kind == "pcie" and generation and width:
-        return pcie(generation, width), generation, f"PCIe {generation} x{width}, what the device reports it can do"
+        rate = nominal_rate("pcie", generation, width)
+        return rate, generation, f"PCIe {generation} x{width}, what the device reports it can do"
     return link.bandwidth, generation, link.origin or "the nominal bandwidth of the link"
 
 
 def _staged(machine: Machine, link: Link, why: str) -> Expected:
     """The slower of the two legs: a double buffer overlaps them."""
-    legs = [
-        _over_host(machine, leg, False)
-        for leg in (link_between(machine, link.source, HOST), link_between(machine, HOST, link.target))
-        if leg is not None
-    ]
-    known = [leg for leg in legs if leg.rate is not None]
-    if len(known) < 2:
+    links = (link_between(machine, link.source, HOST), link_between(machine, HOST, link.target))
+    legs = [_over_host(machine, leg, False) for leg in links if leg is not None]
+    rates = [leg.rate for leg in legs if leg.rate is not None]
+    if len(rates) < 2:
         return Expected(None, None, f"{why}; the links to the host are not known")
-    slower = min(known, key=lambda leg: leg.rate or 0.0)
+    slower = legs[rates.index(min(rates))]
     return Expected(slower.rate, slower.nominal, f"{why}; the slower leg, {slower.origin}")
 
 
@@ -97,12 +97,9 @@ def device_nominal(machine: Machine, link: Link) -> tuple[float | None, int | No
         return slower.pair, slower.generation, f"{end.name}: {_named(slower)}"
     generation, width = link.full_generation, link.full_width
     if generation and width and link.kind in ("pcie", "nvlink"):
-        rate = (pcie if link.kind == "pcie" else nvlink)(generation, width)
-        return (
-            rate,
-            generation,
-            f"{link.kind} generation {generation}, width {width}, what the devices report they can do",
-        )
+        rate = nominal_rate(link.kind, generation, width)
+        origin = f"{link.kind} generation {generation}, width {width}, what the devices report they can do"
+        return rate, generation, origin
     if link.bandwidth is None and link.kind == "network":
         any_hosts = link_between(machine, NODE, NODE)
         if any_hosts is not None:
@@ -161,15 +158,13 @@ def expected_matmul(device: Device, dtype: str) -> Expected:
     peak = device.peak.get(dtype)
     if peak is None:
         return Expected(None, None, f"the {dtype} peak of {device.part} is not known")
-    known = part(device.part)
-    if dtype in device.achievable:
-        share = device.achievable[dtype]
-        found: tuple[float, str] | None = (share, f"{100 * share:.1f} % ({_origin(device, f'achievable.{dtype}')})")
+    known, share = part(device.part), device.achievable.get(dtype)
+    if share is not None:
+        found: Share = (share, f"{percent_text(share, 1)} ({_origin(device, f'achievable.{dtype}')})")
     else:
         found = None if known is None else achievable(known, dtype)
-    return _of_nominal(
-        peak, found, f"{device.part}: {dtype} peak {flops_text(peak)} ({_origin(device, f'peak.{dtype}')})"
-    )
+    origin = f"{device.part}: {dtype} peak {flops_text(peak)} ({_origin(device, f'peak.{dtype}')})"
+    return _of_nominal(peak, found, origin)
 
 
 def part_at(machine: Machine, end: str) -> Part | None:
@@ -184,7 +179,7 @@ def never_peer(machine: Machine, link: Link) -> bool:
     return any(end is not None and end.peer is False for end in ends)
 
 
-def _of_nominal(nominal: float | None, found: tuple[float, str] | None, origin: str) -> Expected:
+def _of_nominal(nominal: float | None, found: Share, origin: str) -> Expected:
     if nominal is None:
         return Expected(None, None, "the nominal figure is not known")
     if found is None:

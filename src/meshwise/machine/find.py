@@ -1,16 +1,19 @@
-"""Find the devices that a request names, and give each worker its device, cores and threads."""
+"""Find the devices that a request names, and give each worker its device, cores and threads.
+
+CPU workers are found without torch, which takes a second to import.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-
-import torch
+from importlib.metadata import version
 
 from meshwise.machine.allowance import allowed_cores, cores_near, split_cores
 from meshwise.machine.discovery.sysfs import address_of
 from meshwise.spec.devices import DeviceRequest, WorkerSlot, core_ranges
 from meshwise.spec.errors import UsageError
+from meshwise.spec.units import plural
 
 
 def find_devices(request: DeviceRequest) -> list[WorkerSlot]:
@@ -25,10 +28,10 @@ def find_devices(request: DeviceRequest) -> list[WorkerSlot]:
 
 def accelerators() -> tuple[str | None, int]:
     """The kind of accelerator of this machine that torch can use, and how many there are."""
-    if not torch.accelerator.is_available():
-        return None, 0
-    device = torch.accelerator.current_accelerator()
-    return (device.type if device is not None else None), torch.accelerator.device_count()
+    import torch
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return (None, 0) if device is None else (device.type, torch.accelerator.device_count())
 
 
 def describe(slots: Sequence[WorkerSlot]) -> str:
@@ -42,12 +45,10 @@ def describe(slots: Sequence[WorkerSlot]) -> str:
 
 
 def _one(rank: int, slot: WorkerSlot) -> str:
-    threads = f"{slot.threads} thread{'s' if slot.threads > 1 else ''}"
-    where = (
-        f"core{'s' if len(slot.cores) > 1 else ''} {core_ranges(slot.cores)}" if slot.cores else "no core of its own"
-    )
+    cores = f"core{'s' if len(slot.cores) > 1 else ''} {core_ranges(slot.cores)}"
     on = "" if slot.index is None else f"{slot.name}, "
-    return f"rank {rank} on {on}{where} ({threads})"
+    threads = f"{slot.threads} thread{'s' if slot.threads > 1 else ''}"
+    return f"rank {rank} on {on}{cores if slot.cores else 'no core of its own'} ({threads})"
 
 
 def _cpu_shares(count: int) -> list[WorkerSlot]:
@@ -60,14 +61,14 @@ def _accelerator_shares(request: DeviceRequest) -> list[WorkerSlot]:
     indices = request.indices if request.indices is not None else tuple(range(request.count or 1))
     if kind is None or kind != request.kind or present == 0:
         raise UsageError(
-            f"--devices {request}: torch {torch.__version__} finds no {request.kind} device here. Use 2xcpu, or all."
+            f"--devices {request}: torch {version('torch')} finds no {request.kind} device here. Use 2xcpu, or all."
         )
     if max(indices) >= present:
         raise UsageError(
-            f"--devices {request}: this machine has {present} {kind} device{'s' if present > 1 else ''} "
+            f"--devices {request}: this machine has {plural(present, f'{kind} device')} "
             f"(indices 0 to {present - 1}). Use {present}x{kind}."
         )
-    near = [cores_near(pci_address(kind, index), allowed_cores()) for index in indices]
+    near = [cores_near(pci_address(f"{kind}:{index}"), allowed_cores()) for index in indices]
     sharing: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for position, cores in enumerate(near):
         sharing[cores].append(position)
@@ -78,8 +79,10 @@ def _accelerator_shares(request: DeviceRequest) -> list[WorkerSlot]:
     return [slots[position] for position in range(len(indices))]
 
 
-def pci_address(kind: str, index: int) -> str:
-    """`0000:3b:00.0` as sysfs writes it, or an empty text where torch does not know it."""
-    if kind != "cuda":
+def pci_address(device: str) -> str:
+    """`0000:3b:00.0` of `cuda:0`, as sysfs writes it, or an empty text where torch does not know it."""
+    if not device.startswith("cuda"):
         return ""
-    return address_of(torch.cuda.get_device_properties(index))
+    import torch
+
+    return address_of(torch.cuda.get_device_properties(device))

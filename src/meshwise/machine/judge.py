@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwise.machine.catalog import pcie
+from meshwise.machine.catalog import nominal_rate
 from meshwise.machine.expected import (
     BOTH_WAYS,
     Expected,
@@ -116,16 +116,14 @@ def _copy(machine: Machine, link: Link, path: str, timings: Timings) -> Verdict:
     measured = best_rate(timings)
     expected = _if_large(expected_copy(machine, link, path), timings)
     way = path.removesuffix(BOTH_WAYS)
-    if HOST in (link.source, link.target):
-        causes = _lane_causes(machine, link, measured)
-        causes |= _causes(*(["other-socket"] if link.crosses == "socket" else []))
-    else:
-        causes = _between_causes(machine, link, way, measured)
-    always: tuple[str, ...] = ()
+    always = ("peer-off",) if way == "staged" and never_peer(machine, link) else ()
     if way == "pageable":
         causes, always = _causes("pageable"), ("pageable",)
-    if way == "staged" and never_peer(machine, link):
-        always = ("peer-off",)
+    elif HOST in (link.source, link.target):
+        causes = _lane_causes(machine, link, measured)
+        causes |= _causes("other-socket") if link.crosses == "socket" else {}
+    else:
+        causes = _between_causes(machine, link, way, measured)
     return _verdict(f"{link.source} -> {link.target}, {path}", measured, expected, causes, always)
 
 
@@ -166,7 +164,7 @@ def _lane_causes(machine: Machine, link: Link, measured: float) -> dict[str, str
         if fewer:
             keys.append("narrow-pcie")
         if generation is not None and full_generation is not None and generation < full_generation:
-            seen = pcie(generation, width or full_width or 16)
+            seen = nominal_rate("pcie", generation, width or full_width or 16)
             idle = generation == 1 or (seen is not None and measured > seen)
             keys.append("idle-link" if idle else "old-pcie-generation")
     elif link.kind == "nvlink" and fewer and not _spread(machine, link):
@@ -176,21 +174,17 @@ def _lane_causes(machine: Machine, link: Link, measured: float) -> dict[str, str
 
 def _full(machine: Machine, link: Link) -> tuple[int | None, int | None]:
     """(generation, width) that the parts at the ends could have: the catalog's, else what the devices say."""
-    generations, widths = [link.full_generation], [link.full_width]
-    for end in (link.source, link.target):
-        device = part_at(machine, end) if end != HOST else None
-        own = None if device is None else device.link_of(link.kind)
-        if own is not None:
-            generations.append(own.generation)
-            widths.append(None if own.mesh else own.width)
-    known = [[value for value in values if value is not None] for values in (generations, widths)]
-    return max(known[0], default=None), max(known[1], default=None)
+    parts = [part for end in (link.source, link.target) if (part := part_at(machine, end)) is not None]
+    links = [own for part in parts if (own := part.link_of(link.kind)) is not None]
+    generations = [link.full_generation, *(own.generation for own in links)]
+    widths = [link.full_width, *(own.width for own in links if not own.mesh)]
+    return max(filter(None, generations), default=None), max(filter(None, widths), default=None)
 
 
 def _spread(machine: Machine, link: Link) -> bool:
     """Whether a device's links go to several others, so that a pair has only some of them."""
-    device = part_at(machine, link.source)
-    return device is not None and device.link is not None and device.link.mesh
+    part = part_at(machine, link.source)
+    return part is not None and part.link is not None and part.link.mesh
 
 
 def _causes(*keys: str, **facts: int | None) -> dict[str, str]:

@@ -14,10 +14,10 @@ import torch
 from meshwise.machine.allowance import memory_left
 
 
-def used_bytes(device: str) -> int | None:
+def used_bytes(device: str) -> int:
     """Bytes now in use: allocated tensors on CUDA, resident memory of this process for a CPU worker."""
     if device.startswith("cuda"):
-        return torch.cuda.memory_allocated()
+        return torch.cuda.memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
 
 
@@ -34,10 +34,10 @@ def memory_counters(device: str) -> dict[str, float]:
     return {"resident": psutil.Process().memory_info().rss}
 
 
-def peak_bytes(device: str) -> int | None:
+def peak_bytes(device: str) -> int:
     """The largest use so far, as `used_bytes` counts it."""
     if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): KiB on Linux, bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

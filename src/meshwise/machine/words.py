@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
 
-from meshwise.machine.catalog import NOT_CONFIRMED, Part, PartLink, field_origins, networks, parts
+from meshwise.machine.catalog import NOT_CONFIRMED, Part, PartLink, networks, nominal, parts
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.machine import DEVICE, HOST, MOST_DEVICES, NODE, Device, Host, Link, Machine
 from meshwise.spec.units import bandwidth_text
@@ -18,14 +17,6 @@ from meshwise.spec.units import bandwidth_text
 _FORMS = ("sxm", "pcie", "nvl", "oam", "gcd")
 _VENDORS = re.compile(r"^(nvidia|amd|geforce|tesla|instinct|quadro)+")
 _WRITE = "Write hosts x devices x part @ rate of a host, such as 8xH100, 2x8xA100-80GB@200Gb or 4xcpu."
-
-
-@dataclass(frozen=True)
-class _Named:
-    """A part as it was asked for. warnings: what was assumed, and what the part's note says."""
-
-    part: Part
-    warnings: tuple[str, ...]
 
 
 def machine_from_words(words: str) -> Machine:
@@ -42,36 +33,26 @@ def machine_from_words(words: str) -> Machine:
     hosts, each = (1, *counts)[-2:] if counts else (1, 1)
     if hosts * each > MOST_DEVICES:
         raise UsageError(f"machine '{words}': {hosts * each:,} devices; at most {MOST_DEVICES:,} can be described.")
-    named = _named(words, found[3])
-    warnings = list(named.warnings)
-    links = [*_host_links(named.part), *(_device_links(named.part) if each > 1 else ())]
-    if found[4] is not None and hosts == 1:
+    part, warnings = _named(words, found[3])
+    links = [*class_links([part], each > 1)]
+    rate = None if found[4] is None else _network(words, found[4])
+    if rate is not None and hosts == 1:
         warnings.append(f"'@{found[4]}' is the network of a host, and there is one host only: it is not used.")
-        _network(words, found[4])
-    elif hosts > 1:
-        rate = None if found[4] is None else _network(words, found[4])
-        links.append(_network_link(rate, found[4]))
+    if hosts > 1:
+        origin = "" if rate is None else f"'@{found[4]}', {bandwidth_text(rate)} a host, one way"
+        links.append(Link(NODE, NODE, "network", rate, origin=origin))
         if rate is None:
             warnings.append(
                 f"The network between the {hosts} hosts is unknown. Write what one host can send, one way, behind @: "
                 f"{text}@200Gb (Gbit/s), or measure it with `meshwise bench --hosts`."
             )
-    devices = tuple(device_of(named.part, index, host) for host in range(hosts) for index in range(each))
+    devices = tuple(device_of(part, index, host) for host in range(hosts) for index in range(each))
     return Machine(text, devices, tuple(links), (Host(),) * hosts, warnings=tuple(warnings))
 
 
 def device_of(part: Part, index: int, host: int = 0) -> Device:
     """Device `index` of a host, with the nominal figures of its part."""
-    return Device(
-        f"{part.kind}:{index}",
-        part.name,
-        host,
-        part.memory,
-        part.memory_bandwidth,
-        part.peak,
-        part.achievable,
-        origins=field_origins(part),
-    )
+    return Device(f"{part.kind}:{index}", host=host, **nominal(part))
 
 
 def class_links(device_parts: list[Part], several_on_a_host: bool) -> tuple[Link, ...]:
@@ -92,8 +73,8 @@ def _count(words: str, digits: str) -> int:
 # ---- Parts -----------------------------------------------------------------------------------------------------------
 
 
-def _named(words: str, name: str) -> _Named:
-    """The part that a name means; the catalog's first where several do."""
+def _named(words: str, name: str) -> tuple[Part, list[str]]:
+    """The part that a name means, the catalog's first where several do; what was assumed, and what its note says."""
     plain = _plain(name)
     exact = [part for part in parts() if plain in map(_plain, (part.name, *part.aliases))]
     found = exact or [part for part in parts() if _means(plain, part)]
@@ -109,13 +90,18 @@ def _named(words: str, name: str) -> _Named:
     unsure = sorted(figure for figure, origin in part.origins.items() if origin.endswith(NOT_CONFIRMED))
     if unsure:
         warnings.append(f"{part.name}: not confirmed by a source: {', '.join(unsure)}. Check before you rely on it.")
-    return _Named(part, tuple(warnings))
+    return part, warnings
 
 
 def _plain(name: str) -> str:
     """Lower case, letters and digits only, without the vendor's names in front."""
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    plain = _letters(name)
     return _VENDORS.sub("", plain) or plain
+
+
+def _letters(name: str) -> str:
+    """Lower case, letters and digits only."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _means(plain: str, part: Part) -> bool:
@@ -124,10 +110,10 @@ def _means(plain: str, part: Part) -> bool:
     if not plain.startswith(family) or part.memory is None:
         return False
     size = part.memory // 2**30
-    own = [form for form in _FORMS if form in _plain(part.name)[len(family) :]]
     left = re.sub(rf"{size}(gi?b?)?", "", plain[len(family) :], count=1)
-    for form in own:
-        left = re.sub(rf"{form}\d?", "", left, count=1)
+    for form in _FORMS:
+        if form in _plain(part.name)[len(family) :]:
+            left = re.sub(rf"{form}\d?", "", left, count=1)
     return not left
 
 
@@ -168,11 +154,6 @@ def _device_links(part: Part) -> tuple[Link, ...]:
     return (Link(DEVICE, DEVICE, link.kind, peer=peer, crosses=crosses, **full),)
 
 
-def _network_link(rate: float | None, words: str | None) -> Link:
-    origin = "" if rate is None else f"'@{words}', {bandwidth_text(rate)} a host, one way"
-    return Link(NODE, NODE, "network", rate, origin=origin)
-
-
 def _network(words: str, rate: str) -> float:
     """Bytes/s of a host: `200Gb` in Gbit/s, `25GB` in GB/s, `8xInfiniBand-NDR` or `DGX-H100` by name."""
     sold = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*([KMGT])(bit|bits|bps|b|B|Bps)(?:/s|ps)?", rate.strip())
@@ -180,12 +161,11 @@ def _network(words: str, rate: str) -> float:
         value = float(sold[1]) * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[sold[2]] / (1 if sold[3][0] == "B" else 8)
         if value > 0:
             return value
-    known = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in networks()}
-    known |= {plain.removeprefix("infiniband"): name for plain, name in known.items()}
+    known = {_letters(name): speed for name, speed in networks().items()}
+    known |= {name.removeprefix("infiniband"): speed for name, speed in known.items()}
     ports = re.fullmatch(r"(?:(\d{1,3})\s*[x×*]\s*)?(.+)", rate.strip())
-    plain = re.sub(r"[^a-z0-9]", "", ports[2].lower()) if ports else ""
-    if ports and plain in known and int(ports[1] or 1) > 0:
-        return networks()[known[plain]] * int(ports[1] or 1)
+    if ports and _letters(ports[2]) in known and int(ports[1] or 1) > 0:
+        return known[_letters(ports[2])] * int(ports[1] or 1)
     raise UsageError(
         f"machine '{words}': '@{rate}' is not a rate of a host.{nearest(rate, networks())} Write @200Gb (Gbit/s), "
         f"@25GB (GB/s), or by name: @8xInfiniBand-NDR, @DGX-H100."

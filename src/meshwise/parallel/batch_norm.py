@@ -1,89 +1,207 @@
 """Batch norm over the global microbatch: the statistics of all ranks' samples, as one device has them.
 
-The layers stay what they are; only their `forward` is replaced, and does otherwise when training. Means and squared
-deviations of each rank are gathered in one collective and joined by the parallel form of Chan, Golub and LeVeque
-(1979), which does not cancel; the backward sums two numbers a channel. torch's SyncBatchNorm has no CPU form.
+Layers keep their forward; while it runs, `torch.nn.functional.batch_norm` takes the statistics of all ranks. So a
+subclass keeps what it adds (an activation), and a module that calls the function by hand is right too. Means and
+squared deviations of each rank are gathered in one collective and joined by the parallel form of Chan, Golub and
+LeVeque (1979), which does not cancel; the backward sums two numbers a channel. torch's SyncBatchNorm has no CPU form.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-from meshwise.compat.modules import check_input_dim
+from meshwise.compat.modules import BatchNorm
+from meshwise.compat.reducer import base_of, version
 from meshwise.parallel.technique import Setup, Technique
+from meshwise.spec.errors import PlanError
 from meshwise.transfer import collectives
 
-KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+Samples = Callable[[], int | None]
+"""How many samples this rank works on now: 0 where it runs a padding sample, None outside a loop over batches."""
+BY_HAND: tuple[Any, ...] = (functional.batch_norm, torch.batch_norm)
+_AS_TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
 
 
-def join_batch_norms(model: nn.Module, counts: Callable[[], bool] = lambda: True) -> list[str]:
+def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[str]:
     """Let the batch norms of `model` take the statistics of all ranks; returns their names.
 
-    counts: whether what this rank runs now counts; False for a padding sample. From here on a
-    forward in training is collective: every rank runs the same layers.
+    From here on a forward in training is collective: every rank runs the same layers. Raises PlanError for a batch
+    norm whose computation cannot be reached.
     """
     joined = []
-    found: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if isinstance(m, KINDS)]
+    found: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if normalises(m)]
     for name, module in found:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PlanError(
+                f"batch norm {name or type(module).__name__} is TorchScript, into which nobody sees, and it would take "
+                "the statistics of one rank's samples. Distribute the model before torch.jit.script, or use one device."
+            )
         if getattr(module.forward, "func", None) is not _forward:
-            module.forward = functools.partial(_forward, module, module.forward, counts)
+            whole = type(module).forward is nn.SyncBatchNorm.forward
+            own = functools.partial(BatchNorm.forward, module) if whole else module.forward
+            module.forward = _JoinedForward(_forward, module, own, samples, name)
             joined.append(name)
     return joined
 
 
-def _forward(module: Any, alone: Callable[[Tensor], Tensor], counts: Callable[[], bool], /, x: Tensor) -> Tensor:
-    if not module.training and module.running_mean is not None:
-        return alone(x)
-    check_input_dim(module, x)
+class _JoinedForward(functools.partial[Any]):
+    """A joined forward. Copies of the module are joined too; a file that holds the module has its own forward."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _JoinedForward:
+        return _JoinedForward(self.func, *copy.deepcopy(self.args, memo))
+
+    def __reduce__(self) -> Any:
+        _, own, *_ = self.args
+        return functools.partial, (own,)
+
+
+def normalises(module: nn.Module) -> bool:
+    """Whether the module is a batch norm, or one of its own functions calls `torch.nn.functional.batch_norm`."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "BatchNorm" in str(module.original_name)
+    kind: Any = type(module)
+    held = (value.func if isinstance(value, functools.partial) else value for value in vars(module).values())
+    return isinstance(module, BatchNorm) or any(map(_is_by_hand, held)) or _calls(kind)
+
+
+def _is_by_hand(value: Any) -> bool:
+    return any(value is function for function in BY_HAND)
+
+
+@functools.cache
+def _calls(kind: type[nn.Module]) -> bool:
+    seen: set[FunctionType] = set()
+    classes = [c for c in kind.__mro__ if not c.__module__.startswith("torch.") and c is not object]
+    return any(_mentions(inspect.unwrap(f), seen) for c in classes for f in vars(c).values() if inspect.isfunction(f))
+
+
+def _mentions(function: Any, seen: set[FunctionType]) -> bool:
+    """Whether the function, or one beside it that it calls, names the batch norm of torch."""
+    if not isinstance(function, FunctionType) or function in seen or function.__module__.startswith("torch."):
+        return False
+    seen.add(function)
+    codes, names = [function.__code__], set[str]()
+    while codes:
+        code = codes.pop()
+        names |= set(code.co_names)
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    called = [function.__globals__[name] for name in names if name in function.__globals__]
+    return "batch_norm" in names or any(_is_by_hand(f) or _mentions(f, seen) for f in called)
+
+
+def _forward(module: Any, own: Callable[..., Any], samples: Samples, name: str, /, *given: Any, **named: Any) -> Any:
+    running = getattr(module, "running_mean", None)
+    if isinstance(module, BatchNorm) and not module.training and running is not None:
+        return own(*given, **named)
+    before, joined = None if running is None else version(running), _Joined(samples)
+    with joined:
+        result = own(*given, **named)
+    written = running is not None and (module.running_mean is not running or version(running) != before)
+    if isinstance(module, BatchNorm) and written and not joined.calls:
+        raise PlanError(
+            f"batch norm {name or 'of the model'} is a {type(module).__name__}, which computes its statistics itself, "
+            "and would take those of one rank's samples. Let its forward call super().forward or "
+            "torch.nn.functional.batch_norm, or use one device."
+        )
+    return result
+
+
+class _Joined(TorchFunctionMode):
+    """While it is entered, torch's batch norm takes the statistics of all ranks."""
+
+    def __init__(self, samples: Samples) -> None:
+        super().__init__()
+        self._samples, self.calls = samples, 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _is_by_hand(function):
+            return function(*args, **kwargs)
+        self.calls += 1
+        if function is torch.batch_norm:
+            kwargs = {**dict(zip(_AS_TORCH, args, strict=False)), **{n: v for n, v in kwargs.items() if n in _AS_TORCH}}
+            args = ()
+        return batch_norm(self._samples, *args, **kwargs)
+
+
+def batch_norm(
+    samples: Samples,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    **rates: float,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm` over all ranks. Collective in training. rates: momentum and eps.
+
+    A parameter that is normalised (weight standardisation) is the same on all ranks: it is left to torch.
+    """
+    if not training or isinstance(base_of(input), nn.Parameter):
+        return functional.batch_norm(input, running_mean, running_var, weight, bias, training, **rates)
     result: Tensor
-    result, mean, variance, count = _Normalize.apply(x, module.weight, module.bias, module.eps, counts())  # type: ignore[no-untyped-call]
-    if module.training and module.running_mean is not None:
-        _track(module, mean, variance, count)
+    working_on = samples()
+    result, mean, variance, count = _Normalize.apply(input, weight, bias, rates.get("eps", 1e-5), working_on)  # type: ignore[no-untyped-call]
+    if running_mean is not None and running_var is not None:
+        _track((running_mean, running_var), mean, variance, count, rates.get("momentum", 0.1))
     return result
 
 
 @torch.no_grad()
-def _track(module: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-    """Move the running statistics as torch does: by `momentum`, or as the average of all batches without one."""
-    module.num_batches_tracked.add_(1)
-    share = 1.0 / module.num_batches_tracked.to(mean.dtype) if module.momentum is None else module.momentum
-    unbiased = variance * (count / (count - 1))
-    module.running_mean.add_(((mean - module.running_mean) * share).to(module.running_mean.dtype))
-    module.running_var.add_(((unbiased - module.running_var) * share).to(module.running_var.dtype))
+def _track(running: tuple[Tensor, Tensor], mean: Tensor, variance: Tensor, count: Tensor, momentum: float) -> None:
+    """Move the running mean and variance by `momentum`, as torch does."""
+    for tracked, value in zip(running, (mean, variance * (count / (count - 1))), strict=True):
+        tracked.add_(((value - tracked) * momentum).to(tracked.dtype))
 
 
 class _Normalize(torch.autograd.Function):
     """x of shape (samples, channels, ...) to zero mean and unit variance a channel over all ranks, times weight plus
-    bias. Gives the mean, the biased variance and the count too."""
+    bias. Gives the mean, the biased variance and what that is a mean over, too.
+
+    Where all ranks have run the same input (noise that was drawn before the loop), it counts once. It is known by its
+    statistics, equal to the bit on all ranks, and by its number of samples, which is not that of this rank's slice.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, counts: bool
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, samples: int | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         over = [dim for dim in range(x.ndim) if dim != 1]
-        number = wide.numel() // wide.shape[1] if counts else 0
+        number, counts = wide.numel() // wide.shape[1], samples != 0
         own = wide.mean(over)
         deviations = (wide - _along(own, wide)).square().sum(over)
-        count = torch.full((1,), float(number), dtype=wide.dtype, device=x.device)
-        facts = torch.cat([own * bool(number), deviations * bool(number), count])
-        means, squares, numbers = collectives.all_gather(facts).split([len(own), len(own), 1], dim=1)
+        of_slice = samples is not None and len(x) == max(samples, 1)
+        facts = torch.tensor([float(number), float(number * counts), float(of_slice)]).to(own)
+        means, squares, rest = collectives.all_gather(torch.cat([own, deviations, facts]), of="batch norm").split(
+            [len(own), len(own), 3], dim=1
+        )
+        numbers = rest[:, 1:2]
         total = numbers.sum()
         mean = (means * numbers).sum(0) / total
-        variance = (squares + (means - mean).square() * numbers).sum(0) / total
+        variance = (squares * (numbers > 0) + (means - mean).square() * numbers).sum(0) / total
+        same = torch.cat([means, squares, rest[:, :1]], 1)
+        shared = (same == same[0]).all() & ~rest[:, 2].any()
         scale = (variance + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, scale, total)
-        ctx.counts, ctx.with_bias = bool(number), bias is not None
+        ctx.counts, ctx.with_bias = counts, bias is not None
         result = (wide - _along(mean, wide)) * _along(scale if weight is None else scale * weight, wide)
         if bias is not None:
             result = result + _along(bias, wide)
-        ctx.mark_non_differentiable(mean, variance, total)
-        return result.to(x.dtype), mean, variance, total
+        over_all = torch.where(shared, rest[0, 0], total)
+        ctx.mark_non_differentiable(mean, variance, over_all)
+        return result.to(x.dtype), mean, variance, over_all
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -95,7 +213,7 @@ class _Normalize(torch.autograd.Function):
         of_bias, of_weight = sums.clone().unbind()
         if not ctx.counts:
             sums.zero_()
-        plain, along = (collectives.all_reduce(sums) / total).unbind()
+        plain, along = (collectives.all_reduce(sums, of="batch norm") / total).unbind()
         if ctx.counts:
             gradient = gradient - _along(plain, x) - unit * _along(along, x)
         result = gradient * _along(scale if weight is None else scale * weight, x)
@@ -110,10 +228,10 @@ class _Normalize(torch.autograd.Function):
 
 def _apply(setup: Setup) -> None:
     model, plan, several = setup.model, setup.plan, setup.world.size > 1
-    if not any("BatchNorm" in type(module).__name__ for module in model.modules()):
+    if not any(normalises(module) for module in model.modules()):
         return
-    if setup.counts is not None and several:
-        setup.coupled_gradients = bool(join_batch_norms(model, setup.counts))
+    if setup.samples is not None and several and plan.batch_norm == "global":
+        setup.coupled_gradients = bool(join_batch_norms(model, setup.samples))
     if several and not setup.coupled_gradients:
         setup.notes.append(
             "batch norm: each rank takes the statistics of its own slice of the batch, so numbers are not one device's."
@@ -125,7 +243,7 @@ def _apply(setup: Setup) -> None:
         )
 
 
-BATCH_NORM = Technique(apply=_apply)
+BATCH_NORM = Technique(fields=("batch_norm",), apply=_apply)
 
 
 def _along(channels: Tensor, like: Tensor) -> Tensor:

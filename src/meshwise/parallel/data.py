@@ -19,7 +19,7 @@ Tested in tests/parallel/test_equal_steps.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +28,14 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parameter import UninitializedParameter
 
 from meshwise.compat import reducer
+from meshwise.parallel.reduction import reached_parameters, reduced_in
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import agree
 
-Gradients = list[Tensor | None]
+CARRIED = 1 + 32  # numbers that travel with the gradients: the loss, and what the engine lets travel with it
 _made = itertools.count()  # every rank makes its reductions in the same order
 LATE_GRACE = 30.0  # seconds in which all ranks must have reached a parameter that is new to the reduction
 
@@ -76,6 +78,7 @@ class DataParallel:
         self._backwards = 0
         self._factor: Callable[[], Tensor] | None = None
         self._kept: dict[int, Tensor] = {}
+        self.shared_terms = False
         self.unreduced = False
         """Whether `.grad` holds contributions of this rank alone."""
 
@@ -95,28 +98,26 @@ class DataParallel:
         """
         self._backwards += 1
         self._notice_frozen()
-        parameters = [p for _, p in self._named]
-        before: Gradients = [p.grad for p in parameters]
-        kept = factor is not None and not whole and any(g is not None for g in before)
-        if kept:
-            for p in parameters:
+        before = {id(p): (p.grad, reducer.version(p.grad)) for _, p in self._named if p.grad is not None}
+        if factor is not None and not whole:  # what waits is set aside: it is not multiplied
+            self._kept = {key: gradient for key, (gradient, _) in before.items()}
+            for _, p in self._named:
                 p.grad = None
-            self._kept = {id(p): g for p, g in zip(parameters, before, strict=True) if g is not None}
-        versions = [None if g is None else reducer.version(g) for g in before] if not kept else [None] * len(before)
         armed = self._armed(loss) if reduce else []
         self._factor, self._calls = factor, 0
-        carried = self._loss_carrier is not None and self._groups[:1] == armed[:1] != []
-        if carried and self._loss_carrier is not None:
-            loss = loss + self._loss_carrier * (0.0 if value is None or factor is not None else value)
+        carrier = self._loss_carrier if self._groups[:1] == armed[:1] != [] else None
+        if carrier is not None:
+            sent = torch.zeros(()) if value is None or factor is not None else value.reshape(-1)
+            loss = loss + (carrier[: sent.numel()] * sent.to(carrier)).sum()
         order = self._run(loss, watch=reduce and not self._groups)
         if armed and self._calls < sum(group.buckets for group in armed):
-            self._complete(armed, before if not kept else [None] * len(before), versions)
+            self._complete(armed, before)
         self._finish_unarmed(armed, factor)
         if reduce:
             self._reduce_ungrouped(order)
         self.unreduced = not reduce or (self.unreduced and len(armed) < len(self._groups))
         self._factor, self._kept = None, {}
-        return self._mean(value, carried and factor is None)
+        return self._mean(value, carrier is not None and factor is None)
 
     def _mean(self, value: Tensor | None, carried: bool) -> Tensor | None:
         mean = self._loss_carrier.grad if self._loss_carrier is not None else None
@@ -124,7 +125,13 @@ class DataParallel:
             self._loss_carrier.grad = None
         if value is None:
             return None
-        return mean.to(value.dtype) if carried and mean is not None else collectives.mean_over_ranks(value.clone())
+        if not carried or mean is None:
+            return collectives.mean_over_ranks(value.clone(), of="the loss")
+        return mean[: value.numel()].view(value.shape).to(value.dtype)
+
+    def plain(self, loss: Tensor) -> Tensor:
+        """`Reduction.plain`."""
+        return loss
 
     def reduce_now(self) -> None:
         """Average what `.grad` holds now: for gradients that every backward so far kept local. Collective."""
@@ -141,8 +148,7 @@ class DataParallel:
 
     def close(self) -> None:
         """Let go of the parameters: reducers and their hooks hold one another."""
-        self._named, self._meter = [], None
-        self._groups.clear()
+        self._named, self._groups = [], []
 
     def _run(self, loss: Tensor, watch: bool) -> list[int]:
         """Run the backward. With `watch`, returns the indices of the parameters in the order they were reached."""
@@ -155,7 +161,7 @@ class DataParallel:
         loss.backward()
         for handle in handles:
             handle.remove()
-        return list(dict.fromkeys(order))
+        return order
 
     def _notice_frozen(self) -> None:
         """Start over when parameters were frozen or thawed: the same program does so on every rank."""
@@ -166,7 +172,7 @@ class DataParallel:
     def _armed(self, loss: Tensor) -> list[_Group]:
         groups = self._groups
         if len(groups) > 1:  # several reducers: only those whose parameters this loss reaches take part
-            reached = _reached_parameters(loss)
+            reached = reached_parameters(loss)
             groups = [g for g in groups if any(id(p) in reached for p in g.parameters)]
             self._agree("loss", [name for g in groups for name in g.names[-1:]])
         for group in groups:
@@ -184,22 +190,22 @@ class DataParallel:
                 if id(p) in self._kept:
                     gradient.add_(self._kept.pop(id(p)))
         if self._dtype is None or self._dtype == buffer.dtype:
-            return collectives.begin_mean(buffer)
-        mean = collectives.begin_mean(buffer.to(self._dtype))
+            return collectives.begin_mean(buffer, of="gradients")
+        mean = collectives.begin_mean(buffer.to(self._dtype), of="gradients")
         return mean.then(lambda done: buffer.copy_(done.value()))
 
-    def _complete(self, armed: list[_Group], before: Gradients, versions: Sequence[int | None]) -> None:
+    def _complete(self, armed: list[_Group], before: Mapping[int, tuple[Tensor, int]]) -> None:
         """Take part with zero for the parameters that this rank's loss did not reach, so that nobody waits for them.
 
         Each missing parameter is counted in the store first. When the reduction is over all ranks have counted, so a
-        parameter that all of them missed is known, and its `grad` stays what it was.
+        parameter that all of them missed is known, and its `grad` stays what it was. before: what there was of them by
+        the parameter's id, and how often it had been written.
         """
-        old = {id(p): (g, v) for (_, p), g, v in zip(self._named, before, versions, strict=True)}
         missing = [
             (name, p)
             for group in armed
             for name, p in zip(group.names, group.parameters, strict=True)
-            if _untouched(p, *old.get(id(p), (None, None)))
+            if _untouched(p, *before.get(id(p), (None, 0)))
         ]
         store = reducer.default_store()
         keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
@@ -207,7 +213,7 @@ class DataParallel:
             store.add(key, 1)
         torch.stack([(p * 0).sum().float() for _, p in missing]).sum().backward()
         for key, (_, p) in zip(keys, missing, strict=True):
-            if store.add(key, 0) == collectives.world_size() and old[id(p)][0] is None:
+            if store.add(key, 0) == collectives.world_size() and id(p) not in before:
                 p.grad = None
 
     def _finish_unarmed(self, armed: Sequence[_Group], factor: Callable[[], Tensor] | None) -> None:
@@ -233,14 +239,10 @@ class DataParallel:
                 return
             self._agree("parameters", [self._named[i][0] for i in fresh])
         else:
-            fresh = self._compare_notes([*order, *(i for i in fresh if i not in set(order))])
+            everyone = collectives.gather_objects([*order, *fresh])
+            fresh = list(dict.fromkeys(index for reached in everyone for index in reached))  # in rank 0's order
         if fresh:
             self._groups.append(self._make_group(fresh))
-
-    def _compare_notes(self, mine: list[int]) -> list[int]:
-        """The parameters reached on any rank, in rank 0's order, the others behind."""
-        everyone = collectives.gather_objects(mine)
-        return list(dict.fromkeys(index for order in everyone for index in order))
 
     def _make_group(self, indices: Sequence[int]) -> _Group:
         """A reducer over these parameters, in this order of readiness, with its bucket rebuild behind it."""
@@ -257,7 +259,7 @@ class DataParallel:
         self._replay(group, gradients)
         return _Group(parameters, names, ddp, self._calls)
 
-    def _replay(self, group: _Group, gradients: Gradients) -> None:
+    def _replay(self, group: _Group, gradients: Sequence[Tensor | None]) -> None:
         """Reduce `gradients` by a backward made for it: the gradient of sum(p * g) with respect to p is g."""
         self._factor, self._calls, self._kept = None, 0, {}
         for p in group.parameters:
@@ -284,30 +286,20 @@ class DataParallel:
 
 
 def _loss_carrier(first: nn.Parameter) -> nn.Parameter:
-    """A parameter whose gradient is the loss."""
+    """A parameter whose gradient is what travels with the gradients."""
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
-    return nn.Parameter(torch.zeros((), dtype=dtype, device=first.device))
+    return nn.Parameter(torch.zeros(CARRIED, dtype=dtype, device=first.device))
 
 
-def _untouched(p: nn.Parameter, gradient: Tensor | None, version: int | None) -> bool:
-    return p.grad is gradient and (gradient is None or reducer.version(gradient) == version)
+def _untouched(p: nn.Parameter, gradient: Tensor | None, version: int) -> bool:
+    """Whether a backward left what there was before it; what was set aside is not there."""
+    return p.grad is None or (p.grad is gradient and reducer.version(p.grad) == version)
 
 
-def _reached_parameters(loss: Tensor) -> set[int]:
-    """Ids of the leaves that the graph of `loss` reaches."""
-    found: set[int] = set()
-    seen: set[object] = set()
-    open_nodes = [loss.grad_fn]
-    while open_nodes:
-        node = open_nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found.add(id(leaf))
-        open_nodes.extend(following for following, _ in node.next_functions)
-    return found
+def reduction_of(named: Mapping[str, nn.Parameter], plan: Plan, *, piggyback_loss: bool) -> DataParallel:
+    """What averages the gradients of replicated parameters, of one model or of several."""
+    dtype = reduced_in(plan.dtypes)
+    return DataParallel(list(named.items()), bucket_mb=plan.bucket_mb, piggyback_loss=piggyback_loss, dtype=dtype)
 
 
 def check_can_be_averaged(model: nn.Module) -> None:
@@ -337,11 +329,12 @@ def _check_model(setup: Setup) -> None:
 def _apply(setup: Setup) -> None:
     if setup.world.size == 1:
         return
-    if any("Dropout" in type(module).__name__ for module in setup.model.modules()):
+    modules = setup.model.modules()
+    if any("Dropout" in type(module).__name__ and getattr(module, "p", 1.0) != 0 for module in modules):
         setup.notes.append(DROPOUT_NOTE)
     if setup.reduction is None:
-        named, megabytes, dtype = list(setup.model.named_parameters()), setup.plan.bucket_mb, setup.reduce_dtype
-        setup.reduction = DataParallel(named, bucket_mb=megabytes, piggyback_loss=setup.piggyback_loss, dtype=dtype)
+        named = dict(setup.model.named_parameters())
+        setup.reduction = reduction_of(named, setup.plan, piggyback_loss=setup.piggyback_loss)
 
 
 DATA = Technique(check_model=_check_model, apply=_apply)

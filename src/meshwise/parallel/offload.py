@@ -30,17 +30,6 @@ SMALLEST = 1024  # bytes: below, a copy costs more than it frees
 WINDOW = 256 << 20  # bytes that are fetched ahead of their use
 
 
-@dataclass
-class OffloadStats:
-    """What was copied so far: tensors and bytes that went to the host, tensors that came back before they were
-    requested, and the most bytes of such that were on the device at once."""
-
-    tensors: int = 0
-    bytes: int = 0
-    ahead: int = 0
-    most_ahead: int = 0
-
-
 @dataclass(eq=False)
 class _HostCopy:
     """A storage that waits in the host's memory: the `number`th that its forward has sent."""
@@ -87,7 +76,6 @@ class _View:
 class _SavedTensors:
     """What one forward has sent to the host, in order. Autograd holds the tensors; here they are only known."""
 
-    moved: OffloadStats
     window: int
     sent: list[weakref.ref[_HostCopy]] = field(default_factory=list)
     fetched: list[weakref.ref[_HostCopy]] = field(default_factory=list)
@@ -103,7 +91,6 @@ class _SavedTensors:
             waiting = _send(tensor, len(self.sent))
             self.sent.append(weakref.ref(waiting))
             self.known.set(tensor, self.sent[-1])
-            self.moved.tensors, self.moved.bytes = self.moved.tensors + 1, self.moved.bytes + waiting.copy.nbytes
         waiting.views += 1
         return _View(waiting, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
@@ -140,34 +127,23 @@ class _SavedTensors:
             _fetch(kept)
             self.fetched.append(self.sent[index])
             held += kept.copy.nbytes
-            self.moved.ahead, self.moved.most_ahead = self.moved.ahead + 1, max(self.moved.most_ahead, held)
 
 
-def offload_activations(model: nn.Module, window: int | None = None) -> OffloadStats:
-    """Let what `model` keeps for its backward wait in the host's memory; returns the count, which goes on counting.
+def offload_activations(model: nn.Module, window: int | None = None) -> None:
+    """Let what `model` keeps for its backward wait in the host's memory.
 
     window: bytes that are fetched ahead. A model that is only a list of models, and never called itself, passes this on
     to them.
     """
-    moved = OffloadStats()
     for root in called_in(model):
         changed: Any = root
-        kept = functools.partial(_SavedTensors, moved, WINDOW if window is None else window)
-        changed.forward = functools.partial(_offloaded, root.forward, kept, moved)
-    return moved
+        changed.forward = functools.partial(_offloaded, root.forward, WINDOW if window is None else window)
 
 
-def _offloaded(
-    forward: Callable[..., Any],
-    kept: Callable[[], _SavedTensors],
-    moved: OffloadStats,
-    /,
-    *arguments: Any,
-    **keywords: Any,
-) -> Any:
+def _offloaded(forward: Callable[..., Any], window: int, /, *arguments: Any, **keywords: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*arguments, **keywords)
-    own = kept()
+    own = _SavedTensors(window)
     with torch.autograd.graph.saved_tensors_hooks(own.to_host, own.to_device):
         return forward(*arguments, **keywords)
 

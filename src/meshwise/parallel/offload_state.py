@@ -12,7 +12,6 @@ made all the same, so that what is tested there is what runs on a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,20 +30,10 @@ from meshwise.spec.world import World
 BUCKET = 64 << 20  # bytes of parameters whose state is on the device at once; a larger parameter has a bucket alone
 
 
-@dataclass
-class StateTraffic:
-    """Bytes of state that went to the host and came back so far, and the most that were on the device at once."""
-
-    out: int = 0
-    back: int = 0
-    most: int = 0
-
-
 class OffloadedState:
     """Keeps the state of `optimizer` in the host's memory between its steps, in place."""
 
     def __init__(self, optimizer: Optimizer, bucket: int = BUCKET) -> None:
-        self.moved = StateTraffic()
         self._bucket = bucket
         self._gradients: dict[Tensor, Tensor] = {}
         self._last: list[Tensor] = []
@@ -97,17 +86,11 @@ class OffloadedState:
             for key, value in entry.items() if isinstance(entry, dict) else ():
                 if _travels(value):
                     entry[key] = _fetched(value, p)
-                    self.moved.back += local(value).nbytes
-        self._note_most(optimizer, bucket)
 
     def _end(self, optimizer: Optimizer, bucket: Sequence[Tensor]) -> None:
-        self._note_most(optimizer, bucket)
         self._to_host(optimizer, bucket)
         for p in bucket:
             p.grad = None
-
-    def _note_most(self, optimizer: Optimizer, bucket: Sequence[Tensor]) -> None:
-        self.moved.most = max(self.moved.most, sum(_bytes(optimizer.state.get(p)) for p in bucket))
 
     def _all_to_host(self, optimizer: Optimizer) -> None:
         self._to_host(optimizer, list(optimizer.state))
@@ -120,7 +103,6 @@ class OffloadedState:
                 if _travels(value):
                     device = local(p).device
                     entry[key] = _sent(value)
-                    self.moved.out += local(value).nbytes
         if device is not None and device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()  # what is read on the host has arrived
 
@@ -128,11 +110,6 @@ class OffloadedState:
 def _travels(value: Any) -> bool:
     """Whether a value of the state is worth a journey: counters stay where the optimizer put them."""
     return isinstance(value, Tensor) and value.ndim > 0
-
-
-def _bytes(entry: Any) -> int:
-    values = entry.values() if isinstance(entry, dict) else ()
-    return sum(local(value).nbytes for value in values if _travels(value))
 
 
 def _sent(value: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class OpRecord:
             result = after = self._compute(operator, before)
             if not any(True for _ in tensors_in(after)):
                 return after
-            result = map_tensors(self.mode.fake_of, after)
+            result = map_tensors(self.mode.from_tensor, after)
         self._add(operator, before, result, random)
         if random:
             self._tick(generator)

@@ -2,14 +2,14 @@
 
 Parameters are the master weights; where computing is narrower, autocast casts what matrix products take. A shard
 gathers those weights as autocast would cast them: the same numbers, bit for bit, and half the bytes. Everything takes
-the dtypes of a plan, or a word of `PRECISIONS` for them.
+the dtypes of a plan.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,40 +17,56 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwise.compat.tree import map_tensors
+from meshwise.parallel.reduction import TORCH, reduced_in
 from meshwise.parallel.technique import Setup, Technique
-from meshwise.spec.dtypes import Dtypes, dtypes_of
+from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 
-TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LACKS = ("not implemented for", "could not create a primitive", "does not support")  # how torch says that it lacks one
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CAST = (nn.Linear, *CONVOLUTIONS, nn.LSTM, nn.MultiheadAttention)  # whose weights autocast casts
 
 
-def store_parameters(model: nn.Module, precision: str | Dtypes) -> None:
+def store_parameters(model: nn.Module, dtypes: Dtypes) -> None:
     """Convert the model's floating parameters and buffers, in place, where they are to be stored in another dtype than
     float32."""
-    stored = _dtypes(precision).stored
+    stored = dtypes.stored
     if stored != "fp32":
         model.to(TORCH[stored])
 
 
 @contextlib.contextmanager
-def computing(device: str, precision: str | Dtypes) -> Iterator[None]:
+def computing(device: str, dtypes: Dtypes) -> Iterator[None]:
     """The context of a forward pass. Raises PlanError for an operator that torch does not have in the dtype."""
-    dtypes = _dtypes(precision)
     cast = dtypes.computed != dtypes.stored
     narrow = torch.autocast(device.split(":")[0], TORCH[dtypes.computed]) if cast else contextlib.nullcontext()
     with saying_what_lacks(device, dtypes), narrow:
         yield
 
 
+def compute_in(model: nn.Module, dtypes: Dtypes, device: str) -> None:
+    """Let the model's own forward be computed in these dtypes, and give float32 back, as the loss needs it."""
+    if dtypes.computed != dtypes.stored:
+        changed: Any = model
+        changed.forward = functools.partial(_computed, model.forward, dtypes, device)
+
+
+def _computed(forward: Callable[..., Any], dtypes: Dtypes, device: str, /, *arguments: Any, **keywords: Any) -> Any:
+    with computing(device, dtypes):
+        result = forward(*arguments, **keywords)
+    return map_tensors(_widened, result)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
 @contextlib.contextmanager
-def saying_what_lacks(device: str, precision: str | Dtypes) -> Iterator[None]:
+def saying_what_lacks(device: str, dtypes: Dtypes) -> Iterator[None]:
     """Turns torch's error about an operator that it does not have in this dtype into one that says what to write."""
-    computed = _dtypes(precision).computed
+    computed = dtypes.computed
     try:
         yield
     except RuntimeError as error:
@@ -59,9 +75,9 @@ def saying_what_lacks(device: str, precision: str | Dtypes) -> Iterator[None]:
         raise PlanError(f"{_lacks(device, computed)}: {str(error).splitlines()[0]}. {_instead(computed)}") from error
 
 
-def cast_batch(batch: Any, precision: str | Dtypes) -> Any:
+def cast_batch(batch: Any, dtypes: Dtypes) -> Any:
     """Floating tensors of a batch in the dtype of the parameters, where that is not float32."""
-    stored = _dtypes(precision).stored
+    stored = dtypes.stored
     if stored == "fp32":
         return batch
 
@@ -81,12 +97,12 @@ def gathered_narrow(model: nn.Module) -> set[int]:
     return {key for key, always in cast.items() if always}
 
 
-def check_computes(model: nn.Module | None, device: str, precision: str | Dtypes) -> None:
+def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None:
     """Raises PlanError where torch cannot compute in the precision on `device`, as far as that is known before a run.
 
     Tried on the device: a matrix product, and an LSTM where `model` holds one (torch 2.13 has none in float16 on CPU).
     """
-    computed = _dtypes(precision).computed
+    computed = dtypes.computed
     if computed in ("fp64", "fp32"):
         return
     kind = device.split(":")[0]
@@ -100,9 +116,9 @@ def check_computes(model: nn.Module | None, device: str, precision: str | Dtypes
 @functools.cache
 def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]:
     """What fails on the device, and how torch says it."""
-    parts: list[nn.Module] = [nn.Linear(1, 1), *([nn.LSTM(1, 1)] if with_lstm else [])]
     failed = []
-    with torch.random.fork_rng(), torch.enable_grad():
+    with torch.random.fork_rng(), torch.enable_grad():  # start values are drawn
+        parts: list[nn.Module] = [nn.Linear(1, 1), *([nn.LSTM(1, 1)] if with_lstm else [])]
         for part in parts:
             try:
                 with torch.autocast(device.split(":")[0], TORCH[computed]):
@@ -121,15 +137,6 @@ def _instead(computed: str) -> str:
     return f"Use precision='{'bf16' if computed == 'fp16' else 'fp32'}', or a device that has it."
 
 
-def _dtypes(precision: str | Dtypes) -> Dtypes:
-    return dtypes_of(precision) if isinstance(precision, str) else precision
-
-
-def reduced_in(dtypes: Dtypes) -> torch.dtype | None:
-    """What replicas send gradients in; None where that is what is stored."""
-    return TORCH[dtypes.reduced] if dtypes.reduced != dtypes.stored else None
-
-
 def _check(plan: Plan, world: World) -> None:
     if world.kind == "cpu":  # the process that starts workers leaves GPUs alone
         check_computes(None, world.device, plan.dtypes)
@@ -139,10 +146,9 @@ def _apply(setup: Setup) -> None:
     dtypes = setup.plan.dtypes
     store_parameters(setup.model, dtypes)
     gathered = TORCH[dtypes.computed] if dtypes.computed != dtypes.stored else None
-    reduced = reduced_in(dtypes)
-    if gathered or reduced:  # autocast casts what modules are given
+    if gathered or reduced_in(dtypes):  # autocast casts what modules are given
         setup.gather_dtypes = MixedPrecisionPolicy(gathered, TORCH[dtypes.reduced], cast_forward_inputs=False)
-    setup.gathered_narrow, setup.reduce_dtype = gathered_narrow(setup.model), reduced
+    setup.gathered_narrow = gathered_narrow(setup.model)
 
 
 PRECISION = Technique(

@@ -16,19 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from meshwise.parallel.step_hooks import held_parameters
 from meshwise.spec.errors import PlanError
 from meshwise.transfer.sharded import shard_like
-
-
-def names_of(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter of `model`, by its id: taken before the parameters are replaced."""
-    return {id(p): name for name, p in model.named_parameters()}
 
 
 def rebind(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.Parameter]) -> None:
     """Give `optimizer` the parameters that the model has `now`, by name, in place, and its state their layout.
 
-    names: those of the parameters that the optimizer holds (`names_of`). Raises PlanError for one that has none.
+    names: of the parameters that the optimizer holds, by their ids. Raises PlanError for one that has none.
     """
     new: dict[nn.Parameter, nn.Parameter] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -68,7 +64,7 @@ def register_optimizer_load_hook(optimizer: Optimizer) -> None:
 
 def _shard_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = held_parameters(optimizer)
     if len(numbers) != len(held):  # torch reports how they differ
         return saved
     state = dict(saved["state"])

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
 from meshwise.compat.compiling import unwrapped
-from meshwise.compat.dispatch import argument_names
+from meshwise.compat.dispatch import named_arguments
 from meshwise.compat.modules import buffers_in
 from meshwise.compat.reducer import version
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
@@ -152,7 +152,21 @@ def _contexts(kind: str, selective: bool, written: Sequence[tuple[nn.Module, str
     """What is entered around the first run of a block, and around the second."""
     again: contextlib.AbstractContextManager[Any]
     first, again = selective_contexts(_policy) if selective else (contextlib.nullcontext(), contextlib.nullcontext())
-    return first, _again(kind, again, written)
+    return first, _Anew(functools.partial(_again, kind, again, written))
+
+
+class _Anew:
+    """A context that is made anew each time it is entered: a double backward runs a block again twice."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make, self._open = make, list[contextlib.AbstractContextManager[None]]()
+
+    def __enter__(self) -> None:
+        self._open.append(self._make())
+        self._open[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.pop().__exit__(*error)
 
 
 @contextlib.contextmanager
@@ -192,11 +206,7 @@ def _draws(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) 
     """Whether the operator takes random numbers. Left out of the second run, the draws after it would be others."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
-    names = argument_names(operator)
-    if "dropout_p" not in names:
-        return True
-    place = names.index("dropout_p")
-    return bool(keywords.get("dropout_p", arguments[place] if place < len(arguments) else 0.0) > 0)
+    return bool(named_arguments(operator, arguments, keywords).get("dropout_p", 1.0) > 0)
 
 
 def _apply(setup: Setup) -> None:

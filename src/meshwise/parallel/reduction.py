@@ -8,7 +8,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from meshwise.spec.dtypes import Dtypes
+
+TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def reduced_in(dtypes: Dtypes) -> torch.dtype | None:
+    """What gradients are sent in; None where that is what is stored."""
+    return TORCH[dtypes.reduced] if dtypes.reduced != dtypes.stored else None
+
+
+def reached_parameters(loss: Tensor) -> set[int]:
+    """Ids of the leaves that the graph of `loss` reaches."""
+    found: set[int] = set()
+    seen: set[object] = set()
+    open_nodes = [loss.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.add(id(leaf))
+        open_nodes.extend(following for following, _ in node.next_functions)
+    return found
 
 
 class Reduction(Protocol):
@@ -16,6 +43,8 @@ class Reduction(Protocol):
 
     unreduced: bool
     """Whether gradients of this rank alone wait to be reduced."""
+    shared_terms: bool
+    """Whether a loss had terms of parameters, whose gradients are means over ranks at once: ranks weigh in one unit."""
 
     def backward(
         self,
@@ -30,8 +59,12 @@ class Reduction(Protocol):
 
         factor: gives a scalar that multiplies what this backward adds; with `whole`, all that `.grad` then holds. It is
             asked for when the first gradients are ready, so that it can be on its way meanwhile.
-        value: a detached scalar whose mean over ranks is returned.
+        value: a detached scalar, or a short vector, whose mean over ranks is returned.
         """
+        ...
+
+    def plain(self, loss: Tensor) -> Tensor:
+        """A loss as a plain tensor, whatever it was computed of. Collective where parts of parameters are in it."""
         ...
 
     def reduce_now(self) -> None:

@@ -9,7 +9,8 @@ raises an error instead of waiting in a collective. Parameters within a block ar
 not reach takes part with zero, and one that no rank reached keeps its `grad`.
 
 Gradient clipping needs nothing here: `.grad` is a DTensor, so `torch.nn.utils.clip_grad_norm_` reduces the norm over
-all ranks, and every rank multiplies its part by the same factor, that of the whole gradient's norm.
+all ranks, and every rank multiplies its part by the same factor, that of the whole gradient's norm. What the program
+reads of a parameter is that of the whole (compat/whole_values.py), if all ranks read it (transfer/reading.py).
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import functools
 import itertools
 import re
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
 from meshwise.compat import sharding
 from meshwise.compat.reducer import default_store
+from meshwise.compat.whole_values import plain_loss, read_whole
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.shard_units import check_can_be_sharded, make_contiguous, roots_of, units_of
@@ -38,37 +39,30 @@ from meshwise.spec.words import some
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import agree
+from meshwise.transfer.reading import look_out, meet, together
 
 _made = itertools.count()  # every rank shards its models in the same order
 FIRST = 1800.0  # seconds in which all ranks must come to the first reduction: as long as gloo waits in a collective
 GRACE = 60.0  # seconds for a later one in an order that is new: a rank with a known order does not say so
+OVER_WHOLE_PARAMETERS = {"LBFGS": "vectors of all parameters", "Adafactor": "rows and columns of a parameter"}
 
 
 class Sharded:
-    """A model whose parameters are divided over the ranks of `mesh`, and how a backward is run on it.
+    """A model whose parameters are divided over the ranks of a mesh, and how a backward is run on it.
 
-    mesh: has the axis `shard`, and may have `data` outside it, over which the parts are replicated.
-    reshard: whether a block's parameters are let go between its forward and its backward.
-    to_host: keep the parts of the parameters, their gradients and the optimizer's state in the host's memory.
-    dtypes: what is stored, gathered and reduced in, where that is not one.
-    narrow: ids of the parameters that are gathered in what is computed in.
+    The mesh has the axis `shard`, and may have `data` outside it, over which the parts are replicated. Under `reshard`
+    a block's parameters are let go between its forward and its backward. `parts_on_host` keeps the parts of the
+    parameters, their gradients and the optimizer's state in the host's memory.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mesh: DeviceMesh,
-        *,
-        reshard: bool = True,
-        to_host: bool = False,
-        dtypes: MixedPrecisionPolicy | None = None,
-        narrow: Collection[int] = (),
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
+        model, reshard = setup.model, setup.plan.reshard
+        self.mesh = mesh = make_mesh(setup.plan, setup.world)
         pin = torch.accelerator.is_available()  # memory can be pinned for an accelerator only
-        policy = CPUOffloadPolicy(pin_memory=pin) if to_host else OffloadPolicy()
-        dtypes = dtypes or MixedPrecisionPolicy()
+        policy = CPUOffloadPolicy(pin_memory=pin) if setup.parts_on_host else OffloadPolicy()
+        dtypes = setup.gather_dtypes or MixedPrecisionPolicy()
         self._mixed = dtypes.param_dtype is not None
-        wide = {name for name, p in model.named_parameters() if id(p) not in narrow}
+        wide = {name for name, p in model.named_parameters() if id(p) not in setup.gathered_narrow}
         self._roots: list[FSDPModule] = []
         for root in roots_of(model):
             units = units_of(root)
@@ -97,8 +91,11 @@ class Sharded:
         self._reached: set[str] = set()
         self._filled: dict[str, list[str]] = {}
         self._factor: Callable[[], Tensor] | None = None
+        self._noticed: set[str] = set()
+        self._reached_past_blocks: set[str] = set()
         self.unreduced = False
         """Whether gradients of this rank alone wait to be reduced."""
+        self.shared_terms = False
 
     def backward(
         self,
@@ -127,8 +124,9 @@ class Sharded:
                         gradient.mul_(factor().to(gradient.dtype))
         for root in self._roots:
             root.set_requires_gradient_sync(reduce)
-        mean = None if value is None else collectives.begin_sum(value / collectives.world_size())
-        loss.backward()
+        mean = None if value is None else collectives.begin_sum(value / collectives.world_size(), of="the loss")
+        with together():
+            loss.backward()
         self._factor = None
         if reduce:
             self._finish(fresh)
@@ -136,6 +134,17 @@ class Sharded:
         else:
             self.unreduced = True
         return None if mean is None else mean.wait()
+
+    def plain(self, loss: Tensor) -> Tensor:
+        """`Reduction.plain`: of a loss that holds terms of the parts of parameters (an L2 norm)."""
+        with together():
+            plain = plain_loss(loss, self.mesh)
+        self.shared_terms = self.shared_terms or plain is not None
+        return loss if plain is None else plain
+
+    def weighed(self, gradient: Tensor) -> Tensor:
+        """Times the factor of the backward that runs, as the gradients of blocks are multiplied."""
+        return gradient if self._factor is None else gradient * self._factor().to(gradient.dtype)
 
     def reduce_now(self) -> None:
         """Reduce what waits: for gradients that every backward so far kept local. Collective."""
@@ -153,6 +162,14 @@ class Sharded:
     def _start(self) -> None:
         self._backwards += 1
         self._so_far, self._passed, self._asked, self._reached, self._filled = 0, 0, 0, set(), {}
+        self._reached_past_blocks.clear()
+        for name, p in self._parameters():  # not before: a deferred model's are made anew, and one may be thawed
+            if p.requires_grad and name not in self._noticed:
+                self._noticed.add(name)
+                p.register_hook(functools.partial(self._note_reached, name))
+
+    def _note_reached(self, name: str, gradient: Tensor) -> None:
+        self._reached_past_blocks.add(name)
 
     def _before(self, index: int, group: sharding.Group) -> None:
         """Before a group reduces: agree on the order, weigh the gradients, and fill in what this rank did not reach."""
@@ -226,14 +243,14 @@ class Sharded:
         else:
             return
         for name, p in self._parameters():
-            if name in nowhere & fresh:
+            if name in nowhere & fresh - self._reached_past_blocks:
                 p.grad = None
 
     def _multiply_reduced(self, factor: Callable[[], Tensor]) -> None:
         """Gradients that are means already are multiplied by the mean of the ranks' factors."""
         reduced = [p.grad for _, p in self._parameters() if p.grad is not None]
         if reduced:
-            mean = collectives.mean_over_ranks(factor().detach().clone())
+            mean = collectives.mean_over_ranks(factor().detach().clone(), of="the loss")
             for gradient in reduced:
                 gradient.mul_(mean.to(gradient.dtype))
 
@@ -249,6 +266,11 @@ def note_what_was_not_gathered(error: BaseException) -> None:
     text = str(error)
     if "FSDP does not support deepcopy" in text:
         error.add_note(f"A sharded model cannot be copied. {COPIED}")
+    if "out of bounds for storage of size 0" in text:
+        error.add_note(
+            "A sharded model's parameters are let go after a backward, so torch.autograd.grad(..., create_graph=True) "
+            "of its outputs (a gradient penalty) cannot be differentiated again. Use shard=1, such as --set zero1=true."
+        )
     if not isinstance(error, RuntimeError) or "DTensor" not in text:
         return
     through = "".join(frame.filename for frame in traceback.extract_tb(error.__traceback__)).replace("\\", "/")
@@ -275,18 +297,26 @@ def _apply(setup: Setup) -> None:
         setup.notes.append(
             f"shard: {some(contiguous)} are contiguous now, as parts must be; transposed or channels_last is undone."
         )
-    setup.reduction = Sharded(
-        setup.model,
-        make_mesh(setup.plan, setup.world),
-        reshard=setup.plan.reshard,
-        to_host=setup.parts_on_host,
-        dtypes=setup.gather_dtypes,
-        narrow=setup.gathered_narrow,
-    )
+    sharded = setup.reduction = Sharded(setup)
     register_model_load_hooks(setup.model)
+    read_whole(sharded.mesh, meet, sharded.weighed)
+    look_out()
+
+
+def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
+    """Raises PlanError for an optimizer whose step on the parts of parameters is another one, or none."""
+    if plan is None or not plan.parameters_divided:
+        return
+    kind = next((k.__name__ for k in type(optimizer).__mro__ if k.__name__ in OVER_WHOLE_PARAMETERS), None)
+    if kind is not None:
+        raise PlanError(
+            f"shard: {kind} computes over whole {OVER_WHOLE_PARAMETERS[kind]}, and each rank holds a part of it. Use "
+            f"another optimizer, or shard=1{', such as --set zero1=true' if kind == 'Adafactor' else ''}."
+        )
 
 
 def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
+    check_steps_on_parts(optimizer, plan)
     if plan.parameters_divided:
         register_optimizer_load_hook(optimizer)
 

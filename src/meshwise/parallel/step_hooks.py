@@ -1,8 +1,8 @@
 """The one optimizer hook: who is called before and after a step, in which order, and once for each step.
 
 An optimizer may call `super().step()`: only the outermost step of an optimizer is one, whichever classes torch has put
-its hooks into. A step that raises leaves nothing behind: those called before it are called again with `failed`, as soon
-as the error leaves `optimizer.step` (or at the next step, where no subscriber is of this optimizer alone).
+its hooks into. A step that raises leaves nothing behind: those of this one optimizer that were called before it are
+called again with `failed`, as soon as the error leaves `optimizer.step`.
 
 Around a step, from the outside: subscribers of all optimizers of the process, then the program's own hooks, then
 subscribers of this one optimizer. So the program's hooks (clipping, an EMA) see all gradients and all new parameters.
@@ -13,13 +13,13 @@ from __future__ import annotations
 import enum
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -66,8 +66,8 @@ def subscribe(
 ) -> Subscription:
     """Call these functions around each step of `optimizer`; without one, of every optimizer of this process.
 
-    failed: called instead of `after` when the step raised, or something that was called before it (`before` too).
-    The optimizer holds its subscribers, and nobody here holds it.
+    failed: of one optimizer: called instead of `after` when the step raised, or something that was called before it
+        (`before` too). The optimizer holds its subscribers, and nobody here holds it.
     """
     _hook_every_optimizer()
     among = _of_all if optimizer is None else _hooked(optimizer).subscriptions
@@ -77,39 +77,22 @@ def subscribe(
     return subscription
 
 
+def held_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """What it holds, group by group."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a step with these arguments was given a closure."""
     return any(value is not None for value in (*args, kwargs.get("closure")))
 
 
-@dataclass(eq=False)
-class _Step:
-    """A step that has begun, and whom it has called so far.
-
-    frame: identifies torch's call of this step, which calls the hooks too, among all that are running.
-    """
-
-    frame: tuple[int, int]
-    optimizer: weakref.ref[Optimizer]
-    called: list[Subscription] = field(default_factory=list)
-
-
-class _Running(threading.local):
-    """The steps that have begun in this thread, and not ended: one inside another where an optimizer steps others."""
-
-    def __init__(self) -> None:
-        self.steps: list[_Step] = []
-
-    def at(self, frame: FrameType) -> _Step | None:
-        """The step whose hooks this frame calls; None for one that is inside a step of the same optimizer."""
-        return next((step for step in self.steps if step.frame == _identity(frame)), None)
-
-
 class _OneOptimizer:
-    """The subscribers of one optimizer. Held by its hooks alone."""
+    """The subscribers of one optimizer, and which of them its step has called so far. Held by its hooks alone."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.subscriptions: list[Subscription] = []
+        self._called: list[Subscription] = []
         self._hooks = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
 
     def move_inside(self) -> None:
@@ -118,18 +101,31 @@ class _OneOptimizer:
         optimizers.call_first(self._hooks[1])
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        step = _running.at(sys._getframe(1))
-        if step is not None:
-            _call_before(step, self.subscriptions, args, kwargs)
+        if _is_inner(sys._getframe(1)):
+            return
+        self.fail(optimizer)  # a step whose error did not leave by `optimizer.step`
+        for subscription in list(self.subscriptions):
+            self._called.append(subscription)
+            if subscription.before is not None:
+                subscription.before(optimizer, args[1:], kwargs)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        step = _running.at(sys._getframe(1))
-        if step is not None:
-            _call_after(step, self.subscriptions, optimizer)
+        if _is_inner(sys._getframe(1)):
+            return
+        while self._called:
+            after = self._called.pop().after
+            if after is not None:
+                after(optimizer)
+
+    def fail(self, optimizer: Optimizer) -> None:
+        """The step of those that it has called and not called after it has raised."""
+        while self._called:
+            failed = self._called.pop().failed
+            if failed is not None:
+                failed(optimizer)
 
 
 _of_all: list[Subscription] = []
-_running = _Running()
 _hooks_of: weakref.WeakValueDictionary[int, _OneOptimizer] = weakref.WeakValueDictionary()
 
 
@@ -143,92 +139,59 @@ def _hooked(optimizer: Optimizer) -> _OneOptimizer:
     known = _hooks_of.get(id(optimizer))
     if known is None:
         known = _hooks_of[id(optimizer)] = _OneOptimizer(optimizer)
-        _notice_failures(optimizer)
+        _notice_failures(optimizer, known.fail)
     return known
 
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """torch calls this before every step of every optimizer, and before the optimizer's own hooks."""
-    frame = sys._getframe(1)
-    _forget_ended(frame.f_back)
-    if any(step.optimizer() is optimizer for step in _running.steps):
+    if _is_inner(sys._getframe(1)):
         return
-    step = _Step(_identity(frame), weakref.ref(optimizer))
-    _running.steps.append(step)
     one = _hooks_of.get(id(optimizer))
     if one is not None:
         one.move_inside()
-    _call_before(step, _of_all, args, kwargs)
+    for subscription in list(_of_all):
+        if subscription.before is not None:
+            subscription.before(optimizer, args[1:], kwargs)
 
 
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """torch calls this after every step of every optimizer, and after the optimizer's own hooks."""
-    step = _running.at(sys._getframe(1))
-    if step is not None:
-        _call_after(step, _of_all, optimizer)
-        _running.steps.remove(step)
-
-
-def _call_before(step: _Step, subscriptions: list[Subscription], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    try:
-        for subscription in list(subscriptions):
-            step.called.append(subscription)
-            if subscription.before is not None:
-                subscription.before(args[0], args[1:], kwargs)
-    except BaseException:
-        _fail(step)
-        raise
-
-
-def _call_after(step: _Step, subscriptions: list[Subscription], optimizer: Optimizer) -> None:
-    try:
-        while step.called and step.called[-1].among is subscriptions:
-            subscription = step.called.pop()
-            if subscription.after is not None:
-                subscription.after(optimizer)
-    except BaseException:
-        _fail(step)
-        raise
-
-
-def _fail(step: _Step) -> None:
-    _running.steps.remove(step)
-    optimizer = step.optimizer()
-    for subscription in reversed(step.called):
-        if subscription.failed is not None and optimizer is not None:
-            subscription.failed(optimizer)
-
-
-def _forget_ended(frame: FrameType | None) -> None:
-    """Steps that run neither in `frame` nor around it have raised: torch calls no hook then."""
-    if not _running.steps:
+    if _is_inner(sys._getframe(1)):
         return
-    around = set()
-    while frame is not None:
-        around.add(_identity(frame))
-        frame = frame.f_back
-    for step in [step for step in reversed(_running.steps) if step.frame not in around]:
-        _fail(step)
+    for subscription in reversed(list(_of_all)):
+        if subscription.after is not None:
+            subscription.after(optimizer)
 
 
-def _identity(frame: FrameType) -> tuple[int, int]:
-    """Of a frame that is running. One that has ended may have had the same, where it ran the same code: so `_begin`
-    forgets a step that has the identity of the one that begins."""
-    return id(frame), id(frame.f_code)
+def _is_inner(frame: FrameType) -> bool:
+    """Whether `frame`, which calls the hooks of a step, runs inside another step of the same optimizer: one that calls
+    `super().step()` comes to torch's hooks again.
+
+    Read in torch 2.11, 2.13 and 2.15: `optim/optimizer.py`, `profile_hook_step`, whose `wrapper` every step has.
+    """
+    optimizer, outer = frame.f_locals["self"], frame.f_back
+    while outer is not None:
+        if outer.f_code is frame.f_code and outer.f_locals["self"] is optimizer:
+            return True
+        outer = outer.f_back
+    return False
 
 
-def _notice_failures(optimizer: Optimizer) -> None:
+def _notice_failures(optimizer: Optimizer, fail: After) -> None:
     """Let no error leave `optimizer.step` before the step's subscribers know. A function takes the method's place and
-    does not hold the optimizer, as torch's schedulers do it."""
-    step, known = optimizer.step, weakref.ref(optimizer)
-    function = getattr(step, "__func__", None) or _without_self(step)
+    does not hold the optimizer, as torch's schedulers do it: theirs, which may be there already, finds it itself."""
+    step: Any = optimizer.step
+    known = weakref.ref(optimizer)
+    is_method = hasattr(step, "__func__")
+    function = step.__func__ if is_method else step
 
     @functools.wraps(function)
-    def noticed(optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
+    def noticed(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return function(optimizer, *args, **kwargs)
+            return function(optimizer, *args, **kwargs) if is_method else function(*args, **kwargs)
         except BaseException:
-            _forget_ended(sys._getframe())
+            fail(optimizer)
             raise
 
     @functools.wraps(function)
@@ -237,13 +200,3 @@ def _notice_failures(optimizer: Optimizer) -> None:
 
     bound.__func__ = noticed  # type: ignore[attr-defined]
     optimizer.step = bound  # type: ignore[method-assign]
-
-
-def _without_self(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A scheduler's function in the place of `step` finds the optimizer itself."""
-
-    @functools.wraps(step)
-    def function(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs)
-
-    return function

@@ -23,31 +23,31 @@ from meshwise.spec.world import World
 
 @dataclass
 class Setup:
-    """A model while a plan is applied to it.
+    """A model under a plan: what techniques leave for one another while it is applied, and what comes of it.
 
-    counts: whether what this rank runs now counts, or is a padding sample. Where it is given, batch norms take the
-        statistics of all ranks.
+    samples: how many samples this rank works on now; 0 for a padding sample, None outside a loop over batches. Where it
+        is given, batch norms take the statistics of all ranks.
     piggyback_loss: whether the mean of a loss should travel with the gradients.
     was_compiled: whether the user had compiled the model or a part of it.
     fill: gives a deferred model its values on a device, and this rank's parts of them on another.
     parts_on_host: whether this rank's parts of divided parameters lie in the host's memory.
     gather_dtypes, gathered_narrow: what a shard gathers in, and the ids of the parameters of which that is true.
-    reduce_dtype: what gradients are sent in, where that is not their own dtype.
-    coupled_gradients: whether a rank's gradients depend on other ranks inside the backward.
+    reduction: averages gradients over the ranks; None on one device.
+    coupled_gradients: whether a rank's gradients depend on other ranks inside the backward (batch norms over all
+        ranks), so that each rank's loss must be weighed before it, in a unit that all ranks share.
     notes: what differs from one device, a sentence each, for the user to read.
     """
 
     model: nn.Module
     plan: Plan
     world: World
-    counts: Callable[[], bool] | None = None
+    samples: Callable[[], int | None] | None = None
     piggyback_loss: bool = False
     was_compiled: bool = False
     fill: Callable[[torch.device | str, torch.device | str], None] | None = None
     parts_on_host: bool = False
     gather_dtypes: MixedPrecisionPolicy | None = None
     gathered_narrow: Collection[int] = ()
-    reduce_dtype: torch.dtype | None = None
     reduction: Reduction | None = None
     coupled_gradients: bool = False
     notes: list[str] = field(default_factory=list)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwise.parallel.buckets import buckets_of
-from meshwise.parallel.step_hooks import Order, has_closure, subscribe
+from meshwise.parallel.step_hooks import Order, has_closure, held_parameters, subscribe
 from meshwise.parallel.technique import Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
@@ -38,7 +38,7 @@ class DividedOptimizer:
                 "zero1 divides the optimizer by parameters, and LBFGS steps all of them as one. Use data alone."
             )
         self._rank = rank
-        self._owned = owners([p for group in optimizer.param_groups for p in group["params"]], size)
+        self._owned = owners(held_parameters(optimizer), size)
         self._owner = {id(p): owner for owner, held in enumerate(self._owned) for p in held}
         self._set_aside: list[tuple[nn.Parameter, Tensor]] = []
         for p in [p for p in optimizer.state if self._owner.get(id(p), rank) != rank]:
@@ -49,7 +49,7 @@ class DividedOptimizer:
     def _own_part(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Of a whole state that is loaded, what belongs to this rank's parameters."""
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held = held_parameters(optimizer)
         others = {n for n, p in zip(numbers, held, strict=False) if self._owner[id(p)] != self._rank}
         return {**saved, "state": {n: entry for n, entry in saved["state"].items() if n not in others}}
 
@@ -78,7 +78,7 @@ class DividedOptimizer:
 def _broadcast(bucket: Sequence[Tensor], owner: int, *, own: bool) -> None:
     """Send a bucket from its owner to all. A function, so that its buffer is let go before the next is made."""
     flat = torch.cat([p.detach().reshape(-1) for p in bucket])
-    collectives.broadcast(flat, owner)
+    collectives.broadcast(flat, owner, of="parameters")
     if not own:
         for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             p.detach().copy_(part.view_as(p))

@@ -57,8 +57,8 @@ def append_lines(path: Path, records: Iterable[Record]) -> None:
 
 
 def read_lines(path: Path) -> list[Record]:
-    """Every whole record of the file; an empty list when there is no file."""
-    if not path.exists():
+    """Every whole record of the file; an empty list when there is no such file."""
+    if not path.is_file():
         return []
     records = []
     for line in path.read_text(errors="replace").splitlines():

@@ -14,8 +14,13 @@ tensorboard/          the metrics as TensorBoard events, where tensorboard is in
 from __future__ import annotations
 
 import json
+import platform
 import re
+import shlex
+import subprocess
+import sys
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +40,6 @@ def create_run_folder(parent: Path, job: str) -> Path:
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            if parent.is_file():
-                break
             continue
         except OSError as error:
             raise UsageError(
@@ -85,6 +88,25 @@ def end_session(folder: Path, status: str, error: str | None = None) -> None:
     write_run(folder, run | {"status": status, "ended": _text(now), "error": error, "sessions": sessions})
 
 
+def versions() -> dict[str, str]:
+    """What a run runs on, for its record."""
+    return {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def what_was_typed() -> dict[str, str]:
+    """The command line of this process, and the commit of the folder that it runs in, where git knows one."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = ""
+    return {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "commit": commit}
+
+
 def _text(time: float) -> str:
     """A time in UTC, to the second."""
     return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
@@ -93,6 +115,8 @@ def _text(time: float) -> str:
 def read_run(folder: Path) -> dict[str, Any]:
     """The facts of a run. Raises UsageError when `folder` is not a run folder."""
     try:
+        if (folder / RUN).exists() and not (folder / RUN).is_file():  # a pipe would be read for ever
+            raise ValueError("it is not a file")
         facts = json.loads((folder / RUN).read_text())
     except FileNotFoundError:
         raise UsageError(

@@ -23,13 +23,7 @@ def save_checkpoint(folder: Path, saved: dict[str, Any]) -> Path:
     """Write a packed state into `folder`; older ones than the last two are removed."""
     path = folder / f"step-{saved['step']:08d}.pt"
     write_with(path, lambda file: torch.save(saved, file))
-    facts = {
-        "file": path.name,
-        "sha256": _digest(path),
-        "step": saved["step"],
-        "epoch": saved["epoch"],
-        "index": saved["index"],
-    }
+    facts = {"file": path.name, "sha256": _digest(path), **{key: saved[key] for key in ("step", "epoch", "index")}}
     write_text(folder / "latest.json", json.dumps(facts) + "\n")
     for old in sorted(folder.glob("step-*.pt"))[:-KEPT]:
         if old != path:

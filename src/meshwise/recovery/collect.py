@@ -1,6 +1,6 @@
 """Collect: what ranks hold in parts, as one device would hold it, on rank 0's host.
 
-Parts of a tensor are gathered one tensor at a time. Of a divided optimizer each rank holds the state of its own
+Parts of tensors are gathered in buckets. Of a divided optimizer each rank holds the state of its own
 parameters; what rank 0 lacks is sent to it.
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.tree import map_leaves, map_tensors
+from meshwise.compat.tree import map_leaves, map_tensors, tensors_in
 from meshwise.transfer import collectives
-from meshwise.transfer.sharded import full_tensor
+from meshwise.transfer.sharded import full_tensors
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,22 @@ def collected(thing: Any) -> Any:
 
     Every rank gives a tree of the same form; optimizers' states may have entries on some ranks alone.
     """
-    seen: dict[int, Tensor] = {}
-    first = collectives.get_rank() == 0
-
-    def gathered(tensor: Tensor) -> Tensor:
-        if id(tensor) not in seen:  # tied tensors stay tied
-            full = full_tensor(tensor)
-            seen[id(tensor)] = full.detach().cpu() if first else torch.empty(0)
-        return seen[id(tensor)]
-
-    result = map_tensors(gathered, _joined(thing))
-    return result if first else None
+    first, tree = collectives.get_rank() == 0, map_leaves(_joined, thing, _is_state_of_optimizer)
+    parts = {id(tensor): tensor for tensor in tensors_in(tree)}  # tied tensors stay tied
+    whole: dict[int, Tensor] = {}
+    for key, full in zip(parts, full_tensors(list(parts.values())), strict=True):
+        whole[key] = full.detach().cpu() if first else torch.empty(0)
+    return map_tensors(lambda tensor: whole[id(tensor)], tree) if first else None
 
 
-def _joined(thing: Any) -> Any:
-    """`thing` with optimizers' states complete on rank 0."""
-    if not isinstance(thing, dict):
-        return [_joined(part) for part in thing] if type(thing) is list else thing
-    if isinstance(thing.get("state"), dict) and isinstance(thing.get("param_groups"), list):
-        return {**thing, "state": _joined_state(thing["state"])}
-    return {key: _joined(value) for key, value in thing.items()} if type(thing) is dict else thing
+def _is_state_of_optimizer(thing: Any) -> bool:
+    facts = thing if isinstance(thing, dict) else {}
+    return isinstance(facts.get("state"), dict) and isinstance(facts.get("param_groups"), list)
 
 
-def _joined_state(state: dict[Any, Any]) -> dict[Any, Any]:
+def _joined(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state_dict, complete on rank 0."""
+    state: dict[Any, Any] = optimizer["state"]
     ranks = collectives.gather_objects({key: map_tensors(_shape_of, entry) for key, entry in state.items()})
     complete = dict(state)
     for key in sorted({key for forms in ranks for key in forms} - ranks[0].keys()):
@@ -63,7 +56,7 @@ def _joined_state(state: dict[Any, Any]) -> dict[Any, Any]:
         elif collectives.get_rank() == owner:
             map_tensors(_sent, state[key])
     own = complete if collectives.get_rank() == 0 else {k: v for k, v in state.items() if k in ranks[0]}
-    return dict(sorted(own.items()))
+    return {**optimizer, "state": dict(sorted(own.items()))}
 
 
 def _shape_of(tensor: Tensor) -> Any:

@@ -91,13 +91,8 @@ def unpack(state: RunState, saved: dict[str, Any]) -> None:
 
 def _compare(own: dict[str, Any], saved: dict[str, Any]) -> None:
     missing, foreign = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    other = [
-        name
-        for name in own
-        if name in saved and getattr(own[name], "shape", None) != getattr(saved[name], "shape", None)
-    ]
-    if not (missing or foreign or other):
-        return
+    ours, theirs = ({name: getattr(t, "shape", None) for name, t in side.items()} for side in (own, saved))
+    other = [name for name in own if name in saved and ours[name] != theirs[name]]
     parts = []
     if missing:
         parts.append(f"it lacks {some(missing)}")
@@ -106,4 +101,6 @@ def _compare(own: dict[str, Any], saved: dict[str, Any]) -> None:
     if other:
         name = other[0]
         parts.append(f"{name} is {tuple(saved[name].shape)} there and {tuple(own[name].shape)} here")
-    raise CheckpointError(f"the checkpoint is of another model: {'; '.join(parts)}. Resume with the job that was run.")
+    if parts:
+        text = "; ".join(parts)
+        raise CheckpointError(f"the checkpoint is of another model: {text}. Resume with the job that was run.")

@@ -35,8 +35,7 @@ def algorithm_bandwidth(size: int, seconds: float) -> float:
 
 def bus_factor(operation: str, ranks: int) -> float:
     """Bus over algorithm bandwidth. 1 for what is no collective: a copy, or one-to-all by the bytes that leave it."""
-    factor = FACTORS.get(operation)
-    return factor(ranks) if factor is not None else 1.0
+    return FACTORS[operation](ranks) if operation in FACTORS else 1.0
 
 
 def bus_bandwidth(operation: str, ranks: int, size: int, seconds: float) -> float:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwise.spec.errors import PlanError, nearest
+from meshwise.spec.errors import PlanError, check_known
 
-WIDTHS = {"fp64": 3, "fp32": 2, "bf16": 1, "fp16": 1}
+WIDTHS = {"fp16": 1, "bf16": 1, "fp32": 2, "fp64": 3}
 PRECISIONS = {
     "fp32": "parameters and computing in float32",
     "bf16": "parameters in float32, computing under autocast in bfloat16",
@@ -21,7 +21,7 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Which dtype is used for what.
+    """Which dtype is used for what. Raises PlanError for what cannot be joined.
 
     stored: parameters, their `.grad` and the optimizer's state.
     computed: matrix products of forward and backward (autocast, where it is narrower than `stored`), and what a shard
@@ -32,6 +32,27 @@ class Dtypes:
     stored: str
     computed: str
     reduced: str
+
+    def __post_init__(self) -> None:
+        if self.stored == "fp16":
+            raise PlanError(
+                "param_dtype='fp16': steps of an optimizer are lost in what float16 can hold, and torch scales no "
+                "gradient of it. Store in fp32 and compute in fp16 (precision='fp16'), or store in bf16."
+            )
+        words = self.by_field.values()
+        if "fp64" in words and set(words) != {"fp64"}:
+            text = ", ".join(f"{name}={word!r}" for name, word in self.by_field.items())
+            raise PlanError(f"{text}: float64 is for all of them or for none. Write precision='fp64' alone.")
+        if self.stored != self.computed and WIDTHS[self.computed] >= WIDTHS[self.stored]:
+            raise PlanError(
+                f"compute_dtype={self.computed!r} with param_dtype={self.stored!r}: what is stored narrower gains "
+                f"nothing from it. Write param_dtype='fp32', or compute_dtype={self.stored!r}."
+            )
+
+    @property
+    def by_field(self) -> dict[str, str]:
+        """Each by the field of a plan that says it."""
+        return {"param_dtype": self.stored, "compute_dtype": self.computed, "grad_dtype": self.reduced}
 
     @property
     def scaled(self) -> bool:
@@ -49,32 +70,8 @@ def dtypes_of(
     """
     given = {"param_dtype": param_dtype, "compute_dtype": compute_dtype, "grad_dtype": grad_dtype}
     for name, value in given.items():
-        if value is not None and value not in tuple(WIDTHS):  # a plan file may hold what has no hash
-            raise PlanError(f"{name}={value!r} is not known.{nearest(str(value), WIDTHS)} Use one of {_words()}.")
+        if value is not None:
+            check_known(name, value, WIDTHS, PlanError)
     stored = param_dtype or ("fp64" if precision == "fp64" else "fp32")
     computed = compute_dtype or (precision if WIDTHS[precision] <= WIDTHS[stored] else stored)
-    found = Dtypes(stored, computed, grad_dtype or stored)
-    _check(found)
-    return found
-
-
-def _check(dtypes: Dtypes) -> None:
-    words = {"param_dtype": dtypes.stored, "compute_dtype": dtypes.computed, "grad_dtype": dtypes.reduced}
-    if dtypes.stored == "fp16":
-        raise PlanError(
-            "param_dtype='fp16': steps of an optimizer are lost in what float16 can hold, and torch scales no gradient "
-            "of it. Store in fp32 and compute in fp16 (precision='fp16'), or store in bf16."
-        )
-    if "fp64" in words.values() and set(words.values()) != {"fp64"}:
-        text = ", ".join(f"{name}={word!r}" for name, word in words.items())
-        raise PlanError(f"{text}: float64 is for all of them or for none. Write precision='fp64' alone.")
-    same = dtypes.stored == dtypes.computed
-    if not same and WIDTHS[dtypes.computed] >= WIDTHS[dtypes.stored]:
-        raise PlanError(
-            f"compute_dtype={dtypes.computed!r} with param_dtype={dtypes.stored!r}: what is stored narrower gains "
-            f"nothing from it. Write param_dtype='fp32', or compute_dtype={dtypes.stored!r}."
-        )
-
-
-def _words() -> str:
-    return ", ".join(reversed(WIDTHS))
+    return Dtypes(stored, computed, grad_dtype or stored)

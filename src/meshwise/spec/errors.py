@@ -24,6 +24,10 @@ class MeshwiseError(Exception):
 
     exit_code = 1
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the sentence, and none of our own lines."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class UsageError(MeshwiseError):
     """What was asked cannot be done as it was written."""
@@ -64,3 +68,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'mnist-mlp'?` or an empty text when nothing known is close to `word`."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def check_known(what: str, word: object, known: Iterable[str], error: type[UsageError] = UsageError) -> None:
+    """Raises `error`, with the word that may have been meant, for one that is none of `known`."""
+    words = tuple(known)  # what a file gives may have no hash
+    if word not in words:
+        raise error(f"{what}={word!r} is not known.{nearest(str(word), words)} Use one of {', '.join(words)}.")

@@ -158,12 +158,8 @@ def link_between(machine: Machine, source: str, target: str) -> Link | None:
 
     Ends are device names of one host, HOST, or `node0` and so on for a whole host.
     """
-    ends = [(source, target), (_any(source), _any(target))]
-    for pair in ends:
-        for link in machine.links:
-            if (link.source, link.target) == pair:
-                return link
-    return None
+    by_ends = {(link.source, link.target): link for link in reversed(machine.links)}  # of two alike the first
+    return by_ends.get((source, target)) or by_ends.get((_any(source), _any(target)))
 
 
 def _any(end: str) -> str:

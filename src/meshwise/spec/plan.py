@@ -7,6 +7,7 @@ other axes of the design (tensor, sequence, pipeline, context) get their field w
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 from meshwise.spec.dtypes import PRECISIONS as PRECISIONS
 from meshwise.spec.dtypes import Dtypes, dtypes_of
-from meshwise.spec.errors import PlanError, nearest
+from meshwise.spec.errors import PlanError, check_known, nearest
 
 RECOMPUTES = {
     "none": "what the backward needs is kept",
@@ -26,6 +27,11 @@ OFFLOADS = {
     "optimizer": "the optimizer's state is kept in the host's memory",
     "parameters": "this rank's part of the parameters is kept in the host's memory",
     "activations": "what the backward needs waits in the host's memory",
+}
+
+BATCH_NORMS = {
+    "global": "batch norms take the statistics of the whole global microbatch, as one device does",
+    "local": "each rank's batch norms take those of its own samples: no communication, and other numbers",
 }
 
 
@@ -67,6 +73,7 @@ class Plan:
     offload: what is kept in the host's memory, of `OFFLOADS`.
     reshard: whether a block's gathered parameters are let go after its forward and gathered again for its backward.
     compile: whether each block is compiled.
+    batch_norm: one of `BATCH_NORMS`: whose statistics batch norms take.
     bucket_mb: MiB of gradients that are reduced in one all-reduce (25 is DistributedDataParallel's default).
     """
 
@@ -108,6 +115,10 @@ class Plan:
             "Use recompute='full', or the names of blocks, or remove compile.",
         ),
     )
+    batch_norm: str = _technique(
+        "global",
+        Conflict(lambda plan: plan.devices == 1, "batch_norm='local' has no effect on one device. Remove it."),
+    )
     bucket_mb: int = 25
     param_dtype: str | None = None
     compute_dtype: str | None = None
@@ -116,9 +127,8 @@ class Plan:
     def __post_init__(self) -> None:
         for f in fields(self):
             _check_type(f.name, getattr(self, f.name), f.default)
-        if self.precision not in tuple(PRECISIONS):  # a plan file may hold what has no hash
-            hint = nearest(str(self.precision), PRECISIONS)
-            raise PlanError(f"precision={self.precision!r} is not known.{hint} Use one of {', '.join(PRECISIONS)}.")
+        check_known("precision", self.precision, PRECISIONS, PlanError)
+        check_known("batch_norm", self.batch_norm, BATCH_NORMS, PlanError)
         dtypes_of(self.precision, self.param_dtype, self.compute_dtype, self.grad_dtype)
         object.__setattr__(self, "recompute", _recompute(self.recompute))
         object.__setattr__(self, "offload", _offload(self.offload))
@@ -177,15 +187,12 @@ def at_precision(plan: Plan, precision: str) -> Plan:
 
 def plan_to_toml(plan: Plan) -> str:
     """The plan as a TOML file, every field with its value. What follows from `precision` is a comment."""
-    implied = {
-        "param_dtype": plan.dtypes.stored,
-        "compute_dtype": plan.dtypes.computed,
-        "grad_dtype": plan.dtypes.reduced,
-    }
+    implied = plan.dtypes.by_field
     lines = []
     for f in fields(plan):
         value = getattr(plan, f.name)
-        line = f"{f.name} = {_toml_value(implied[f.name] if value is None else value)}\n"
+        # A switch, a number, a text or a list of texts is written in TOML as it is in JSON.
+        line = f"{f.name} = {json.dumps(implied[f.name] if value is None else value, ensure_ascii=False)}\n"
         lines.append(f"# {line}" if value is None else line)
     return "".join(lines)
 
@@ -288,10 +295,7 @@ def _recompute(value: Any) -> str | tuple[str, ...]:
 def _offload(value: Any) -> tuple[str, ...]:
     names = _words("offload", value)
     for name in names:
-        if name not in OFFLOADS:
-            raise PlanError(
-                f"offload={name!r} is not known.{nearest(name, OFFLOADS)} Use some of {', '.join(OFFLOADS)}."
-            )
+        check_known("offload", name, OFFLOADS, PlanError)
     return tuple(name for name in OFFLOADS if name in names)
 
 
@@ -303,11 +307,3 @@ def _words(field: str, value: Any) -> tuple[str, ...]:
     if len(set(value)) < len(value):
         raise PlanError(f"{field}={tuple(value)!r} names something twice.")
     return tuple(value)
-
-
-def _toml_value(value: bool | int | str | tuple[str, ...]) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' if isinstance(value, str) else str(value)

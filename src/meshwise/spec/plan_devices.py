@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import AXES, Plan
+from meshwise.spec.units import plural
 
 
 def check_devices(plan: Plan, devices: int) -> None:
@@ -16,10 +18,9 @@ def check_devices(plan: Plan, devices: int) -> None:
     if plan.devices == devices:
         return
     use = ", ".join(f"{axis}={value}" for axis, value in _nearest_axes(plan, devices).items())
-    needs = f"{plan.devices} device{'s' * (plan.devices > 1)}"
     raise PlanError(
-        f"{_axes_text(plan)} needs {needs}; this run has {devices}. "
-        f"Use {use}, or start {plan.devices} worker{'s' * (plan.devices > 1)} with --devices."
+        f"{_axes_text(plan)} needs {plural(plan.devices, 'device')}; this run has {devices}. "
+        f"Use {use}, or start {plural(plan.devices, 'worker')} with --devices."
     )
 
 
@@ -44,12 +45,8 @@ def _nearest_axes(plan: Plan, devices: int) -> dict[str, int]:
 
 def factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
     """All ways to write `number` as a product of `count` factors."""
-    if count == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            yield from ((first, *others) for others in factorisations(number // first, count - 1))
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    return (factors for factors in itertools.product(divisors, repeat=count) if math.prod(factors) == number)
 
 
 def _is_possible(plan: Plan, values: dict[str, Any]) -> bool:

@@ -39,6 +39,7 @@ _WRITTEN = {  # the units that are written, largest first
     "seconds": ("s", "ms", "µs", "ns"),
 }
 _BINARY_BYTES = ("TiB", "GiB", "MiB", "KiB")
+_QUANTITY = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-zµ/]+)\s*")
 
 
 def read_quantity(text: object, kind: str, where: str) -> float:
@@ -46,22 +47,16 @@ def read_quantity(text: object, kind: str, where: str) -> float:
 
     Raises UsageError for what is not a number with a unit of that kind, is negative, zero (save seconds) or not finite.
     """
-    found = (
-        re.fullmatch(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-zµ/]+)\s*", text)
-        if isinstance(text, str)
-        else None
-    )
+    found = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     write = f'Write it as "{EXAMPLES[kind]}".'
     if found is None:
         raise UsageError(f"{where} = {value_text(text)}: not a number with a unit. {write}")
     units = UNITS[kind]
     if found[2] not in units:
-        other = next((name for name, known in UNITS.items() if found[2] in known), None)
-        why = (
-            f"a unit of {other}, and {kind} are meant."
-            if other
-            else f"no unit of {kind}.{nearest(found[2][:20], units)}"
-        )
+        why = f"no unit of {kind}.{nearest(found[2][:20], units)}"
+        for other, known in UNITS.items():
+            if found[2] in known:
+                why = f"a unit of {other}, and {kind} are meant."
         raise UsageError(f"{where} = {value_text(text)}: '{found[2][:20]}' is {why} {write}")
     try:
         exact = Decimal(found[1])

@@ -1,10 +1,38 @@
-"""Several names in a sentence."""
+"""Names and texts of others in a sentence."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+MOST_LINES, MOST_CHARACTERS = 20, 2000
+"""Of a text of others, such as an exception's: a screenful."""
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def some(names: Sequence[str]) -> str:
     """The first three of `names`, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def readable(text: str) -> str:
+    """A text of others without control characters, cut at a screenful."""
+    whole = without_control(text)
+    lines = whole.splitlines()
+    cut = "\n".join(lines[:MOST_LINES])[:MOST_CHARACTERS]
+    left = len(whole.rstrip()) - len(cut.rstrip())
+    return cut if left <= 0 else f"{cut} … ({left:,} more characters)"
+
+
+def without_control(text: str) -> str:
+    """A text of others without what moves a cursor, colours a terminal or rings its bell."""
+    return _CONTROL.sub("", text)
+
+
+def error_text(error: BaseException) -> str:
+    """`ValueError: no such layer`, readable; an error that cannot say what it is has its name alone."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be made)"
+    return f"{type(error).__name__}: {readable(text)}"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import shutil
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import IO
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from meshwise.terminal.kind_marks import printable
+from meshwise.terminal.table import NO_LIMIT
 
 UNIT = re.compile(r"(?<=\d) (?=(?:%|µs|ms|s|min|h|B|[KMGTP]iB)(?![^\W_]))")
 LABEL = 10
@@ -19,11 +23,15 @@ GLUE = "\ue000"  # stands for a space at which a line must not end
 
 @dataclass(frozen=True)
 class Screen:
-    """The console on which lines are drawn. width: their longest; height: how many fit, None where all do."""
+    """The console on which lines are drawn. width: their longest; height: how many fit, None where all do.
+
+    table_width: the widest that a table may be. One that goes to a file or a pipe is as wide as it is.
+    """
 
     console: Console
     width: int
     ascii_only: bool
+    table_width: int = NO_LIMIT
 
     @property
     def height(self) -> int | None:
@@ -55,9 +63,10 @@ class Drawn:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(self.width or options.max_width, options.max_width)
-        for line in self.draw(Screen(console, width, options.ascii_only)):
+        limited = self.width is not None or console.is_terminal
+        for line in self.draw(Screen(console, width, options.ascii_only, width if limited else NO_LIMIT)):
             if line.no_wrap is None:
-                line.no_wrap, line.overflow = True, "crop"
+                line.no_wrap, line.overflow = True, "crop" if limited else "ignore"
             line.plain = printable(line.plain, options.ascii_only)
             yield line
 
@@ -78,3 +87,10 @@ def spaced(parts: Iterable[list[Text]], height: int | None) -> list[Text]:
 def labelled(label: str, text: str, style: str = "dim", width: int = LABEL) -> Text:
     """A line that begins with a label in a column of its own."""
     return Text(f"{label:<{width}}", style).append(text, "default")
+
+
+def fitted(text: str, file: IO[str]) -> str:
+    """A sentence in lines that end between words, where it goes to a terminal; a text of several lines keeps them."""
+    if "\n" in text or not file.isatty():
+        return text
+    return textwrap.fill(text, shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)

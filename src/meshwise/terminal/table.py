@@ -1,6 +1,6 @@
 """Aligned columns, by rich: as lines, so that a view knows how high and how wide they are.
 
-No number is ever cut: whole columns that do not fit are left out.
+No number is ever cut, and no column left out: what is too narrow for a table gets its rows as blocks.
 """
 
 from __future__ import annotations
@@ -26,17 +26,29 @@ def table_lines(
     gap: int = 2,
 ) -> list[Text]:
     """A line of titles and one a row, with `gap` spaces between columns; the columns of `left` are aligned to the left.
-    The last columns are left out where they do not fit."""
-    for many in range(len(titles), 0, -1):
-        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
-        for at, title in enumerate(titles[:many]):
-            table.add_column(Text(title), justify="left" if at in left else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row[:many]))
-        lines = rendered(table)
-        if width_of(lines) <= width:
-            break
-    return lines
+
+    Where that is wider than `width`, each row is a block of its own: a line for each of its cells, after its title.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+    for at, title in enumerate(titles):
+        table.add_column(Text(title), justify="left" if at in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    lines = rendered(table)
+    return lines if width_of(lines) <= width else _stacked(titles, rows, gap)
+
+
+def _stacked(titles: Sequence[str], rows: Sequence[Sequence[Cell]], gap: int) -> list[Text]:
+    label = max(map(cell_len, titles)) + gap
+    blocks = [
+        [
+            Text.assemble((title + " " * (label - cell_len(title)), "dim"), cell)
+            for title, cell in zip(titles, row, strict=False)
+            if len(cell)
+        ]
+        for row in rows
+    ]
+    return [line for at, block in enumerate(blocks) for line in ([Text()] if at else []) + block]
 
 
 def rendered(what: RenderableType, width: int = NO_LIMIT) -> list[Text]:

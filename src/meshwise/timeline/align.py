@@ -80,19 +80,10 @@ def _line(at: NDArray[np.float64], offset: NDArray[np.float64], half: NDArray[np
 
     With fewer than three bursts, or where the bursts cannot tell a slope from none, there is none.
     """
-    weight = 1 / np.maximum(half, 1.0) ** 2
-    level = float(np.average(offset, weights=weight))
-    flat = 0.0, float(offset[np.argmin(half)])
-    if len(at) < 3:
-        return flat if len(at) < 2 or abs(offset[1] - offset[0]) <= half.sum() else _through(at, offset)
-    x = at - at[0]
-    middle = float(np.average(x, weights=weight))
-    slope = float((weight * (x - middle) * (offset - level)).sum() / (weight * (x - middle) ** 2).sum())
-    return slope, level - slope * middle
-
-
-def _through(at: NDArray[np.float64], offset: NDArray[np.float64]) -> tuple[float, float]:
-    return float((offset[1] - offset[0]) / (at[1] - at[0])), float(offset[0])
+    if len(at) < 2 or (len(at) == 2 and abs(offset[1] - offset[0]) <= half.sum()):
+        return 0.0, float(offset[np.argmin(half)])
+    slope, level = np.polyfit(at - at[0], offset - offset[0], 1, w=1 / np.maximum(half, 1.0))
+    return float(slope), float(level + offset[0])
 
 
 def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:

@@ -6,6 +6,8 @@ Tested in tests/timeline/test_stragglers.py and tests/timeline/views.
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from meshwise.timeline.run_report import (
     Report,
     Series,
 )
-from meshwise.timeline.spans import KINDS
+from meshwise.timeline.spans import KINDS, operation_and_source
 from meshwise.timeline.step_table import HIDDEN, OF_STEP, StepTable, step_table_of
 from meshwise.timeline.step_windows import step_windows
 from meshwise.timeline.timeline import NO_PHASE, Counter, Rank, Timeline
@@ -55,6 +57,8 @@ def report_of(
         source=timeline.source,
         folder=folder,
         facts=timeline.facts,
+        about=_about(timeline.facts),
+        headline="The run failed." if status == "failed" else findings[0].headline if findings else "",
         verdict=_verdict(status, timeline, verdict_of(findings)),
         findings=findings,
         missing=list(timeline.missing),
@@ -66,34 +70,38 @@ def report_of(
         goodput=goodput,
         waiting=waiting,
         kinds={kind: float(kinds[code]) for code, kind in enumerate(KINDS)},
-        ranks=_ranks(timeline, table),
+        ranks=[_rank(facts, timeline, table) for facts in timeline.ranks],
         clocks=[ClockReport(c.rank, c.offset / 1e9, c.drift, c.error / 1e9, c.samples) for c in timeline.clocks],
         error_seconds=error,
         collectives=collectives,
         series=_series(timeline, table),
         counters=[_thinned(counter) for counter in timeline.counters],
-        views=step_windows(timeline, table, steps),
+        views=step_windows(timeline, table, steps, findings[0].rank if findings else None),
     )
+
+
+def _about(facts: Mapping[str, Any]) -> dict[str, str]:
+    """What was run, for whoever reads the report later."""
+    found = {name: str(facts.get(name) or "") for name in ("plan", "command", "commit", "metric")}
+    return {name: text for name, text in found.items() if text}
 
 
 def _verdict(status: str, timeline: Timeline, verdict: str) -> str:
     if status == "failed":
-        error = textwrap.shorten(str(timeline.facts.get("error") or "a worker failed").strip().splitlines()[0], 160)
+        lines = str(timeline.facts.get("error") or "a worker failed").strip().splitlines()
+        said = [line for line in lines if not line.startswith(("Traceback ", " "))]  # not the frames before it
+        error = textwrap.shorten((said or lines)[0], 160)
         return f"The run failed: {error.rstrip('.')}. Until then: {verdict}"
     return verdict
 
 
 def _throughput(timeline: Timeline, seconds: float) -> float | None:
     """Samples of the global batches, a second of training: counted on the lowest rank that counted any."""
-    for counter in timeline.counters:
-        if counter.name == "samples" and seconds > 0:
-            done = np.diff(counter.value, prepend=0.0)
-            return float(np.where(done >= 0, done, counter.value).sum()) / seconds
-    return None
-
-
-def _ranks(timeline: Timeline, table: StepTable) -> list[RankReport]:
-    return [_rank(facts, timeline, table) for facts in timeline.ranks]
+    counter = timeline.counter("samples")
+    if counter is None or seconds <= 0:
+        return None
+    done = np.diff(counter.value, prepend=0.0)
+    return float(np.where(done >= 0, done, counter.value).sum()) / seconds
 
 
 def _rank(facts: Rank, timeline: Timeline, table: StepTable) -> RankReport:
@@ -147,16 +155,18 @@ def _collectives(timeline: Timeline, arrivals: Arrivals) -> list[CollectiveRepor
     ended, last = arrivals.end[use].max(axis=1), arrivals.last[use]
     before = np.maximum.accumulate(np.concatenate([[ABSENT], ended[:-1]]))
     takes = np.maximum(ended - np.maximum(last, before), 0) / 1e9
+    skews = np.maximum(last - arrivals.arrival[use].min(axis=1), 0) / 1e9
     sizes, names = arrivals.bytes[use], arrivals.name[use]
     reports = []
     for name, size in sorted(set(zip(names.tolist(), sizes.tolist(), strict=True))):
         which = (names == name) & (sizes == size)
         seconds = float(np.median(takes[which]))
-        text = timeline.names[name]
-        known = text in FACTORS and size and seconds > 0
-        bus = bus_bandwidth(text, len(arrivals.ranks), size, seconds) if known else None
-        reports.append(CollectiveReport(text, size, int(which.sum()), seconds, bus))
-    return sorted(reports, key=lambda report: -report.count * report.seconds)[:12]
+        operation, of = operation_and_source(timeline.names[name])
+        known = operation in FACTORS and size and seconds > 0
+        bus = bus_bandwidth(operation, len(arrivals.ranks), size, seconds) if known else None
+        share, skew = float(takes[which].sum() / max(takes.sum(), 1e-9)), float(np.median(skews[which]))
+        reports.append(CollectiveReport(operation, of, size, int(which.sum()), seconds, skew, share, bus))
+    return sorted(reports, key=lambda report: -report.share)[:12]
 
 
 def _series(timeline: Timeline, table: StepTable) -> Series:
@@ -165,7 +175,8 @@ def _series(timeline: Timeline, table: StepTable) -> Series:
         return Series()
     chunks = np.array_split(rows, min(POINTS, len(rows)))
     seconds, kinds = table.step_seconds(), table.kind_seconds()
-    loss = _loss_by_step(timeline)
+    counter = timeline.counter("loss")
+    loss = dict(zip(counter.step.tolist(), counter.value.tolist(), strict=True)) if counter is not None else {}
     return Series(
         step=[int(table.step[chunk[0]]) for chunk in chunks],
         time=[float(table.start[chunk[0]]) / 1e9 for chunk in chunks],
@@ -177,13 +188,6 @@ def _series(timeline: Timeline, table: StepTable) -> Series:
         },
         loss=[_last_known(loss, table.step[chunk]) for chunk in chunks],
     )
-
-
-def _loss_by_step(timeline: Timeline) -> dict[int, float]:
-    for counter in timeline.counters:
-        if counter.name == "loss":
-            return dict(zip(counter.step.tolist(), counter.value.tolist(), strict=True))
-    return {}
 
 
 def _last_known(loss: dict[int, float], steps: Whole) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE
+from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE, operation_and_source
 from meshwise.timeline.timeline import Spans
 
 Table = NDArray[np.int64]
@@ -28,7 +28,7 @@ class Arrivals:
 
     number, step, bytes, name: shape (collectives,). arrival, end: ns, shape (collectives, ranks).
     overlapped: overlaps with computing, so that ranks do not wait for it at once.
-    together: every rank took part, and none could leave before the last arrived.
+    complete: every rank has a record of it. together: and none could leave before the last arrived.
     last_rank: the column of the rank for which the others wait: the last one, the source of a broadcast.
     last: when it arrived, and the ranks could begin to communicate; ABSENT where a rank is missing.
     until: shape (collectives, ranks): until when each rank waits for the work of the last one; ABSENT as above. It is
@@ -46,14 +46,9 @@ class Arrivals:
     overlapped: NDArray[np.bool_]
     together: NDArray[np.bool_]
     last_rank: Table
+    complete: NDArray[np.bool_]
     last: Table
     until: Table
-
-    @property
-    def complete(self) -> NDArray[np.bool_]:
-        """Which collectives every rank has a record of."""
-        known: NDArray[np.bool_] = self.last != ABSENT
-        return known
 
     def until_of(self, ranks: Table, numbers: Table) -> Table:
         """`until` of these ranks in the collectives with these numbers, pair by pair; ABSENT for others."""
@@ -80,15 +75,13 @@ def is_collective(spans: Spans) -> NDArray[np.bool_]:
 def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
     """The collectives of a timeline's spans."""
     found = spans[is_collective(spans)]
-    number, row = np.unique(found["collective"], return_inverse=True)
+    number, first, row = np.unique(found["collective"], return_index=True, return_inverse=True)
     ranks, column = np.unique(found["rank"], return_inverse=True)
     arrival = np.full((len(number), len(ranks)), ABSENT)
     end = arrival.copy()
     arrival[row, column], end[row, column] = found["start"], found["end"]
-    facts = {key: np.zeros(len(number), np.int64) for key in ("step", "bytes", "name", "lane")}
-    for key, values in facts.items():
-        values[row] = found[key]
-    text = np.array(names)[facts["name"]] if len(number) else np.empty(0, str)
+    facts = found[first]
+    text = np.array([operation_and_source(name)[0] for name in names])[facts["name"]]
     complete = (arrival != ABSENT).all(axis=1)
     last_rank = arrival.argmax(axis=1) if len(ranks) else np.empty(0, np.int64)
     if len(ranks) and ranks[0] == 0:
@@ -105,6 +98,7 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
         overlapped=facts["lane"] == LANE["communication"],
         together=complete & np.isin(text, TOGETHER),
         last_rank=last_rank,
+        complete=complete,
         last=np.where(complete, last, ABSENT),
         until=np.where(complete[:, None], last[:, None] - _left_later(arrival, end, last_rank), ABSENT),
     )

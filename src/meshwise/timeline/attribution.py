@@ -163,32 +163,17 @@ def _gaps(spans: Spans, sessions: tuple[RunSession, ...]) -> Whole:
 
 
 def session_of(times: Whole, sessions: tuple[RunSession, ...]) -> Whole:
-    """The number of the session in which each time lies."""
+    """The number of the session in which each time lies; 0 where no session is known."""
     began = np.array([session.began for session in sessions], dtype=np.int64)
     return np.maximum(np.searchsorted(began, times, side="right") - 1, 0)
 
 
-@dataclass(frozen=True)
-class StepStarts:
-    """The steps of one rank, each from its first span to the next step's first: shape (windows,).
+def step_starts_of(spans: Spans, sessions: tuple[RunSession, ...]) -> tuple[Whole, Whole]:
+    """When the steps of a rank's spans (sorted by start) begin, each with its first span, and their numbers: ascending,
+    and the same on all ranks for the same step of the same session (session * PER_SESSION + step).
 
-    A step that was done again after a stop has a window in each session.
+    What lies before a session's first step is its step 0. A step that was done again after a stop begins in each.
     """
-
-    start: Whole
-    step: Whole
-    session: Whole
-
-    @property
-    def key(self) -> Whole:
-        """Ascending numbers that are the same on all ranks for the same step of the same session."""
-        return self.session * PER_SESSION + self.step
-
-
-def step_starts_of(spans: Spans, sessions: tuple[RunSession, ...]) -> StepStarts:
-    """Where the steps of a rank's spans (sorted by start) begin. What lies before its first step is step 0."""
-    session = session_of(spans["start"], sessions) if sessions else np.zeros(len(spans), np.int64)
-    key = session * PER_SESSION + spans["step"]
-    step = np.maximum.accumulate(key) if len(spans) else np.empty(0, np.int64)
-    first = np.flatnonzero(np.diff(step, prepend=-1))
-    return StepStarts(spans["start"][first].astype(np.int64), step[first] % PER_SESSION, session[first])
+    number = np.maximum.accumulate(session_of(spans["start"], sessions) * PER_SESSION + spans["step"])
+    first = np.flatnonzero(np.diff(number, prepend=-1))
+    return spans["start"][first].astype(np.int64), number[first]

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.spec.errors import UsageError
 from meshwise.spec.units import seconds_text
 from meshwise.timeline.run_report import Report
 from meshwise.timeline.spans import KINDS
@@ -69,7 +72,7 @@ class Figure:
 class RunComparison:
     """Two runs, by their names. ranks, steps: of each. step: None where one of them has no steps; kinds: then empty.
 
-    notes: what makes them hard to compare.
+    notes: what makes them hard to compare. differs: what was run differently, `shard 1 → 2`.
     """
 
     first: str
@@ -81,16 +84,16 @@ class RunComparison:
     kinds: list[TimeDifference]
     figures: list[Figure]
     notes: list[str]
+    differs: list[str]
 
 
 def compare_runs(first: tuple[StepTable, Report], second: tuple[StepTable, Report]) -> RunComparison:
     """Two runs, step by step and as a whole. Runs without steps are compared as a whole alone."""
     (table_a, report_a), (table_b, report_b) = first, second
     names = _names(report_a, report_b)
-    step, kinds = None, []
-    if table_a.steady.any() and table_b.steady.any():
-        differences = _differences(table_a, table_b)
-        step, kinds = differences[0], differences[1:]
+    steady = table_a.steady.any() and table_b.steady.any()
+    differences = _differences(table_a, table_b) if steady else []
+    step, kinds = next(iter(differences), None), differences[1:]
     return RunComparison(
         first=names[0],
         second=names[1],
@@ -101,12 +104,41 @@ def compare_runs(first: tuple[StepTable, Report], second: tuple[StepTable, Repor
         kinds=kinds,
         figures=_figures(report_a, report_b),
         notes=_notes(names, report_a, report_b),
+        differs=_differs(_settings(report_a), _settings(report_b)),
     )
+
+
+def is_slower(comparison: RunComparison, share: float) -> bool:
+    """Whether a step of the second run takes longer by more than `share`, beyond what chance within the runs could do.
+
+    Raises UsageError where the runs have no steps to compare.
+    """
+    step = comparison.step
+    if step is None or step.ratio is None:
+        raise UsageError("--fail-above: these runs have no steps to compare. Use runs that trained.")
+    return step.clear and step.ratio > 1 + share
 
 
 def comparison_dict(comparison: RunComparison) -> dict[str, Any]:
     """The comparison as JSON knows it."""
     return {"meshwise_comparison": 1, **dataclasses.asdict(comparison)}
+
+
+def _settings(report: Report) -> dict[str, str]:
+    """What was run, by name: fields of the plan, devices, versions, options, and what else the record holds."""
+    facts = report.facts
+    found = {"job": facts.get("job"), "devices": facts.get("world"), "commit": facts.get("commit")}
+    for group in ("versions", "request"):
+        found |= facts.get(group) or {}
+    found |= dict(re.findall(r"(\w+)=((?:\([^)]*\)|'[^']*'|[^,'(])+)", str(facts.get("plan") or "")))
+    said = {name: str(value) for name, value in found.items() if value not in (None, "", [], False)}
+    return {name: text for name, text in said.items() if name not in ("settings", "plan")}  # the plan's fields say it
+
+
+def _differs(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+    names = [*first, *(name for name in second if name not in first)]
+    pairs = [(name, first.get(name, "default"), second.get(name, "default")) for name in names]
+    return [f"{name} {a} → {b}" for name, a, b in pairs if a != b]
 
 
 def _names(first: Report, second: Report) -> tuple[str, str]:
@@ -159,41 +191,34 @@ def _resampled(table: Seconds, seed: int) -> Seconds:
 
 
 def _difference(kind: str, first: float, second: float, by_a: Seconds, by_b: Seconds) -> TimeDifference:
-    low: float | None = None
-    high: float | None = None
-    clear = False
     ratio = second / first if first > 0 else None
-    if len(by_a) and len(by_b):
-        if ratio is not None and (by_a > 0).all():
-            low, high = (float(edge) for edge in np.percentile(by_b / by_a, [2.5, 97.5]))
-            clear = not low <= 1 <= high
-        else:
-            least, most = np.percentile(by_b - by_a, [2.5, 97.5])
-            clear = not least <= 0 <= most
-    clear = clear and abs(second - first) >= CLOCK
-    return TimeDifference(kind, first, second, second - first, ratio, low, high, clear)
+    found = TimeDifference(kind, first, second, second - first, ratio, low=None, high=None, clear=False)
+    if not len(by_a) or not len(by_b):
+        return found
+    differs = abs(second - first) >= CLOCK
+    if ratio is None or not (by_a > 0).all():
+        least, most = np.percentile(by_b - by_a, [2.5, 97.5])
+        return dataclasses.replace(found, clear=differs and not least <= 0 <= most)
+    low, high = np.percentile(by_b / by_a, [2.5, 97.5]).tolist()
+    return dataclasses.replace(found, low=low, high=high, clear=differs and not low <= 1 <= high)
 
 
 def _figures(first: Report, second: Report) -> list[Figure]:
-    figures = [Figure("wall time", "seconds", first.wall_seconds, second.wall_seconds)]
-    if first.samples_per_second is not None or second.samples_per_second is not None:
-        figures.append(Figure("throughput", "samples/s", first.samples_per_second, second.samples_per_second))
-    shares = [{part.name: part.share for part in report.goodput} for report in (first, second)]
-    for name in dict.fromkeys([*shares[0], *shares[1]]):
-        figures.append(Figure(name, "share", shares[0].get(name), shares[1].get(name)))
-    peaks = [_peaks(first), _peaks(second)]
-    for name in dict.fromkeys([*peaks[0], *peaks[1]]):
-        figures.append(Figure(f"{name} memory", "bytes", peaks[0].get(name), peaks[1].get(name)))
+    a, b = _values(first), _values(second)
+    figures = [Figure(*name, a.get(name), b.get(name)) for name in {**a, **b}]
     return [figure for figure in figures if figure.first or figure.second]
 
 
-def _peaks(report: Report) -> dict[str, float]:
-    """The most bytes on any rank, by counter."""
-    peaks: dict[str, float] = {}
-    for rank in report.ranks:
-        for name, value in rank.memory.items():
-            peaks[name] = max(value, peaks.get(name, 0.0))
-    return peaks
+def _values(report: Report) -> dict[tuple[str, str], float | None]:
+    """The figures of one run by name and unit; of memory the most on any rank."""
+    values: dict[tuple[str, str], float | None] = {
+        ("wall time", "seconds"): report.wall_seconds,
+        ("throughput", "samples/s"): report.samples_per_second,
+    }
+    values |= {(part.name, "share"): part.share for part in report.goodput}
+    for name in dict.fromkeys(name for rank in report.ranks for name in rank.memory):
+        values[f"{name} memory", "bytes"] = max(rank.memory.get(name, 0.0) for rank in report.ranks)
+    return values
 
 
 def _notes(names: tuple[str, str], first: Report, second: Report) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.spec.units import bytes_text, percent_text, seconds_text
-from meshwise.timeline.run_report import MEMORY, CollectiveReport, Finding, GoodputPart
+from meshwise.timeline.run_report import COMPUTING, MEMORY, CollectiveReport, Finding, GoodputPart
 from meshwise.timeline.spans import KINDS
 from meshwise.timeline.step_table import StepTable
 from meshwise.timeline.stragglers import straggler_ranks
@@ -24,6 +24,8 @@ from meshwise.timeline.timeline import Counter
 LEAST = {"straggler": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0.10, "idle": 0.10, "stalls": 0.10}
 LEAST_OF_RUN = {"checkpoint": 0.10, "evaluation": 0.30}
 STALL = 3.0
+SLOWER = 0.9
+"""One device is called faster where its step is estimated to take at most this share of a step of all."""
 FEWEST = 10
 """Steps below which a run is too short to name a straggler."""
 GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
@@ -42,6 +44,20 @@ TRY_FOR_STRAGGLER = {
     "idle": "Its time is spent between the phases: look for host work in its loop, or another program.",
 }
 
+LATENCY_BOUND = 16 * 1024
+"""A collective of at most so many bytes takes as long as one of a byte, on links of 1 GB/s and 10 µs or more."""
+_FEWER = "Fewer reductions a sample: a larger batch (--batch-size), or accumulate (--accumulate, mw.accumulate)"
+TRY_FOR_COMMUNICATION = {
+    "batch norm": (
+        "Fewer and larger steps: a larger microbatch (--batch-size). Or a norm that needs no other rank: GroupNorm, or "
+        "--set batch_norm=local, which gives other numbers than one device."
+    ),
+    "parameters": "Gather less often: shard over fewer devices (--set shard=…), or a larger batch (--batch-size).",
+    "mw.sum": "Sum once after the loop instead of in every batch: mw.sum of the values that were added up.",
+    "": f"{_FEWER}; half the bytes: bf16 (--precision bf16).",
+}
+"""By what is sent."""
+
 
 @dataclass(frozen=True)
 class _Shares:
@@ -55,17 +71,18 @@ class _Shares:
         return sum(self.seconds[kind] for kind in kinds) / self.step if self.step else 0.0
 
     def bound(self, title: str, share: float) -> str:
-        """`Input-bound: ` where that is the largest part of a step, else `Input: `."""
-        computing = self.share("forward", "backward", "optimizer")
+        """`Input-bound` where that is the largest part of a step, else `Input`."""
+        computing = self.share(*COMPUTING)
         most = max(computing, self.share("communication"), self.share("waiting"), self.share("data", "transfer"))
-        return f"{title}-bound: " if share >= most else f"{title}: "
+        return f"{title}-bound" if share >= most else title
 
     def of_step(self, share: float) -> str:
         """`18 % of a step (1.6 ms)`."""
         return f"{percent_text(share)} of a step ({seconds_text(share * self.step)})"
 
-    def finding(self, kind: str, phase: str | None, share: float, sentence: str, advice: str) -> Finding:
-        return Finding(kind, sentence, advice, share, share * self.step, phase=phase)
+    def finding(self, kind: str, phase: str | None, headline: str, share: float, sentence: str, advice: str) -> Finding:
+        whole = f"{headline}: {percent_text(share)} of a step."
+        return Finding(kind, whole, sentence, advice, share, share * self.step, phase=phase)
 
 
 def findings_of(
@@ -84,8 +101,9 @@ def findings_of(
     shares = _Shares(int(steady.sum()), seconds, float(table.step_seconds()[steady].mean()))
     stragglers = list(_stragglers(table, shares, error_seconds))
     found = [*stragglers, *_input(shares), *_communication(table, shares, collectives, stragglers)]
+    slower = list(_slower_than_one(table, shares))
     found += [*_imbalance(shares, stragglers), *_idle(shares), *_of_run(goodput), *_stalls(table)]
-    return [*sorted(found, key=lambda finding: -finding.share), _computing(shares), *_memory(counters)]
+    return [*slower, *sorted(found, key=lambda finding: -finding.share), _computing(shares), *_memory(counters)]
 
 
 def verdict_of(findings: Sequence[Finding]) -> str:
@@ -112,15 +130,38 @@ def _stragglers(table: StepTable, shares: _Shares, error_seconds: float) -> Iter
             f"Rank {rank} is a straggler: last in {percent_text(often)} of the steps, by {seconds_text(delay)}, "
             f"{where}. Without the delay a step would take {seconds_text(cost)} less ({percent_text(share)})."
         )
-        yield Finding("straggler", sentence, TRY_FOR_STRAGGLER[phase], share, cost, rank, phase)
+        headline = f"Rank {rank} is a straggler {where}."
+        yield Finding("straggler", headline, sentence, TRY_FOR_STRAGGLER[phase], share, cost, rank, phase)
+
+
+def _slower_than_one(table: StepTable, shares: _Shares) -> Iterator[Finding]:
+    """One device would take at most the sum of what the ranks compute and read: it has no other rank to wait for, and
+    larger batches do not compute slower. Said where even that sum is clearly less than a step; else nothing is known.
+    """
+    ranks = len(table.ranks)
+    if ranks < 2 or shares.steps < FEWEST:
+        return
+    own = [KINDS.index(kind) for kind in (*COMPUTING, "data", "transfer")]
+    of_steps = table.seconds[table.steady]
+    alone = float(np.median(of_steps[:, :, own].sum(axis=(1, 2)) + shares.seconds["idle"]))
+    step = float(np.median(table.step_seconds()[table.steady]))
+    if alone > SLOWER * step:
+        return
+    headline = f"{ranks} devices are slower than one."
+    sentence = (
+        f"{ranks} devices are slower than one: a step takes {seconds_text(step)}, and one device would need at most "
+        f"{seconds_text(alone)} (estimated: all that the ranks compute and read, one after the other)."
+    )
+    advice = "Use one device, or give each more to compute in a step: a larger batch (--batch-size), or accumulate."
+    yield Finding("slower", headline, sentence, advice, 1 - alone / step, step - alone)
 
 
 def _input(shares: _Shares) -> Iterator[Finding]:
     share = shares.share("data", "transfer")
     if share >= LEAST["input"]:
-        sentence = f"{shares.bound('Input', share)}{shares.of_step(share)} is spent waiting for a batch."
+        sentence = f"{shares.bound('Input', share)}: {shares.of_step(share)} is spent waiting for a batch."
         advice = "Read ahead with more loader workers (loader_workers of a Job, num_workers of a DataLoader)."
-        yield shares.finding("input", "data", share, sentence, advice)
+        yield shares.finding("input", "data", shares.bound("Input", share), share, sentence, advice)
 
 
 def _communication(
@@ -137,21 +178,35 @@ def _communication(
         why = ", or waiting for ranks that left no log: the two cannot be told apart"
     elif stragglers:
         why = f" on, besides what rank {', '.join(str(found.rank) for found in stragglers)} costs: the links are slow"
-    rates = [c for c in collectives if c.bus_bandwidth and c.bytes]
-    largest = max(rates, key=lambda c: c.bytes * c.count, default=None)
-    speed = ""
-    if largest is not None and largest.bus_bandwidth:
-        rate = bytes_text(largest.bus_bandwidth)
-        speed = f" The largest part moves {bytes_text(largest.bytes)} at a bus bandwidth of {rate}/s."
     sentence = (
-        f"{shares.bound('Communication', share)}{shares.of_step(share)} is exposed communication (not overlapped with "
-        f"computing), from the last rank's arrival{why}.{speed}"
+        f"{shares.bound('Communication', share)}: {shares.of_step(share)} is exposed communication (not overlapped "
+        f"with computing), from the last rank's arrival{why}.{_most_expensive(collectives, shares.steps)}"
     )
-    advice = (
-        "Fewer reductions a sample: a larger batch (--batch-size), or accumulate (--accumulate, mw.accumulate); half "
-        "the bytes: bf16 (--precision bf16)."
-    )
-    yield shares.finding("communication", "communication", share, sentence, advice)
+    of = collectives[0].of if collectives else ""
+    advice = TRY_FOR_COMMUNICATION.get(of, TRY_FOR_COMMUNICATION[""])
+    headline = shares.bound("Communication", share) + (f", mostly {of}" if of else "")
+    yield shares.finding("communication", "communication", headline, share, sentence, advice)
+
+
+def _most_expensive(collectives: Sequence[CollectiveReport], steps: int) -> str:
+    """What takes most of the collectives' time: `8 of 9 collectives a step are of batch norm, of at most 64 B`."""
+    if not collectives:
+        return ""
+    first = collectives[0]
+    same = [c for c in collectives if c.of == first.of and (first.of or c is first)]
+    share, count, total = sum(c.share for c in same), sum(c.count for c in same), sum(c.count for c in collectives)
+    size = bytes_text(max(c.bytes for c in same))
+    what = f"of {first.of}" if first.of else f"{first.name}s of {size}"
+    sends, every = round(count / steps), round(total / steps)
+    a_step = "All collectives are" if count == total else "Some collectives are"
+    if 0 < sends < every:
+        a_step = f"{sends} of {every} collectives a step {'is' if sends == 1 else 'are'}"
+    sentence = f" {a_step} {what}, of at most {size}: {percent_text(share)} of the time of all collectives."
+    if first.bus_bandwidth is None:
+        return sentence
+    rate = f"{bytes_text(first.bus_bandwidth)}/s"
+    bound = "latency, not bandwidth, is the limit" if first.bytes <= LATENCY_BOUND else f"bus bandwidth {rate}"
+    return f"{sentence[:-1]}; {bound}."
 
 
 def _imbalance(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Finding]:
@@ -162,7 +217,7 @@ def _imbalance(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Findi
             "Samples of unequal length: batch similar ones together. A shared or throttling machine: look for other "
             "programs."
         )
-        yield shares.finding("imbalance", "waiting", share, sentence, advice)
+        yield shares.finding("imbalance", "waiting", "Load imbalance", share, sentence, advice)
 
 
 def _idle(shares: _Shares) -> Iterator[Finding]:
@@ -170,7 +225,7 @@ def _idle(shares: _Shares) -> Iterator[Finding]:
     if share >= LEAST["idle"]:
         sentence = f"Between phases: {shares.of_step(share)} is in none of them."
         advice = "Look for host work in the training loop: printing, .item(), logging, metrics."
-        yield shares.finding("idle", "idle", share, sentence, advice)
+        yield shares.finding("idle", "idle", "Between phases", share, sentence, advice)
 
 
 def _stalls(table: StepTable) -> Iterator[Finding]:
@@ -188,7 +243,14 @@ def _stalls(table: StepTable) -> Iterator[Finding]:
         f"{seconds_text(float(seconds.max()))}."
     )
     advice = f"See meshwise report RUN --steps {worst}. Often another program, a slow disk, or garbage collection."
-    yield Finding("stalls", sentence, advice, share, float(beyond[beyond > 0].mean()))
+    yield Finding(
+        "stalls",
+        f"Stalls take {percent_text(share)} of the time.",
+        sentence,
+        advice,
+        share,
+        float(beyond[beyond > 0].mean()),
+    )
 
 
 def _of_run(goodput: Sequence[GoodputPart]) -> Iterator[Finding]:
@@ -199,8 +261,9 @@ def _of_run(goodput: Sequence[GoodputPart]) -> Iterator[Finding]:
     ):
         share, seconds = parts[part].share, parts[part].seconds
         if share >= LEAST_OF_RUN[kind]:
-            sentence = f"{verb} takes {percent_text(share)} of the run ({seconds_text(seconds)})."
-            yield Finding(kind, sentence, advice, share, seconds, phase=phase)
+            headline = f"{verb} takes {percent_text(share)} of the run"
+            sentence = f"{headline} ({seconds_text(seconds)})."
+            yield Finding(kind, f"{headline}.", sentence, advice, share, seconds, phase=phase)
 
 
 def _memory(counters: Sequence[Counter]) -> Iterator[Finding]:
@@ -219,14 +282,14 @@ def _memory(counters: Sequence[Counter]) -> Iterator[Finding]:
                 f"{bytes_text(slope)} every 1,000 steps."
             )
             advice = "Keep no graph alive: append loss.item() or loss.detach(), not loss."
-            yield Finding("memory", sentence, advice, 0.0, 0.0, counter.rank)
+            yield Finding("memory", f"Memory grows on rank {counter.rank}.", sentence, advice, 0.0, 0.0, counter.rank)
 
 
 def _computing(shares: _Shares) -> Finding:
-    share = shares.share("forward", "backward", "optimizer")
+    share = shares.share(*COMPUTING)
     took = f"{seconds_text(share * shares.step)} of {seconds_text(shares.step)}"
     sentence = f"Computing takes {percent_text(share)} of a step ({took})."
     if share >= 0.8:
         sentence = f"Compute-bound: {shares.of_step(share)} is forward, backward and optimizer."
     advice = "To go faster: more devices, bf16 (--precision bf16), torch.compile, or a smaller model."
-    return shares.finding("compute", None, share, sentence, advice)
+    return shares.finding("compute", None, "Compute-bound" if share >= 0.8 else "Computing", share, sentence, advice)

@@ -12,12 +12,12 @@ Tested in tests/timeline/test_span_log.py.
 from __future__ import annotations
 
 from meshwise.timeline.attribution import OUTSIDE, session_of
-from meshwise.timeline.run_report import GoodputPart
+from meshwise.timeline.run_report import COMPUTING, GoodputPart
 from meshwise.timeline.spans import KIND
 from meshwise.timeline.step_table import StepTable
 from meshwise.timeline.timeline import Timeline
 
-USEFUL = [KIND[kind] for kind in ("forward", "backward", "optimizer")]
+USEFUL = [KIND[kind] for kind in COMPUTING]
 WAITING = {
     "data": KIND["data"],
     "transfer": KIND["transfer"],
@@ -34,7 +34,7 @@ def goodput_of(timeline: Timeline, table: StepTable) -> tuple[float, list[Goodpu
     ranks = max(len(table.ranks), 1)
     of_kind = counted.sum(axis=0) / ranks
     waiting = {name: float(of_kind[code]) for name, code in WAITING.items()}
-    starting, lost = _around(timeline, table)
+    starting, lost = _around(timeline, table, wall)
     seconds = {
         "useful": float(of_kind[USEFUL].sum()),
         "evaluation": float(of_kind[KIND["evaluate"]]),
@@ -50,23 +50,24 @@ def _parts(seconds: dict[str, float], wall: float) -> list[GoodputPart]:
     return [GoodputPart(name, value, value / wall if wall else 0.0) for name, value in seconds.items()]
 
 
-def _around(timeline: Timeline, table: StepTable) -> tuple[float, float]:
-    """Seconds before the steps and behind them, and seconds lost, mean over the ranks."""
+def _around(timeline: Timeline, table: StepTable, wall: float) -> tuple[float, float]:
+    """Seconds before the steps and behind them (all of `wall` where nothing was recorded), and seconds lost, mean over
+    the ranks."""
     starting = float(table.seconds[(table.step == 0) & ~table.lost][:, :, :OUTSIDE].sum())
     lost = float(table.seconds[table.lost][:, :, :OUTSIDE].sum())
+    if not len(table.ranks):
+        return wall, 0.0
     for rank in table.ranks.tolist():
         spans = timeline.of_rank(rank)
+        spans = spans[spans["end"] > spans["start"]]  # a span of no length bounds nothing
         session = session_of(spans["start"], timeline.sessions)
         for number, facts in enumerate(timeline.sessions):
-            inside = spans[(session == number) & (spans["end"] > spans["start"])]  # a span of no length bounds nothing
-            first = int(inside["start"].min()) if len(inside) else facts.ended
+            inside = spans[session == number]
             last = min(int(inside["end"].max()), facts.ended) if len(inside) else facts.ended
-            starting += (first - facts.began) / 1e9
+            starting += (int(inside["start"].min(initial=facts.ended)) - facts.began) / 1e9
             tail = (facts.ended - last) / 1e9
             if facts.status == "failed":
                 lost += tail
             else:
                 starting += tail
-    if not len(table.ranks):
-        return sum(s.ended - s.began for s in timeline.sessions) / 1e9, 0.0
-    return float(starting / len(table.ranks)), float(lost / len(table.ranks))
+    return starting / len(table.ranks), lost / len(table.ranks)

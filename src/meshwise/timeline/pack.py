@@ -14,8 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.timeline.recorder import WIDTH
+from meshwise.timeline.spans import WIDTH
 
+VERSION = 2
+"""Of a log: how its spans are packed, and its other lines written."""
 Rows = NDArray[np.int64]
 """Shape (spans, WIDTH): code, start, end, step, bytes, collective."""
 Column = NDArray[np.int64]
@@ -33,14 +35,8 @@ def pack(rows: Rows) -> str:
     code, start, end, step, size, collective = rows.T
     start, end = start // QUANTUM, end // QUANTUM
     # A span begins about where the one before it ended; the others hardly change from span to span.
-    columns = [
-        code,
-        _steps(start, np.concatenate([[0], end[:-1]])),
-        end - start,
-        _steps(step),
-        size,
-        _steps(collective),
-    ]
+    gap = start - np.concatenate([[0], end[:-1]])
+    columns = [code, gap, end - start, np.diff(step, prepend=0), size, np.diff(collective, prepend=0)]
     parts = [_column(column) for column in columns]
     head = bytes([width for width, _ in parts])
     return base64.b64encode(zlib.compress(head + b"".join(text for _, text in parts), LEVEL)).decode()
@@ -67,11 +63,6 @@ def unpack(text: str, count: int) -> tuple[Column, ...]:
     # start[i] = end[i-1] + gap[i] and end[i] = start[i] + long[i]
     end = np.cumsum(gap + long)
     return code, (end - long) * QUANTUM, end * QUANTUM, np.cumsum(step), size, np.cumsum(collective)
-
-
-def _steps(values: NDArray[np.int64], before: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-    """Each value less the one before it, which is the value of the row before unless given."""
-    return values - (np.concatenate([[0], values[:-1]]) if before is None else before)
 
 
 def _column(values: NDArray[np.int64]) -> tuple[int, bytes]:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.records.files import read_lines
-from meshwise.timeline.pack import Column, unpack
-from meshwise.timeline.span_log import VERSION
+from meshwise.timeline.pack import VERSION, Column, unpack
 
 Kind = tuple[str, str, str]
 """Kind, lane and name of a span."""
@@ -30,7 +29,6 @@ class RankLog:
     unix: float
     """When the log began: seconds since 1970, and what the rank's own clock then was (ns)."""
     clock: int
-    launched: float
     session: int = 0
     packed: list[tuple[int, str]] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
@@ -117,7 +115,6 @@ def _begun(line: dict[str, Any]) -> RankLog:
         host=str(line.get("host", "")),
         unix=float(line["unix"]),
         clock=int(line["clock"]),
-        launched=float(line.get("launched", line["unix"])),
     )
 
 

@@ -16,14 +16,12 @@ from typing import Any
 
 from meshwise.compat.profiling import NVTX, is_profiled, open_range
 from meshwise.timeline.device_clock import DeviceClock, DeviceMark
-from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE
+from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE, WIDTH
 
 Mark = int | DeviceMark
 """A moment: nanoseconds of the rank's clock, or a place in the device's stream."""
 Count = tuple[int, int, int, str, Any]
 """A counter's value: when, in which step, at the end of which kind of phase (-1: of none), its name, the value."""
-WIDTH = 6
-"""Numbers a span: code, start, end, step, bytes, collective."""
 CAPACITY = 200_000  # spans that are kept for a log that does not drain: about 40 MB
 
 

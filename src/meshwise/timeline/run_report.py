@@ -37,10 +37,11 @@ Drift = Annotated[float, lambda drift: f"{drift * 1e6:.2f} ppm"]
 @dataclass(frozen=True)
 class Finding:
     """One thing that a reader should know. kind: straggler, input, communication, imbalance, compute, checkpoint,
-    evaluation, memory. share: of the time of a step (of the run for checkpoint and evaluation), 0 to 1. seconds: a step
-    (or in all). rank, phase: where it is about one."""
+    evaluation, memory, slower. headline: at most ten words. share: of the time of a step (of the run for checkpoint and
+    evaluation), 0 to 1. seconds: a step (or in all). rank, phase: where it is about one."""
 
     kind: str
+    headline: str
     sentence: str
     advice: str
     share: Share
@@ -102,13 +103,20 @@ class GoodputPart:
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """Collectives of one name and size. seconds: median from the last arrival to the last end. bus_bandwidth: bytes a
-    second by nccl-tests' definition, None where it has none."""
+    """Collectives of one name and size. of: what they send, such as `gradients`; empty where the log does not say.
+
+    seconds: median from the last arrival to the last end: pure communication. skew_seconds: median from the first to
+    the last arrival: what the first rank waits. share: of the time of all collectives. bus_bandwidth: bytes a second by
+    nccl-tests' definition, None where it has none.
+    """
 
     name: str
+    of: str
     bytes: Bytes
     count: Count
     seconds: Seconds
+    skew_seconds: Seconds
+    share: Share
     bus_bandwidth: Bandwidth | None
 
 
@@ -192,7 +200,10 @@ class StepWindow:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is known of a run. verdict: the one sentence. error_seconds: the ± of all times across ranks.
+    """All that is known of a run. about: what was run: its plan, command, commit and last metric, where they are known.
+
+    headline: the verdict in at most ten words. verdict: the one sentence. error_seconds: the ± of all times across
+    ranks.
 
     kinds: seconds by kind, mean over ranks. waiting: the parts of the goodput's waiting.
     """
@@ -202,6 +213,8 @@ class Report:
     source: str
     folder: str
     facts: Mapping[str, Any]
+    about: Mapping[str, str]
+    headline: str
     verdict: str
     findings: list[Finding]
     missing: list[str]

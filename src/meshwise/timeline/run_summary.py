@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from meshwise.spec.json_values import json_value
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run did.
+    """What a run did. As JSON (`json_value`) a metric that is not a finite number is null.
 
     status: "finished" or "stopped". seconds: wall time of it all; train_seconds: of training and evaluating.
     phases: seconds of each phase, a rank each; "communication" is the part that no computing hid.
@@ -37,9 +34,3 @@ class RunSummary:
     folder: str
     notes: tuple[str, ...]
     verdict: str = ""
-
-
-def summary_dict(summary: RunSummary) -> dict[str, Any]:
-    """A summary as JSON. A metric that is not a finite number is null."""
-    record: dict[str, Any] = json_value(summary)
-    return record

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.records.files import append_lines
-from meshwise.timeline.pack import as_rows, pack
-from meshwise.timeline.recorder import WIDTH, Count, Recorder
+from meshwise.timeline.pack import VERSION, as_rows, pack
+from meshwise.timeline.recorder import Count, Recorder
+from meshwise.timeline.spans import WIDTH
 
-VERSION = 2
 EVERY = 1.0  # seconds between writes, and samples of memory: what a killed worker loses at most
 CLOCK_EVERY = 10.0
 FIRST_ROUNDS, ROUNDS = 32, 8

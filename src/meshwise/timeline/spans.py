@@ -5,6 +5,8 @@ Tested in tests/timeline/views/test_chrome_trace.py.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 KINDS = (
@@ -26,6 +28,21 @@ accelerator computes · collectives that overlap with the computing."""
 KIND = {kind: code for code, kind in enumerate(KINDS)}
 LANE = {lane: code for code, lane in enumerate(LANES)}
 NO_COLLECTIVE = -1
+WIDTH = 6
+"""Numbers that a recorder keeps of a span: code, start, end, step, bytes, collective."""
+
+
+@functools.cache
+def collective_name(operation: str, of: str = "") -> str:
+    """The name of a collective's span: `all-reduce of gradients`."""
+    return f"{operation} of {of}" if of else operation
+
+
+def operation_and_source(name: str) -> tuple[str, str]:
+    """`all-reduce`, `gradients`; the second is empty where the name does not say what was sent."""
+    operation, _, of = name.partition(" of ")
+    return operation, of
+
 
 SPAN = np.dtype(
     [

@@ -11,19 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.timeline.arrivals import Arrivals, arrival_table
-from meshwise.timeline.attribution import (
-    OUTSIDE,
-    Attribution,
-    StepStarts,
-    Whole,
-    attribution_of,
-    session_of,
-    step_starts_of,
-)
+from meshwise.timeline.attribution import OUTSIDE, Whole, attribution_of, step_starts_of
 from meshwise.timeline.run_report import OUTSIDE_STEPS
 from meshwise.timeline.spans import KIND, KINDS
 from meshwise.timeline.stragglers import SyncPoints, sync_points_of
-from meshwise.timeline.timeline import PER_SESSION, Spans, Timeline
+from meshwise.timeline.timeline import PER_SESSION, Timeline
 
 Seconds = NDArray[np.float64]
 HIDDEN = OUTSIDE + 1
@@ -78,30 +70,23 @@ class StepTable:
 def step_table_of(timeline: Timeline) -> StepTable:
     """The step table of a timeline."""
     arrivals = arrival_table(timeline.spans, timeline.names)
-    ranks = np.unique(timeline.spans["rank"]).tolist()
-    spans = {rank: timeline.of_rank(rank) for rank in ranks}
-    attributions = {rank: attribution_of(spans[rank], arrivals, timeline.sessions) for rank in ranks}
-    windows = {rank: step_starts_of(spans[rank], timeline.sessions) for rank in ranks}
-    key, start, seconds, present = _table(ranks, attributions, windows)
-    members = arrivals.ranks.tolist()
-    points = sync_points_of(arrivals, [spans[rank] for rank in members], [attributions[rank] for rank in members])
-    session, step = np.divmod(key, PER_SESSION)
-    return StepTable(np.array(ranks), step, session, start, seconds, present, _lost(step, session), arrivals, points)
-
-
-def _table(
-    ranks: list[int], attributions: dict[int, Attribution], windows: dict[int, StepStarts]
-) -> tuple[Whole, Whole, Seconds, NDArray[np.bool_]]:
-    key = np.unique(np.concatenate([windows[rank].key for rank in ranks])) if ranks else np.empty(0, np.int64)
+    ranks = np.unique(timeline.spans["rank"])
+    spans = [timeline.of_rank(rank) for rank in ranks.tolist()]
+    attributions = [attribution_of(mine, arrivals, timeline.sessions) for mine in spans]
+    begins = [step_starts_of(mine, timeline.sessions) for mine in spans]
+    key = np.unique(np.concatenate([np.empty(0, np.int64), *(number for _, number in begins)]))
     start = np.full(len(key), np.iinfo(np.int64).max)
     seconds = np.zeros((len(key), len(ranks), HIDDEN + 1))
     present = np.zeros((len(key), len(ranks)), bool)
-    for column, rank in enumerate(ranks):
-        row = np.searchsorted(key, windows[rank].key)
-        seconds[row, column] = attributions[rank].sums(windows[rank].start)
+    for column, ((begun, number), attribution) in enumerate(zip(begins, attributions, strict=True)):
+        row = np.searchsorted(key, number)
+        seconds[row, column] = attribution.sums(begun)
         present[row, column] = True
-        start[row] = np.minimum(start[row], windows[rank].start)
-    return key, start, seconds, present
+        start[row] = np.minimum(start[row], begun)
+    members = np.searchsorted(ranks, arrivals.ranks).tolist()
+    points = sync_points_of(arrivals, [spans[at] for at in members], [attributions[at] for at in members])
+    session, step = np.divmod(key, PER_SESSION)
+    return StepTable(ranks, step, session, start, seconds, present, _lost(step, session), arrivals, points)
 
 
 def _lost(step: Whole, session: Whole) -> NDArray[np.bool_]:
@@ -118,8 +103,3 @@ def _mean_over_ranks(values: Seconds, present: NDArray[np.bool_]) -> Seconds:
     count = np.maximum(present.sum(axis=1), 1)
     mean: Seconds = (values * present).sum(axis=1) / count
     return mean
-
-
-def spans_of_session(spans: Spans, timeline: Timeline, session: int) -> Spans:
-    """Those of `spans` that began in one session."""
-    return spans[session_of(spans["start"], timeline.sessions) == session] if timeline.sessions else spans

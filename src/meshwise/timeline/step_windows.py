@@ -12,10 +12,10 @@ import numpy as np
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text, seconds_text
 from meshwise.timeline.arrivals import Arrivals
-from meshwise.timeline.attribution import Whole, attribution_of
+from meshwise.timeline.attribution import Whole, attribution_of, session_of
 from meshwise.timeline.run_report import Bar, StepTimes, StepWindow
 from meshwise.timeline.spans import KIND, KINDS, LANES
-from meshwise.timeline.step_table import StepTable, spans_of_session
+from meshwise.timeline.step_table import StepTable
 from meshwise.timeline.timeline import Spans, Timeline
 
 MOST_BARS = 900
@@ -23,9 +23,11 @@ MOST_BARS = 900
 WINDOW_STEPS = 5
 
 
-def step_windows(timeline: Timeline, table: StepTable, steps: tuple[int, int] | None) -> list[StepWindow]:
+def step_windows(
+    timeline: Timeline, table: StepTable, steps: tuple[int, int] | None, straggler: int | None = None
+) -> list[StepWindow]:
     """The chosen steps, or typical, slow, first and last ones. Raises UsageError when the chosen ones are
-    not in the run."""
+    not in the run. straggler: the rank that the verdict names: it is last in the typical step, by its usual delay."""
     rows = np.flatnonzero(table.trained)
     if steps is not None:
         inside = rows[(table.step[rows] >= steps[0]) & (table.step[rows] <= steps[1])]
@@ -42,20 +44,34 @@ def step_windows(timeline: Timeline, table: StepTable, steps: tuple[int, int] | 
         return [_window("all", timeline, table, rows)]
     seconds = table.step_seconds()[rows]
     steady = np.flatnonzero(table.steady[rows])
-    typical = steady[np.abs(seconds[steady] - np.median(seconds[steady])).argsort(kind="stable")[0]]
+    shown = _with_straggler(table, rows, steady, straggler)
+    typical = shown[np.abs(seconds[shown] - np.median(seconds[steady])).argsort(kind="stable")[0]]
     slowest = steady[seconds[steady].argmax()]
     starts = {"typical": typical - many // 2, "slowest": slowest - many // 2, "first": 0, "last": len(rows) - many}
+    usual = {"typical": float(seconds[typical])}
     return [
-        _window(name, timeline, table, rows[max(0, min(at, len(rows) - many)) :][:many]) for name, at in starts.items()
+        _window(name, timeline, table, rows[max(0, min(at, len(rows) - many)) :][:many], usual.get(name))
+        for name, at in starts.items()
     ]
 
 
-def _window(name: str, timeline: Timeline, table: StepTable, rows: Whole) -> StepWindow:
-    """The steps in these rows of the table."""
+def _with_straggler(table: StepTable, rows: Whole, steady: Whole, straggler: int | None) -> Whole:
+    """The steady steps in which the straggler is last by half to twice its median delay; all where there are none."""
+    points = table.sync_points
+    of_rank = points.rank == straggler
+    if straggler is None or not of_rank.any():
+        return steady
+    usual = np.median(points.delay[of_rank])
+    seen = points.step[of_rank & (points.delay > usual / 2) & (points.delay < usual * 2)]
+    found = steady[np.isin(table.step[rows][steady], seen)]
+    return found if len(found) else steady
+
+
+def _window(name: str, timeline: Timeline, table: StepTable, rows: Whole, usual: float | None = None) -> StepWindow:
+    """The steps in these rows of the table. usual: seconds of the step that stands for all; None: the run's median."""
     spans = timeline.of_steps(int(table.step[rows].min()), int(table.step[rows].max()))
-    sessions = np.unique(table.session[rows])
-    spans = np.concatenate([spans_of_session(spans, timeline, session) for session in sessions.tolist()])
-    usual = float(np.median(table.step_seconds()[table.trained]))
+    spans = spans[np.isin(session_of(spans["start"], timeline.sessions), table.session[rows])]
+    usual = float(np.median(table.step_seconds()[table.trained])) if usual is None else usual
     return window_of(name, spans, timeline.names, table.arrivals, usual)
 
 

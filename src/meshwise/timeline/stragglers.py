@@ -127,13 +127,9 @@ def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
     binomial tail is Chernoff's.
     """
     use = sync_points.overlapped if sync_points.overlapped.any() else np.ones(len(sync_points.overlapped), bool)
-    total, fair = int(use.sum()), 1 / max(len(ranks), 1)
-    found = []
-    for rank in ranks.tolist():
-        times = int((sync_points.rank[use] == rank).sum())
-        if total and times / total > fair and tail_bound(total, times, fair) * len(ranks) < CHANCE:
-            found.append(rank)
-    return found
+    last, total, fair = sync_points.rank[use], int(use.sum()), 1 / max(len(ranks), 1)
+    times = {rank: int((last == rank).sum()) for rank in ranks.tolist()}
+    return [rank for rank in times if total and tail_bound(total, times[rank], fair) * len(ranks) < CHANCE]
 
 
 def tail_bound(total: int, times: int, fair: float) -> float:

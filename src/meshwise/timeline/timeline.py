@@ -88,10 +88,26 @@ class Timeline:
 
     def of_rank(self, rank: int) -> Spans:
         """The spans of one rank, in the order in which they began. A view, not a copy."""
-        low, high = np.searchsorted(self.spans["rank"], [rank, rank + 1])
-        return self.spans[low:high]
+        return of_rank(self.spans, rank)
+
+    def counter(self, name: str) -> Counter | None:
+        """The counter of this name on the lowest rank that has one."""
+        return next((counter for counter in self.counters if counter.name == name), None)
+
+    @property
+    def began(self) -> float | None:
+        """When the run began, in seconds since 1970; None where that is unknown, as in a prediction."""
+        sessions = self.facts.get("sessions") or [{}]
+        began = sessions[0].get("began")
+        return float(began) if isinstance(began, int | float) else None
 
     def of_steps(self, first: int, last: int) -> Spans:
         """The spans of the steps from `first` to `last`, both included."""
         step = self.spans["step"]
         return self.spans[(step >= first) & (step <= last)]
+
+
+def of_rank(spans: Spans, rank: int) -> Spans:
+    """Those of `spans`, which are sorted by rank, that one rank has. A view, not a copy."""
+    low, high = np.searchsorted(spans["rank"], [rank, rank + 1])
+    return spans[low:high]

@@ -16,8 +16,6 @@ from meshwise.compat.tree import tensors_in
 from meshwise.parallel.blocks import blocks_of
 from meshwise.timeline.recorder import Mark, current
 
-BLOCKS = "MESHWISE_BLOCKS"
-
 
 def record_blocks(model: nn.Module) -> None:
     """Record the spans of each block of `model` from now on."""

@@ -3,7 +3,7 @@
     model, optimizer, loader = mw.distribute(model, optimizer, loader)
     for x, y in loader:
         loss = criterion(model(x), y)
-        mw.backward(loss)
+        loss = mw.backward(loss)
         optimizer.step(); optimizer.zero_grad()
 
 The objects that come back are the objects that were given; only loaders are new. On one device `backward` is
@@ -13,34 +13,43 @@ The objects that come back are the objects that were given; only loaders are new
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
-from meshwise.training.engine import Engine, Number
+from meshwise.training.engine import Engine
+from meshwise.training.generators import TORCH, Draws, OrderGenerators, States, packed, unpacked
+from meshwise.training.loops import LoopRead
+from meshwise.training.model_stream import ModelStream, draw_alike, drawing
+from meshwise.training.order import BatchSlice
+from meshwise.training.over_ranks import Number, gather_over_ranks, mean_over_ranks, sum_over_ranks
 from meshwise.training.plan_choice import choose_plan
 from meshwise.training.session import default_engine
+from meshwise.training.split_batch import Splits
 from meshwise.training.split_loader import LoaderSpec, split_loader
-from meshwise.transfer import collectives
 from meshwise.transfer.prefetch import prefetch
 from meshwise.transfer.splitmix import mixed
 from meshwise.workers.join import rank_context
+from meshwise.workers.verb_log import BATCH, came_to, left_loop
 
 
 def distribute(*objects: Any, plan: Plan | str | Path | None = None, streams: str = "whole") -> Any:
     """Put models, optimizers and loaders on all devices; gives them back in the same order (one object, as itself).
 
     Models and optimizers are changed in place: class, hooks and state_dict keys stay; start values are those of rank 0.
-    Loaders are new, with the same `len`; their `batch_size` is global. Schedulers pass through. On one device only the
-    loaders are replaced, so that the data order is the same for any number of devices.
+    Loaders are new, with the same `len`; their `batch_size` is global, their order that of torch's own. Schedulers pass
+    through. On one device only the loaders are replaced, so that a loop goes on on any number of devices.
 
     plan: a Plan or a plan file; by default that of `meshwise run --plan` or of the file that MESHWISE_PLAN names, else
     replicas. Optimizers made before go on with what it makes of the parameters.
@@ -48,11 +57,12 @@ def distribute(*objects: Any, plan: Plan | str | Path | None = None, streams: st
     (the data set splits itself by `mw.rank()`). Raises UsageError for anything else that is given, PlanError for a plan
     that cannot be applied.
     """
+    came_to("mw.distribute")
     engine = default_engine()
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     if models or plan is not None:
-        engine.add_models(models, choose_plan(plan, engine), piggyback_loss=True)
-    seed = int(collectives.broadcast_object(torch.initial_seed())) % 2**31
+        engine.add_models(models, choose_plan(plan, engine))
+    seed = draw_alike()
     result = tuple(_distributed(thing, seed, engine, streams) for thing in objects)
     return result[0] if len(result) == 1 else result
 
@@ -77,75 +87,201 @@ def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
     )
 
 
+Real = TypeVar("Real", float, Tensor)
+Tree = TypeVar("Tree")
+_loaders = itertools.count(1)  # every rank makes its loaders in the same order
+
+
 class DistributedLoader:
-    """Gives this rank its slice of every batch of the user's loader; `len`, `dataset`, `batch_size` are the user's."""
+    """Gives this rank its slice of every batch of the user's loader; `len` and its other attributes are the user's.
+
+    Its order is the one that torch's own loader would draw at that place of the program, on rank 0.
+    """
 
     def __init__(self, loader: DataLoader[Any], spec: LoaderSpec, seed: int, engine: Engine) -> None:
         self.dataset, self.batch_size = loader.dataset, spec.batch_size
-        self._spec, self._seed, self._engine = spec, seed, engine
+        self._loader, self._spec, self._seed, self._engine = loader, spec, seed, engine
         self._epoch, self._index, self._running = 0, 0, False
+        self._generators = OrderGenerators(engine.generator, spec.drawn or (TORCH,))
+        self._order: States | None = None  # the states in which the order of this epoch began, once it has
+        self._keyed = False
+        self._number = next(_loaders)
+        own_batches = type(loader.batch_sampler) is not BatchSampler
+        self._whole_batches = loader.drop_last or own_batches  # what the program relies on
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
     def __len__(self) -> int:
         if self._spec.length is None:
             raise TypeError("this loader's length is not known: its data set or sampler has none")
         return self._spec.length
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the loader is: the epoch, and how many samples of it have been given out.
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is: the epoch, how many samples of it have been given out, and random generators: as they
+        were where the order of this epoch began, and as they are now.
 
         Any number of devices goes on from it.
         """
-        return {"epoch": self._epoch, "index": self._index}
+        state: dict[str, Any] = {"epoch": self._epoch, "index": self._index}
+        if self._keyed:
+            return state
+        order = {} if self._order is None else {"order": packed(self._order)}
+        return state | order | {"generators": packed(self._generators.states())}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from `state` with the next loop over this loader."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state` with the next loop over this loader. The program's random generator goes on from there
+        too, so that later epochs have the order that they would have had; a state of version 0.1 has none."""
         self._epoch, self._index = int(state["epoch"]), int(state["index"])
-        self._running = False
+        self._running, self._keyed = False, "generators" not in state
+        self._order = unpacked(state["order"]) if "order" in state else None
+        if not self._keyed:
+            self._generators.set_states(unpacked(state["generators"]))
 
     def __iter__(self) -> Iterator[Any]:
         if self._running:  # the loop before this one was left early: its epoch is over
-            self._epoch, self._index = self._epoch + 1, 0
+            self._epoch, self._index, self._order = self._epoch + 1, 0, None
         self._running = True
-        engine, name = self._engine, f"epoch {self._epoch} of a loader"
-        for batch, part in engine.batches(name, self._read(None), self.batch_size, limited=self._read):
-            engine.seed_draws(mixed(self._seed, self._epoch), self._index)
-            self._index += part.total
-            batch = engine.cast(batch)
-            engine.begin(part)
-            yield batch
+        came_to(BATCH, self._number, self._epoch, 1)
+        loader = self._loader
+        if self._order is None and not (loader.persistent_workers and self._epoch) and not self._spec.draws_base_seed:
+            with self._engine.generator.drawing():
+                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as torch seeds its workers
+        return self._batches(self._read(None) if loader.num_workers else None)
+
+    def _batches(self, source: Iterator[tuple[Any, Any]] | None) -> Iterator[Any]:
+        engine, name, read = self._engine, f"epoch {self._epoch} of a loader", LoopRead()
+        source = self._read(None) if source is None else source
+        batches = engine.batches(name, source, self.batch_size, limited=self._read, read=read)
+        with contextlib.closing(batches), engine.unsummed.loop() as loop:
+            for given, (batch, part) in enumerate(batches, 1):
+                key = mixed(self._seed, self._epoch), self._index
+                self._index += part.total
+                batch = engine.cast(batch)
+                engine.begin(part, read)
+                try:
+                    with drawing(None if engine.watcher else engine.draws, engine.world, key, part):
+                        yield batch
+                except GeneratorExit:
+                    left_loop(given)
+                    raise
+                if given == 1:
+                    loop.first_batch_ends()
+                came_to(BATCH, self._number, self._epoch, given + 1)
         if engine.stopped:
             raise KeyboardInterrupt("the run was asked to stop; every rank stops before the same batch")
-        self._epoch, self._index, self._running = self._epoch + 1, 0, False
+        self._epoch, self._index, self._order, self._running = self._epoch + 1, 0, None, False
 
     def _read(self, limit: int | None) -> Iterator[tuple[Any, Any]]:
-        """The rest of the epoch; with `limit` one batch more, of at most so many samples."""
+        """The rest of the epoch; with `limit` one batch more, of at most so many samples unless all are whole."""
         if limit == 0:
             return iter(())
-        return prefetch(self._spec.pairs(self._epoch, self._index, limit), self._engine.program.device)
+        if limit is not None and self._whole_batches:
+            limit = sys.maxsize
+        draws = None if self._keyed else self._draws()
+        return prefetch(self._spec.pairs(draws, self._epoch, self._index, limit), self._engine.program.device)
+
+    def _draws(self) -> Draws:
+        """How the order of this epoch is drawn; if it is, from the generators of rank 0. Collective then, the first
+        time in an epoch."""
+        if self._order is not None:
+            return self._generators.draws(self._order, again=True)
+        together = self._spec.drawn and not self._spec.own
+        self._order = self._generators.take_rank_0s() if together else self._generators.states()
+        return self._generators.draws(self._order, again=False)
 
 
-def backward(loss: Tensor, weight: Tensor | float | None = None) -> Tensor:
+def backward(loss: Tensor, weight: Tensor | float | None = None, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
     """Add to `.grad` what one device would add for the whole batch of the loader; returns the global loss, detached.
 
     loss: a scalar mean over `weight` items of this rank's slice; by default over its samples, which the loader knows. A
-    token mean passes its number of tokens. Collective: every rank calls it once a batch.
+    token mean passes its number of tokens, a class-weighted mean the sum of its classes' weights
+    (`weight=class_weights[y].sum()`). Collective: every rank calls it once a batch.
+    reduction: `sum` for a loss that is a sum over this rank's samples: what one device would add is that of the sum.
+
+    What comes back is that of the loss as it was given (divided, where it was divided by the number of accumulation
+    steps), without the scale of a GradScaler: `loss = mw.backward(scaler.scale(loss))` is for people to read.
     """
-    return default_engine().backward(loss, weight)
+    came_to("mw.backward")
+    return default_engine().backward(loss, weight, reduction)
 
 
-@contextlib.contextmanager
-def accumulate() -> Iterator[None]:
+def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
+    """This rank's rows of a batch that every rank holds, for programs without a loader: `x, y = mw.split(x, y)`.
+
+    batch: tensors, numpy arrays, or trees of them, with equally many rows; each comes back as its part (one alone, as
+    itself), a view. dim: where the samples lie. `mw.backward` and `mw.sum` then know the batch, as in a loop over a
+    distributed loader. A rank without rows gets one that counts for nothing. On one device nothing is cut.
+    whole: what rows cannot cut (a graph, an episode) comes back as it is, and every rank runs all of it.
+
+    Every rank must give the same: a checksum travels with the loss. So what is drawn outside the models' forward is
+    drawn alike on every rank, for the whole batch; a model's dropout is for its own rank's rows. UsageError for what
+    has no rows, or other rows on another rank.
+    """
+    came_to("mw.split")
+    engine = default_engine()
+    if engine.splits is None:
+        stream = ModelStream(engine.world, engine.draws, lambda: engine.generator.in_loop or engine.watcher is not None)
+        engine.splits = Splits(engine.world, stream, engine.notify, engine.agreed)
+    mine = engine.splits.begin(batch, engine.part, whole=whole, dim=dim)
+    _begin_split(engine, mine)
+    result = engine.splits.cut(batch, mine, dim, engine.program.models)
+    return result[0] if len(result) == 1 else result
+
+
+def _begin_split(engine: Engine, part: BatchSlice) -> None:
+    """The program has split a batch itself: outside a loop over batches that is where a step may begin."""
+    engine.part = part
+    engine.reads.split(part)
+    if engine.generator.in_loop:
+        return
+    engine.phases.batch_asked()
+    if not engine.gate.begin():
+        raise KeyboardInterrupt("the run was asked to stop; every rank stops before the same batch")
+    engine.phases.batch_given(None)
+    if engine.watcher is not None:
+        engine.watcher.batch_asked()
+        counted = part if not part.whole or engine.world.rank == 0 else replace(part, samples=0)
+        engine.watcher.batch_given(counted)
+
+
+def accumulate() -> contextlib.AbstractContextManager[None]:
     """`mw.backward` inside keeps its gradients on their rank; the next outside, or `optimizer.step`, reduces all."""
-    with default_engine().accumulate():
-        yield
+    return default_engine().accumulate()
 
 
 def sum(value: Number) -> Number:
-    """`value` added over all ranks, padding samples left out: the one extra line of an evaluation. Collective.
+    """`value` added over all ranks, padding samples left out. Collective.
 
-    Call it inside the loop over the loader. A number comes back as a number, a tensor as a tensor.
+    In the loop over the loader `value` is of this rank's part of the batch; after it, of all that this rank read. A
+    number comes back as a number, a tensor as a tensor. UsageError after a loop whose values count a padding sample.
     """
-    return default_engine().sum(value)
+    came_to("mw.sum")
+    return sum_over_ranks(default_engine(), value)
+
+
+def mean(value: Real, weight: float | Tensor | None = None) -> Real:
+    """The mean of `value` over all ranks: as of one device for a value that is a mean itself. Collective.
+
+    value: in the loop over the loader a mean over this rank's part of the batch; after it, over all that this rank
+    read. A number comes back as a float, a tensor of any shape as a tensor. weight: how many items that mean is over,
+    such as tokens; by default the samples. UsageError after a loop whose values count a padding sample.
+    """
+    came_to("mw.mean")
+    return cast(Real, mean_over_ranks(default_engine(), value, weight))
+
+
+def gather_samples(values: Tree) -> Tree:
+    """The rows of all ranks, in the order of the loader, on every rank: predictions of a whole data set. Collective.
+
+    values: tensors, or a tree of them, with a row for each sample: in the loop over the loader those of this rank's
+    part of the batch; after it those of all its batches, joined by torch.cat. Padding is left out. All ranks must give
+    the same dtypes and further dimensions, else UsageError. `mw.gather` is another verb: of parts in one process.
+    """
+    came_to("mw.gather_samples")
+    return cast(Tree, gather_over_ranks(default_engine(), values))
 
 
 def rank() -> int:

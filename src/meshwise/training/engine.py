@@ -13,34 +13,52 @@ The step never reads a value.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwise.parallel.apply import scale_gradients
+from meshwise.compat.loss_scale import note_scaling, unscaled
 from meshwise.parallel.data import DROPOUT_NOTE
 from meshwise.parallel.precision import cast_batch, computing
-from meshwise.parallel.step_hooks import After, Order, Subscription, subscribe
+from meshwise.parallel.step_hooks import Order, subscribe
 from meshwise.spec.dtypes import Dtypes
-from meshwise.spec.errors import UsageError
+from meshwise.spec.errors import check_known
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import current
-from meshwise.training.exact import ExactDraws
+from meshwise.training.agreed import Agreed
+from meshwise.training.by_hand import HandUpdates
+from meshwise.training.generators import ProgramGenerator
+from meshwise.training.job import REDUCTIONS
+from meshwise.training.keyed import ExactDraws
+from meshwise.training.loops import LoopRead, Loops
 from meshwise.training.order import BatchSlice
 from meshwise.training.phases import Phases
 from meshwise.training.program import Program
 from meshwise.training.recording import Recording
+from meshwise.training.script_steps import note_steps
+from meshwise.training.settings import settings_of
+from meshwise.training.split_batch import Splits
+from meshwise.training.unsummed import UnsummedLoops
 from meshwise.training.watcher import Watcher
-from meshwise.training.weighing import Losses, StepWeights, split_weight, total_of, unpadded
+from meshwise.training.weighing import (
+    Losses,
+    StepWeights,
+    check_loss,
+    check_sum_alone,
+    mean_of_sum,
+    split_weight,
+    total_of,
+    unpadded,
+    unsaid_sum,
+)
 from meshwise.transfer import collectives
-from meshwise.transfer.splitmix import mixed
 from meshwise.workers.gate import StepGate
 from meshwise.workers.worker import in_progress
 
@@ -48,7 +66,7 @@ Part = tuple[Any, BatchSlice]
 """A microbatch on this rank, and which slice of the global batch it is."""
 Batch = TypeVar("Batch")
 NOTHING = contextlib.nullcontext()
-Number = TypeVar("Number", int, float, Tensor)
+LOOKED_AT = 8  # backwards whose losses are looked at: a program may have several, and none becomes another one later
 
 
 class Engine:
@@ -61,13 +79,20 @@ class Engine:
         notify: Callable[[str], None],
         *,
         draws: ExactDraws | None = None,
-        infer_phases: bool = False,
+        script: bool = False,
     ) -> None:
-        """notify: takes a line for the user. infer_phases: the loop is a script's, known from its calls alone."""
-        self.world, self._gate, self._notify = world, gate, notify
-        self.program = Program(world, lambda: self.part is None or self.part.samples > 0, self.notify)
+        """notify: takes a line for the user. script: the loop is a script's, known from its calls alone."""
+        self.world, self.gate, self._notify = world, gate, notify
+        self.program = Program(
+            world,
+            lambda: None if self.part is None or self.part.whole else self.part.samples,
+            self.notify,
+            piggyback_loss=script,
+        )
         self.draws = draws
-        """The exact random draws of jobs, where they are asked for."""
+        """The exact random draws, where they are asked for."""
+        self.splits: Splits | None = None
+        """The batches that the program splits itself, once it has split one."""
         self._narrow: Dtypes | None = None  # what is computed in, where that is not what tensors have
         self._stored: Dtypes | None = None  # what batches are cast to, where that is not float32
         self.recording: Recording | None = None
@@ -75,10 +100,13 @@ class Engine:
         self.watcher: Watcher | None = None
         self.schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
         """Those that were given to `mw.distribute`."""
+        self.agreed = Agreed(world, lambda: settings_of(self.program.in_use, self.schedulers))
+        """Compares what the ranks hold, with the loss of a script."""
         self.part: BatchSlice | None = None
         """The microbatch that this rank works on."""
-        self.used_padding = False
-        """Whether the loop that ended last gave some rank a padding sample."""
+        self._by_hand = HandUpdates(self.program)
+        self.reads = Loops(world.size)
+        """What this rank reads in them."""
         self.reduce = True
         self.has_applied = False
         """Whether a plan was applied to some model."""
@@ -89,41 +117,36 @@ class Engine:
         """How often each file was saved, and any was loaded: ranks count alike, to meet there."""
         self.notes: list[str] = []
         """What was said of the plan and the program, on every rank."""
-        self._phases = Phases()
+        several = script and world.size > 1
+        self.unsummed = UnsummedLoops(lambda: self.program.models, self.notify, on=several)
+        """Evaluations of a script of which each rank has its own figures."""
+        self.phases = Phases()
         self._hooks = [subscribe(Order.GUARD, self.program.check_step)]
-        if infer_phases:
-            self._hooks.append(self._at_steps(Order.PHASE, self._phases.optimizer_begins, self._phases.optimizer_ends))
+        if script:
+            note_scaling()
+            self._hooks += note_steps(self.program, self.phases, lambda: self.part is not None, self.notify)
 
     def watch(self, watcher: Watcher) -> None:
         """Let `watcher` watch from now on."""
         self.watcher = watcher
-        self._hooks.append(self._at_steps(Order.WATCH, watcher.step_begins, watcher.step_ends))
-
-    def _at_steps(self, order: Order, begins: After, ends: After) -> Subscription:
-        """Call these around the steps of the program's optimizers."""
-
-        def before(optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            if self.program.trains(optimizer):
-                begins(optimizer)
-
-        def after(optimizer: Optimizer) -> None:
-            if self.program.trains(optimizer):
-                ends(optimizer)
-
-        return subscribe(order, before, after)
+        self.agreed.settings = tuple  # none: a check finds itself where ranks differ in them
+        self._hooks.append(self.program.at_steps(Order.WATCH, watcher.step_begins, watcher.step_ends))
 
     def close(self) -> None:
         """End: optimizers step as if there were no engine."""
+        self.unsummed.finish()
         for hook in self._hooks:
             hook.remove()
         self.program.close()
+        if self.splits is not None:
+            self.splits.stream.close()
         self.part, self.watcher = None, None
         if self.recording is not None:
             self.recording.close()
 
     def notify(self, text: str) -> None:
         """A line for the user, once."""
-        if text in self.notes or (self.draws is not None and text == DROPOUT_NOTE):  # exact draws: untrue
+        if not text or text in self.notes or (self.draws is not None and text == DROPOUT_NOTE):  # exact draws: untrue
             return
         self.notes.append(text)
         if self.world.rank == 0:
@@ -131,9 +154,9 @@ class Engine:
 
     # Models and optimizers.
 
-    def add_models(self, models: Sequence[nn.Module], plan: Plan, *, piggyback_loss: bool = False) -> None:
+    def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
         """Apply `plan` to those models that are new, in place. Collective."""
-        self.program.add_models(models, plan, piggyback_loss=piggyback_loss)
+        self.program.add_models(models, plan)
         self.has_applied = self.has_applied or bool(models)
         dtypes = self.plan.dtypes
         self._stored = dtypes if dtypes.stored != "fp32" else None
@@ -142,7 +165,7 @@ class Engine:
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Give an optimizer what the plan has made of its parameters."""
         self.program.add_optimizer(optimizer)
-        self._phases.optimizers = True
+        self.phases.optimizers = True
 
     @property
     def plan(self) -> Plan:
@@ -150,6 +173,11 @@ class Engine:
         return self.program.plan or Plan()
 
     # Batches.
+
+    @functools.cached_property
+    def generator(self) -> ProgramGenerator:
+        """torch's, as the program has it outside its loops."""
+        return ProgramGenerator()
 
     def batches(
         self,
@@ -159,91 +187,98 @@ class Engine:
         *,
         limited: Callable[[int], Iterator[Batch]] | None = None,
         step: Callable[[], int] | None = None,
-    ) -> Iterator[Batch]:
+        read: LoopRead | None = None,
+    ) -> Generator[Batch, None, None]:
         """What `source` gives, while all ranks go on; where the run was asked to stop, `stopped` is set.
 
         name: what a rank is in the middle of while it loops. size: samples of a batch. limited: gives another source
         whose next batch has at most so many samples. step: the number of the coming step, where the loop knows it.
+        read: what `begin` is told of a script's loop.
         """
-        outer = torch.get_rng_state()
-        watcher, phases = self.watcher, self._phases
-        in_progress.add(name)
-        self.used_padding = self.stopped = False
-        if watcher is not None:
-            watcher.loop_begins()
-        try:
-            while True:
-                phases.batch_asked()
-                if watcher is not None:
-                    watcher.batch_asked()
-                    limit = watcher.batch_limit(size) if limited is not None else None
-                    source = source if limit is None or limited is None else limited(limit)
-                batch = next(source, None)
-                if batch is None:
-                    break
-                if not self._gate.begin():
-                    self.stopped = True
-                    break
-                phases.batch_given(None if step is None else step())
-                yield batch
-        finally:
-            phases.batches_end()
+        watcher, phases = self.watcher, self.phases
+        with self.generator.loop():
+            in_progress.add(name)
+            self.stopped = False
             if watcher is not None:
-                watcher.loop_ends()
-            self.part = None
-            in_progress.discard(name)
-            torch.set_rng_state(outer)
+                watcher.loop_begins()
+            try:
+                while True:
+                    phases.batch_asked()
+                    if watcher is not None:
+                        watcher.batch_asked()
+                        limit = watcher.batch_limit(size) if limited is not None else None
+                        source = source if limit is None or limited is None else limited(limit)
+                    batch = next(source, None)
+                    if batch is None:
+                        break
+                    if not self.gate.begin():
+                        self.stopped = True
+                        break
+                    phases.batch_given(None if step is None else step())
+                    yield batch
+            finally:
+                phases.batches_end()
+                if watcher is not None:
+                    watcher.loop_ends()
+                self.part = None if read is None else self.reads.end(read)
+                in_progress.discard(name)
 
-    def seed_draws(self, *key: int) -> None:
-        """Key this rank's random draws (dropout) by `key`, such as (seed, step), and its rank: a resumed run draws the
-        same, ranks draw apart. Rank 0 draws what one device draws."""
-        seed = mixed(*key, self.world.rank)
-        torch.default_generator.manual_seed(seed)
-        if self.world.device.startswith("cuda"):
-            torch.cuda.manual_seed(seed)
-
-    def begin(self, part: BatchSlice) -> None:
-        """This rank works on `part` from now on."""
+    def begin(self, part: BatchSlice, read: LoopRead | None = None) -> None:
+        """This rank works on `part` from now on, which a script's loop gave."""
         self.part = part
-        self.used_padding |= part.total < self.world.size
+        if read is not None:
+            self.reads.begin(part, read)
+            self._by_hand.batch_given(len(read.samples))
         if self.watcher is not None:
             self.watcher.batch_given(part)
 
     # The step.
 
-    def backward(self, loss: Tensor, weight: Tensor | float | None = None) -> Tensor:
+    def backward(self, loss: Tensor, weight: Tensor | float | None = None, reduction: str = "mean") -> Tensor:
         """Add to `.grad` what one device would add for the whole batch; returns the global loss. See `mw.backward`."""
+        check_known("reduction", reduction, REDUCTIONS)
+        if reduction == "sum":
+            check_sum_alone(weight, "mw.backward")
+        elif self.world.size > 1 and self.program.backwards < LOOKED_AT and not (self.part and self.part.whole):
+            self.notify(unsaid_sum(unscaled(loss), self.world.size))
         self.program.begin_backward()
+        if self.unsummed.expects_backward:
+            self.unsummed.backward()
         part = self.part
-        with self._watched_backward(self.reduce), self._phases.backward(0 if part is None else part.total):
-            mean = self._backward_of_batch(loss, weight, part)
-        self._phases.loss(mean)
+        split = NOTHING if self.splits is None else self.splits.backward(1 if reduction == "sum" else weight)
+        with self._watched_backward(self.reduce), self.phases.backward(0 if part is None else part.total), split:
+            mean = self._backward_of_batch(loss, weight, part, summed=reduction == "sum")
+        self.reads.backward()
+        self.phases.loss(mean)
+        if self.draws is not None:
+            self.notify(self.draws.note())
         if self.watcher is not None:
-            self.watcher.loss_known(mean)
+            self.watcher.loss_known(mean, loss.detach())
         return mean
 
-    def _backward_of_batch(self, loss: Tensor, weight: Tensor | float | None, part: BatchSlice | None) -> Tensor:
-        applied = self.program.applied
-        if applied is None or applied.reduction is None:
+    def _backward_of_batch(
+        self, loss: Tensor, weight: Tensor | float | None, part: BatchSlice | None, *, summed: bool
+    ) -> Tensor:
+        reduction, before = self.program.reduction, unscaled(loss)
+        if reduction is None:
             self.program.check_has_models()
             loss.backward()
-            return loss.detach()
-        if part is None:
-            raise UsageError(
-                "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not "
-                "known. Give the loader to mw.distribute too, and call mw.backward inside its loop."
-            )
-        if loss.numel() != 1:
-            raise UsageError(
-                f"mw.backward needs one number; this loss has shape {tuple(loss.shape)}. Take its mean first."
-            )
-        weights = StepWeights(self.world.size, applied.coupled_gradients)
-        scaled = weights.scale(*unpadded(loss.reshape(()), weight, part.samples), part)
+            return before.detach()
+        self.reads.check_one_share("mw.backward", weighed=summed or weight is not None)
+        part, own = check_loss(loss, part), reduction.plain(loss)
+        loss, before = own, own if before is loss else reduction.plain(before.detach())
+        if summed:
+            loss, before = (mean_of_sum(total, part, part.total) for total in (loss, before))
+        weights = StepWeights(self.world.size, self.program.coupled_gradients)
+        seen, _ = unpadded(before.reshape(()), weight, part.samples)
+        scaled = weights.scale(*unpadded(loss.reshape(()), weight, part.samples), part, before=seen)
         if weight is None:
-            mean = applied.reduction.backward(scaled, reduce=self.reduce, value=scaled.detach())
+            value = scaled.detach() if before is loss else weights.share(part)
+            mean = reduction.backward(scaled, reduce=self.reduce, value=self.agreed.with_signs(value))
             assert mean is not None
-            return mean
-        applied.reduction.backward(scaled, reduce=self.reduce, factor=weights.begin_sum())
+            return self.agreed.without_signs(mean).to(before.dtype)
+        reduction.backward(scaled, reduce=self.reduce, factor=weights.begin_sum(self.agreed.signs(scaled)))
+        self.agreed.compare(weights.mean_of_more())
         return weights.global_mean().to(loss.dtype)
 
     def compute(
@@ -254,39 +289,37 @@ class Engine:
         where: str,
         key: tuple[int, int],
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+        reduction: str = "mean",
     ) -> Losses:
         """Leave in `.grad` the gradient of the mean loss over the global batch whose microbatches on this rank are
         `parts`. Returns their losses and weights, still on the device.
 
         loss_function: gives a microbatch's mean loss, or (mean, weight). where: its name in errors. key: (seed, step),
-        for its random draws. scale: of a loss scaler.
+        for its random draws. scale: of a loss scaler. reduction: of the loss, which is a mean or a `sum`.
         """
         self.program.begin_backward()
-        applied, recorder = self.program.applied, current()
-        weights = StepWeights(self.world.size, applied is not None and applied.coupled_gradients)
+        recorder, weights = current(), StepWeights(self.world.size, self.program.coupled_gradients)
         recorder.samples += parts[0][1].total
         for number, (batch, part) in enumerate(parts):
             self.begin(part)
             draws = None if self.draws is None else self.draws.of_microbatch((*key, number), part)
             with recorder.span("forward"), self.computing(), draws.forward() if draws else NOTHING:
-                mean, weight = split_weight(loss_function(self.cast(batch)), part.samples, where)
+                summed = part.total if reduction == "sum" else None
+                mean, weight = split_weight(
+                    self.program.plain(loss_function(self.cast(batch))), part, where, summed=summed
+                )
+            weights.coupled |= self.program.has_shared_terms
             last = number == len(parts) - 1
             with self._watched_backward(last), recorder.span("backward"), draws.backward() if draws else NOTHING:
                 scaled = scale(weights.scale(mean, weight, part))
-                self._reduced_backward(scaled, last, weights.begin_sum() if last and weight is not None else None)
+                self.program.reduced_backward(
+                    scaled, last, weights.begin_sum() if last and weight is not None else None
+                )
         if self.watcher is not None:
-            total, weighed = collectives.all_reduce(total_of(weights.losses)).unbind()
-            self.watcher.loss_known(total / weighed)
+            own = total_of(weights.losses)
+            total, weighed = collectives.all_reduce(own).unbind()
+            self.watcher.loss_known(total / weighed, own[0] / own[1])
         return weights.losses
-
-    def _reduced_backward(self, loss: Tensor, last: bool, factor: Callable[[], Tensor] | None) -> None:
-        applied = self.program.applied
-        if applied is not None and applied.reduction is not None:
-            applied.reduction.backward(loss, reduce=last, factor=factor, whole=True)
-            return
-        loss.backward()
-        if factor is not None:
-            scale_gradients(self.program.named_parameters().values(), factor())
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """A forward in the dtypes of the plan."""
@@ -304,25 +337,6 @@ class Engine:
             yield
         finally:
             self.reduce = before
-
-    def sum(self, value: Number) -> Number:
-        """`value` added over all ranks, padding left out. See `mw.sum`."""
-        total = self._sum(value) if self.world.size > 1 else value
-        if self.watcher is not None:
-            self.watcher.summed(total)
-        return total
-
-    def _sum(self, value: Number) -> Number:
-        if self.part is None and self.used_padding:
-            raise UsageError(
-                f"mw.sum was called after a loop whose last batch had fewer samples than the {self.world.size} ranks: "
-                "some rank's value counts a padding sample. Call mw.sum inside the loop, on each batch's value."
-            )
-        counts = 0 if self.part is not None and self.part.samples == 0 else 1
-        if isinstance(value, Tensor):
-            return collectives.all_reduce(value.detach().clone() * counts)
-        dtype = torch.int64 if isinstance(value, int) else torch.float64
-        return type(value)(collectives.all_reduce(torch.tensor(value, dtype=dtype) * counts).item())
 
     # Who looks on.
 

@@ -45,9 +45,10 @@ def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Part]
 def _measure(job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[str, Sum]:
     """Each metric of a batch, and its weight."""
     named = job.metrics(model, batch) if job.metrics else {"loss": job.loss(model, batch)}
+    summed = 1 if job.reduction == "sum" and not job.metrics else None
     measured = {}
     for name, result in named.items():
-        mean, weight = split_weight(result, part.samples, f"metric '{name}' of job '{job.name}'")
+        mean, weight = split_weight(result, part, f"metric '{name}' of job '{job.name}'", summed=summed)
         known = as_weight(float(part.samples) if weight is None else weight, mean)
         measured[name] = (mean.to(known.dtype), known)
     return measured
@@ -56,5 +57,7 @@ def _measure(job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[s
 def _over_ranks(sums: dict[str, Sum]) -> dict[str, float]:
     if not sums:
         return {}
-    table = collectives.all_reduce(torch.stack([torch.stack(pair) for pair in sums.values()]))  # (metrics, 2)
+    table = collectives.all_reduce(
+        torch.stack([torch.stack(pair) for pair in sums.values()]), of="metrics"
+    )  # (metrics, 2)
     return {name: total / weight for name, (total, weight) in zip(sums, table.tolist(), strict=True)}

@@ -19,6 +19,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
 from meshwise.training.session import default_engine, process_engine
 from meshwise.transfer.agreement import wait_for_all
+from meshwise.workers.verb_log import came_to
 
 GRACE = 60.0  # seconds in which all ranks must come to a file
 
@@ -34,6 +35,7 @@ def save(thing: Any, path: str | Path) -> None:
     if plan.state_divided:
         if isinstance(thing, nn.Module | torch.optim.Optimizer):
             raise UsageError(f"mw.save under {plan}: write its state, mw.save(thing.state_dict(), path).")
+        came_to("mw.save")
         _all_come(f"meshwise/saves/{name}/{saves[name]}", world, f"mw.save({path}) under {plan}")
         thing = collected(thing)
     if world.rank == 0:
@@ -47,6 +49,7 @@ def load(path: str | Path) -> Any:
 
     Waits for a `mw.save` to the same path that rank 0 has not finished.
     """
+    came_to("mw.load")
     redirected = _redirected(path)
     engine = process_engine()
     path = redirected if redirected.exists() or str(redirected.resolve()) in engine.saves else Path(path)

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from meshwise.spec.errors import UsageError, check_known
 
-from meshwise.spec.errors import UsageError
+if TYPE_CHECKING:  # the options of a run name a Job, and their help waits for no torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
-Weighted = Tensor | tuple[Tensor, Tensor | float]
+Weighted: TypeAlias = "Tensor | tuple[Tensor, Tensor | float]"
+_MUST_BE_GIVEN: Any = ...
+
+
+REDUCTIONS = ("mean", "sum")
 
 
 @dataclass(frozen=True)
 class Job:
     """A training program: what is trained on what, with which loss and optimizer.
 
+    name: in messages and of the run's folder; default: the variable that it is bound to.
     model: builds the model; called once on every rank, start values are those of rank 0.
     loss: `loss(model, batch)` gives a scalar mean over the samples of `batch`, or `(mean, weight)` where `weight`
         counts what the mean is over (a token mean returns its number of tokens). Gradients are the exact weighted mean
         over the global batch.
+    reduction: `mean`, or `sum` where the loss is a sum over the samples of `batch`: gradients are then those of the sum
+        over the global batch. Without metrics the test loss is per sample.
     optimizer: makes the optimizer from the parameters.
-    data: gives the training set: a map-style dataset, or a tuple or dict of equally long tensors (sliced by batch). A
-        dataset with `batch(indices)` is asked for whole batches; any other goes through torch's DataLoader.
-    test: gives the test set, like `data`. Every sample counts once.
+    data: the training set, or a function that gives it: a map-style dataset, or a tuple or dict of equally long tensors
+        (sliced by batch). A function is called on each rank; a data set travels to it. A dataset with `batch(indices)`
+        is asked for whole batches; any other goes through torch's DataLoader.
+    test: the test set, like `data`. Every sample counts once.
     metrics: `metrics(model, batch)` gives named means like `loss` does, for instance `{"accuracy": ...}`.
     scheduler: makes a scheduler from the optimizer; it ticks once an optimizer step.
     collate: joins samples to a batch, as DataLoader's `collate_fn`.
@@ -35,12 +46,12 @@ class Job:
     loader_workers: processes that a DataLoader reads with, on each rank.
     """
 
-    name: str
-    model: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, Any], Weighted]
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
-    data: Callable[[], Any]
-    test: Callable[[], Any] | None = None
+    name: str = ""
+    model: Callable[[], nn.Module] = _MUST_BE_GIVEN
+    loss: Callable[[nn.Module, Any], Weighted] = _MUST_BE_GIVEN
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = _MUST_BE_GIVEN
+    data: Any = _MUST_BE_GIVEN
+    test: Any = None
     metrics: Callable[[nn.Module, Any], Mapping[str, Weighted]] | None = None
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     collate: Callable[[list[Any]], Any] | None = None
@@ -49,15 +60,40 @@ class Job:
     seed: int = 0
     clip_norm: float | None = None
     loader_workers: int = 0
+    reduction: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:
+        missing = [name for name in ("model", "loss", "optimizer", "data") if getattr(self, name) is _MUST_BE_GIVEN]
+        if missing:
+            raise UsageError(f"job '{self.name}' has no {', '.join(missing)}. Use Job({missing[0]}=..., ...).")
+        for name in ("data", "test"):
+            given = getattr(self, name)
+            if given is not None and _is_dataset(given):
+                object.__setattr__(self, name, functools.partial(_same, given))
         for name, least in (("batch_size", 1), ("epochs", 1), ("seed", 0), ("loader_workers", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise UsageError(f"job '{self.name}': {name}={value!r} must be a whole number of at least {least}.")
         if self.seed >= 2**31:
             raise UsageError(f"job '{self.name}': seed={self.seed} is too large. Use a seed below 2**31.")
+        check_known(f"job '{self.name}': reduction", self.reduction, REDUCTIONS)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(
                 f"job '{self.name}': clip_norm={self.clip_norm!r} must be above 0, or None for no clipping."
             )
+
+    def named(self, name: str = "") -> Job:
+        """This job; one without a name gets this one, or that of the variable of the program that it is bound to."""
+        if self.name:
+            return self
+        bound = (key for key, value in vars(sys.modules["__main__"]).items() if value is self and key[0] != "_")
+        return replace(self, name=name or next(bound, "job"))
+
+
+def _is_dataset(given: Any) -> bool:
+    """Whether this is a data set itself, and no function that gives one: a class of data sets is a function."""
+    return not isinstance(given, type) and hasattr(type(given), "__getitem__")
+
+
+def _same(dataset: Any) -> Any:
+    return dataset

@@ -8,7 +8,9 @@ works on operators, wherever they are written: `nn.Dropout`, attention, LSTMs.
     which rows          a check knows the shape that one device drew for that call: the dim that differs is the batch; a
                         run takes the first dim, or the second, that has as many rows as the rank has samples
 
-Not covered, and reported: operators that `DRAWS` does not have (multinomial, exponential), draws on DTensors.
+Operators that `DRAWS` does not have (randperm, gamma) draw from torch's generator, keyed too: the same on every rank,
+which is what one device draws where the shape is the same. Where it is not, that is reported, as are draws on DTensors
+and from a generator of the program's own.
 """
 
 from __future__ import annotations
@@ -22,12 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwise.compat.dispatch import intercept_operators, operator_name
+from meshwise.compat.dispatch import intercept_operators, named_arguments, operator_name
+from meshwise.compat.tree import tensors_in
+from meshwise.training.order import BatchSlice
 from meshwise.transfer.splitmix import GOLDEN, mixed, mixed_bits, shifted, signed
 
 Uniform = Callable[[Sequence[int], torch.device], Tensor]
 """Numbers in [0, 1), float64, of a shape on a device."""
+Arguments = dict[str, Any]
+"""Of an operator, by name."""
+Draws = Callable[[Uniform, Arguments], Any]
 
 
 @dataclass(frozen=True)
@@ -54,13 +62,25 @@ where it has all. None: not known, and the rank draws on its own."""
 
 
 class KeyedDraws:
-    """The random draws of one microbatch, of which this rank has `rows`."""
+    """The random draws of one microbatch, of which this rank has `rows`.
 
-    def __init__(self, key: tuple[int, int, int], rows: Rows, layout: DrawLayout) -> None:
+    attention_as_operators: attention runs as operators, whose draws can be keyed; those of its kernels cannot.
+    """
+
+    def __init__(
+        self,
+        key: tuple[int, int, int],
+        rows: Rows,
+        layout: DrawLayout,
+        *,
+        attention_as_operators: bool = False,
+    ) -> None:
         self._key, self._rows, self._layout = key, rows, layout
+        self._attention_as_operators = attention_as_operators
         self._calls: dict[int, int] = {}
         self.log: list[Draw] = []
         self.unkeyed: set[str] = set()
+        """Operators that could not be keyed, so that ranks draw on their own."""
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -72,33 +92,77 @@ class KeyedDraws:
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Its backward, which may recompute parts of the forward."""
-        with intercept_operators(self._handle):
+        attention = sdpa_kernel(SDPBackend.MATH) if self._attention_as_operators else contextlib.nullcontext()
+        with attention, intercept_operators(self._handle):
             yield
 
     def _handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = operator_name(func)
         draw = DRAWS.get(name)
-        if draw is None or kwargs.get("generator") is not None or any(isinstance(a, DTensor) for a in args):
-            if torch.Tag.nondeterministic_seeded in func.tags and not name.startswith("_scaled_dot_product"):
-                self.unkeyed.add(name)  # attention that draws is taken apart in float64, into operators of DRAWS
+        if torch.Tag.nondeterministic_seeded not in func.tags and draw is None:
             return func(*args, **kwargs)
-        return draw(lambda shape, device: self._uniform(name, tuple(shape), device), args, kwargs)
+        if kwargs.get("generator") is not None or any(isinstance(a, DTensor) for a in args):
+            self.unkeyed.add(name)
+            return func(*args, **kwargs)
+        if name.startswith("_scaled_dot_product"):  # taken apart in float64, into operators of DRAWS
+            return func(*args, **kwargs)
+        call = self._next_call()
+        if draw is None:
+            return self._from_generator(func, args, kwargs, call)
+        given = named_arguments(func, args, kwargs)
+        return draw(lambda shape, device: self._uniform(name, tuple(shape), device, call), given)
 
-    def _uniform(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    def _next_call(self) -> int:
         drawn = int(torch.randint(2**62, ()))
-        call = self._calls.setdefault(drawn, len(self._calls))
+        return self._calls.setdefault(drawn, len(self._calls))
+
+    def _from_generator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: int) -> Any:
+        state = torch.get_rng_state()
+        torch.manual_seed(mixed(*self._key, call))
+        result = func(*args, **kwargs)
+        torch.set_rng_state(state)
+        shape = tuple(next(tensors_in(result)).shape)
+        found = self._placed(operator_name(func), shape, call)
+        if found is not None and found[0] != shape:
+            self.unkeyed.add(f"{operator_name(func)} of shape {shape}")
+        return result
+
+    def _placed(self, name: str, shape: tuple[int, ...], call: int) -> tuple[tuple[int, ...], int | None] | None:
+        """Where this rank's part of the draw lies (see `DrawLayout`)."""
         if call == len(self.log):
             self.log.append(Draw(name, shape))
         found = self._layout(call, name, shape)
         if found is None:
             self.unkeyed.add(f"{name} of shape {shape}")
-        whole, dim = found or (shape, None)
+        return found
+
+    def _uniform(self, name: str, shape: tuple[int, ...], device: torch.device, call: int) -> Tensor:
+        whole, dim = self._placed(name, shape, call) or (shape, None)
         values = keyed_uniform(mixed(*self._key, call), whole, device)
         if dim is None:
             return values
         size, rows = shape[dim], self._rows
         first = min(rows.first * size // rows.count, whole[dim] - size)  # a padding sample lies behind the last row
         return values.narrow(dim, first, size)
+
+
+class ExactDraws:
+    """The random draws of a run, a microbatch at a time: every rank draws its rows of what one device would draw."""
+
+    def __init__(self) -> None:
+        self.unkeyed: set[str] = set()
+
+    def of_microbatch(self, key: tuple[int, int, int], part: BatchSlice) -> KeyedDraws:
+        """The draws of this rank's `part` of a microbatch; key: seed, step, and its number in the step."""
+        rows = Rows(part.first, len(part.indices), part.micro, part.samples)
+        draws = KeyedDraws(key, rows, by_rows(rows), attention_as_operators=True)
+        draws.unkeyed = self.unkeyed
+        return draws
+
+    def note(self) -> str:
+        """What they could not be exact in; empty where they were."""
+        names = ", ".join(sorted(self.unkeyed))
+        return names and f"--exact-random: {names} cannot be keyed, so each rank draws on its own there."
 
 
 def on_one_device(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], None]:
@@ -131,7 +195,7 @@ def by_rows(rows: Rows) -> DrawLayout:
         dims = [d for d in range(min(2, len(shape))) if shape[d] == rows.count]
         dims += [0] if shape and shape[0] % rows.count == 0 else []
         if not dims:
-            return None
+            return (shape, None) if math.prod(shape) == 1 else None  # one number is for all samples
         whole = list(shape)
         whole[dims[0]] = shape[dims[0]] // rows.count * rows.total
         return tuple(whole), dims[0]
@@ -147,7 +211,7 @@ def keyed_uniform(key: int, shape: Sequence[int], device: torch.device) -> Tenso
     bits = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64, device=device) * signed(GOLDEN)
     bits = mixed_bits(mixed_bits(bits + signed(key * 2**31)))
     values: Tensor = shifted(bits, 11).to(torch.float64).mul(2.0**-53)
-    return values.view(*shape)
+    return values.view(tuple(shape))
 
 
 def keyed_normal(key: int, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -155,42 +219,47 @@ def keyed_normal(key: int, shape: Sequence[int], device: torch.device) -> Tensor
     return _normal(keyed_uniform(key, shape, device))
 
 
-def _bernoulli_(uniform: Uniform, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    tensor: Tensor = args[0]
-    chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    filled: Tensor = tensor.copy_(uniform(tensor.shape, tensor.device) < chance)
-    return filled
+def _bernoulli(uniform: Uniform, given: Arguments) -> Any:
+    tensor: Tensor = given["self"]
+    return (uniform(tensor.shape, tensor.device) < given.get("p", tensor)).to(tensor.dtype)
 
 
-def _bernoulli(uniform: Uniform, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    tensor: Tensor = args[0]
-    chance = args[1] if len(args) > 1 else kwargs.get("p", tensor)
-    drawn: Tensor = uniform(tensor.shape, tensor.device) < chance
-    return drawn.to(tensor.dtype)
-
-
-def _native_dropout(uniform: Uniform, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    tensor, chance, train = args
-    if train is False:
+def _native_dropout(uniform: Uniform, given: Arguments) -> tuple[Tensor, Tensor]:
+    tensor, chance = given["input"], given["p"]
+    if given["train"] is False:
         return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
     mask = uniform(tensor.shape, tensor.device) >= chance
     return tensor * mask * (0.0 if chance == 1 else 1 / (1 - chance)), mask
 
 
-def _uniform_(uniform: Uniform, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    tensor: Tensor = args[0]
-    low = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
-    high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
-    filled: Tensor = tensor.copy_(low + (high - low) * uniform(tensor.shape, tensor.device))
-    return filled
+def _multinomial(uniform: Uniform, given: Arguments) -> Tensor:
+    chances, count = given["self"].double(), given["num_samples"]
+    if given["replacement"]:
+        below = chances.cumsum(-1)
+        u = uniform((*chances.shape[:-1], count), chances.device) * below[..., -1:]
+        return torch.searchsorted(below, u, right=True).clamp(max=chances.shape[-1] - 1)
+    waits = -torch.log1p(-uniform(chances.shape, chances.device))  # the first of exponential clocks
+    picked: Tensor = (chances / waits.clamp(min=2.0**-54)).topk(count).indices
+    return picked
 
 
-def _normal_(uniform: Uniform, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    tensor: Tensor = args[0]
-    mean = args[1] if len(args) > 1 else kwargs.get("mean", 0.0)
-    std = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
-    filled: Tensor = tensor.copy_(mean + std * _normal(uniform(tensor.shape, tensor.device)))
-    return filled
+def _random_normal(uniform: Uniform, given: Arguments) -> Tensor:
+    """torch.normal of numbers and a size, or of tensors."""
+    mean, std = given["mean"], given["std"]
+    if "size" in given:
+        like = torch.empty(given["size"], dtype=given["dtype"], device=given["device"])
+    else:
+        like = torch.as_tensor(mean) + torch.as_tensor(std)
+    drawn: Tensor = mean + std * _normal(uniform(like.shape, like.device))
+    return drawn.to(like.dtype)
+
+
+def _whole_numbers(uniform: Tensor, given: Arguments) -> Tensor:
+    """From `low` to below `high`; of `random_` the bounds have other names, and defaults."""
+    low: Any = given.get("low", given.get("from", 0))
+    high: Any = given["high"] if "high" in given else given.get("to")
+    whole: Tensor = low + (uniform * ((2**24 if high is None else high) - low)).floor()
+    return whole
 
 
 def _normal(uniform: Tensor) -> Tensor:
@@ -198,32 +267,43 @@ def _normal(uniform: Tensor) -> Tensor:
     return normal
 
 
-def _like(turn: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    def draw(uniform: Uniform, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        like: Tensor = args[0]
-        device = torch.device(kwargs.get("device") or like.device)
-        return turn(uniform(like.shape, device)).to(kwargs.get("dtype") or like.dtype)
+def _in_place(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
+    """An operator that fills its tensor with what `turn` makes of uniform numbers."""
+
+    def draw(uniform: Uniform, given: Arguments) -> Any:
+        tensor = given["self"]
+        return tensor.copy_(turn(uniform(tensor.shape, tensor.device), given))
 
     return draw
 
 
-def _new(turn: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    def draw(uniform: Uniform, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        device = torch.device(kwargs.get("device") or "cpu")
-        return turn(uniform(args[0], device)).to(kwargs.get("dtype") or torch.get_default_dtype())
+def _new(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
+    """An operator that makes a tensor: of a size, or like another."""
+
+    def draw(uniform: Uniform, given: Arguments) -> Tensor:
+        like: Tensor = given["self"] if "self" in given else torch.empty(0, device="cpu")
+        values = turn(uniform(given.get("size", like.shape), torch.device(given["device"] or like.device)), given)
+        dtype = given["dtype"] or like.dtype
+        return values.to(dtype if isinstance(dtype, torch.dtype) else torch.int64)  # the default of randint is a number
 
     return draw
 
 
-DRAWS: dict[str, Callable[..., Any]] = {
-    "bernoulli_": _bernoulli_,
+DRAWS: dict[str, Draws] = {
+    "bernoulli_": _in_place(lambda u, given: u < given["p"]),
     "bernoulli": _bernoulli,
     "native_dropout": _native_dropout,
-    "uniform_": _uniform_,
-    "normal_": _normal_,
-    "rand": _new(lambda u: u),
-    "randn": _new(_normal),
-    "rand_like": _like(lambda u: u),
-    "randn_like": _like(_normal),
+    "uniform_": _in_place(lambda u, given: given["from"] + (given["to"] - given["from"]) * u),
+    "normal_": _in_place(lambda u, given: given["mean"] + given["std"] * _normal(u)),
+    "exponential_": _in_place(lambda u, given: -torch.log1p(-u) / given["lambd"]),
+    "random_": _in_place(_whole_numbers),
+    "rand": _new(lambda u, given: u),
+    "randn": _new(lambda u, given: _normal(u)),
+    "rand_like": _new(lambda u, given: u),
+    "randn_like": _new(lambda u, given: _normal(u)),
+    "randint": _new(_whole_numbers),
+    "randint_like": _new(_whole_numbers),
+    "normal": _random_normal,
+    "multinomial": _multinomial,
 }
 """Operators that draw, by name, and how they draw by key."""

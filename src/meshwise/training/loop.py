@@ -6,8 +6,9 @@ A short loop on the engine: read the microbatches of a step, compute, update; ev
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, tee
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,20 @@ from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint, save_checkpoint
 from meshwise.recovery.state import RunState, pack, unpack
 from meshwise.recovery.weights import save_weights
-from meshwise.spec.errors import MeshwiseError
+from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import bytes_text
 from meshwise.timeline.recorder import Recorder, current
 from meshwise.training.engine import Engine, Part
 from meshwise.training.evaluate import evaluate
-from meshwise.training.exact import ExactDraws
 from meshwise.training.job import Job
+from meshwise.training.keyed import ExactDraws
 from meshwise.training.metrics_log import MetricsLog, Send
+from meshwise.training.model_stream import seed_draws
 from meshwise.training.order import BatchSlice, epoch_order, epoch_slices, sequential_slices
 from meshwise.training.recording import Recording
 from meshwise.training.run_options import LOG_EVERY, RunOptions
-from meshwise.training.source import LoaderSettings, Reader, count_samples, reader
+from meshwise.training.source import LoaderSettings, Reader, count_samples, read_slices, reader
 from meshwise.training.weighing import Losses
 from meshwise.transfer.collectives import barrier
 from meshwise.transfer.prefetch import prefetch
@@ -79,9 +81,9 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
     if send is None and session.channel is not None:
         send = session.channel.send
     log = MetricsLog(folder, send, session.world, scaled=plan.dtypes.scaled)
-    recording = Recording(session.world, folder, lambda text: log.send("note", text=text))
+    recording = Recording(session.world, folder, log.note)
     status, run = "failed", None
-    engine = make_engine(session, log, exact_random=bool(options.exact_random))
+    engine = make_engine(session, log.note, exact_random=options.exact_random)
     try:
         run = _prepare(job, options, folder, session, log, engine)
         _train(run)
@@ -103,24 +105,22 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
         "metrics": run.metrics,
         "losses": log.losses,
         "memory": peak_bytes(session.world.device),
-        "notes": (*engine.notes, *_unkeyed(engine.draws)),
+        "notes": tuple(filter(None, (*engine.notes, engine.draws.note() if engine.draws else ""))),
     }
 
 
-def make_engine(session: RankContext, log: MetricsLog | None = None, *, exact_random: bool = False) -> Engine:
-    """An engine for a job; notes on its plan go to the log."""
-
-    def notify(text: str) -> None:
-        if log is not None:
-            log.send("note", text=text)
-
+def make_engine(
+    session: RankContext, notify: Callable[[str], None] = lambda text: None, *, exact_random: bool = False
+) -> Engine:
+    """An engine for a job. notify: takes the notes on its plan."""
     return Engine(session.world, session.gate, notify, draws=ExactDraws() if exact_random else None)
 
 
 def _prepare(
     job: Job, options: RunOptions, folder: Path | None, session: RankContext, log: MetricsLog, engine: Engine
 ) -> _Run:
-    train, test = _data(job, job.data(), "training set"), _data(job, job.test(), "test set") if job.test else None
+    train = open_data(job, job.data(), "training set")
+    test = open_data(job, job.test(), "test set") if job.test else None
     plan = options.plan_on(session.world.size)
     state = begun(job, plan, engine)
     if options.resume is not None and folder is not None:
@@ -140,6 +140,11 @@ def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
     if note:
         engine.notify(note)
     optimizer = job.optimizer(model.parameters())
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            f"job '{job.name}': LBFGS runs the loss several times a step, and a job's loop runs it once. Use another "
+            "optimizer, or a loop of your own whose closure returns mw.backward(loss)."
+        )
     engine.add_optimizer(optimizer)
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     return RunState(model, optimizer, scheduler, loss_scaler(engine.world.device, plan), job.seed)
@@ -150,16 +155,8 @@ def loss_scaler(device: str, plan: Plan) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(device.split(":")[0], enabled=plan.dtypes.scaled)
 
 
-def _unkeyed(draws: ExactDraws | None) -> tuple[str, ...]:
-    """What exact draws could not be exact in."""
-    if draws is None or not draws.unkeyed:
-        return ()
-    return (
-        f"--exact-random: {', '.join(sorted(draws.unkeyed))} cannot be keyed, so each rank draws on its own there.",
-    )
-
-
-def _data(job: Job, data: Any, what: str) -> Data:
+def open_data(job: Job, data: Any, what: str) -> Data:
+    """A data set of the job: `what` it is, in errors."""
     settings = LoaderSettings(job.collate, job.loader_workers, job.seed)
     return Data(count_samples(data, f"the {what} of job '{job.name}'"), reader(data, settings))
 
@@ -207,13 +204,14 @@ def _train_epoch(run: _Run) -> bool:
 
 def train_step(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -> Losses:
     """One optimizer step on this rank's microbatches. Returns their losses and weights, still on the device."""
-    engine.seed_draws(state.seed, state.step)
+    seed_draws(engine.world, state.seed, state.step)
     losses = engine.compute(
         lambda batch: job.loss(state.model, batch),
         parts,
         where=f"the loss of job '{job.name}'",
         key=(state.seed, state.step),
         scale=state.scaler.scale,
+        reduction=job.reduction,
     )
     with current().span("optimizer"):
         _update(job, state)
@@ -237,19 +235,20 @@ def _train_batches(run: _Run) -> Iterator[list[Part]]:
     """The microbatches of each step, on the device, with the next ones on their way."""
     state, world, accumulate = run.state, run.engine.world, run.plan.accumulate
     order = epoch_order(state.seed, state.epoch, run.train.samples)
-    slices = list(epoch_slices(order, run.job.batch_size, world, accumulate, state.index))
-    pairs = _read(run.train, [part for step in slices for part in step], state.epoch, world.device)
+    slices, ahead = tee(epoch_slices(order, run.job.batch_size, world, accumulate, state.index))
+    pairs = read_parts(run.train, chain.from_iterable(ahead), state.epoch, world.device)
     for step in slices:
         yield [next(pairs) for _ in step]
 
 
 def _test_batches(run: _Run, test: Data) -> Iterator[Part]:
     slices = sequential_slices(test.samples, run.job.batch_size, run.engine.world)
-    return _read(test, slices, 0, run.engine.world.device)
+    return read_parts(test, slices, 0, run.engine.world.device)
 
 
-def _read(data: Data, slices: Sequence[BatchSlice], epoch: int, device: str) -> Iterator[Part]:
-    pairs = zip(data.read((part.indices for part in slices), epoch), slices, strict=True)
+def read_parts(data: Data, slices: Iterable[BatchSlice], epoch: int, device: str) -> Iterator[Part]:
+    """The microbatches of `slices`, on the device, with the next ones on their way."""
+    pairs = read_slices(data.read, slices, epoch)
     return pairs if device == "cpu" else prefetch(pairs, device)
 
 

@@ -81,6 +81,10 @@ class MetricsLog:
         if self._send is not None:
             self._send(kind, **facts)
 
+    def note(self, text: str) -> None:
+        """Send a line for the user."""
+        self.send("note", text=text)
+
     def live_is_due(self) -> bool:
         """Whether it is time for another message to the live view."""
         now = time.monotonic()
@@ -129,7 +133,7 @@ def _gather(losses: list[Losses], wants_stop: bool) -> tuple[list[Tensor], bool]
     """For each step the weighted loss and the weight of each rank, (ranks, 2), and whether any rank wants to stop."""
     rows = torch.stack([total_of(of_step) for of_step in losses])
     vote = torch.full((1, 2), float(wants_stop), dtype=rows.dtype, device=rows.device)
-    of_ranks = collectives.all_gather(torch.cat([rows, vote])).cpu()  # (ranks, steps + 1, 2)
+    of_ranks = collectives.all_gather(torch.cat([rows, vote]), of="losses").cpu()  # (ranks, steps + 1, 2)
     return list(of_ranks[:, :-1].unbind(1)), bool(of_ranks[:, -1].any())
 
 

@@ -1,4 +1,4 @@
-"""The order of the data: a pure function of (seed, epoch, global index), and each rank's share of it.
+"""Each rank's share of the data, and a job's order of it: a pure function of (seed, epoch, global index).
 
 The state of the order is one integer: how many samples of the epoch are behind us. World size, worker processes and
 accumulation may change at any step, and no sample is lost or repeated.
@@ -6,7 +6,7 @@ accumulation may change at any step, and no sample is lost or repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ class BatchSlice:
     samples: how many of them count; 0 for a padding sample.
     total: samples of the whole global batch that the microbatch belongs to.
     first, micro: how many of the microbatch's samples lie before these, and how many it has over all ranks.
+    whole: every rank has all samples of the batch (`mw.split(whole=True)`).
     """
 
     indices: Tensor
@@ -32,6 +33,7 @@ class BatchSlice:
     total: int
     first: int = 0
     micro: int = 0
+    whole: bool = False
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> Tensor:
@@ -68,7 +70,6 @@ def batch_slice(order: Tensor, start: int, stop: int, total: int, world: World) 
     return BatchSlice(order[first:last], last - first, total, first - start, stop - start)
 
 
-def sequential_slices(samples: int, batch_size: int, world: World) -> Sequence[BatchSlice]:
+def sequential_slices(samples: int, batch_size: int, world: World) -> Iterator[BatchSlice]:
     """Shares of a data set read front to back, as an evaluation does."""
-    order = torch.arange(samples)
-    return [shares[0] for shares in epoch_slices(order, batch_size, world)]
+    return (shares[0] for shares in epoch_slices(torch.arange(samples), batch_size, world))

@@ -12,9 +12,7 @@ from meshwise.spec.plan_devices import check_devices, on_one_device
 from meshwise.spec.plan_file import read_plan
 from meshwise.spec.world import World
 from meshwise.training.engine import Engine
-
-PLAN_FILE = "MESHWISE_PLAN"
-"""The variable that names the run's plan file: `meshwise run --plan` sets it; for torchrun it is set by hand."""
+from meshwise.workers.environment import PLAN_FILE
 
 
 def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:

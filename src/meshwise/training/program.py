@@ -8,7 +8,6 @@ without an error and change nothing.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import itertools
 import os
@@ -17,21 +16,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwise.compat.tree import map_tensors
-from meshwise.parallel.apply import Applied, apply, bind, reduction_of
+from meshwise.parallel.apply import apply, bind
+from meshwise.parallel.data import reduction_of
 from meshwise.parallel.deferred import materialise
-from meshwise.parallel.precision import computing
+from meshwise.parallel.precision import compute_in
 from meshwise.parallel.rebind import rebind
+from meshwise.parallel.reduction import Reduction
+from meshwise.parallel.shard import check_steps_on_parts
+from meshwise.parallel.step_hooks import After, Order, Subscription, held_parameters, subscribe
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.block_spans import BLOCKS, record_blocks
+from meshwise.training.block_spans import record_blocks
 from meshwise.transfer import collectives
+from meshwise.workers.environment import BLOCKS
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,17 @@ class _Holds:
 class Program:
     """What was given to `mw.distribute`, or made by a job."""
 
-    def __init__(self, world: World, counts: Callable[[], bool], notify: Callable[[str], None]) -> None:
-        """counts: whether what this rank runs now counts, or is padding. notify: a line for the user."""
-        self.world, self._counts, self._notify = world, counts, notify
+    def __init__(
+        self, world: World, samples: Callable[[], int | None], notify: Callable[[str], None], *, piggyback_loss: bool
+    ) -> None:
+        """samples: how many this rank works on now (see `parallel.apply`). notify: a line for the user. piggyback_loss:
+        see `parallel.apply`."""
+        self.world, self._samples, self._notify, self._piggyback_loss = world, samples, notify, piggyback_loss
         self.plan: Plan | None = None
-        self.applied: Applied | None = None
-        """What the plan has made of the models; None where there is nothing to do, or no model any more."""
+        self.reduction: Reduction | None = None
+        """Averages gradients over the ranks; None where there is nothing to do, or no model any more."""
+        self.coupled_gradients = False
+        """Whether gradients of a rank depend on other ranks inside the backward (see `Setup`)."""
         self.backwards = 0
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
@@ -60,8 +68,11 @@ class Program:
         self._alive = 0
         self._numbers = itertools.count()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
+        """Those that were given or have stepped for the models, in this order: the same on every rank."""
         self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since the last backward
+        self._in_use: list[weakref.ref[Optimizer]] = []
         self._replaced = WeakIdKeyDictionary()  # parameters that the plan replaced: their names
         self._holds: weakref.WeakKeyDictionary[Optimizer, _Holds] = weakref.WeakKeyDictionary()
 
@@ -84,17 +95,23 @@ class Program:
         first = next(iter(self.named_parameters().values()), None)
         return "cpu" if first is None else str(first.device)
 
-    def add_models(self, models: Sequence[nn.Module], plan: Plan, *, piggyback_loss: bool = False) -> None:
-        """Apply the plan to those models that are new, in place. Collective. piggyback_loss: see `parallel.apply`."""
+    def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
+        """Apply the plan to those models that are new, in place. Collective."""
         new = [model for model in models if not any(model is known for known in self.models)]
         if not new:
             return
+        for model in new:
+            if self.world.size > 1 and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+                raise UsageError(
+                    f"mw.distribute was given a {type(model).__name__}. Remove that wrapper: mw.distribute takes the "
+                    "model itself, and averages its gradients."
+                )
         again = bool(self._roots)
         for model in new:
             self._register(model)
         before, self.plan = self.named_parameters(), plan
         if plan != Plan():
-            self._apply(new, plan, again, piggyback_loss)
+            self._apply(new, plan, again)
         for model in new:
             if any(type(p) is not nn.Parameter for p in model.parameters()):  # maybe deferred still: on one device
                 materialise(model)
@@ -115,6 +132,8 @@ class Program:
         """
         if not self._roots:
             return
+        self._in_use = []
+        self._stepped.clear()
         gc.collect()
         mine = {name for name, ref in self._modules.items() if ref() is not None}
         everywhere = set.intersection(*collectives.gather_objects(mine))
@@ -140,12 +159,12 @@ class Program:
 
     def _drop(self) -> None:
         """Let go of the reduction of gradients, which holds parameters."""
-        if self.applied is not None and self.applied.reduction is not None:
+        if self.reduction is not None:
             with contextlib.suppress(ReferenceError):
-                self.applied.reduction.close()
-        self.applied = None
+                self.reduction.close()
+        self.reduction, self.coupled_gradients = None, False
 
-    def _apply(self, new: Sequence[nn.Module], plan: Plan, again: bool, piggyback_loss: bool) -> None:
+    def _apply(self, new: Sequence[nn.Module], plan: Plan, again: bool) -> None:
         if again and plan.parameters_divided:
             raise UsageError(
                 f"mw.distribute was called a second time with a model, under {plan}. Give all models in one call."
@@ -154,35 +173,35 @@ class Program:
         world = self.world
         if world.size == 1:
             world = replace(world, device=_device_of(together, world.device))
-        applied = apply(together, plan, world, counts=self._counts, piggyback_loss=piggyback_loss)
-        for note in applied.notes:
+        setup = apply(together, plan, world, samples=self._samples, piggyback_loss=self._piggyback_loss)
+        for note in setup.notes:
             self._notify(note)
         for model in new:
-            _compute_in(model, plan, world.device)
+            compute_in(model, plan.dtypes, world.device)
+        reduction, coupled = setup.reduction, setup.coupled_gradients or self.coupled_gradients
         if again and world.size > 1:
-            coupled = applied.coupled_gradients or (self.applied is not None and self.applied.coupled_gradients)
-            reduction = reduction_of(self.named_parameters(), plan, piggyback_loss=piggyback_loss)
-            applied = replace(applied, reduction=reduction, coupled_gradients=coupled)
             self._drop()
+            reduction = reduction_of(self.named_parameters(), plan, piggyback_loss=self._piggyback_loss)
         if plan.parameters_divided:  # the model's own hooks hold it, and it holds the model
-            applied = replace(applied, reduction=weakref.proxy(applied.reduction))
-        self.applied = replace(applied, model=nn.Module())
+            reduction = weakref.proxy(reduction)
+        self.reduction, self.coupled_gradients = reduction, coupled
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Give `optimizer` what the plan has made of the parameters that it holds."""
         self._optimizers.add(optimizer)
+        self.optimizers.setdefault(optimizer, None)
         if optimizer in self._bound:
             return
         now = self.named_parameters()
         names = {id(p): name for name, p in now.items()}
-        held = _parameters_of(optimizer)
+        held = held_parameters(optimizer)
         old = {id(p): self._replaced[p] for p in held if p in self._replaced}
         if not old and not any(id(p) in names for p in held):
             return  # its model may come later
         if old:
             rebind(optimizer, names | old, now)
-        if self.applied is not None:
-            bind(self.applied, optimizer, self.world)
+        if self.plan is not None and self.plan != Plan():
+            bind(optimizer, self.plan, self.world)
             self._bound.add(optimizer)
         self._holds.pop(optimizer, None)
 
@@ -200,24 +219,63 @@ class Program:
                 "trained to mw.distribute, and keep it."
             )
 
+    def plain(self, result: Any) -> Any:
+        """What a loss function gave, as plain tensors: see `Reduction.plain`."""
+        return result if self.reduction is None else map_tensors(self.reduction.plain, result)
+
+    @property
+    def has_shared_terms(self) -> bool:
+        """Whether a loss had terms of parameters: see `Reduction`."""
+        return self.reduction is not None and self.reduction.shared_terms
+
     def begin_backward(self) -> None:
         """Gradients are about to be made, and reduced over the ranks."""
         self.backwards += 1
+        if self._stepped:
+            self._in_use = [weakref.ref(optimizer) for optimizer in self.optimizers if optimizer in self._stepped]
         self._stepped.clear()
 
+    def reduced_backward(self, loss: Tensor, last: bool, factor: Callable[[], Tensor] | None) -> None:
+        """The backward of a job's microbatch; the last one of a step leaves the mean of all, multiplied by `factor`."""
+        if self.reduction is not None:
+            self.reduction.backward(loss, reduce=last, factor=factor, whole=True)
+            return
+        loss.backward()
+        if factor is not None:
+            for p in self.named_parameters().values():
+                if p.grad is not None:
+                    p.grad.mul_(factor().to(p.grad.dtype))
+
+    @property
+    def in_use(self) -> list[Optimizer]:
+        """The optimizers that stepped between the last two backwards: others may be garbage on some ranks alone."""
+        return [optimizer for ref in self._in_use if (optimizer := ref()) is not None]
+
+    def at_steps(self, order: Order, begins: After, ends: After) -> Subscription:
+        """Call these around the steps of the program's optimizers."""
+
+        def before(optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            if self.trains(optimizer):
+                begins(optimizer)
+
+        def after(optimizer: Optimizer) -> None:
+            if self.trains(optimizer):
+                ends(optimizer)
+
+        return subscribe(order, before, after)
+
     def check_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Raises UsageError for a step with the gradients of one rank alone, or with parameters that were replaced:
-        the ranks would silently diverge. Gradients that wait to be reduced are reduced."""
-        reduction = self.applied.reduction if self.applied is not None else None
+        """Reduces gradients that wait for it. UsageError for a step that would silently let the ranks diverge."""
+        reduction = self.reduction
         if reduction is not None or self._replaced:
             ours = self._check_held(optimizer, self.holds(optimizer))
+            if ours:
+                check_steps_on_parts(optimizer, self.plan)
+                self.optimizers.setdefault(optimizer, None)
             if ours and reduction is not None:
-                unmade = self.backwards == 0 or optimizer in self._stepped
-                if unmade and any(p.grad is not None for p in _parameters_of(optimizer)):
-                    raise UsageError(
-                        "optimizer.step() found gradients that mw.backward did not make, so each rank has its own. "
-                        "Write mw.backward(loss) instead of loss.backward()."
-                    )
+                again = optimizer in self._stepped
+                if (self.backwards == 0 or again) and any(p.grad is not None for p in held_parameters(optimizer)):
+                    raise UsageError(_STEPPED_TWICE if again and self.backwards else _NOT_OURS)
                 if reduction.unreduced:
                     reduction.reduce_now()
         self._stepped.add(optimizer)
@@ -227,7 +285,7 @@ class Program:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._holds.get(optimizer)
         if known is None or known.count != count:
-            held, ours = _parameters_of(optimizer), {id(p) for p in self.named_parameters().values()}
+            held, ours = held_parameters(optimizer), {id(p) for p in self.named_parameters().values()}
             foreign = tuple(p for p in held if id(p) not in ours)
             replaced = any(p in self._replaced for p in held)
             known = self._holds[optimizer] = _Holds(count, len(foreign) < count, foreign, replaced)
@@ -264,27 +322,16 @@ class Program:
         return True
 
 
-def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+_NOT_OURS = (
+    "optimizer.step() found gradients that mw.backward did not make, so each rank has its own. "
+    "Write mw.backward(loss) instead of loss.backward()."
+)
+_STEPPED_TWICE = (
+    "optimizer.step() was called twice after one mw.backward. Its gradients were used already, or come from "
+    "loss.backward() and are each rank's own. Call mw.backward(loss) before each step."
+)
 
 
 def _device_of(model: nn.Module, otherwise: str) -> str:
     first = next(model.parameters(), None)
     return otherwise if first is None else str(first.device)
-
-
-def _compute_in(model: nn.Module, plan: Plan, device: str) -> None:
-    """Let the model's own forward be computed in the plan's dtypes, and give float32 back, as the loss needs it."""
-    if plan.dtypes.computed != plan.dtypes.stored:
-        changed: Any = model
-        changed.forward = functools.partial(_computed, model.forward, plan, device)
-
-
-def _computed(forward: Callable[..., Any], plan: Plan, device: str, /, *arguments: Any, **keywords: Any) -> Any:
-    with computing(device, plan.dtypes):
-        result = forward(*arguments, **keywords)
-    return map_tensors(_widened, result)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

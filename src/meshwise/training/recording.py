@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import platform
 import socket
 import sys
 import time
@@ -16,7 +15,6 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-import psutil
 import torch
 
 from meshwise.compat.reducer import default_store
@@ -26,7 +24,7 @@ from meshwise.spec.world import World
 from meshwise.timeline.recorder import Recorder, make_current
 from meshwise.timeline.span_log import SpanLog
 from meshwise.workers.clock import ClockProbe, ClockServer
-from meshwise.workers.join import LAUNCHED, RUN_FOLDER
+from meshwise.workers.environment import RUN_FOLDER
 
 _numbers = count(1)  # of the recordings of this process: ranks begin them together
 
@@ -58,7 +56,6 @@ class Recording:
             "device": _device_name(world),
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "launched": float(os.environ.get(LAUNCHED, psutil.Process().create_time())),
         }
         path = names.span_log(folder, world.rank)
         sample = self._probe.sample if self._probe is not None else None
@@ -99,21 +96,12 @@ def record_script(world: World, *, foreign: bool, say: Callable[[str], None]) ->
     folder = Path(named)
     if world.rank == 0 and foreign:
         folder.mkdir(parents=True, exist_ok=True)
-        facts = {"devices": [world.kind] * world.size, "versions": versions()}
+        facts = {"devices": [world.kind] * world.size, "versions": names.versions()}
         names.begin_session(folder, time.time(), job=sys.argv[0], **facts)
         atexit.register(lambda: names.end_session(folder, _ending(), _last_error()))
     recording = Recording(world, folder, say)
     atexit.register(lambda: recording.close(_ending()))
     return recording
-
-
-def versions() -> dict[str, str]:
-    """What the run runs on, for its record."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "system": f"{platform.system()} {platform.machine()}",
-    }
 
 
 def _ending() -> str:

@@ -56,9 +56,7 @@ class RunOptions(NodeOptions):
     settings: Annotated[
         tuple[str, ...], Option("a field of the plan: recompute=full", name="--set", metavar="FIELD=VALUE")
     ] = ()
-    exact_random: Annotated[bool, Option("dropout as on one device, on any number of them; slower", scripts=False)] = (
-        False
-    )
+    exact_random: Annotated[bool, Option("dropout as on one device, on any number of them; slower")] = False
     resume: Annotated[
         str | Path | None,
         Option("go on with a stopped run: its folder", metavar="RUN", scripts=False, recorded=False),
@@ -70,6 +68,11 @@ class RunOptions(NodeOptions):
     ] = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.job, Job):  # here: a worker has another program, in which it is not bound
+            object.__setattr__(self, "job", self.job.named())
+        if self.devices is not None and not self.devices.strip():
+            raise UsageError("--devices '': no device is named. Use 2xcpu, all, or leave it out.")
         if isinstance(self.plan, str | Path):  # read at once: the run's record keeps the text
             object.__setattr__(self, "plan", PlanText(plan_text(self.plan)))
         for name in ("log_every", "save_every"):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 
 from meshwise.training.engine import Engine
+from meshwise.training.keyed import ExactDraws
 from meshwise.training.recording import record_script
+from meshwise.workers.environment import EXACT_RANDOM
 from meshwise.workers.join import join, rank_context
 
 _engines: list[Engine] = []
@@ -21,6 +25,7 @@ def default_engine() -> Engine:
         _engines.append(_new())
         foreign = joined.channel is None
         _engines[0].recording = record_script(joined.world, foreign=foreign, say=_print)
+        atexit.register(program_ends)
     return _engines[-1]
 
 
@@ -28,6 +33,16 @@ def process_engine() -> Engine:
     """The engine of the whole process, whichever session is open."""
     default_engine()
     return _engines[0]
+
+
+def has_begun() -> bool:
+    """Whether this process has used a verb of an engine."""
+    return bool(_engines)
+
+
+def has_distributed_model() -> bool:
+    """Whether this process has given `mw.distribute` a model."""
+    return any(engine.has_applied for engine in _engines)
 
 
 @contextlib.contextmanager
@@ -50,6 +65,12 @@ def session() -> Iterator[None]:
         inner.close()
 
 
+def program_ends() -> None:
+    """Say what can be said only now that nothing more comes."""
+    for engine in _engines:
+        engine.unsummed.finish()
+
+
 def end_sessions() -> None:
     """Close the default engine and all sessions inside it: what is distributed afterwards begins anew."""
     while _engines:
@@ -58,7 +79,8 @@ def end_sessions() -> None:
 
 def _new() -> Engine:
     joined = join()
-    return Engine(joined.world, joined.gate, _print, infer_phases=True)
+    exact = os.environ.get(EXACT_RANDOM, "0") not in ("", "0")
+    return Engine(joined.world, joined.gate, _print, draws=ExactDraws() if exact else None, script=True)
 
 
 def _print(text: str) -> None:

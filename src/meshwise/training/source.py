@@ -10,6 +10,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import tee
 from typing import Any
 
 import numpy
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from meshwise.spec.errors import DataError
+from meshwise.training.order import BatchSlice
 
 Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
 """`read(index batches, epoch)` gives the batches."""
@@ -64,6 +66,12 @@ def reader(data: Any, settings: LoaderSettings) -> Reader:
     if read_batch is None:
         return _loader_reader(data, settings)
     return lambda batches, epoch: map(read_batch, batches)
+
+
+def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Iterator[tuple[Any, BatchSlice]]:
+    """The batch of each slice, with it. Slices are made as batches are read: an epoch has many."""
+    slices, ahead = tee(slices)
+    return zip(read((part.indices for part in ahead), epoch), slices, strict=True)
 
 
 def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:

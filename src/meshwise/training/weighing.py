@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.compat.loss_graph import summed_loss
 from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import user_place
 from meshwise.training.order import BatchSlice
 from meshwise.transfer import collectives
 
@@ -27,35 +29,55 @@ class StepWeights:
     """
 
     def __init__(self, ranks: int, coupled: bool) -> None:
-        self._ranks, self._coupled = ranks, coupled
+        self._ranks, self.coupled = ranks, coupled
         self.unit: Tensor | None = None
         self._wait: Callable[[], Tensor] | None = None
         self.losses: Losses = []
 
-    def scale(self, mean: Tensor, weight: Tensor | float | None, part: BatchSlice) -> Tensor:
-        """The scalar to run the backward of. weight: None where the samples of `part` weigh it."""
+    def scale(
+        self, mean: Tensor, weight: Tensor | float | None, part: BatchSlice, before: Tensor | None = None
+    ) -> Tensor:
+        """The scalar to run the backward of. weight: None where the samples of `part` weigh it. before: what `mean` was
+        before a loss scaler scaled it."""
+        seen = mean.detach() if before is None else before.detach()
         if weight is None:
-            self.losses.append((mean.detach(), float(part.samples)))
-            ratio = part.samples * self._ranks / part.total
+            self.losses.append((seen, float(part.samples)))
+            ratio = self._ratio(part)
             return mean if ratio == 1 else mean * ratio
         weight = as_weight(weight, mean)
-        self.losses.append((mean.detach(), weight))
+        self.losses.append((seen, weight))
         if self.unit is None:
-            self.unit = torch.ones_like(weight) if self._coupled else weight.clamp(min=1)
+            self.unit = torch.ones_like(weight) if self.coupled else weight.clamp(min=1)
         return mean * (weight / self.unit).to(mean.dtype)
 
-    def begin_sum(self) -> Callable[[], Tensor]:
-        """Begin to add losses and weights over the ranks; the result gives the factor that gradients are left with."""
+    def share(self, part: BatchSlice) -> Tensor:
+        """This rank's loss as its share of the global mean, times the ranks: their mean is the global one."""
+        return self.losses[-1][0] * self._ratio(part)
+
+    def _ratio(self, part: BatchSlice) -> float:
+        return 1 if part.whole else part.samples * self._ranks / part.total
+
+    def begin_sum(self, more: Tensor | None = None) -> Callable[[], Tensor]:
+        """Begin to add losses and weights over the ranks; the result gives the factor that gradients are left with.
+
+        more: numbers of this rank that travel with them, shape (n,).
+        """
         assert self.unit is not None
-        unit = self.unit
-        wait = self._wait = collectives.begin_sum(total_of(self.losses)).wait
+        unit, sums = self.unit, total_of(self.losses)
+        sent = sums if more is None else torch.cat([sums, more.to(sums)])
+        wait = self._wait = collectives.begin_sum(sent, of="the loss").wait
         return lambda: unit * self._ranks / wait()[1]
 
     def global_mean(self) -> Tensor:
         """The mean of the losses over all ranks, once their sum has begun."""
         assert self._wait is not None
-        total, weight = self._wait().unbind()
+        total, weight = self._wait()[:2].unbind()
         return total / weight
+
+    def mean_of_more(self) -> Tensor:
+        """The means over the ranks of the numbers that travelled with the sum."""
+        assert self._wait is not None
+        return self._wait()[2:] / self._ranks
 
 
 def total_of(losses: Losses) -> Tensor:
@@ -65,10 +87,19 @@ def total_of(losses: Losses) -> Tensor:
     return torch.stack([total, torch.stack(weights).sum()])
 
 
-def split_weight(result: Any, samples: int, where: str) -> tuple[Tensor, Tensor | float | None]:
+def mean_of_sum(total: Tensor, part: BatchSlice, over: int) -> Tensor:
+    """A sum over this rank's samples of `part` as a mean over them, times `over`: the samples of the whole batch, of
+    which the weighted mean over the ranks is the sum over the batch, or 1."""
+    return total * (over / max(part.samples, 1))
+
+
+def split_weight(
+    result: Any, part: BatchSlice, where: str, *, summed: int | None = None
+) -> tuple[Tensor, Tensor | float | None]:
     """A loss and its weight from what a job's function returned; weight None when the batch's samples weigh it.
 
-    A padding sample (samples 0) weighs nothing. Raises UsageError when the loss or its weight is not one number.
+    A padding sample weighs nothing. summed: the loss is a sum over samples, and this is what a mean over them is
+    multiplied by. Raises UsageError when the loss or its weight is not one number.
     """
     mean, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(mean, Tensor) or mean.numel() != 1:
@@ -82,7 +113,41 @@ def split_weight(result: Any, samples: int, where: str) -> tuple[Tensor, Tensor 
             f"{where} gave a {type(weight).__name__} as its weight, not one number. "
             "Return a mean alone, or (mean, weight), where weight counts what the mean is over."
         )
-    return unpadded(mean.reshape(()), weight, samples)
+    if summed is not None:
+        check_sum_alone(weight, where)
+        return mean_of_sum(mean.reshape(()), part, summed), None
+    return unpadded(mean.reshape(()), weight, part.samples)
+
+
+def check_loss(loss: Tensor, part: BatchSlice | None) -> BatchSlice:
+    """The batch that a script's loss is of. Raises UsageError where none is known, or the loss is not one number."""
+    if part is None:
+        raise UsageError(
+            "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. "
+            "Give the loader to mw.distribute too, and call mw.backward inside its loop. A program without a loader "
+            "writes x, y = mw.split(x, y)."
+        )
+    if loss.numel() != 1:
+        raise UsageError(f"mw.backward needs one number; this loss has shape {tuple(loss.shape)}. Take its mean first.")
+    return part
+
+
+def unsaid_sum(loss: Tensor, ranks: int) -> str:
+    """What to say of a loss that is given as a mean and is known to be a sum over samples; empty of another."""
+    kind = summed_loss(loss)
+    return kind and (
+        f"{user_place()}: this loss is a sum over samples ({kind}, reduction='sum'), and mw.backward takes it for a "
+        f"mean: gradients are those of one device divided by {ranks}. Use mw.backward(loss, reduction='sum')."
+    )
+
+
+def check_sum_alone(weight: object, where: str) -> None:
+    """Raises UsageError for a sum that has a weight."""
+    if weight is not None:
+        raise UsageError(
+            f"{where}: a sum over samples has no weight. Leave it out, or give the mean over `weight` items and "
+            "reduction='mean'."
+        )
 
 
 def unpadded(mean: Tensor, weight: Tensor | float | None, samples: int) -> tuple[Tensor, Tensor | float | None]:

@@ -9,13 +9,14 @@ sums are.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from meshwise.transfer.pattern import words
-from meshwise.transfer.splitmix import GOLDEN, signed
+from meshwise.transfer.splitmix import GOLDEN, mixed, signed
 
 BLOCK_WORDS = 1 << 16
 BLOCK_BYTES = 4 * BLOCK_WORDS
@@ -37,8 +38,19 @@ def block_sums(tensor: Tensor) -> list[int]:
     if rest.numel():
         filled = torch.nn.functional.pad(rest, (0, -rest.numel() % 4)).view(torch.int32)
         sums.append((filled * keys[: filled.numel()]).sum(0, keepdim=True))
-    found: list[int] = (torch.cat(sums) + _NOT_ZERO).tolist() if sums else []
-    return found
+    return (torch.cat(sums) + _NOT_ZERO).tolist() if sums else []
+
+
+def sampled_sum(tensor: Tensor) -> Tensor:
+    """One sum of a tensor's shape and its bits, of evenly chosen elements where it is larger than a block: an int64
+    scalar on its device. Does not synchronise."""
+    flat = tensor.detach().reshape(-1)
+    step = -(-flat.nbytes // BLOCK_BYTES) or 1
+    while step > 1 and math.gcd(step, flat.numel()) > 1:  # else it might choose one column again and again
+        step += 1
+    raw = _bits(flat[::step])
+    filled = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32)
+    return (filled * _keys(raw.device)[: filled.numel()]).sum() + mixed(*tensor.shape)
 
 
 def first_difference(tensor: Tensor, other: Tensor) -> int | None:
@@ -50,17 +62,11 @@ def first_difference(tensor: Tensor, other: Tensor) -> int | None:
     ours, theirs = block_sums(tensor), block_sums(other)
     for number, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
         if mine != its or mine == 0:
-            return number * BLOCK_BYTES + _first_byte(_block(tensor, number), _block(other, number))
+            start = number * BLOCK_BYTES
+            here, there = (_bits(each)[start : start + BLOCK_BYTES].cpu() for each in (tensor, other))
+            wrong = (here != there).nonzero()
+            return start + (int(wrong[0]) if wrong.numel() else 0)
     return None
-
-
-def _block(tensor: Tensor, number: int) -> Tensor:
-    return _bits(tensor)[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES].cpu()
-
-
-def _first_byte(block: Tensor, other: Tensor) -> int:
-    wrong = (block != other).nonzero()
-    return int(wrong[0]) if wrong.numel() else 0
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
 Every function is a plain return for a world of one. Otherwise it records a span, with its bytes and with the number
 that a collective over all ranks has on each of them (all enter it in one order; one over a group, a send and a receive
-have none), and a row of each open `comm_log`. Tensors of any dtype, layout and size are right, also under gloo
-(compat/collectives.py says how). Ranks of a group are counted within it. Not covered: the broadcast of start values
-that DDP makes itself.
+have none), and a row of each open `comm_log`. `of` says what is sent, for the report: "gradients", "batch norm".
+Tensors of any dtype, layout and size are right, also under gloo (compat/collectives.py says how). Ranks of a group are
+counted within it. Not covered: the broadcast of start values that DDP makes itself.
 
 `direct`: gloo's all-gather (of two ranks), all-to-all, reduce-scatter and broadcast are replaced by sends and receives
 where those reach more of the link's rate; False leaves them to the backend, as DDP and FSDP2 use it.
@@ -12,9 +12,10 @@ where those reach more of the link's rate; False leaves them to the backend, as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ from torch.futures import Future
 from meshwise.compat import collectives as backend
 from meshwise.compat.collectives import Group as Group
 from meshwise.compat.collectives import Pairs
-from meshwise.spec.errors import UsageError, nearest
+from meshwise.spec.errors import UsageError, check_known
 from meshwise.timeline.recorder import current
+from meshwise.timeline.spans import collective_name
+from meshwise.transfer import foreign
 from meshwise.transfer.comm_log import OPEN, note
 from meshwise.transfer.stopwatch import Seconds, Stopwatch
 
@@ -34,6 +37,9 @@ Ends = tuple[int | None, int | None]
 """The rank of the group that the bytes come from and the one that they go to; None for all of its ranks."""
 EVERYONE: Ends = (None, None)
 _HOST = torch.device("cpu")
+_NOTHING = nullcontext()
+entered: Counter[str] = Counter()
+"""How many collectives this rank has entered, by `group_key`. Ranks of a group enter them in one order."""
 
 
 def world_size(group: Group = None) -> int:
@@ -46,44 +52,45 @@ def get_rank(group: Group = None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def ranks_of(group: Group) -> tuple[int, ...]:
-    """The ranks of a group, as the world counts them."""
-    return tuple(range(world_size())) if group is None else tuple(dist.get_process_group_ranks(group))
+@functools.cache
+def group_key(group: Group) -> str:
+    """The ranks of a group, as the world counts them, and its name: the same text on all of them."""
+    name = "" if group is None else group.group_name
+    return f"{','.join(map(str, dist.get_process_group_ranks(group)))}/{name}"
 
 
 def group_of(ranks: Sequence[int]) -> Group:
     """A group of these ranks, sorted; the others get one that they are no members of. Collective over all ranks."""
-    group: Group = dist.new_group(sorted(set(ranks))) if dist.is_initialized() else None
-    return group
+    return dist.new_group(sorted(set(ranks))) if dist.is_initialized() else None
 
 
-def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None) -> Tensor:
+def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, *, of: str = "") -> Tensor:
     """`tensor` reduced over the ranks, in place. op: `sum`, `max`, `min` or `product`; a sum of bools is `or`."""
-    _check_op(op)
-    if world_size(group) > 1:
-        _run("all-reduce", tensor.nbytes, tensor.device, group, partial(backend.all_reduce, tensor, op, group))
+    check_known("op", op, backend.OPS)
+    _run("all-reduce", [tensor], group, functools.partial(backend.all_reduce, tensor, op, group), of=of)
     return tensor
 
 
-def begin_sum(tensor: Tensor) -> Future[Tensor]:
+def begin_sum(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
     """Begin to sum `tensor` over all ranks, in place; the future gives it."""
-    return _begin_sum(tensor)
+    return _begin_sum(tensor, of)
 
 
-def begin_mean(tensor: Tensor) -> Future[Tensor]:
+def begin_mean(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
     """Begin to average `tensor` over all ranks, in place; the future gives it. Dividing first keeps fp16 in range."""
-    return _begin_sum(tensor.div_(world_size()))
+    return _begin_sum(tensor.div_(world_size()), of)
 
 
-def _begin_sum(tensor: Tensor) -> Future[Tensor]:
+def _begin_sum(tensor: Tensor, of: str) -> Future[Tensor]:
     """The span of the sum ends when the sum is there."""
     if world_size() == 1:
         there: Future[Tensor] = Future()
         there.set_result(tensor)
         return there
+    _enter(None)
     recorder = current()
     number, start = recorder.arrive(), recorder.mark()
-    code = recorder.code("communication", "all-reduce", "communication")
+    code = recorder.code("communication", collective_name("all-reduce", of), "communication")
     watch = Stopwatch(tensor.is_cuda) if OPEN else None
     took: list[Seconds] = []
 
@@ -98,23 +105,27 @@ def _begin_sum(tensor: Tensor) -> Future[Tensor]:
         future.wait()
         return took[0]() if callable(took[0]) else took[0]
 
-    future: Future[Tensor] = backend.begin_all_reduce(tensor, "sum", None).then(ended)
+    with _ours():
+        begun = backend.begin_sum(tensor)
+    future: Future[Tensor] = begun.then(ended)
     if watch is not None:
         _log("all-reduce", tensor.nbytes, tensor.device, None, seconds)
     return future
 
 
-def mean_over_ranks(tensor: Tensor) -> Tensor:
+def mean_over_ranks(tensor: Tensor, *, of: str = "") -> Tensor:
     """The mean of `tensor` over all ranks, in place."""
-    return all_reduce(tensor).div_(world_size())
+    return all_reduce(tensor, of=of).div_(world_size())
 
 
-def all_gather(tensor: Tensor, group: Group = None, *, out: Tensor | None = None, direct: bool = True) -> Tensor:
+def all_gather(
+    tensor: Tensor, group: Group = None, *, out: Tensor | None = None, direct: bool = True, of: str = ""
+) -> Tensor:
     """`tensor` of every rank, stacked: shape (ranks, *tensor.shape). out: a contiguous tensor to write it into."""
     into = _out("all_gather", out, (world_size(group), *tensor.shape), tensor)
     if len(into) == 1:
         return into.copy_(tensor.detach())
-    _run("all-gather", into.nbytes, tensor.device, group, partial(backend.all_gather, into, tensor, group, direct))
+    _run("all-gather", [into], group, functools.partial(backend.all_gather, into, tensor, group, direct), of=of)
     return into
 
 
@@ -122,33 +133,25 @@ def reduce_scatter(
     tensor: Tensor, op: str = "sum", group: Group = None, *, out: Tensor | None = None, direct: bool = True
 ) -> Tensor:
     """This rank's part of the first dimension of `tensor`, reduced over the ranks. UsageError for unequal parts."""
-    _check_op(op)
+    check_known("op", op, backend.OPS)
     into = _out("reduce_scatter", out, (_rows("reduce_scatter", tensor, group), *tensor.shape[1:]), tensor)
     if world_size(group) == 1:
         return into.copy_(tensor.detach())
-    _run(
-        "reduce-scatter",
-        tensor.nbytes,
-        tensor.device,
-        group,
-        lambda: backend.reduce_scatter(into, tensor, op, group, direct),
-    )
+    _run("reduce-scatter", [tensor], group, functools.partial(backend.reduce_scatter, into, tensor, op, group, direct))
     return into
 
 
-def broadcast(tensor: Tensor, source: int = 0, group: Group = None, *, direct: bool = True) -> Tensor:
+def broadcast(tensor: Tensor, source: int = 0, group: Group = None, *, direct: bool = True, of: str = "") -> Tensor:
     """`tensor` of rank `source`, on every rank, in place."""
     _check_rank("broadcast", "source", source, group)
-    if world_size(group) > 1:
-        ends = (source, None)
-        _run(
-            "broadcast",
-            tensor.nbytes,
-            tensor.device,
-            group,
-            lambda: backend.broadcast(tensor, source, group, direct),
-            ends,
-        )
+    _run(
+        "broadcast",
+        [tensor],
+        group,
+        functools.partial(backend.broadcast, tensor, source, group, direct),
+        (source, None),
+        of,
+    )
     return tensor
 
 
@@ -159,8 +162,8 @@ def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             backend.broadcast(tensor, 0, None, direct=True)
 
-    if tensors and world_size() > 1:
-        _run("broadcast", sum(tensor.nbytes for tensor in tensors), tensors[0].device, None, each, (0, None))
+    if tensors:
+        _run("broadcast", tensors, None, each, (0, None))
 
 
 def all_to_all(tensor: Tensor, group: Group = None, *, out: Tensor | None = None, direct: bool = True) -> Tensor:
@@ -169,7 +172,7 @@ def all_to_all(tensor: Tensor, group: Group = None, *, out: Tensor | None = None
     into = _out("all_to_all", out, tuple(tensor.shape), tensor)
     if world_size(group) == 1:
         return into.copy_(tensor.detach())
-    _run("all-to-all", tensor.nbytes, tensor.device, group, partial(backend.all_to_all, into, tensor, group, direct))
+    _run("all-to-all", [tensor], group, functools.partial(backend.all_to_all, into, tensor, group, direct))
     return into
 
 
@@ -195,17 +198,15 @@ def send_receive(sends: Pairs, receives: Pairs, group: Group = None, kind: str =
             _check_rank(kind, what, rank, group)
             if rank == own:
                 raise UsageError(f"{kind}: {what} {rank} is this rank itself. Copy the tensor instead.")
-    size = max(sum(tensor.nbytes for tensor, _ in pairs) for pairs in (sends, receives))
+    moved = max(([tensor for tensor, _ in pairs] for pairs in (sends, receives)), key=_bytes)
     target, source = (pairs[0][1] if len(pairs) == 1 else own for pairs in (sends, receives))
-    device = next((tensor.device for tensor, _ in [*sends, *receives]), _HOST)
     ends = (own, target) if sends else (source, own)
-    _run(kind, size, device, group, partial(backend.send_receive, sends, receives, group), ends)
+    _run(kind, moved, group, functools.partial(backend.send_receive, sends, receives, group), ends)
 
 
 def barrier(group: Group = None) -> None:
     """Wait until every rank is here."""
-    if world_size(group) > 1:
-        _run("barrier", 0, _HOST, group, partial(dist.barrier, group))
+    _run("barrier", [], group, functools.partial(dist.barrier, group))
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
@@ -226,34 +227,58 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
-def recorded(kind: str, size: int, group: Group, lane: str | None = None) -> AbstractContextManager[None]:
+@contextmanager
+def recorded(kind: str, size: int, group: Group, lane: str | None = None) -> Iterator[None]:
     """Record the body of a with-statement as a collective that this rank waits for: on an accelerator in another
     stream, unless `lane` says otherwise."""
+    _enter(group)
     everyone = world_size(group) == world_size()
-    return current().collective(kind, size, lane or current().overlapped_lane, numbered=everyone)
+    with _ours(), current().collective(kind, size, lane or current().overlapped_lane, numbered=everyone):
+        yield
 
 
 def _run(
-    kind: str, size: int, device: torch.device, group: Group, call: Callable[[], object], ends: Ends = EVERYONE
+    kind: str,
+    moved: Sequence[Tensor],
+    group: Group,
+    call: Callable[[], object],
+    ends: Ends = EVERYONE,
+    of: str = "",
 ) -> None:
-    """Carry out a collective and wait for it: on a CPU until it is there, on an accelerator in its stream."""
+    """Carry out a collective that moves these tensors, where there is more than one rank, and wait for it: on a CPU
+    until it is there, on an accelerator in its stream."""
+    if world_size(group) == 1:
+        return
+    size, device = _bytes(moved), moved[0].device if moved else _HOST
     watch = Stopwatch(device.type == "cuda") if OPEN else None
-    with current().collective(kind, size, numbered=None in ends and world_size(group) == world_size()):
+    if None in ends:
+        _enter(group)
+    numbered = None in ends and world_size(group) == world_size()
+    with _ours(), current().collective(collective_name(kind, of), size, numbered=numbered):
         call()
     if watch is not None:
         _log(kind, size, device, group, watch.stop(), ends)
 
 
+def _enter(group: Group) -> None:
+    if dist.is_initialized():
+        entered[group_key(group)] += 1
+
+
+def _ours() -> AbstractContextManager[None]:
+    """What the body begins is not the program's, for who counts."""
+    return foreign.ours() if foreign.OPEN else _NOTHING
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 def _log(kind: str, size: int, device: torch.device, group: Group, seconds: Seconds, ends: Ends = EVERYONE) -> None:
-    ranks = ranks_of(group)
+    ranks = dist.get_process_group_ranks(group)
     everyone = "all ranks" if group is None else f"ranks {','.join(map(str, ranks))}"
     source, target = (everyone if end is None else f"rank {ranks[end]}" for end in ends)
     note(kind, source, target, size, backend.backend_of(device, group), seconds)
-
-
-def _check_op(op: str) -> None:
-    if op not in backend.OPS:
-        raise UsageError(f"op={op!r}: not a reduction.{nearest(op, backend.OPS)} Use one of {', '.join(backend.OPS)}.")
 
 
 def _check_rank(verb: str, what: str, rank: int, group: Group) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 from meshwise.spec.units import bytes_text, seconds_text
@@ -38,11 +38,11 @@ class CommLog(Sequence[Transfer]):
 
     def __init__(self) -> None:
         self.running = True
-        self._rows: list[tuple[str, str, str, int, str, Seconds]] = []
+        self._rows: list[tuple[Transfer, Seconds]] = []
 
-    def add(self, operation: str, source: str, target: str, size: int, path: str, seconds: Seconds) -> None:
+    def add(self, transfer: Transfer, seconds: Seconds) -> None:
         """One row more; seconds may be a function that waits for them."""
-        self._rows.append((operation, source, target, size, path, seconds))
+        self._rows.append((transfer, seconds))
 
     @overload
     def __getitem__(self, index: int) -> Transfer: ...
@@ -51,13 +51,13 @@ class CommLog(Sequence[Transfer]):
     def __getitem__(self, index: int | slice) -> Transfer | list[Transfer]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        operation, source, target, size, path, seconds = self._rows[index]
+        transfer, seconds = self._rows[index]
         if callable(seconds):
             if self.running:
-                return Transfer(operation, source, target, size, path, math.nan)
+                return transfer
             seconds = seconds()
-            self._rows[index] = (operation, source, target, size, path, seconds)
-        return Transfer(operation, source, target, size, path, seconds)
+            self._rows[index] = transfer, seconds
+        return replace(transfer, seconds=seconds)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -85,7 +85,7 @@ def comm_log() -> Iterator[CommLog]:
 def note(operation: str, source: str, target: str, bytes: int, path: str, seconds: Seconds) -> None:
     """Tell the open logs of one transfer. seconds: a float, or a function that is called after the block."""
     for log in OPEN:
-        log.add(operation, source, target, bytes, path, seconds)
+        log.add(Transfer(operation, source, target, bytes, path, math.nan), seconds)
 
 
 def totals(moves: Sequence[Transfer]) -> dict[str, tuple[int, int, float]]:
@@ -101,13 +101,14 @@ def table(moves: Sequence[Transfer]) -> str:
     """A line a transfer, and a line a path with its totals."""
     if not moves:
         return "nothing was moved"
-    rows = [_row(move.operation, move.source, move.target, move.bytes, move.path, move.seconds) for move in moves]
+    rows = [_row(move) for move in moves]
     for path, (count, size, seconds) in totals(moves).items():
-        rows.append(_row(f"{count} in all", "", "", size, path, seconds))
+        rows.append(_row(Transfer(f"{count} in all", "", "", size, path, seconds)))
     titles = ["operation", "from", "to", "bytes", "path", "time", "rate"]
     return "\n".join(line.plain for line in table_lines(titles, rows, left=(0, 1, 2, 4)))
 
 
-def _row(operation: str, source: str, target: str, size: int, path: str, seconds: float) -> tuple[str, ...]:
-    rate = f"{size / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
-    return operation, source, target, bytes_text(size), path, seconds_text(seconds), rate
+def _row(move: Transfer) -> tuple[str, ...]:
+    rate = f"{move.bytes / move.seconds / 1e9:.2f} GB/s" if move.seconds > 0 else ""
+    ends = move.operation, move.source, move.target
+    return *ends, bytes_text(move.bytes), move.path, seconds_text(move.seconds), rate

@@ -23,7 +23,7 @@ from meshwise.spec.units import bytes_text
 from meshwise.transfer import interop
 from meshwise.transfer.checksum import first_difference
 from meshwise.transfer.comm_log import OPEN, note
-from meshwise.transfer.devices import DEVICE_SETS, as_device, device_of, device_set, empty_like, name_of, plainly
+from meshwise.transfer.devices import OPEN_DEVICES, as_device, device_of, empty_like, name_of, open_devices, plainly
 from meshwise.transfer.overlap import overlapping, repeats, torchs_check_is_sure
 from meshwise.transfer.path import AUTO, STAGED, choose
 from meshwise.transfer.staging import staged
@@ -65,7 +65,7 @@ def copy(
     writing `src`. Otherwise both may be used at once on their current streams, and by the host. Overlapping memory is
     copied through a temporary. Raises UsageError for what cannot be, TransferError when `verify` finds a difference.
     """
-    if path == AUTO and not (verify or OPEN or DEVICE_SETS or links or stream):
+    if path == AUTO and not (verify or OPEN or OPEN_DEVICES or links or stream):
         try:  # the common case; each look at a tensor costs some 50 ns, and 1 µs where caches are cold
             if (
                 dst.numel() == src.numel()  # then what torch would broadcast differs in leading dims of 1 alone
@@ -123,7 +123,8 @@ def moved_to(
     if tensor.layout != torch.strided:
         raise UsageError(f"{tensor.layout} tensor to {target}: only dense tensors are copied. Move its parts.")
     if tensor.requires_grad and torch.is_grad_enabled():
-        return _crossed(tensor, target, operation, options)
+        crossed: Tensor = _Crossing.apply(tensor, target, operation, options)  # type: ignore[no-untyped-call]
+        return crossed
     dst = empty_like(tensor, target)
     with torch.no_grad():
         return move(dst, tensor, operation, options)
@@ -134,16 +135,15 @@ def move(dst: Tensor, src: Any, operation: str, options: CopyOptions = DEFAULT) 
     stream = options.stream
     src = _check(dst, interop.from_array(src), stream)
     source, target = device_of(src), device_of(dst)
-    size = src.numel() * src.element_size()
-    way = choose(name_of(source), name_of(target), size, wanted=options.path, links=options.links)
+    way = choose(name_of(source), name_of(target), src.nbytes, wanted=options.path, links=options.links)
     if stream is not None and way == STAGED:
         raise UsageError("stream with path 'staged': it has streams of its own. Leave stream or path out.")
     if src.requires_grad and torch.is_grad_enabled() and source != target:
-        return dst.copy_(_crossed(src, target, operation, replace(options, stream=None, non_blocking=False)))
+        return dst.copy_(moved_to(src, target, operation, replace(options, stream=None, non_blocking=False)))
     with plainly():
         if source == target and overlapping(dst, src):
             src = src.clone()
-        _run(dst, src, way, (operation, name_of(source), name_of(target), size), options)
+        _run(dst, src, way, (operation, name_of(source), name_of(target), src.nbytes), options)
         if options.verify:
             if stream is not None:
                 stream.synchronize()
@@ -162,11 +162,6 @@ class _Crossing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return moved_to(gradient, ctx.source, f"{ctx.operation} backward", ctx.options), None, None, None
-
-
-def _crossed(tensor: Tensor, target: torch.device, operation: str, options: CopyOptions) -> Tensor:
-    crossed: Tensor = _Crossing.apply(tensor, target, operation, options)  # type: ignore[no-untyped-call]
-    return crossed
 
 
 def _check(dst: Any, src: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
@@ -207,7 +202,7 @@ def _run(dst: Tensor, src: Tensor, way: str, row: tuple[str, str, str, int], opt
     else:
         dst.copy_(src)
         seconds = watch.stop()
-    open_one = device_set()
+    open_one = open_devices()
     if open_one is not None and open_one.on_copy is not None and row[1] != row[2]:
         open_one.on_copy(dst, src, way)
     if OPEN:
@@ -239,10 +234,10 @@ def _verify(dst: Tensor, src: Tensor, way: str, what: str) -> None:
     if offset is None:
         return
     element = offset // dst.element_size()
-    size = bytes_text(dst.numel() * dst.element_size())
     raise TransferError(
-        f"{what} by path '{way}': {size} arrived changed, first at byte {offset:,} (element {element:,} of "
-        f"{dst.numel():,}). Do not trust this path: run `meshwise bench --links`, and take another with path=."
+        f"{what} by path '{way}': {bytes_text(dst.nbytes)} arrived changed, first at byte {offset:,} "
+        f"(element {element:,} of {dst.numel():,}). Do not trust this path: run `meshwise bench --links`, and take "
+        "another with path=."
     )
 
 

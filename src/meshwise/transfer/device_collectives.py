@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import combinations
-from typing import Any
 
 import torch
 import torch.cuda.nccl as nccl
 from torch import Tensor
 
-from meshwise.spec.errors import UsageError, nearest
+from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.machine import Machine
 from meshwise.transfer.comm_log import note
 from meshwise.transfer.copy import CopyOptions, move, moved_to
 from meshwise.transfer.devices import as_device, device_of, empty_like, name_of, plainly
-from meshwise.transfer.interop import from_array, is_array
+from meshwise.transfer.interop import from_array
 from meshwise.transfer.overlap import overlapping, repeats
 from meshwise.transfer.stopwatch import Stopwatch
 
@@ -50,7 +49,7 @@ def scatter(
     Parts differ by at most one and the larger ones come first, as in `torch.tensor_split`, unless `sizes` says how
     many each gets; a part may be empty. Gradients flow back. Raises UsageError for sizes that do not add up.
     """
-    places, tensor = _devices("scatter", devices), _tensor("scatter", tensor)
+    places, tensor = _devices("scatter", devices), from_array(tensor)
     dim = _dim("scatter", dim, tensor.dim())
     length = tensor.shape[dim]
     if sizes is None:
@@ -74,18 +73,17 @@ def gather(
     Raises UsageError where dtypes, or shapes other than along `dim`, differ.
     """
     target = as_device(device)
-    tensors = [_tensor("gather", tensor) for tensor in tensors]
+    tensors = [from_array(tensor) for tensor in tensors]
     dim = _joinable(tensors, dim)
     options = CopyOptions(links, verify)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return torch.cat([moved_to(tensor, target, "gather", options) for tensor in tensors], dim)
     shape = list(tensors[0].shape)
-    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    lengths = [tensor.shape[dim] for tensor in tensors]
+    shape[dim] = sum(lengths)
     whole = empty_like(torch.empty(shape, dtype=tensors[0].dtype, device="meta"), target)
-    start = 0
-    for tensor in tensors:
-        move(whole.narrow(dim, start, tensor.shape[dim]), tensor, "gather", options)
-        start += tensor.shape[dim]
+    for part, tensor in zip(whole.split(lengths, dim), tensors, strict=True):
+        move(part, tensor, "gather", options)
     return whole
 
 
@@ -132,21 +130,19 @@ def _reduce_slices(
     tensors: list[Tensor], reduce: Callable[[Tensor, Tensor], Tensor], options: CopyOptions, *, mean: bool
 ) -> None:
     """Reduce-scatter, then all-gather: device k reduces slice k."""
-    flat = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
-    sliced = [tensor.view(-1).tensor_split(len(flat)) for tensor in flat]
+    flat = [tensor.contiguous() for tensor in tensors]
+    parts = zip(*(tensor.view(-1).tensor_split(len(flat)) for tensor in flat), strict=True)
+    slices = [terms for terms in parts if terms[0].numel()]
     totals = []
-    for number, owner in enumerate(flat):
-        terms = [slices[number] for slices in sliced]
-        if not terms[0].numel():
-            continue
+    for owner, (first, *others) in zip(flat, slices, strict=False):  # of fewer elements than devices the last have none
         place = device_of(owner)
-        total = moved_to(terms[0], place, "all-reduce", options, own=True)
-        for term in terms[1:]:
+        total = moved_to(first, place, "all-reduce", options, own=True)
+        for term in others:
             reduce(total, moved_to(term, place, "all-reduce", options))
-        totals.append((number, total.div_(len(flat)) if mean else total))
-    for number, total in totals:
-        for slices in sliced:
-            move(slices[number], total, "all-reduce", options)
+        totals.append(total.div_(len(flat)) if mean else total)
+    for terms, total in zip(slices, totals, strict=True):
+        for term in terms:
+            move(term, total, "all-reduce", options)
     for tensor, contiguous in zip(tensors, flat, strict=True):
         if tensor is not contiguous:
             tensor.copy_(contiguous)
@@ -174,13 +170,6 @@ def _devices(verb: str, devices: Sequence[Device]) -> list[torch.device]:
     return [as_device(device) for device in devices]
 
 
-def _tensor(verb: str, value: Any) -> Tensor:
-    """A tensor, or an array of another library as one."""
-    if isinstance(value, Tensor) or is_array(value):
-        return from_array(value)
-    raise UsageError(f"{verb} of {type(value).__name__}: write a tensor or an array.")
-
-
 def _dim(verb: str, dim: int, dims: int) -> int:
     if not -dims <= dim < dims:
         what = f"dims 0 to {dims - 1}" if dims else "no dim; unsqueeze it"
@@ -206,8 +195,7 @@ def _joinable(tensors: Sequence[Tensor], dim: int) -> int:
 
 
 def _reducible(tensors: list[Tensor], op: str) -> list[Tensor]:
-    if op not in _OPERATIONS:
-        raise UsageError(f"all_reduce by {op!r}: not known.{nearest(op, _OPERATIONS)} Write {', '.join(_OPERATIONS)}.")
+    check_known("op", op, _OPERATIONS)
     if not tensors:
         raise UsageError("all_reduce of no tensors: write one a device.")
     for tensor in tensors:

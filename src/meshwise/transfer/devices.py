@@ -1,14 +1,13 @@
 """Where a tensor lives: a real device, the host's memory, or one of the virtual devices that are open.
 
 A virtual device is a number that is kept for a storage on the host, so `cpu:1` is a place of its own while
-`meshwise.transfer.virtual` has it open. LoaderSpec `cpu` is the host.
+`meshwise.transfer.virtual` has it open. Plain `cpu` is the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -25,14 +24,19 @@ Hook = Callable[[Tensor, Tensor, str], object]
 """(dst, src, path), called after the bytes were moved and before they are checked."""
 
 
-@dataclass
-class DeviceSet:
-    """The virtual devices of one block: how many, where each storage lives, what to call at each copy."""
+class VirtualDevices(list[torch.device]):
+    """The virtual devices of a block, with the place of each storage: `devices[1]` is `cpu:1`."""
 
-    count: int
-    places: StorageMap = field(default_factory=StorageMap)
+    paused = False
     on_copy: Hook | None = None
-    paused: bool = False
+    """Called as (dst, src, path) at each copy between two places, after it was made and before it is verified.
+
+    It may count, wait, or write into `dst`: in it operators are plain ones, without places.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        super().__init__(devices)
+        self.places = StorageMap()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -44,27 +48,27 @@ class DeviceSet:
             self.paused = before
 
 
-DEVICE_SETS: list[DeviceSet] = []
-"""The virtual devices that are open: none, or one."""
+OPEN_DEVICES: list[VirtualDevices] = []
+"""The virtual devices that are open: none, or those of one block."""
 
 
-def device_set() -> DeviceSet | None:
+def open_devices() -> VirtualDevices | None:
     """The virtual devices that are open, if any."""
-    return DEVICE_SETS[-1] if DEVICE_SETS else None
+    return OPEN_DEVICES[-1] if OPEN_DEVICES else None
 
 
 def plainly() -> AbstractContextManager[None]:
     """In here operators know nothing of virtual devices, where some are open."""
-    return DEVICE_SETS[-1].quiet() if DEVICE_SETS else nullcontext()
+    return OPEN_DEVICES[-1].quiet() if OPEN_DEVICES else nullcontext()
 
 
 def device_of(tensor: Tensor) -> torch.device:
     """Where the tensor lives: `cuda:0`, a virtual `cpu:1`, or `cpu` for the host's memory."""
-    if not DEVICE_SETS:
+    if not OPEN_DEVICES:
         return tensor.device
-    with DEVICE_SETS[-1].quiet():
+    with OPEN_DEVICES[-1].quiet():
         device = tensor.device
-        place = DEVICE_SETS[-1].places.get(tensor) if device.type == "cpu" else None
+        place = OPEN_DEVICES[-1].places.get(tensor) if device.type == "cpu" else None
     return device if place is None or place == UNDECIDED else torch.device("cpu", place)
 
 
@@ -96,20 +100,19 @@ def as_device(word: str | torch.device | int) -> torch.device:
 
 def _host_or_virtual(device: torch.device) -> torch.device:
     index: int | None = device.index  # torch types it as never None
-    open_one = device_set()
+    open_one = open_devices()
     if open_one is None:
         if index:
             raise UsageError(f"device {device}: a virtual device. Open it with mw.virtual_devices({index + 1}).")
         return torch.device("cpu")
-    if index is not None and index >= open_one.count:
-        last = open_one.count - 1
-        raise UsageError(f"device {device}: the virtual devices are cpu:0 to cpu:{last}; cpu is the host.")
+    if index is not None and index >= len(open_one):
+        raise UsageError(f"device {device}: the virtual devices are cpu:0 to {open_one[-1]}; cpu is the host.")
     return device
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     """Memory on `device` for a copy of `tensor`: its shape, dtype and, where they are dense, its strides."""
-    open_one = device_set()
+    open_one = open_devices()
     if open_one is None or device.type != "cpu":
         return torch.empty_like(tensor, device=device, requires_grad=False)
     with open_one.quiet():

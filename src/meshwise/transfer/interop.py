@@ -1,4 +1,4 @@
-"""Arrays of NumPy, CuPy, Numba and JAX as tensors and back, without a copy where the protocols allow it.
+"""Arrays of NumPy, CuPy, Numba and JAX as tensors, without a copy where the protocols allow it.
 
 DLPack is asked first, since it also orders the two libraries' streams; then `__cuda_array_interface__` (version 3,
 whose `stream` is waited for here, since torch does not). A copy that could not be avoided is told in the log. What
@@ -7,8 +7,6 @@ shares memory shares writes: do not write into a tensor that came from JAX, whos
 
 from __future__ import annotations
 
-import importlib
-import time
 from typing import Any
 
 import numpy as np
@@ -16,11 +14,10 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor
 
-from meshwise.spec.errors import UsageError, nearest
+from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
-from meshwise.transfer.comm_log import OPEN, note
-
-LIBRARIES = ("numpy", "cupy", "jax", "numba")
+from meshwise.transfer.comm_log import note
+from meshwise.transfer.stopwatch import Stopwatch
 
 
 def is_array(value: Any) -> bool:
@@ -41,8 +38,7 @@ def from_array(array: Any) -> Tensor:
     kind = type(array)
     if hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__"):
         try:
-            tensor: Tensor = torch.utils.dlpack.from_dlpack(array)
-            return tensor
+            return torch.utils.dlpack.from_dlpack(array)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             if not hasattr(kind, "__cuda_array_interface__") and not hasattr(kind, "__array__"):
                 raise UsageError(f"{_name(array)} by DLPack: {error}. Copy it within its own library first.") from error
@@ -53,31 +49,6 @@ def from_array(array: Any) -> Tensor:
     raise UsageError(
         f"{_name(array)}: no tensor, and no array with __dlpack__ or __cuda_array_interface__. Write torch.as_tensor."
     )
-
-
-def to_array(tensor: Tensor, library: str) -> Any:
-    """The tensor as an array of `numpy`, `cupy`, `jax` or `numba`, sharing its memory where it can.
-
-    NumPy gets a copy of a tensor on a device, CuPy and Numba one on the current device of a tensor on the host.
-    Gradients stay behind. Raises UsageError for another library, one that is missing, or a dtype it does not have.
-    """
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    if library == "numpy":
-        return _to_numpy(plain)
-    if library not in LIBRARIES:
-        raise UsageError(f"to_array to {library!r}: not a library.{nearest(library, LIBRARIES)} Known: {LIBRARIES}.")
-    if library == "jax":
-        return _library("jax.dlpack", "jax").from_dlpack(plain.contiguous())
-    if not plain.is_cuda:
-        if not torch.cuda.is_available():
-            raise UsageError(f"to_array to {library}: needs a CUDA device; torch sees none. Write 'numpy'.")
-        began = time.perf_counter()
-        moved = plain.to("cuda")
-        _tell(HOST, str(moved.device), moved, began)
-        plain = moved
-    if library == "cupy":
-        return _library("cupy", "cupy-cuda12x").from_dlpack(plain)
-    return _library("numba.cuda", "numba").as_cuda_array(plain)
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
@@ -91,12 +62,12 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def _copied(array: np.ndarray[Any, Any], name: str) -> Tensor:
-    began = time.perf_counter()
+    watch = Stopwatch(on_cuda=False)
     try:
         tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True))
     except (TypeError, ValueError) as error:
         raise UsageError(f"{name} array of {array.dtype}: torch has no such dtype. {error}") from error
-    _tell(f"{HOST} ({name})", HOST, tensor, began)
+    note("convert", f"{HOST} ({name})", HOST, tensor.nbytes, "copied", watch.stop())
     return tensor
 
 
@@ -114,30 +85,6 @@ def _from_cuda_interface(array: Any) -> Tensor:
         owner = torch.cuda.default_stream() if stream == 1 else torch.cuda.ExternalStream(stream)
         torch.cuda.current_stream().wait_stream(owner)
     return torch.as_tensor(array, device="cuda")
-
-
-def _to_numpy(plain: Tensor) -> np.ndarray[Any, Any]:
-    began = time.perf_counter()
-    here = plain.cpu()
-    if plain.device != here.device:
-        _tell(str(plain.device), HOST, here, began)
-    try:
-        array: np.ndarray[Any, Any] = here.numpy()
-    except TypeError as error:
-        raise UsageError(f"to_array of {plain.dtype}: NumPy has no such dtype. Write tensor.float() first.") from error
-    return array
-
-
-def _library(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UsageError(f"to_array needs {module.split('.')[0]}: pip install {package}") from error
-
-
-def _tell(source: str, target: str, tensor: Tensor, began: float) -> None:
-    if OPEN:
-        note("convert", source, target, tensor.nbytes, "copied", time.perf_counter() - began)
 
 
 def _name(array: Any) -> str:

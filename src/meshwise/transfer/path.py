@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from meshwise.spec.errors import UsageError, nearest
+from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.machine import HOST, Link, Machine, link_between
 from meshwise.spec.timings import seconds_at
 
@@ -22,8 +22,7 @@ def choose(source: str, target: str, size: int, *, wanted: str = AUTO, links: Ma
 
     wanted: `auto`, or the path to take; links: the machine, described or measured.
     """
-    if wanted not in PATHS:
-        raise UsageError(f"path {wanted!r}: not a path.{nearest(wanted, PATHS)} Write one of {', '.join(PATHS)}.")
+    check_known("path", wanted, PATHS)
     if source == target or HOST in (source, target):
         if wanted in (PEER, STAGED):
             raise UsageError(f"path {wanted!r} from {source} to {target}: only between two devices. Leave path out.")

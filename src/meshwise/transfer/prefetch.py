@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.tree import map_tensors
+from meshwise.compat.tree import map_tensors, tensors_in
 
 
 def to_device(batch: Any, device: str) -> Any:
@@ -46,9 +46,6 @@ def _handed_over(batch: Any, stream: torch.cuda.Stream, device: str) -> Any:
     """The copies of `stream`, safe to use on the device's current stream, and not reused before that is done."""
     current = torch.cuda.current_stream(device)
     current.wait_stream(stream)
-
-    def record(tensor: Tensor) -> Tensor:
+    for tensor in tensors_in(batch):
         tensor.record_stream(current)
-        return tensor
-
-    return map_tensors(record, batch)
+    return batch

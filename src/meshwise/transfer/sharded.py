@@ -2,20 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import functional
+
+from meshwise.compat.whole_values import whole
+from meshwise.transfer import collectives, foreign
+from meshwise.transfer.reading import together
+
+BUCKET = 25 << 20  # bytes of whole tensors that are gathered in one collective
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor: the shards of a DTensor are gathered from all ranks. Collective for a DTensor."""
     if not isinstance(tensor, DTensor):
         return tensor
-    kind = tensor.device_mesh.device_type  # shards that are offloaded to the host are gathered on the devices
-    there: Any = tensor if tensor.device.type == kind else tensor.to(kind)
-    gathered: Tensor = there.full_tensor()
-    return gathered
+    with together(), foreign.ours():
+        return whole(tensor)
+
+
+def full_tensors(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """`full_tensor` of each, in their order; shards are gathered in buckets, since a collective a tensor takes minutes
+    for thousands of small ones. Collective for DTensors."""
+    waiting: list[DTensor] = []
+    held = 0
+    for tensor in tensors:
+        bucketed = isinstance(tensor, DTensor) and _sharded_axis(tensor) is not None
+        size = tensor.numel() * tensor.element_size()
+        if waiting and not (bucketed and held + size <= BUCKET and _alike(waiting[0], tensor)):
+            yield from _gathered(waiting)
+            waiting, held = [], 0
+        if bucketed:
+            waiting.append(tensor)  # type: ignore[arg-type]
+            held += size
+        else:
+            yield full_tensor(tensor)
+    yield from _gathered(waiting)
+
+
+def _alike(first: Any, tensor: Any) -> bool:
+    return bool(first.device_mesh == tensor.device_mesh and first.dtype == tensor.dtype)
+
+
+def _sharded_axis(tensor: DTensor) -> int | None:
+    """The axis of the mesh over which the first dim is divided, if that is all that is divided."""
+    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return axes[0] if len(axes) == 1 and tensor.placements[axes[0]].is_shard(0) else None
+
+
+def _gathered(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
+    """The whole of tensors that are divided over one axis of one mesh, by one all-gather of parts of equal length."""
+    if not tensors:
+        return
+    mesh, axis = tensors[0].device_mesh, _sharded_axis(tensors[0])
+    assert axis is not None
+    rows = [-(-len(tensor) // mesh.size(axis)) for tensor in tensors]  # as torch.chunk divides
+    parts = []
+    for tensor, most in zip(tensors, rows, strict=True):
+        local = tensor.to_local().detach().to(mesh.device_type)
+        parts.append(functional.pad(local.reshape(-1), (0, most * (tensor.numel() // len(tensor)) - local.numel())))
+    ranks = collectives.all_gather(torch.cat(parts), mesh.get_group(axis))
+    for tensor, gathered in zip(tensors, ranks.split([len(part) for part in parts], dim=1), strict=True):
+        yield gathered.reshape(-1)[: tensor.numel()].view(tensor.shape)
 
 
 def local_slices(like: Tensor) -> tuple[slice, ...]:

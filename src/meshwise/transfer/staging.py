@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -75,16 +76,9 @@ class _Lane:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-_lanes: dict[tuple[int, int], _Lane] = {}
-_lanes_lock = threading.Lock()
-
-
+@cache
 def _lane(source: torch.device, target: torch.device) -> _Lane:
-    with _lanes_lock:
-        key = (source.index, target.index)
-        if key not in _lanes:
-            _lanes[key] = _Lane(torch.cuda.Stream(source), torch.cuda.Stream(target))
-        return _lanes[key]
+    return _Lane(torch.cuda.Stream(source), torch.cuda.Stream(target))
 
 
 def _cuda_legs(dst: Tensor, src: Tensor) -> Seconds:

@@ -1,8 +1,23 @@
-"""`python -m meshwise.workers TASK` is a worker process; the launcher starts it."""
+"""The processes that a launcher starts.
 
+python -m meshwise.workers TASK                       a worker
+python -m meshwise.workers --fork-server FD MODULE... a server that forks workers; see fork_server.py
+"""
+
+import importlib
+import socket
 import sys
+from collections.abc import Sequence
 
-from meshwise.workers.worker import main
+from meshwise.workers import fork_server, worker
+
+
+def _serve(descriptor: int, modules: Sequence[str]) -> int:
+    worker.die_with_parent()
+    for module in modules:
+        importlib.import_module(module)
+    return fork_server.serve(socket.socket(fileno=descriptor), worker.main)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_serve(int(sys.argv[2]), sys.argv[3:]) if sys.argv[1] == "--fork-server" else worker.main())

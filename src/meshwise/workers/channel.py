@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import threading
@@ -119,7 +120,13 @@ class LauncherChannel:
             self._deliver(rank, {"kind": "closed"})
 
 
+LISTENING_PORTS = range(20_000, 32_768)
+"""Linux connects from 32768 to 60999 (ip_local_port_range)."""
+
+
 def free_port(host: str = "") -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.create_server((host, 0)) as server:
-        return int(server.getsockname()[1])
+    """A TCP port of this machine that nobody listens on now, below those that outgoing connections take by default."""
+    for port in (*random.SystemRandom().sample(LISTENING_PORTS, 100), 0):
+        with contextlib.suppress(OSError), socket.create_server((host, port)) as server:
+            return int(server.getsockname()[1])
+    raise OSError("this machine has no free TCP port")

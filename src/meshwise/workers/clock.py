@@ -24,10 +24,10 @@ class ClockServer:
 
     def __init__(self, host: str, clock: Callable[[], int]) -> None:
         self._clock = clock
-        self._server = socket.create_server((host, 0), backlog=512)
-        self.port = int(self._server.getsockname()[1])
+        server = socket.create_server((host, 0), backlog=512)
+        self.port = int(server.getsockname()[1])
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ)
+        self._selector.register(server, selectors.EVENT_READ, self._accept)
         self._closed = False
         threading.Thread(target=self._run, name="meshwise-clock", daemon=True).start()
 
@@ -37,22 +37,17 @@ class ClockServer:
     def _run(self) -> None:
         while not self._closed:
             for key, _ in self._selector.select(timeout=1.0):
-                connection = key.fileobj
-                assert isinstance(connection, socket.socket)
-                if connection is self._server:
-                    self._accept()
-                else:
-                    self._answer(connection)
+                key.data(key.fileobj)
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
         self._selector.close()
 
-    def _accept(self) -> None:
+    def _accept(self, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            connection, _ = self._server.accept()
+            connection, _ = server.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._selector.register(connection, selectors.EVENT_READ)
+            self._selector.register(connection, selectors.EVENT_READ, self._answer)
 
     def _answer(self, connection: socket.socket) -> None:
         try:

@@ -10,12 +10,13 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from meshwise.spec.errors import MeshwiseError
+from meshwise.spec.user_code import OURS
+from meshwise.spec.words import error_text, readable
 
-OURS = Path(__file__).parents[1]
-
+MOST_FRAMES = 20
+"""Of a traceback: half of them its beginning, half its end."""
 _COMMUNICATION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
 _COMMUNICATION_WORDS = (
     "gloo",
@@ -45,6 +46,11 @@ class Failure:
     time: float = 0.0
 
 
+def is_gloo_abort(line: str) -> bool:
+    """Whether a worker printed this because gloo ended it: two collectives met, as the failure says in plain words."""
+    return "instance of 'gloo::EnforceNotMet'" in line or ("what():" in line and "third_party/gloo" in line)
+
+
 def is_communication_error(error: BaseException) -> bool:
     """Whether `error`, or what it was raised from, came out of a collective whose peer went away."""
     seen: BaseException | None = error
@@ -63,20 +69,25 @@ def by_error(rank: int, error: BaseException) -> Failure:
     return Failure(
         rank,
         "victim" if not ours and is_communication_error(error) else "raised",
-        f"{type(error).__name__}: {error}",
+        error_text(error),
         "" if ours else user_traceback(error),
         plain=ours,
-        notes=getattr(error, "__notes__", ()),
+        notes=[readable(str(note)) for note in getattr(error, "__notes__", ())],
         exit_code=getattr(error, "exit_code", 1),
         time=time.time(),
     )
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback without our own frames around the user's; whole when nothing but our own frames is in it."""
+    """The traceback without our own frames around the user's, and without the middle of a long one; with our own
+    frames when nothing else is in it."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(OURS)]
-    return "Traceback (most recent call last):\n" + "".join(traceback.format_list(theirs or frames))
+    theirs = [frame for frame in frames if not frame.filename.startswith((OURS, "<frozen "))] or list(frames)
+    lines = traceback.format_list(theirs)
+    if len(lines) > MOST_FRAMES:
+        left = len(lines) - MOST_FRAMES
+        lines[MOST_FRAMES // 2 : -MOST_FRAMES // 2] = [f"  … {left} more frames …\n"]
+    return "Traceback (most recent call last):\n" + "".join(lines)
 
 
 def by_exit_status(rank: int, status: int) -> Failure:
@@ -95,12 +106,17 @@ def culprit(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (order[failure.kind], failure.time))
 
 
-def sentence(failure: Failure, size: int) -> str:
-    """What the user reads: the culprit's rank, what happened, and its traceback once."""
+def sentence(failure: Failure, size: int, others: Sequence[Failure] = ()) -> str:
+    """What the user reads: the culprit's traceback once, and behind it, where one looks first, who failed and how.
+
+    others: what is known of the rest, who may all have failed alike.
+    """
     if failure.plain:
         return failure.message
     who = f"rank {failure.rank} of {size}"
     if failure.kind in ("killed", "left"):
         return f"{who} {failure.message}."
+    if size > 1 and len({f.rank for f in (failure, *others) if f.message == failure.message}) == size:
+        who = f"all {size} ranks"
     what = "lost the connection to another rank" if failure.kind == "victim" else "failed"
-    return "\n".join([f"{who} {what}: {failure.message}", *failure.notes, *failure.traceback.rstrip().splitlines()])
+    return "\n".join([*failure.traceback.rstrip().splitlines(), f"{who} {what}: {failure.message}", *failure.notes])

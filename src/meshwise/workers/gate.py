@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
 
-from meshwise.workers.channel import Message, WorkerChannel
+from meshwise.workers.channel import WorkerChannel
 
 
 class StepGate:
@@ -24,9 +23,8 @@ class StepGate:
         self._last: int | None = None
         self.wanted = False
         if channel is not None:
-            self._answer: Callable[[int], None] = lambda begun: channel.send("halting", begun=begun)
-            channel.listeners["halt"] = self._freeze
-            channel.listeners["last"] = self._set_last
+            channel.listeners["halt"] = lambda message: channel.send("halting", begun=self._freeze())
+            channel.listeners["last"] = lambda message: self._set_last(int(message["step"]))
 
     @property
     def stopped(self) -> bool:
@@ -43,18 +41,18 @@ class StepGate:
         with self._changed:
             while self._frozen and self._last is None:
                 self._changed.wait()
-            if self._last is not None and self._begun >= self._last:
+            if self.stopped:
                 return False
             self._begun += 1
             return True
 
-    def _freeze(self, message: Message) -> None:
+    def _freeze(self) -> int:
+        """Begin no further step; the last one begun."""
         with self._changed:
             self._frozen = True
-            begun = self._begun
-        self._answer(begun)
+            return self._begun
 
-    def _set_last(self, message: Message) -> None:
+    def _set_last(self, step: int) -> None:
         with self._changed:
-            self._last = int(message["step"])
+            self._last = step
             self._changed.notify_all()

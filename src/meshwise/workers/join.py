@@ -1,16 +1,10 @@
-"""Join a run: learn from the environment who this process is, take its device, and enter the process group.
-
-RANK and WORLD_SIZE are set by `meshwise run`, `mw.launch` and torchrun; under srun and mpirun they are derived from
-what those set. Without any of them this process is a run of one device, and no process group is made.
-"""
+"""Join a run: learn from the environment who this process is, take its device, and enter the process group."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,13 +14,8 @@ import torch.distributed as dist
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
 from meshwise.workers.channel import WorkerChannel, connect
+from meshwise.workers.environment import DEVICE_KIND, derived_ranks, read_world
 from meshwise.workers.gate import StepGate
-
-DEVICE_KIND = "MESHWISE_DEVICE"
-LAUNCHED = "MESHWISE_LAUNCHED"
-"""When the launcher began, in seconds since 1970."""
-RUN_FOLDER = "MESHWISE_RUN"
-"""Where this run keeps its records."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +28,7 @@ class RankContext:
 
 
 _session: RankContext | None = None
-
-
-def started_by_launcher() -> bool:
-    """Whether this process is one of several that a launcher started (ours, torchrun, srun or mpirun)."""
-    return read_world(os.environ | derived_ranks(os.environ)).size > 1
+_made_group = False
 
 
 def rank_context() -> RankContext:
@@ -61,81 +46,13 @@ def join() -> RankContext:
     """The session of this process, inside the process group of all ranks. Collective where it must make that group."""
     session = rank_context()
     if session.world.size > 1 and not dist.is_initialized():
-        _enter_process_group(session.world)
+        enter_process_group(session.world)
     return session
 
 
-def derived_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_* and MASTER_* from what srun or mpirun set; nothing where the first two are set."""
-    names = _launcher_names(environment)
-    if names is None or {"RANK", "WORLD_SIZE"} <= environment.keys():
-        return {}
-    found = {name: environment[source] for name, source in names.items() if source in environment}
-    if "SLURM_STEP_TASKS_PER_NODE" in environment and names["RANK"] == "SLURM_PROCID":
-        counts = tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
-        found["LOCAL_WORLD_SIZE"] = str(counts[int(environment.get("SLURM_NODEID", "0"))])
-    found["MASTER_PORT"] = str(20000 + int(environment.get("SLURM_JOB_ID", "9500")) % 20000)
-    if "MASTER_ADDR" not in environment:
-        found["MASTER_ADDR"] = _host_of_rank_0({**found, **environment})
-    return {name: value for name, value in found.items() if name not in environment}
-
-
-def _launcher_names(environment: Mapping[str, str]) -> dict[str, str] | None:
-    # SLURM_STEP_NUM_TASKS exists only inside srun: a batch script alone is one process, whatever SLURM_NTASKS says.
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-    if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        prefix = "OMPI_COMM_WORLD_"
-        local = {"LOCAL_RANK": prefix + "LOCAL_RANK", "LOCAL_WORLD_SIZE": prefix + "LOCAL_SIZE"}
-        return {"RANK": prefix + "RANK", "WORLD_SIZE": prefix + "SIZE", **local}
-    if int(environment.get("PMI_SIZE", "1")) > 1:
-        local = {"LOCAL_RANK": "MPI_LOCALRANKID", "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS"}
-        return {"RANK": "PMI_RANK", "WORLD_SIZE": "PMI_SIZE", **local}
-    return None
-
-
-def tasks_of_nodes(text: str) -> list[int]:
-    """Slurm's counts of tasks: `4(x2),3` is 4, 4 and 3 on three nodes."""
-    counts: list[int] = []
-    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(repeat or "1")
-    return counts
-
-
-def _host_of_rank_0(environment: Mapping[str, str]) -> str:
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
-    if nodes:
-        return first_host(nodes)
-    size = environment.get("WORLD_SIZE", "1")
-    local_size = environment.get("LOCAL_WORLD_SIZE", size)
-    if local_size != size:
-        raise UsageError(
-            f"{local_size} of {size} ranks are on this host, and nothing says where rank 0 is. "
-            "Set MASTER_ADDR to its host, for instance with mpirun -x MASTER_ADDR=node0."
-        )
-    return "127.0.0.1"
-
-
-def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `gpu[03-07,9],big1` gives `gpu03`."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
-    if match is None:
-        raise UsageError(f"SLURM_STEP_NODELIST={nodes!r} names no host. Set MASTER_ADDR to the host of rank 0.")
-    return match[1] + (match[2] or "")
-
-
-def read_world(environment: Mapping[str, str]) -> World:
-    """The world that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe; one device without them."""
-    try:
-        size = int(environment.get("WORLD_SIZE", "1"))
-        rank = int(environment.get("RANK", "0"))
-        local_rank = int(environment.get("LOCAL_RANK", str(rank)))
-        local_size = int(environment.get("LOCAL_WORLD_SIZE", str(size)))
-    except ValueError:
-        raise UsageError("RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be whole numbers.") from None
-    if not 0 <= rank < size:
-        raise UsageError(f"RANK={rank} with WORLD_SIZE={size}: a rank lies between 0 and {size - 1}.")
-    return World(rank, size, local_rank, local_size, environment.get(DEVICE_KIND, ""))
+def made_process_group() -> bool:
+    """Whether `join` made the process group that this process is in, or was in: not the program itself."""
+    return _made_group
 
 
 def _take_device(world: World) -> World:
@@ -164,15 +81,23 @@ def _see_one_gpu(local_rank: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank] if visible else str(local_rank)
 
 
-def _enter_process_group(world: World) -> None:
+def enter_process_group(world: World) -> None:
     """gloo for CPU tensors and, beside it, nccl for CUDA tensors. Leaves the group when the process ends."""
+    global _made_group
     if world.local_size == world.size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own host name often does not resolve
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UsageError(
+            f"RANK={world.rank} and WORLD_SIZE={world.size} are set, and {' and '.join(missing)} not: where rank 0 is "
+            "reached. Start all ranks with meshwise run, torchrun or srun; for one process, unset RANK and WORLD_SIZE."
+        )
     backend = "cpu:gloo,cuda:nccl" if world.kind == "cuda" else "gloo"
     device = torch.device(world.device) if world.kind == "cuda" else None
     dist.init_process_group(
         backend, rank=world.rank, world_size=world.size, timeout=timedelta(minutes=30), device_id=device
     )
+    _made_group = True
     atexit.register(leave)
 
 

@@ -13,20 +13,17 @@ the process group (join.py, 30 minutes); one outside of collectives does not end
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import secrets
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,10 +31,14 @@ import cloudpickle
 
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
-from meshwise.workers import failure, join, worker
+from meshwise.workers import environment, failure
 from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message, free_port
 from meshwise.workers.failure import Failure
+from meshwise.workers.fork_server import ForkedWorker, ForkServer
 from meshwise.workers.nodes import Nodes
+from meshwise.workers.parting import PartingWatch, last_verbs, parted
+from meshwise.workers.watched import State, WatchedWorker
+from meshwise.workers.written_files import WrittenFiles
 
 # Time limits, in seconds.
 CULPRIT_TIMEOUT = 1.0  # after a victim's report, for the real culprit's
@@ -60,37 +61,6 @@ class Listeners:
     output: Callable[[str, str], None] = lambda stream, text: None
 
 
-class State(Enum):
-    """What a worker does. EXITED: it left with exit code 0, without a failure and without being done."""
-
-    RUNNING = auto()
-    DONE = auto()
-    EXITED = auto()
-    FAILED = auto()
-
-
-@dataclass
-class _Worker:
-    """in_progress: it exited in the middle of an epoch. since: when it came into its state."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    log: BinaryIO
-    state: State = State.RUNNING
-    failure: Failure | None = None
-    in_progress: bool = False
-    since: float = 0.0
-    readers: list[threading.Thread] = field(default_factory=list)
-
-    def turn(self, state: State, failure: Failure | None = None) -> None:
-        self.state, self.failure, self.since = state, failure, time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """How long it has been in its state."""
-        return time.monotonic() - self.since
-
-
 class Halt:
     """Asks a running launch to stop all ranks after the same step. Set from a signal handler or another thread."""
 
@@ -110,15 +80,20 @@ def launch(
     listeners: Listeners | None = None,
     nodes: Nodes | None = None,
     halt: Halt | None = None,
+    preload: Sequence[str] = (),
 ) -> list[Any]:
     """Call `function(*arguments)` in one worker a slot; returns the results in rank order.
 
     folder: the run folder, which keeps each worker's output; without one the output of ranks above 0 is dropped when
-        all goes well. Raises WorkerFailed with the culprit's rank and traceback when a worker fails.
+        all goes well. preload: modules that the workers need, imported once for all of them.
+    Raises WorkerFailed with the culprit's rank and traceback when a worker fails.
     """
-    scratch = Path(tempfile.mkdtemp(prefix="meshwise-"))
-    launcher = _Launcher(scratch, folder or scratch, listeners or Listeners(), nodes, halt or Halt(), len(slots))
-    try:
+    with tempfile.TemporaryDirectory(prefix="meshwise-", ignore_cleanup_errors=True) as name, ExitStack() as stack:
+        scratch = Path(name)
+        launcher = _Launcher(
+            scratch, folder or scratch, listeners or Listeners(), nodes, halt or Halt(), len(slots), preload
+        )
+        stack.callback(launcher.end)
         task = scratch / "task.pickle"
         # In two layers: the worker must have our module path before it reads the function.
         task.write_bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((function, arguments)))))
@@ -127,30 +102,36 @@ def launch(
         if nodes is not None:
             nodes.leave()
         return [
-            cloudpickle.loads(worker.result_path(task, w.rank).read_bytes()) if w.state is State.DONE else None
+            cloudpickle.loads(environment.result_path(task, w.rank).read_bytes()) if w.state is State.DONE else None
             for w in launcher.workers
         ]
-    finally:
-        launcher.end()
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 class _Launcher:
     """The workers of one launch on this machine, and what is known of each."""
 
     def __init__(
-        self, scratch: Path, folder: Path, listeners: Listeners, nodes: Nodes | None, halt: Halt, local_size: int
+        self,
+        scratch: Path,
+        folder: Path,
+        listeners: Listeners,
+        nodes: Nodes | None,
+        halt: Halt,
+        local_size: int,
+        preload: Sequence[str],
     ) -> None:
-        self.scratch, self.folder, self.listeners, self.nodes, self.halt = scratch, folder, listeners, nodes, halt
-        self.local_size = local_size
-        self.launched = time.time()
-        self.run_folder = {} if folder == scratch else {join.RUN_FOLDER: str(folder.resolve())}
+        self.folder, self.listeners, self.nodes, self.halt = folder, listeners, nodes, halt
+        self.local_size, self._preload = local_size, preload
+        self._server: ForkServer | None = None
+        self.run_folder = {} if folder == scratch else {environment.RUN_FOLDER: str(folder.resolve())}
         self.size = nodes.size if nodes else local_size
         self.first_rank = nodes.first_rank if nodes else 0
-        self.workers: list[_Worker] = []
+        self.workers: list[WatchedWorker] = []
         self._inbox: queue.Queue[tuple[int, Message]] = queue.Queue()
         self._token = secrets.token_hex(16)
         self._channel = LauncherChannel(self._token, lambda rank, message: self._inbox.put((rank, message)))
+        self._parting = PartingWatch(scratch, range(self.first_rank, self.first_rank + local_size))
+        self._written = WrittenFiles()
         self._halting: dict[int, int] | None = None
         self._last: int | None = None
         self._halted_at = 0.0
@@ -161,21 +142,28 @@ class _Launcher:
         (self.folder / "workers").mkdir(parents=True, exist_ok=True)
         for local_rank, slot in enumerate(slots):
             rank = self.first_rank + local_rank
-            environment = os.environ | self._environment(rank, local_rank, port, slot)
+            variables = os.environ | self._environment(rank, local_rank, port, slot)
+            if self._server is None and sys.platform == "linux":
+                self._server = ForkServer(self._preload, variables)
             log = (self.folder / "workers" / f"rank{rank}.log").open("ab")
-            shown = rank == 0
-            child = subprocess.Popen(
-                [sys.executable, "-m", "meshwise.workers", str(task)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if shown else log,
-                stderr=subprocess.PIPE if shown else subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C goes to the launcher alone, which stops all ranks after one step
-            )
-            entry = _Worker(rank, child, log)
+            pipes = [os.pipe(), os.pipe()] if rank == 0 else []
+            stdout, stderr = [write for _, write in pipes] or [log.fileno()] * 2
+            entry = WatchedWorker(rank, self._process(str(task), variables, stdout, stderr), log)
             self.workers.append(entry)
-            if shown:
-                entry.readers = [self._read(child.stdout, "stdout", log), self._read(child.stderr, "stderr", log)]
+            for name, (read, write) in zip(("stdout", "stderr"), pipes, strict=False):
+                os.close(write)
+                entry.readers.append(self._read(os.fdopen(read, "rb"), name, log))
+
+    def _process(
+        self, task: str, variables: dict[str, str], stdout: int, stderr: int
+    ) -> subprocess.Popen[bytes] | ForkedWorker:
+        """A worker process that leads its own session: a Ctrl-C goes to the launcher alone, which stops all ranks."""
+        if self._server is not None:
+            return self._server.start([task], variables, stdout, stderr)
+        command = [sys.executable, "-m", "meshwise.workers", task]
+        return subprocess.Popen(
+            command, env=variables, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
+        )
 
     def _environment(self, rank: int, local_rank: int, port: int, slot: WorkerSlot) -> dict[str, str]:
         visible = "" if slot.index is None else _visible(slot.index)
@@ -191,11 +179,9 @@ class _Launcher:
             "PYTHONUNBUFFERED": "1",
             ADDRESS: self._channel.address,
             TOKEN: self._token,
-            join.DEVICE_KIND: slot.device,
-            join.LAUNCHED: repr(self.launched),
+            environment.DEVICE_KIND: slot.device,
             **self.run_folder,
-            worker.CORES: ",".join(map(str, slot.cores)),
-            worker.THREADS: str(slot.threads),
+            environment.CORES: ",".join(map(str, slot.cores)),
         }
 
     def _read(self, pipe: BinaryIO | Any, stream: str, log: BinaryIO) -> threading.Thread:
@@ -204,7 +190,9 @@ class _Launcher:
                 for line in iter(pipe.readline, b""):
                     log.write(line)
                     log.flush()
-                    self.listeners.output(stream, line.decode(errors="replace"))
+                    text = line.decode(errors="replace")
+                    if not failure.is_gloo_abort(text):
+                        self.listeners.output(stream, text)
 
         thread = threading.Thread(target=forward, name=f"meshwise-{stream}", daemon=True)
         thread.start()
@@ -217,18 +205,34 @@ class _Launcher:
             self._look_at_processes()
             self._look_at_halt()
             self._look_at_nodes()
+            self._look_at_verbs()
             failures = self._failures()
             if failures and self._settled(failures):
                 self._fail(failure.culprit(failures))
             if self._over() and all(w.seconds > END_TIMEOUT for w in self.workers):
                 break  # one that cannot end by itself is ended by end()
+        self._look_at_verbs()
 
     def _over(self) -> bool:
         """Whether no worker runs or has failed: a rank that exits leaves nobody alone when all do."""
         return all(w.state in (State.DONE, State.EXITED) for w in self.workers)
 
+    def _look_at_verbs(self) -> None:
+        """Have ranks parted, though none has failed? Where a run is stopped, a program may do what it likes."""
+        if self.halt.wanted.is_set() or any(w.state is State.FAILED for w in self.workers):
+            return
+        if text := self._parting.look(self._ended()):
+            self._fail(Failure(self.first_rank, "parted", text, plain=True))
+
+    def _ended(self) -> list[int]:
+        return [w.rank for w in self.workers if w.state in (State.DONE, State.EXITED)]
+
     def _fail(self, chosen: Failure) -> None:
-        text = failure.sentence(chosen, self.size)
+        text = failure.sentence(chosen, self.size, [w.failure for w in self.workers if w.failure])
+        if chosen.kind in ("killed", "left", "victim"):
+            trails = self._parting.trails()
+            last = [last_verbs(trails)] if chosen.kind == "victim" else []
+            text = parted(trails, self._ended()) or "\n".join([text, *last]).rstrip()
         if self.nodes and chosen.kind != "victim":
             self.nodes.set("failed", {"text": text, "rank": chosen.rank})
         raise WorkerFailed(text, rank=chosen.rank, exit_code=max(chosen.exit_code, 1))
@@ -240,7 +244,7 @@ class _Launcher:
         self._looked = time.monotonic()
         failed = self.nodes.try_get("failed")
         if isinstance(failed, dict):
-            raise WorkerFailed(f"on another machine: {failed['text']}", rank=failed["rank"])
+            raise WorkerFailed(f"on another machine:\n{failed['text']}", rank=failed["rank"])
         if self.halt.wanted.is_set():
             self.nodes.set("halt", True)
         elif self.nodes.try_get("halt"):
@@ -262,6 +266,10 @@ class _Launcher:
             entry.turn(State.FAILED, Failure(**message["failure"]))
         elif kind == "halting" and self._halting is not None:
             self._halting[rank] = int(message["begun"])
+        elif kind == "writes":
+            text = self._written.add(rank, message["path"], message["where"])
+            if text:
+                self.listeners.message(rank, {"kind": "note", "text": text})
         elif kind not in ("hello", "closed"):
             self.listeners.message(rank, message)
 
@@ -323,7 +331,9 @@ class _Launcher:
 
     def end(self) -> None:
         for entry in self.workers:
-            _kill_group(entry.process)
+            entry.kill()
+        if self._server is not None:
+            self._server.close()
         for entry in self.workers:
             entry.process.wait()
             for reader in entry.readers:
@@ -336,9 +346,3 @@ def _visible(index: int) -> str:
     """The driver's name of accelerator `index`, where CUDA_VISIBLE_DEVICES already hides some from us."""
     shown = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
     return shown[index] if index < len(shown) else str(index)
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a worker and everything that it started. A worker leads its own process group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)

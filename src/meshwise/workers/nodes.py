@@ -10,14 +10,14 @@ import contextlib
 import json
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated
-
-import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING, Annotated
 
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.options import Option
 from meshwise.workers.channel import free_port
+
+if TYPE_CHECKING:  # torch is imported where machines meet: a run on one machine does not wait for it here
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 LEAVE_TIMEOUT = timedelta(seconds=10)
@@ -34,7 +34,7 @@ class Nodes:
             store.set("port", str(free_port()))
         try:
             sizes = [int(store.get(f"size/{node}")) for node in range(nnodes)]
-        except dist.DistStoreError:
+        except RuntimeError:  # of torch.distributed, all of whose errors are such
             minutes = RENDEZVOUS_TIMEOUT.seconds // 60
             raise WorkerFailed(
                 f"not all {nnodes} machines came within {minutes} min. Start each with its --node-rank."
@@ -53,12 +53,12 @@ class Nodes:
         """What some machine told under `key`, or None; None too when the first machine, which keeps it, is gone."""
         try:
             return json.loads(self._store.get(key)) if self._store.check([key]) else None
-        except dist.DistError:
+        except RuntimeError:
             return None
 
     def leave(self) -> None:
         """All is done here. The first machine, which keeps the store, waits for the others, but not for ever."""
-        with contextlib.suppress(dist.DistError):
+        with contextlib.suppress(RuntimeError):
             if self.node_rank:
                 self._store.set(f"left/{self.node_rank}", "")
             else:
@@ -75,15 +75,21 @@ class NodeOptions:
         str | None, Option("where machine 0 is reached by the others", metavar="HOST:PORT", recorded=False)
     ] = None
 
+    def __post_init__(self) -> None:
+        if self.nnodes < 1:
+            raise UsageError(f"--nnodes {self.nnodes}: at least one machine takes part. Use --nnodes 1 or more.")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise UsageError(
+                f"--node-rank {self.node_rank} of --nnodes {self.nnodes}: machines are counted from 0 "
+                f"to {self.nnodes - 1}."
+            )
+
     def rendezvous(self, local_size: int) -> Nodes | None:
         """Meet the launchers of the other machines; None when there is one machine. Blocks until all are there."""
         if self.nnodes == 1 and self.node_rank == 0 and self.rdzv is None:
             return None
-        if self.nnodes < 1 or not 0 <= self.node_rank < self.nnodes:
-            last = max(self.nnodes - 1, 0)
-            raise UsageError(
-                f"--node-rank {self.node_rank} of --nnodes {self.nnodes}: machines are counted from 0 to {last}."
-            )
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
         host, _, port = (self.rdzv or "").rpartition(":")
         if not host or not port.isdigit():
             raise UsageError(
@@ -92,7 +98,7 @@ class NodeOptions:
             )
         try:
             store = TCPStore(host, int(port), None, self.node_rank == 0, RENDEZVOUS_TIMEOUT, wait_for_workers=False)
-        except (dist.DistError, RuntimeError) as error:
+        except RuntimeError as error:
             why = str(error).splitlines()[0]
             raise UsageError(
                 f"--rdzv {self.rdzv}: no meeting there ({why}). Is machine 0 started, and the port free?"

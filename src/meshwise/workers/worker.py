@@ -20,12 +20,15 @@ import cloudpickle
 import torch
 
 from meshwise.spec.errors import UsageError
-from meshwise.workers import failure, join
+from meshwise.workers import failure, join, verb_log
 from meshwise.workers.channel import WorkerChannel
+from meshwise.workers.environment import CORES, RUN_FOLDER, result_path
 from meshwise.workers.failure import Failure
+from meshwise.workers.hints import add_hint
+from meshwise.workers.parting import trail_path
+from meshwise.workers.written_files import FileWatch
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-CORES, THREADS = "MESHWISE_CORES", "MESHWISE_THREADS"
 
 in_progress: set[str] = set()
 """What a rank is in the middle of, such as an epoch: leaving then is leaving the other ranks alone."""
@@ -35,14 +38,26 @@ def main() -> int:
     """The life of a worker: its cores, its session, its task. Returns the exit code of the process."""
     die_with_parent()
     bind_to_cores(os.environ.get(CORES, ""))
-    torch.set_num_threads(int(os.environ.get(THREADS, "1")))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     session = join.rank_context()
     if session.channel is None:
         raise UsageError("meshwise.workers is started by `meshwise run` and `mw.launch` alone.")
-    code = run_task(Path(sys.argv[1]), session.world.rank, session.channel)
+    task, rank = Path(sys.argv[1]), session.world.rank
+    verb_log.begin(trail_path(task.parent, rank))
+    if session.world.size > 1:
+        watch_files(session.channel)
+    code = run_task(task, rank, session.channel)
     sys.stdout.flush()
     join.leave()
     return code
+
+
+def watch_files(channel: WorkerChannel) -> None:
+    """Tell the launcher which files the user's code writes, but for the records of the run."""
+    records = [os.environ[RUN_FOLDER]] if RUN_FOLDER in os.environ else []
+    watch = FileWatch(lambda path, where: channel.send("writes", path=path, where=where), ignored=records)
+    watch.begin()
+    torch.save = watch.saving(torch.save)
 
 
 def die_with_parent() -> None:
@@ -60,11 +75,6 @@ def bind_to_cores(cores: str) -> None:
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 
 
-def result_path(task: Path, rank: int) -> Path:
-    """Where the worker of `rank` puts the result of `task`."""
-    return task.with_name(f"result-{rank}.pickle")
-
-
 def run_task(task: Path, rank: int, channel: WorkerChannel) -> int:
     """Run the task and report how it ended. Returns the exit code of the process."""
     try:
@@ -76,6 +86,7 @@ def run_task(task: Path, rank: int, channel: WorkerChannel) -> int:
         return _exited(exit, rank, channel)
     except BaseException as error:
         if not (isinstance(error, KeyboardInterrupt) and join.rank_context().gate.stopped):
+            add_hint(error)
             channel.send("failed", failure=asdict(failure.by_error(rank, error)))
             return 1
         _save_result(result_path(task, rank), None)  # a script that was asked to stop, and did, after the same batch

@@ -97,7 +97,7 @@ def write_folder(folder: Path, timeline: Timeline, steps: int, status: str = "ru
         spans = timeline.of_rank(rank.rank)
         pairs = sorted({(int(s["kind"]), int(s["lane"]), int(s["name"])) for s in spans})
         head = {"log": VERSION, "rank": rank.rank, "world": len(timeline.ranks), "device": "cpu", "host": "here"}
-        lines: list[dict[str, Any]] = [head | {"unix": began, "clock": 0, "launched": began}]
+        lines: list[dict[str, Any]] = [head | {"unix": began, "clock": 0}]
         for step in range(1, steps + 1):
             rows = [
                 [pairs.index((int(s["kind"]), int(s["lane"]), int(s["name"]))), *(int(s[name]) for name in COLUMNS)]

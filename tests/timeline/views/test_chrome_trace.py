@@ -338,7 +338,7 @@ def test_any_timeline_is_a_trace_without_fault_that_holds_all_spans(timeline: Ti
 
 @given(st.integers(0, 10**15))
 def test_times_are_read_to_the_nanosecond_by_who_cuts_off_and_by_who_rounds(time: int) -> None:
-    (text,) = chrome_trace._micro(np.array([time]))
+    text = json.dumps(chrome_trace._micro(np.array([time]))[0])
     assert nanoseconds(json.loads(text)) == time
     assert round(json.loads(text) * 1000) == time
 

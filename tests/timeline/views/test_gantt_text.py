@@ -54,13 +54,11 @@ def test_the_rows_of_a_known_step() -> None:
         "rank 1 ddddddddddddffffffffffbbbbbbbbbb════··oo",
         "  comm                                 ════",
         "       ╵0 ms               ╵20",
-        "d data  f forward  b backward  ═ communication",
-        "░ waiting  o optimizer  · idle",
     ]
 
 
-def test_without_blocks_without_the_lanes_beside_and_without_legend() -> None:
-    assert rows(two_ranks(), 47, ascii_only=True, overlapped=False, with_legend=False) == [
+def test_without_blocks_without_the_lanes_beside() -> None:
+    assert rows(two_ranks(), 47, ascii_only=True, overlapped=False) == [
         "rank 0 ddddffffffffffbbbbbbbbbb~~~~~~~~====oooo",
         "rank 1 ddddddddddddffffffffffbbbbbbbbbb====..oo",
         "       |0 ms               |20",
@@ -124,7 +122,7 @@ def test_the_usual_step_takes_most_nearly_as_long_as_all_do(usual: float, step: 
 @pytest.mark.parametrize("seconds", [3e-6, 2.66e-3, 0.0412, 0.5, 7.0, 900.0])
 @pytest.mark.parametrize("width", [20, 80, 200])
 def test_ticks_stand_under_their_times(seconds: float, width: int) -> None:
-    axis = gantt_text(window(bar(0, "forward", 0.0, seconds)), [0], width, with_legend=False)[-1].plain
+    axis = gantt_text(window(bar(0, "forward", 0.0, seconds)), [0], width)[-1].plain
     assert len(axis) <= width
     columns = width - 7
     for tick in axis.split("╵")[1:]:

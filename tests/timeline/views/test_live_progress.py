@@ -16,9 +16,7 @@ from rich.console import Console
 from meshwise.timeline.views.live_progress import LiveView, Progress, live_area, memory_lines, progress_line, sparkline
 
 GIB = 2**30
-FIRST = Progress(
-    "mnist-mlp", "train", 1, 5, 100, 938, 0.23451, 12300.4, 84.0, (GIB // 2, None), ("rank 0 cpu", "rank 1 cpu")
-)
+FIRST = Progress("mnist-mlp", 1, 5, 100, 938, 0.23451, 12300.4, 84.0, (GIB // 2, None), ("rank 0 cpu", "rank 1 cpu"))
 
 
 class Lost(io.StringIO):
@@ -54,7 +52,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         ({"step": 7}, "epoch 1/5  step   7/938  loss 0.2345  12,300 samples/s"),
         ({"epochs": 10}, "epoch  1/10  step 100/938  loss 0.2345  12,300 samples/s"),
         ({"steps": None}, "epoch 1/5  step 100  loss 0.2345  12,300 samples/s"),
-        ({"phase": "evaluate", "loss": None}, "epoch 1/5  test 100/938  12,300 samples/s"),
+        ({"loss": None}, "epoch 1/5  step 100/938  12,300 samples/s"),
         ({"loss": 2.5e-6}, "epoch 1/5  step 100/938  loss 2.500e-06  12,300 samples/s"),
         ({"loss": 123456.78}, "epoch 1/5  step 100/938  loss 123,456.8  12,300 samples/s"),
         ({"loss": math.nan, "samples_per_second": None}, "epoch 1/5  step 100/938  loss nan"),

@@ -160,7 +160,7 @@ def test_what_is_unknown_is_left_out(report: Report) -> None:
 
 
 def test_two_findings_of_one_kind_are_both_there(report: Report) -> None:
-    twice = [Finding("memory", "It grows.", "Keep less.", 0.0, 0.0, 1)] * 2
+    twice = [Finding("memory", "Memory grows.", "It grows.", "Keep less.", 0.0, 0.0, 1)] * 2
     assert len([k for k in read(text_of(dataclasses.replace(report, findings=twice))) if "finding" in k]) == 4
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.run_report import Finding, GoodputPart, Report, Series
-from meshwise.timeline.views.rank_table import OF_STEP, bar_text, outliers, whole_parts
+from meshwise.timeline.views.rank_table import COLUMNS, OF_STEP, bar_text, outliers, whole_parts
 from meshwise.timeline.views.report_text import report_text
 from tests.timeline.schedules import Schedule, delayed, even, played
 from tests.timeline.views.reports import plain, printed, report_on
@@ -27,6 +27,7 @@ def test_the_whole_text_of_a_run_on_two_devices() -> None:
     report = report_on(2, EVEN, wall_seconds=83.0)
     assert printed(report_text(report)) == (
         "gpt-125m finished · 40 steps of 45 ms · 12,346 samples/s · 1 min 23 s in all\n"
+        "Rank 1 is a straggler in forward.\n"
         "Rank 1 is a straggler: last in 100 % of the steps, by 8.0 ms, in forward.\n"
         "Without the delay a step would take 8.0 ms less (18 %).\n"
         "\n"
@@ -201,8 +202,8 @@ def test_a_long_title_is_cut_at_its_beginning() -> None:
 
 def empty(**changes: object) -> Report:
     verdict = "No step was recorded, so nothing limited one."
-    report = Report("gpt-125m", "failed", "measured", "runs/x", {}, verdict, [], [], 0, 0.0, 0.0, None, 2.0, [], [], {},
-                    [], [], 0.0, [], Series(), [], [])  # fmt: skip
+    report = Report("gpt-125m", "failed", "measured", "runs/x", {}, {}, "", verdict, [], [], 0, 0.0, 0.0, None, 2.0,
+                    [], [], {}, [], [], 0.0, [], Series(), [], [])  # fmt: skip
     return dataclasses.replace(report, **changes)  # type: ignore[arg-type]
 
 
@@ -223,7 +224,7 @@ def test_ranks_without_steps_have_rows_without_numbers() -> None:
 
 
 def test_markup_in_names_is_shown_as_it_is() -> None:
-    finding = Finding("input", "[bold]x[/bold] waits.", "Read [ahead].", 0.5, 0.1)
+    finding = Finding("input", "Input.", "[bold]x[/bold] waits.", "Read [ahead].", 0.5, 0.1)
     text = printed(report_text(report_on(2, title="[red]job", verdict=finding.sentence, findings=[finding])))
     assert "[red]job finished" in text and "[bold]x[/bold] waits." in text and "Read [ahead]." in text
 
@@ -243,3 +244,16 @@ def test_chosen_steps_are_drawn_as_they_were_asked_for() -> None:
     assert len(re.findall("d+", row.removeprefix("rank 0"))) == 3
     assert "\nstep 7\n" in printed(report_text(report_of(timeline, "x", (7, 7))))
     assert re.search(r"\nstep \d+, one of usual length\n", printed(report_text(report_of(timeline, "x", (7, 30)))))
+
+
+@pytest.mark.parametrize(("width", "told"), [(120, False), (40, True), (30, True)])
+def test_columns_that_a_narrow_screen_has_no_room_for_are_named(width: int, told: bool) -> None:
+    def titles(lines: list[str]) -> list[str]:
+        line = next(line for line in lines if re.match(r"rank  +step", line))
+        return [word for word in line.split() if word in COLUMNS]
+
+    report = report_on(2)
+    shown = printed(report_text(report, width)).splitlines()
+    left_out = [name for line in shown if line.startswith("--json has ") for name in line.split()[2:]]
+    assert bool(left_out) == told
+    assert {*titles(shown), *left_out} == {*titles(printed(report_text(report, 120)).splitlines())}

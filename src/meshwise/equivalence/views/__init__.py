@@ -1,1 +1,5 @@
-"""What a check found, for a terminal and as JSON."""
+"""A proof as text and as plain values."""
+
+from meshwise.spec.lazy import files_of
+
+__getattr__ = files_of(__name__)

@@ -25,11 +25,11 @@ def check_text(proof: Proof, width: int | None = None) -> RenderableType:
 
 def _lines(proof: Proof, screen: Screen) -> list[Text]:
     rows = [_row(compared) for compared in proof.comparison.kinds]
-    compared = table_lines(["compared", "how many", "differ", "largest", "where"], rows, screen.width)
+    compared = table_lines(["compared", "how many", "differ", "largest", "where"], rows, screen.table_width)
     rounding = []
     if proof.rounding:
         sizes = [[r.kind, _size(r.one_device), _size(r.plan)] for r in proof.rounding]
-        rounding = table_lines([f"in {proof.plan.precision}", "one device", "the plan"], sizes, screen.width)
+        rounding = table_lines([f"in {proof.plan.precision}", "one device", "the plan"], sizes, screen.table_width)
         text = "rounding: the largest difference of each side from one device in float64"
         rounding += screen.wrap(Text(text, "dim"))
     notes = [*(f"not compared: {text}" for text in proof.comparison.left_out), *proof.notes]
@@ -69,14 +69,12 @@ def _row(compared: Compared) -> list[str | Text]:
     """kind, how many, how many are faults, the largest difference, where that is."""
     largest = compared.largest
     style = "red" if compared.faults else ""
-    size = "" if largest is None else _size(largest.relative)
-    where = _place(largest) if largest is not None and largest.relative > 0 else ""
     return [
         compared.kind,
         count_text(compared.count),
         Text(count_text(compared.faults) if compared.faults else "–", style),
-        Text(size, style),
-        where,
+        Text(_size(largest.relative), style),
+        _place(largest) if largest.relative > 0 else "",
     ]
 
 

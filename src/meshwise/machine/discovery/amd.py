@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from meshwise.machine.allowance import read_text
 from meshwise.machine.discovery.found import Accelerator, Between, Found
-from meshwise.machine.discovery.sysfs import narrowest, pci_facts, read_text
+from meshwise.machine.discovery.sysfs import narrowest, pci_facts
 
 PCIE, XGMI = 2, 11
 """CRAT_IOLINK_TYPE_PCIEXPRESS and _XGMI of the kernel (drivers/gpu/drm/amd/amdkfd/kfd_crat.h)."""
@@ -114,8 +115,8 @@ def _crosses(sys: Path, one: Accelerator, other: Accelerator) -> str:
     """By the NUMA nodes, then by what both hang on."""
     if one.numa is not None and other.numa is not None and one.numa != other.numa:
         return "socket"
-    first, second = (pci_facts(sys, device.pci) for device in (one, other))
-    shared = [a for a, b in zip(first.path, second.path, strict=False) if a == b]
+    paths = [pci_facts(sys, device.pci).path for device in (one, other)]
+    shared = [a for a, b in zip(*paths, strict=False) if a == b]
     return "" if len(shared) > 1 else "bridge"
 
 
@@ -136,12 +137,10 @@ def _smi_names(amdsmi: Any) -> Mapping[str, str]:
     try:
         handles = amdsmi.amdsmi_get_processor_handles()
         names = {
-            str(amdsmi.amdsmi_get_gpu_device_bdf(handle)).lower(): str(
-                amdsmi.amdsmi_get_gpu_asic_info(handle).get("market_name", "")
-            )
+            str(amdsmi.amdsmi_get_gpu_device_bdf(handle)).lower(): amdsmi.amdsmi_get_gpu_asic_info(handle)
             for handle in handles
         }
-        return {address: name for address, name in names.items() if name}
+        return {address: str(facts["market_name"]) for address, facts in names.items() if facts.get("market_name")}
     except Exception:
         return {}
     finally:

@@ -7,18 +7,19 @@ is no error.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwise.machine.catalog import Part, field_origins, part_of_driver_name
+from meshwise.machine.allowance import bound_cores
+from meshwise.machine.catalog import nominal, part_of_driver_name
 from meshwise.machine.discovery.amd import read_amd
 from meshwise.machine.discovery.found import Accelerator, Found
-from meshwise.machine.discovery.host_facts import allowed, core_packages, host_facts
+from meshwise.machine.discovery.host_facts import host_facts, node_sockets
 from meshwise.machine.discovery.nvml import read_nvidia
 from meshwise.machine.discovery.sysfs import node_cores
-from meshwise.machine.discovery.topology import and_more, device_links, host_links, link_warnings
+from meshwise.machine.discovery.topology import Named, and_more, device_links, host_links, link_warnings
 from meshwise.machine.discovery.visible import visible
 from meshwise.spec.machine import HOST, Device, Host, Link, Machine
 
@@ -34,37 +35,37 @@ def discover(
     affinity: Sequence[int] | None = None,
     limits: Mapping[str, float] | None = None,
     environ: Mapping[str, str] = os.environ,
-    part_of: Callable[[str, int | None], Part | None] = part_of_driver_name,
 ) -> Machine:
     """The machine that this process runs on; without an accelerator, one CPU worker. Never raises for what is missing.
 
     nvml, amdsmi: the libraries to ask, None: those that are installed. sys, proc: where /sys and /proc are. affinity
-    and limits: of this process, None: ask the system. environ: for CUDA_VISIBLE_DEVICES and the like. part_of: the
-    catalog's part for a driver's name and memory.
+    and limits: of this process, None: ask the system. environ: for CUDA_VISIBLE_DEVICES and the like.
     """
     host = host_facts(sys, proc, affinity, limits)
-    sockets = _sockets(sys, proc)
-    found = read_nvidia(sys, proc, nvml, lambda one, other: _same(sockets.get(one), sockets.get(other)))
+    sockets = node_sockets(sys, proc)
+    found = read_nvidia(sys, proc, nvml, sockets)
     if not found.accelerators:
         amd = read_amd(sys, amdsmi)
         found = Found(amd.accelerators, amd.between, {**found.versions, **amd.versions}, found.warnings + amd.warnings)
     found = visible(found, environ)
     if not found.accelerators:
-        return _cpu_machine(host, found, part_of)
-    names = [f"cuda:{index}" for index in range(len(found.accelerators))]
-    parts = [part_of(device.name, device.memory) for device in found.accelerators]
-    devices = tuple(map(described, names, found.accelerators, parts))
-    cores = allowed(affinity, core_packages(proc))
-    own = {sockets.get(node) for node, members in node_cores(sys).items() if members.intersection(cores)}
-    links = [
-        *host_links(names, found, parts, lambda device: _far(device, sockets, own)),
-        *device_links(names, found, parts),
+        return _cpu_machine(host, found)
+    named = [
+        Named(f"cuda:{index}", device, part_of_driver_name(device.name, device.memory))
+        for index, device in enumerate(found.accelerators)
     ]
-    by_name = dict(zip(names, found.accelerators, strict=True))
+    cores = bound_cores() if affinity is None else affinity
+    own = {sockets.get(node) for node, members in node_cores(sys).items() if members.intersection(cores)}
+
+    def far(device: Accelerator) -> bool:
+        return bool(own) and None not in own and sockets.get(device.numa) not in {None, *own}
+
+    links = [*host_links(named, far), *device_links(named, found.between)]
+    devices = tuple(map(described, named))
     warnings = (
         *found.warnings,
-        *_part_warnings(found, parts),
-        *link_warnings(links, dict(zip(names, parts, strict=True)), by_name),
+        *_part_warnings(named),
+        *link_warnings(links, named),
         *_host_warnings(sys, host),
         *_far_warnings(links),
     )
@@ -86,38 +87,22 @@ def unknown_part(name: str) -> str:
     )
 
 
-def _cpu_machine(host: Host, found: Found, part_of: Callable[[str, int | None], Part | None]) -> Machine:
-    """One CPU worker, as `all` gives one."""
-    part = part_of(host.processor, None)
+def _cpu_machine(host: Host, found: Found) -> Machine:
+    """One CPU worker, as `all` gives one. The catalog has no processors."""
     device = Device("cpu:0", host.processor or "unknown processor", memory=host.memory)
-    if part is not None:
-        device = _with_part(device, part)
-    warnings = found.warnings
-    if part is None:
-        warnings += (unknown_part(device.part),)
+    warnings = (*found.warnings, unknown_part(device.part))
     return Machine("1xcpu", (device,), (), (host,), versions=found.versions, warnings=warnings)
 
 
-def described(name: str, device: Accelerator, part: Part | None) -> Device:
-    """The device of this name, with the nominal figures of its part where that is known."""
-    origins = {} if device.memory is None else {"memory": DRIVER}
-    made = Device(name, device.name, memory=device.memory, numa=device.numa, pci=device.pci, origins=origins)
-    return made if part is None else _with_part(made, part)
-
-
-def _with_part(device: Device, part: Part) -> Device:
-    """The part's name and nominal figures; the memory stays what the driver says, where it says so."""
-    figures = ("memory_bandwidth", "peak", "achievable") + (("memory",) if device.memory is None else ())
-    origins = {name: origin for name, origin in field_origins(part).items() if name.split(".")[0] in figures}
-    return replace(
-        device,
-        part=part.name,
-        memory=part.memory if device.memory is None else device.memory,
-        memory_bandwidth=part.memory_bandwidth,
-        peak=part.peak,
-        achievable=part.achievable,
-        origins={**device.origins, **origins},
-    )
+def described(one: Named, teller: str = DRIVER) -> Device:
+    """The device of this name, with the nominal figures of its part where that is known. teller: who told its memory,
+    which goes before the part's."""
+    found = one.device
+    made = Device(one.name, found.name, numa=found.numa, pci=found.pci)
+    made = made if one.part is None else replace(made, **nominal(one.part))
+    if found.memory is None:
+        return made
+    return replace(made, memory=found.memory, origins={**made.origins, "memory": teller})
 
 
 def machine_name(names: Sequence[str]) -> str:
@@ -125,10 +110,10 @@ def machine_name(names: Sequence[str]) -> str:
     return " + ".join(f"{names.count(name)}x{name}" for name in dict.fromkeys(names))
 
 
-def _part_warnings(found: Found, parts: Sequence[Part | None]) -> list[str]:
-    unknown = [device for device, part in zip(found.accelerators, parts, strict=True) if part is None]
-    warnings = [unknown_part(name) for name in dict.fromkeys(device.name for device in unknown)]
-    if any(device.sliced for device in found.accelerators):
+def _part_warnings(found: Sequence[Named]) -> list[str]:
+    unknown = dict.fromkeys(one.device.name for one in found if one.part is None)
+    warnings = [unknown_part(name) for name in unknown]
+    if any(one.device.sliced for one in found):
         warnings.append(
             "MIG is on: what programs get are slices of these devices. torch lists them (leave out --no-torch)."
         )
@@ -151,18 +136,3 @@ def _far_warnings(links: Sequence[Link]) -> list[str]:
         f"{far[0]}{and_more(far, 'device')}: on a socket whose cores this process may not use, so that copies from "
         "the host cross to the other socket. Give the process cores of that socket."
     ]
-
-
-def _sockets(sys: Path, proc: Path) -> Mapping[int, int | None]:
-    """The socket of each NUMA node."""
-    packages = core_packages(proc)
-    return {node: packages.get(min(cores)) for node, cores in node_cores(sys).items()}
-
-
-def _far(device: Accelerator, sockets: Mapping[int, int | None], own: set[int | None]) -> bool:
-    socket = sockets.get(device.numa) if device.numa is not None else None
-    return socket is not None and None not in own and bool(own) and socket not in own
-
-
-def _same(one: int | None, other: int | None) -> bool:
-    return one is not None and one == other

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+Sockets = Mapping[int | None, int | None]
+"""The socket of each NUMA node; a node that is not known (None) has none."""
+
 
 @dataclass(frozen=True)
 class Accelerator:

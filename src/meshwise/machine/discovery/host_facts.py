@@ -13,10 +13,13 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshwise.machine.allowance import cpu_quota, memory_limit
-from meshwise.machine.discovery.sysfs import node_cores, read_text
+import psutil
+
+from meshwise.machine.allowance import bound_cores, cpu_quota, memory_limit, read_text
+from meshwise.machine.discovery.found import Sockets
+from meshwise.machine.discovery.sysfs import node_cores
 from meshwise.spec.machine import Host, Machine
-from meshwise.spec.units import bytes_text
+from meshwise.spec.units import bytes_text, plural
 
 SHARED_MEMORY = 2**30
 """Bytes of /dev/shm below which NCCL and loaders run into trouble: NCCL's guide asks for `--shm-size=1g`."""
@@ -33,9 +36,9 @@ def host_facts(
     """The host. affinity: cores that the process is bound to, limits: its limits; None: ask the system."""
     packages = core_packages(proc)
     present = len(packages) or os.cpu_count()
-    bound = len(allowed(affinity, packages)) or present
+    bound = len(bound_cores() if affinity is None else affinity)
     quota = cpu_quota(sys / "fs/cgroup", proc / "self/cgroup")
-    cores = bound if quota is None or bound is None else min(bound, max(1, math.ceil(quota)))
+    cores = bound if quota is None else min(bound, max(1, math.ceil(quota)))
     memory = _total_memory(proc)
     most = memory_limit(sys / "fs/cgroup", proc / "self/cgroup")
     return Host(
@@ -45,17 +48,10 @@ def host_facts(
         present,
         len({package for package in packages.values() if package is not None}) or None,
         len(node_cores(sys)) or None,
-        min((size for size in (memory, most) if size is not None), default=None),
+        memory if most is None else min(memory, most),
         memory,
         own_limits() if limits is None else limits,
     )
-
-
-def allowed(affinity: Sequence[int] | None, packages: Mapping[int, int | None]) -> Sequence[int]:
-    """The cores that this process is bound to."""
-    if affinity is not None:
-        return affinity
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(packages)
 
 
 def core_packages(proc: Path) -> Mapping[int, int | None]:
@@ -70,6 +66,12 @@ def core_packages(proc: Path) -> Mapping[int, int | None]:
         elif name == "physical id" and value.isdecimal():
             found[core] = int(value)
     return found
+
+
+def node_sockets(sys: Path, proc: Path) -> Sockets:
+    """The socket of each NUMA node."""
+    packages = core_packages(proc)
+    return {node: packages.get(min(cores)) for node, cores in node_cores(sys).items()}
 
 
 def own_limits() -> Mapping[str, float]:
@@ -113,7 +115,7 @@ def limits_that_hurt(machine: Machine) -> list[str]:
             )
         if host.cores is not None and host.cores < len(others):
             found.append(
-                f"{host.cores} core{'s' if host.cores > 1 else ''} for {len(others)} devices: workers wait for each "
+                f"{plural(host.cores, 'core')} for {len(others)} devices: workers wait for each "
                 f"other. Give the container one core a device or more (--cpus={len(others)})."
             )
     return list(dict.fromkeys(found))
@@ -128,11 +130,6 @@ def _processor(proc: Path) -> str:
     return platform.processor() or platform.machine()
 
 
-def _total_memory(proc: Path) -> int | None:
+def _total_memory(proc: Path) -> int:
     found = re.search(r"^MemTotal:\s+(\d+) kB", read_text(proc / "meminfo"), re.MULTILINE)
-    if found:
-        return int(found[1]) * 1024
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError, AttributeError):  # Windows
-        return None
+    return int(found[1]) * 1024 if found else psutil.virtual_memory().total

@@ -8,13 +8,14 @@ Tested in tests/machine/test_discover.py and test_discover_odd.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from meshwise.machine.discovery.found import Accelerator, Between, Found
-from meshwise.machine.discovery.sysfs import displays, pci_facts, read_text
+from meshwise.machine.allowance import read_text
+from meshwise.machine.discovery.found import Accelerator, Between, Found, Sockets
+from meshwise.machine.discovery.sysfs import displays, pci_facts
 
 INSTALL = "pip install nvidia-ml-py"
 VENDOR, NAMELESS = "0x10de", "NVIDIA device"
@@ -27,12 +28,10 @@ HOST_BRIDGE, OTHER_NODE = 30, 50
 """nvmlGpuTopologyLevel_t: from the first on, a pair goes through the host's bridge; the second is another NUMA node."""
 
 
-def read_nvidia(
-    sys: Path, proc: Path, nvml: Any = None, same_socket: Callable[[int, int], bool] | None = None
-) -> Found:
+def read_nvidia(sys: Path, proc: Path, nvml: Any, sockets: Sockets) -> Found:
     """All NVIDIA devices. nvml: the module to ask, None: pynvml where it is installed. Never raises.
 
-    same_socket: whether two NUMA nodes lie on one socket, so that `SYS` between them crosses a bridge only.
+    sockets: of each NUMA node: where two nodes lie on one socket, `SYS` between them crosses a bridge only.
     Without NVML, what the driver writes to /proc must do, with a warning that says what to install.
     """
     present = displays(sys, VENDOR) or _listed(proc)
@@ -44,12 +43,13 @@ def read_nvidia(
         nvml.nvmlInit()
     except Exception as error:
         return _without_nvml(sys, proc, f"NVML does not start ({error})") if present else Found()
+    asked = _Nvml(nvml)
     try:
-        return _ask(_Nvml(nvml), sys, same_socket or (lambda one, other: False))
+        return _ask(asked, sys, sockets)
     except Exception as error:
         return _without_nvml(sys, proc, f"NVML failed ({type(error).__name__}: {error})")
     finally:
-        _Nvml(nvml)("Shutdown")
+        asked("Shutdown")
 
 
 def pcie_now(nvml: Any = None) -> Mapping[str, tuple[int | None, int | None]]:
@@ -62,13 +62,13 @@ def pcie_now(nvml: Any = None) -> Mapping[str, tuple[int | None, int | None]]:
         nvml.nvmlInit()
     except Exception:
         return {}
+    asked = _Nvml(nvml)
     try:
-        asked = _Nvml(nvml)
         return {asked.address(handle): asked.pcie_now(handle) for handle in asked.handles()}
     except Exception:
         return {}
     finally:
-        _Nvml(nvml)("Shutdown")
+        asked("Shutdown")
 
 
 def _installed() -> Any:
@@ -107,7 +107,7 @@ class _Nvml:
         return self("DeviceGetCurrPcieLinkGeneration", handle), self("DeviceGetCurrPcieLinkWidth", handle)
 
 
-def _ask(nvml: _Nvml, sys: Path, same_socket: Callable[[int, int], bool]) -> Found:
+def _ask(nvml: _Nvml, sys: Path, sockets: Sockets) -> Found:
     handles = nvml.handles()
     devices = tuple(_device(nvml, handle, sys) for handle in handles)
     places = {device.pci: place for place, device in enumerate(devices)}
@@ -115,8 +115,9 @@ def _ask(nvml: _Nvml, sys: Path, same_socket: Callable[[int, int], bool]) -> Fou
     between = {}
     for one, other in permutations(range(len(handles)), 2):
         pair = (handles[one], handles[other])
+        own = [sockets.get(devices[at].numa) for at in (one, other)]
         links = _links_between(nvml, pair, (nvlinks[one], nvlinks[other]), other)
-        crosses = "" if links else _crosses(nvml, pair, (devices[one].numa, devices[other].numa), same_socket)
+        crosses = "" if links else _crosses(nvml, pair, own[0] is not None and own[0] == own[1])
         generation = nvlinks[one].get("generation") if links else None
         between[one, other] = Between(links, generation, _peer(nvml, *pair), crosses)
     driver = _text(nvml("SystemGetDriverVersion"))
@@ -178,15 +179,11 @@ def _peer(nvml: _Nvml, one: Any, other: Any) -> bool | None:
     return None if None in status else all(found == P2P_OK for found in status)
 
 
-def _crosses(
-    nvml: _Nvml, pair: tuple[Any, Any], nodes: tuple[int | None, int | None], same_socket: Callable[[int, int], bool]
-) -> str:
+def _crosses(nvml: _Nvml, pair: tuple[Any, Any], same_socket: bool) -> str:
     level = nvml("DeviceGetTopologyCommonAncestor", *pair)
     if level is None or level < HOST_BRIDGE:
         return ""
-    if level >= OTHER_NODE and not (None not in nodes and same_socket(nodes[0] or 0, nodes[1] or 0)):
-        return "socket"
-    return "bridge"
+    return "socket" if level >= OTHER_NODE and not same_socket else "bridge"
 
 
 def _without_nvml(sys: Path, proc: Path, why: str) -> Found:
@@ -197,15 +194,8 @@ def _without_nvml(sys: Path, proc: Path, why: str) -> Found:
         text = read_text(proc / "driver/nvidia/gpus" / address / "information")
         model = re.search(r"^Model:\s*(.+)$", text, re.MULTILINE)
         facts = pci_facts(sys, address)
-        devices.append(
-            Accelerator(
-                model[1].strip() if model else NAMELESS,
-                address,
-                numa=facts.numa,
-                now=facts.now,
-                own=facts.most,
-            )
-        )
+        name = model[1].strip() if model else NAMELESS
+        devices.append(Accelerator(name, address, numa=facts.numa, now=facts.now, own=facts.most))
     warning = f"Memory, NVLinks and peer access of the NVIDIA devices are unknown: {why}."
     version = re.search(r"Kernel Module(?: for \S+)?\s+(\d[\d.]+)", read_text(proc / "driver/nvidia/version"))
     return Found(tuple(devices), versions={"driver": version[1]} if version else {}, warnings=(warning,))

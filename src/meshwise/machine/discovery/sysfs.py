@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwise.machine.allowance import core_list
+from meshwise.machine.allowance import core_list, read_text
 
 GENERATIONS = {"2.5": 1, "5": 2, "8": 3, "16": 4, "32": 5, "64": 6}
 """PCIe generations by the transfer rate of a lane, as `16.0 GT/s PCIe` (PCI-SIG base specifications)."""
 AMD_VENDORS = ("0x1002", "0x1022")
-DISPLAY, ACCELERATOR, BRIDGE = "0x03", "0x12", "0x06"
+DISPLAY, ACCELERATOR = "0x03", "0x12"
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,10 @@ class PciFacts:
     """
 
     address: str
-    vendor: str = ""
-    kind: str = ""
     numa: int | None = None
     now: tuple[int | None, int | None] = (None, None)
     most: tuple[int | None, int | None] = (None, None)
     path: tuple[str, ...] = ()
-
-
-def read_text(path: Path) -> str:
-    """The text of a file without its end of line; empty where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def pci_facts(sys: Path, address: str) -> PciFacts:
@@ -47,16 +37,13 @@ def pci_facts(sys: Path, address: str) -> PciFacts:
     if not folder.is_dir():
         return PciFacts(address.lower())
     node = read_text(folder / "numa_node")
-    place = folder.resolve()
-    parts = place.parts
+    parts = folder.resolve().parts
     start = next((at for at, part in enumerate(parts) if part.startswith("pci") and ":" in part), len(parts) - 1)
     return PciFacts(
         address.lower(),
-        read_text(folder / "vendor"),
-        read_text(folder / "class"),
         int(node) if node.isdecimal() else None,  # -1: the firmware does not say
-        (_generation(folder, "current"), _width(folder, "current")),
-        (_generation(folder, "max"), _width(folder, "max")),
+        _link(folder, "current"),
+        _link(folder, "max"),
         parts[start:],
     )
 
@@ -70,7 +57,7 @@ def narrowest(sys: Path, device: PciFacts) -> tuple[int | None, int | None]:
     slowest = device.now
     folder = (sys / "bus/pci/devices" / device.address).resolve().parent
     while read_text(folder / "vendor") in AMD_VENDORS:
-        link = (_generation(folder, "current"), _width(folder, "current"))
+        link = _link(folder, "current")
         if None not in link and (None in slowest or _lane_rate(link) < _lane_rate(slowest)):
             slowest = link
         folder = folder.parent
@@ -105,16 +92,12 @@ def node_cores(sys: Path) -> Mapping[int, frozenset[int]]:
     return found
 
 
-def _generation(folder: Path, which: str) -> int | None:
-    """Of `current_link_speed`: `16.0 GT/s PCIe` is 4; None for `Unknown`."""
-    words = read_text(folder / f"{which}_link_speed").split()
-    return GENERATIONS.get(words[0].removesuffix(".0")) if words else None
-
-
-def _width(folder: Path, which: str) -> int | None:
-    """Lanes of `current_link_width`; None for 0 and 255, which mean that there is no link."""
-    text = read_text(folder / f"{which}_link_width")
-    return int(text) if text.isdecimal() and 0 < int(text) < 64 else None
+def _link(folder: Path, which: str) -> tuple[int | None, int | None]:
+    """(generation, lanes) of `current_link_speed`, where `16.0 GT/s PCIe` is 4, and `current_link_width`. None for
+    `Unknown`, and for 0 and 255 lanes, which mean that there is no link."""
+    speed, width = (read_text(folder / f"{which}_link_{what}") for what in ("speed", "width"))
+    generation = GENERATIONS.get(speed.partition(" ")[0].removesuffix(".0"))
+    return generation, int(width) if width.isdecimal() and 0 < int(width) < 64 else None
 
 
 def _lane_rate(link: tuple[int | None, int | None]) -> float:

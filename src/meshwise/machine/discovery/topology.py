@@ -6,40 +6,41 @@ Tested in tests/machine/test_discover.py and test_discover_odd.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwise.machine.catalog import Part, PartLink, nvlink, pcie
-from meshwise.machine.discovery.found import Accelerator, Between, Found
+from meshwise.machine.catalog import Part, PartLink, nominal_rate
+from meshwise.machine.discovery.found import Accelerator, Between
 from meshwise.spec.machine import HOST, Link
 
 AS_REPORTED = "by generation and width, as the device reports them; the part is not in the catalog"
 
 
-def host_links(
-    names: Sequence[str], found: Found, parts: Sequence[Part | None], far: Callable[[Accelerator], bool]
-) -> list[Link]:
+@dataclass(frozen=True)
+class Named:
+    """An accelerator under its name. part: of the catalog, None where that is not known."""
+
+    name: str
+    device: Accelerator
+    part: Part | None
+
+
+def host_links(found: Sequence[Named], far: Callable[[Accelerator], bool]) -> list[Link]:
     """From the host to each accelerator and back. far: whether it hangs on a socket that this process may not use."""
-    links = []
-    for name, device, part in zip(names, found.accelerators, parts, strict=True):
-        link = _host_link(name, device, part, "socket" if far(device) else "")
-        links += [link, replace(link, source=name, target=HOST)]
-    return links
+    to = [_host_link(one, "socket" if far(one.device) else "") for one in found]
+    return [way for link in to for way in (link, replace(link, source=link.target, target=HOST))]
 
 
-def device_links(names: Sequence[str], found: Found, parts: Sequence[Part | None]) -> list[Link]:
+def device_links(found: Sequence[Named], between: Mapping[tuple[int, int], Between]) -> list[Link]:
     """Between each two accelerators, both ways: by NVLink or xGMI where there is one, else by PCIe."""
-    return [
-        _device_link((names[a], names[b]), between, [found.accelerators[at] for at in (a, b)], [parts[a], parts[b]])
-        for (a, b), between in found.between.items()
-    ]
+    return [_device_link((found[a], found[b]), what) for (a, b), what in between.items()]
 
 
-def link_warnings(
-    links: Sequence[Link], parts: Mapping[str, Part | None], found: Mapping[str, Accelerator]
-) -> list[str]:
+def link_warnings(links: Sequence[Link], found: Sequence[Named]) -> list[str]:
     """What looks wrong of links, in one sentence a kind, with what to do."""
-    slow = [_pcie_warning(link, found[link.target]) for link in links if link.source == HOST and link.kind == "pcie"]
+    devices = {one.name: one.device for one in found}
+    parts = {one.name: one.part for one in found}
+    slow = [_pcie_warning(link, devices[link.target]) for link in links if link.source == HOST and link.kind == "pcie"]
     pairs = [link for link in links if HOST not in (link.source, link.target) and link.source < link.target]
     few = [link for link in pairs if link.kind == "nvlink" and (link.width or 0) < (link.full_width or 0)]
     missing = [link for link in pairs if link.kind == "pcie" and _should_have_nvlink(parts, link)]
@@ -48,8 +49,8 @@ def link_warnings(
     why = f" The vendor switched it off for {', '.join(sorted(never))}." if never else ""
     warnings = _gathered(slow)
     if few:
-        up = f"{few[0].width} of {few[0].full_width} NVLinks are up. nvidia-smi nvlink --status shows which are down."
-        warnings.append(f"{_pairs(few)}: {up}")
+        up = f"{few[0].width} of {few[0].full_width} NVLinks are up"
+        warnings.append(f"{_pairs(few)}: {up}. nvidia-smi nvlink --status shows which are down.")
     if missing:
         warnings.append(
             f"{_pairs(missing)}: these parts have NVLink, and none is up between them. "
@@ -60,57 +61,49 @@ def link_warnings(
     return warnings
 
 
-def _host_link(name: str, device: Accelerator, part: Part | None, crosses: str) -> Link:
-    known = part.host_link if part is not None else None
+def _host_link(one: Named, crosses: str = "") -> Link:
+    known = one.part.host_link if one.part is not None else None
     if known is not None and known.kind != "pcie":
-        return Link(HOST, name, known.kind, crosses=crosses, **known.full)
-    if known is not None:
-        full = known.full
-    else:
-        most = (device.own[0] or device.system[0], device.own[1] or device.system[1])
-        full = _full(pcie(most[0], most[1]) if most[0] and most[1] else None, *most)
-    return Link(HOST, name, "pcie", generation=device.now[0], width=device.now[1], crosses=crosses, **full)
+        return Link(HOST, one.name, known.kind, crosses=crosses, **known.full)
+    own, system, now = one.device.own, one.device.system, one.device.now
+    full = known.full if known else _as_reported("pcie", own[0] or system[0], own[1] or system[1])
+    return Link(HOST, one.name, "pcie", generation=now[0], width=now[1], crosses=crosses, **full)
 
 
-def _full(rate: float | None, generation: int | None, width: int | None) -> dict[str, Any]:
+def _as_reported(kind: str, generation: int | None, width: int | None) -> dict[str, Any]:
     """What a link could do, of a part that the catalog does not have."""
+    rate = nominal_rate(kind, generation, width)
     origin = AS_REPORTED if rate else ""
     return {"bandwidth": rate, "full_generation": generation, "full_width": width, "origin": origin}
 
 
-def _device_link(
-    names: tuple[str, str], between: Between, devices: Sequence[Accelerator], parts: Sequence[Part | None]
-) -> Link:
+def _device_link(ends: tuple[Named, Named], between: Between) -> Link:
     if between.links == 0:
-        return _pcie_pair(names, between, devices, parts)
-    kind = "xgmi" if devices[0].vendor == "amd" else "nvlink"
-    known = _common([part.link or part.bridge if part is not None else None for part in parts], kind)
+        return _pcie_pair(ends, between)
+    kind = "xgmi" if ends[0].device.vendor == "amd" else "nvlink"
+    known = _common([end.part.link or end.part.bridge if end.part is not None else None for end in ends], kind)
     generation, width = between.generation, between.links
-    crosses = ""
     if known is None:
-        rate = nvlink(generation, width) if kind == "nvlink" and generation and width else None
-        full = _full(rate, generation, width)
+        crosses, full = "", _as_reported(kind, generation, width)
     else:
         crosses, most = between.crosses, width if known.mesh else known.width
         each = known.bandwidth / known.width if known.width else None
         rate = None if most is None or each is None else each * most
         full = known.full | {"bandwidth": rate, "full_width": most}
-    return Link(*names, kind, generation=generation, width=width, peer=between.peer, crosses=crosses, **full)
+    facts = full | {"generation": generation, "width": width, "peer": between.peer, "crosses": crosses}
+    return Link(ends[0].name, ends[1].name, kind, **facts)
 
 
-def _pcie_pair(
-    names: tuple[str, str], between: Between, devices: Sequence[Accelerator], parts: Sequence[Part | None]
-) -> Link:
+def _pcie_pair(ends: tuple[Named, Named], between: Between) -> Link:
     """Two PCIe links in a row: the slower of them counts."""
-    ends = [_host_link("", device, part, "") for device, part in zip(devices, parts, strict=True)]
-    slow = min(ends, key=lambda link: (link.generation or 99, link.width or 99))
-    full = min(ends, key=lambda link: (link.full_generation or 99, link.full_width or 99))
-    rates = [link.bandwidth for link in ends if link.bandwidth is not None]
-    rate = min(rates) if len(rates) == len(ends) else None
+    links = [_host_link(end) for end in ends]
+    slow = min(links, key=lambda link: (link.generation or 99, link.width or 99))
+    full = min(links, key=lambda link: (link.full_generation or 99, link.full_width or 99))
+    rate = min(link.bandwidth or 0.0 for link in links) or None
     return replace(
         full,
-        source=names[0],
-        target=names[1],
+        source=ends[0].name,
+        target=ends[1].name,
         kind="pcie",
         bandwidth=rate,
         generation=slow.generation,
@@ -128,11 +121,8 @@ def _common(links: Sequence[PartLink | None], kind: str) -> PartLink | None:
 
 
 def _should_have_nvlink(parts: Mapping[str, Part | None], link: Link) -> bool:
-    ends = [parts[end] for end in (link.source, link.target)]
-    return all(
-        part is not None and part.link is not None and part.link.kind == "nvlink" and not part.link.mesh
-        for part in ends
-    )
+    links = [part.link for end in (link.source, link.target) if (part := parts[end]) is not None]
+    return len(links) == 2 and all(own is not None and own.kind == "nvlink" and not own.mesh for own in links)
 
 
 def _pcie_warning(link: Link, device: Accelerator) -> tuple[str, str] | None:

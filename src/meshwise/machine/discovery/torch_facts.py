@@ -9,15 +9,16 @@ torch is imported when it is asked, not when this file is: what can do without i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwise.machine.catalog import Part, part_of_driver_name
+from meshwise.machine.catalog import part_of_driver_name
 from meshwise.machine.discovery.discover import described, machine_name, unknown_part
 from meshwise.machine.discovery.found import Accelerator
 from meshwise.machine.discovery.sysfs import address_of
-from meshwise.machine.discovery.topology import and_more
+from meshwise.machine.discovery.topology import Named, and_more
+from meshwise.machine.find import accelerators
 from meshwise.spec.machine import HOST, Device, Link, Machine
 
 LEAST_WHOLE = 0.85
@@ -54,25 +55,20 @@ def read_torch() -> TorchFacts:
     """What this torch reports. Starts the CUDA driver in this process, where there is one."""
     import torch
 
-    versions = {"torch": str(torch.__version__)}
-    if torch.version.cuda:
-        versions["cuda"] = torch.version.cuda
-    if torch.version.hip:
-        versions["rocm"] = torch.version.hip
-    if (torch.version.cuda or torch.version.hip) and torch.distributed.is_nccl_available():
+    kits = {"cuda": torch.version.cuda, "rocm": torch.version.hip}
+    built_for = {name: version for name, version in kits.items() if version}
+    versions = {"torch": str(torch.__version__), **built_for}
+    if built_for and torch.distributed.is_nccl_available():
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     try:
-        kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        count = torch.accelerator.device_count() if kind is not None else 0
-        devices = tuple(_device(torch, kind.type, index) for index in range(count)) if kind is not None else ()
+        kind, count = accelerators()
+        devices = tuple(_device(torch, kind, index) for index in range(count)) if kind is not None else ()
     except RuntimeError:  # a driver that is there and does not start
         return TorchFacts(versions)
     return TorchFacts(versions, devices, _peers(torch, devices))
 
 
-def joined(
-    machine: Machine, facts: TorchFacts, part_of: Callable[[str, int | None], Part | None] = part_of_driver_name
-) -> Machine:
+def joined(machine: Machine, facts: TorchFacts) -> Machine:
     """The machine as torch sees it: torch's devices in torch's order, with what else was found of each of them."""
     versions = {**machine.versions, **facts.versions}
     if capabilities := sorted({device.capability for device in facts.devices if device.capability}):
@@ -82,7 +78,7 @@ def joined(
         missing = (_no_device(facts, len(accelerators)),) if accelerators else ()
         return replace(machine, versions=versions, warnings=machine.warnings + missing)
     known = {device.pci: device for device in accelerators if device.pci}
-    devices = tuple(_one(device, known.get(device.pci), part_of) for device in facts.devices)
+    devices = tuple(_one(device, known.get(device.pci)) for device in facts.devices)
     names = {known[device.pci].name: device.name for device in facts.devices if device.pci in known}
     links = [
         _renamed(link, names, facts.peers)
@@ -130,21 +126,15 @@ def _peers(torch: Any, devices: tuple[TorchDevice, ...]) -> Mapping[tuple[str, s
     }
 
 
-def _one(seen: TorchDevice, known: Device | None, part_of: Callable[[str, int | None], Part | None]) -> Device:
+def _one(seen: TorchDevice, known: Device | None) -> Device:
     """The device under torch's name; a slice of what the driver reports has torch's memory and no nominal figures."""
     whole = known is not None and (
         seen.memory is None or known.memory is None or seen.memory >= LEAST_WHOLE * known.memory
     )
-    if known is not None and whole:
-        memory = seen.memory if known.memory is None else known.memory
-        if known.peak or known.memory is not None:
-            return replace(known, name=seen.name, memory=memory)
-    made = described(
-        seen.name,
-        Accelerator(seen.model, seen.pci, memory=seen.memory, numa=known.numa if known else None),
-        part_of(seen.model, seen.memory),
-    )
-    return replace(made, origins={name: "torch" if name == "memory" else o for name, o in made.origins.items()})
+    if known is not None and whole and (known.peak or known.memory is not None):
+        return replace(known, name=seen.name, memory=seen.memory if known.memory is None else known.memory)
+    found = Accelerator(seen.model, seen.pci, memory=seen.memory, numa=known.numa if known else None)
+    return described(Named(seen.name, found, part_of_driver_name(seen.model, seen.memory)), "torch")
 
 
 def _renamed(link: Link, names: Mapping[str, str], peers: Mapping[tuple[str, str], bool]) -> Link:

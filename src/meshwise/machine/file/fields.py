@@ -68,6 +68,22 @@ def wrong(value: object, where: str, must: str) -> UsageError:
     return UsageError(f"{where} = {value_text(value)}: must be {must}.")
 
 
+def of_type(kind: type, must: str) -> Field:
+    """A value of one of TOML's types, as it is."""
+
+    def read(value: Any, where: str) -> Any:
+        if not isinstance(value, kind):
+            raise wrong(value, where, must)
+        return value
+
+    return Field(read)
+
+
+TEXT = of_type(str, "a text, in quotes")
+FLAG = of_type(bool, "true or false, without quotes")
+TABLE = of_type(dict, "a table: keys and values below its name in brackets")
+
+
 def number(least: float, most: float) -> Field:
     """A number within a range."""
 
@@ -111,7 +127,7 @@ def one_of(*known: str) -> Field:
     """One of some words, or an empty text."""
 
     def read(value: Any, where: str) -> str:
-        if _text(value, where) not in ("", *known):
+        if TEXT.read(value, where) not in ("", *known):
             near = nearest(value, known)
             raise UsageError(f"{where} = '{value[:60]}': not known.{near} Known are {', '.join(known)}.")
         return str(value)
@@ -134,7 +150,7 @@ def table_of(field: Field) -> Field:
     """A table of values of one kind, such as shares by dtype."""
 
     def read(value: Any, where: str) -> dict[str, Any]:
-        return {name: field.read(item, f"{where}.{name[:60]}") for name, item in _table(value, where).items()}
+        return {name: field.read(item, f"{where}.{name[:60]}") for name, item in TABLE.read(value, where).items()}
 
     return Field(read, lambda table: {name: field.write(value) for name, value in table.items()})
 
@@ -142,7 +158,7 @@ def table_of(field: Field) -> Field:
 def record(make: Callable[[dict[str, Any], str], Any], known: Fields, required: Mapping[str, str]) -> Field:
     """A table of its own keys. make: from its values, and where it stands, to what it describes."""
     return Field(
-        lambda value, where: make(read_table(_table(value, where), known, where, required=required), where),
+        lambda value, where: make(read_table(TABLE.read(value, where), known, where, required=required), where),
         lambda thing: write_table(thing, known),
     )
 
@@ -154,24 +170,6 @@ def one_or_each(field: Field) -> Field:
         return [field.read(item, where) for item in value] if isinstance(value, list) else field.read(value, where)
 
     return Field(read, field.write)
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise wrong(value, where, "a text, in quotes")
-    return value
-
-
-def _flag(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise wrong(value, where, "true or false, without quotes")
-    return value
-
-
-def _table(value: Any, where: str) -> Table:
-    if not isinstance(value, dict):
-        raise wrong(value, where, "a table: keys and values below its name in brackets")
-    return value
 
 
 def _tables(value: Any, where: str) -> list[Table]:
@@ -201,7 +199,7 @@ def _seconds(value: Any, where: str) -> float:
     return float(number(SHORTEST, LONGEST).read(plain, where))
 
 
-TEXT, FLAG, TABLE, TABLES, SECONDS = map(Field, (_text, _flag, _table, _tables, _seconds))
+TABLES, SECONDS = Field(_tables), Field(_seconds)
 COUNT, LANES = or_unknown(whole(0)), or_unknown(whole(1, 1024))
 BYTES = or_unknown(Field(_bytes, lambda value: write_quantity(value, "bytes")))
 RATE, TIME = or_unknown(quantity("bytes/s")), or_unknown(quantity("seconds"))

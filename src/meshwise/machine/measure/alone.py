@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from meshwise.machine.measure.compute import launch_seconds, matmuls, memory_rate
-from meshwise.machine.measure.progress import SILENT, Progress, listener, sent_over
+from meshwise.machine.measure.progress import Progress, listeners, sent_over
 from meshwise.machine.measure.result import DeviceResult
 from meshwise.spec.devices import WorkerSlot
 from meshwise.transfer.collectives import barrier
 from meshwise.workers.join import join
-from meshwise.workers.launch import Listeners, launch
+from meshwise.workers.launch import launch
 
 MEMORY_SHARE = 0.15
 """Of the budget goes to the memory's rate, the rest to products."""
@@ -32,7 +32,7 @@ def measure_alone(slots: Sequence[WorkerSlot], budget: float, progress: Progress
     """Measure every device for about `budget` seconds in all; `progress` gets each as soon as it is done."""
     turns = len(slots) if slots[0].device == "cpu" else 1
     arguments = (device_names(slots), budget / turns, turns > 1)
-    launch(_measure, arguments, slots, listeners=Listeners(message=listener(progress)))
+    launch(_measure, arguments, slots, listeners=listeners(progress))
 
 
 def measure_here(name: str, device: torch.device, budget: float) -> DeviceResult:
@@ -45,7 +45,7 @@ def measure_here(name: str, device: torch.device, budget: float) -> DeviceResult
 def _measure(names: Sequence[str], budget: float, in_turn: bool) -> None:
     session = join()
     rank, size = session.world.rank, session.world.size
-    progress = SILENT if session.channel is None else sent_over(session.channel)
+    progress = sent_over(session.channel)
     for turn in range(size if in_turn else 1):
         if turn == rank or not in_turn:
             progress.done(measure_here(names[rank], torch.device(session.world.device), budget))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from statistics import median
 
 import torch
 
-from meshwise.machine.measure.timing import repeat, wait
+from meshwise.machine.measure.timing import host_seconds, repeat
 from meshwise.machine.memory import free_bytes
 from meshwise.spec.machine import Matmul
 
@@ -32,9 +33,8 @@ def matmuls(device: torch.device, budget: float, dtypes: tuple[str, ...] | None 
         last = 0.0
         for m, n, k in ((size, size * wide, size) for size in SHAPES for wide in (1, 4)):
             left = end - time.perf_counter()
-            if left < 40 * last:  # the next is 2 to 8 times as long, and is called at least 7 times
-                break
-            if not _fits(device, name, m, n, k):
+            # The next is 2 to 8 times as long, and is called at least 7 times.
+            if left < 40 * last or not _fits(device, name, m, n, k):
                 break
             call, leave = _product(device, name, m, n, k)
             try:
@@ -47,12 +47,8 @@ def matmuls(device: torch.device, budget: float, dtypes: tuple[str, ...] | None 
 
 def dtypes_of(device: torch.device) -> tuple[str, ...]:
     """Those that the device computes in: tf32 is CUDA's, and a dtype that raises is left out."""
-    names = (
-        ("fp32", "tf32", "bf16", "fp16")
-        if device.type == "cuda" and not torch.version.hip
-        else ("fp32", "bf16", "fp16")
-    )
-    return tuple(name for name in names if _computes(device, DTYPES[name]))
+    tf32 = device.type == "cuda" and not torch.version.hip
+    return tuple(name for name in DTYPES if (name != "tf32" or tf32) and _computes(device, DTYPES[name]))
 
 
 def memory_rate(device: torch.device, budget: float) -> float:
@@ -66,17 +62,8 @@ def memory_rate(device: torch.device, budget: float) -> float:
 def launch_seconds(device: torch.device) -> float:
     """Seconds a kernel when many small ones follow each other: what the host needs to launch one."""
     tensor = torch.zeros(1, device=device)
-    for _ in range(LAUNCHES // 10):
-        tensor.add_(1)
-    wait(device)
-    rounds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(LAUNCHES):
-            tensor.add_(1)
-        wait(device)
-        rounds.append((time.perf_counter() - start) / LAUNCHES)
-    return sorted(rounds)[2]
+    host_seconds(lambda: tensor.add_(1), device, LAUNCHES // 10)
+    return median(host_seconds(lambda: tensor.add_(1), device, LAUNCHES) for _ in range(5))
 
 
 def _product(

@@ -72,7 +72,13 @@ def measure_copy(
     place: the torch device of a name. A size that would take more than what is left of the budget is left out.
     """
     end = time.perf_counter() + budget
-    tensors = [_ends(leg, path.path, max(sizes), place) for leg in path.legs]
+
+    def buffer(end: str) -> Tensor:
+        if end == "host":
+            return torch.zeros(max(sizes), dtype=torch.uint8, pin_memory=path.path == "pinned")
+        return torch.zeros(max(sizes), dtype=torch.uint8, device=place(end))
+
+    tensors = [(buffer(source), buffer(target)) for source, target in path.legs]
     clocked = torch.device("cpu") if len(path.legs) > 1 else _clocked(path.legs[0], place)
     samples: dict[int, Sample] = {}
     note = ""
@@ -98,23 +104,10 @@ def check_path(path: CopySpec, tensors: Sequence[tuple[Tensor, Tensor]], move: M
     for key, (_, target) in enumerate(tensors):
         at = first_difference(target, key + 1)
         if at is not None:
-            source_name, target_name = path.legs[key]
-            return (
-                f"{source_name} -> {target_name}, {path.path}: byte {at:,} of {target.numel():,} is not what was sent"
-                + (f" ({path.operation})" if path.operation != "copy" else "")
-            )
+            ends = " -> ".join(path.legs[key])
+            operation = f" ({path.operation})" if path.operation != "copy" else ""
+            return f"{ends}, {path.path}: byte {at:,} of {target.numel():,} is not what was sent{operation}"
     return None
-
-
-def _ends(leg: Leg, how: str, size: int, place: Callable[[str], str]) -> tuple[Tensor, Tensor]:
-    source, target = (_buffer(end, how, size, place) for end in leg)
-    return source, target
-
-
-def _buffer(end: str, how: str, size: int, place: Callable[[str], str]) -> Tensor:
-    if end == "host":
-        return torch.zeros(size, dtype=torch.uint8, pin_memory=how == "pinned")
-    return torch.zeros(size, dtype=torch.uint8, device=place(end))
 
 
 def _clocked(leg: Leg, place: Callable[[str], str]) -> torch.device:

@@ -45,17 +45,15 @@ def _lanes_under_load(device: str) -> Lanes | None:
     target = torch.zeros(LOAD_BYTES, dtype=torch.uint8, device=device)
     for _ in range(LOAD_COPIES):
         _move(target, source, "pinned")
-    found = pcie_now().get(pci_address(*_kind_and_index(device)))
+    found = pcie_now().get(pci_address(device))
     torch.cuda.synchronize(device)
     return found
 
 
 def _peers(source: str, target: str) -> bool:
     """Whether CUDA lets one device read the other's memory without the host."""
-    ends = [torch.device(name) for name in (source, target)]
-    if any(end.type != "cuda" for end in ends):
-        return False
-    return bool(torch.cuda.can_device_access_peer(ends[0], ends[1]))
+    cuda = source.startswith("cuda") and target.startswith("cuda")
+    return cuda and bool(torch.cuda.can_device_access_peer(source, target))
 
 
 def _can(path: CopySpec) -> bool:
@@ -79,7 +77,7 @@ def _near(path: CopySpec) -> Iterator[None]:
     """On the cores beside the device, so that pinned memory lies on its side of the host."""
     device = next(end for leg in path.legs for end in leg if end != "host")
     before = allowed_cores()
-    near = cores_near(pci_address(*_kind_and_index(device)), before)
+    near = cores_near(pci_address(device), before)
     if not hasattr(os, "sched_setaffinity") or near == before:
         yield
         return
@@ -89,8 +87,3 @@ def _near(path: CopySpec) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, bound)
-
-
-def _kind_and_index(name: str) -> tuple[str, int]:
-    kind, _, index = name.partition(":")
-    return kind, int(index or 0)

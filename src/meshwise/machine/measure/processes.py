@@ -16,14 +16,14 @@ from meshwise.compat.collectives import backend_of
 from meshwise.machine.measure import cases
 from meshwise.machine.measure.alone import device_names
 from meshwise.machine.measure.cases import Maker, Member
-from meshwise.machine.measure.progress import SILENT, Progress, listener, sent_over
+from meshwise.machine.measure.progress import SILENT, Progress, listeners, sent_over
 from meshwise.machine.measure.result import PathResult
 from meshwise.machine.measure.together import RanksSpec, measure_path
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.transfer.collectives import Group, broadcast_object, gather_objects, get_rank, group_of, world_size
 from meshwise.workers.join import join
-from meshwise.workers.launch import Listeners, launch
+from meshwise.workers.launch import launch
 
 WHAT = ("links", "collectives")
 """What is measured unless something else is asked; `direct` adds our own sends and receives in place of gloo's."""
@@ -55,9 +55,7 @@ def measure_processes(
     if len(slots) < 2:
         return []
     arguments = (device_names(slots), tuple(sizes), budget, tuple(what))
-    results: list[list[PathResult]] = launch(
-        _measure_as_rank, arguments, slots, listeners=Listeners(message=listener(progress))
-    )
+    results: list[list[PathResult]] = launch(_measure_as_rank, arguments, slots, listeners=listeners(progress))
     return results[0]
 
 
@@ -76,15 +74,14 @@ def measure_ranks(
     names: of the ranks, `cpu:0` or `node0`. `progress` is called on rank 0. Every rank gets the results.
     """
     _check(sizes, what)
-    device = device or torch.device("cpu")
-    member = Member(get_rank(group), world_size(group), group, device)
+    member = Member(get_rank(group), world_size(group), group, device or torch.device("cpu"))
     if member.ranks < 2:
         return []
     if member.rank:
         progress = SILENT
     results = []
     end = time.perf_counter() + budget
-    paths = paths_between(names, backend_of(device), what)
+    paths = paths_between(names, backend_of(member.device), what)
     for number, path in enumerate(paths):
         left = max(end - time.perf_counter(), 0.0) / (len(paths) - number)
         left = gather_objects(left, group)[0]  # rank 0's clock decides
@@ -94,10 +91,7 @@ def measure_ranks(
 
 
 def measure_hosts(
-    sizes: Sequence[int],
-    budget: float,
-    what: Sequence[str] = WHAT,
-    progress: Progress = SILENT,
+    sizes: Sequence[int], budget: float, what: Sequence[str] = WHAT, progress: Progress = SILENT
 ) -> list[PathResult]:
     """Measure between hosts, under a launcher that started this on all of them: one rank a host, its local rank 0.
 
@@ -154,9 +148,8 @@ def _measure_as_rank(
     names: Sequence[str], sizes: Sequence[int], budget: float, what: Sequence[str]
 ) -> list[PathResult]:
     session = join()
-    assert session.channel is not None  # workers of `launch` always have one
-    progress = sent_over(session.channel)
-    return measure_ranks(names, sizes, budget, what, progress, device=torch.device(session.world.device))
+    device = torch.device(session.world.device)
+    return measure_ranks(names, sizes, budget, what, sent_over(session.channel), device=device)
 
 
 def _check(sizes: Sequence[int], what: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.spec.machine import Machine
 from meshwise.workers.channel import Message, WorkerChannel
+from meshwise.workers.launch import Listeners
 
 
 def _ignore(event: object) -> None:
@@ -31,8 +32,10 @@ class Progress:
 SILENT = Progress()
 
 
-def sent_over(channel: WorkerChannel) -> Progress:
-    """The progress of a worker, sent to its launcher, which gets it by `listener`."""
+def sent_over(channel: WorkerChannel | None) -> Progress:
+    """The progress of a worker, sent to its launcher, which gets it by `listeners`. None: a worker of no launcher."""
+    if channel is None:
+        return SILENT
 
     def sender(event: str) -> Callable[[object], None]:
         return lambda value: channel.send("measuring", event=event, value=pickle.dumps(value).hex())
@@ -40,11 +43,11 @@ def sent_over(channel: WorkerChannel) -> Progress:
     return Progress(*(sender(field.name) for field in fields(Progress)))
 
 
-def listener(progress: Progress) -> Callable[[int, Message], None]:
+def listeners(progress: Progress) -> Listeners:
     """What a launcher does with the messages of its workers, to have their progress."""
 
     def received(rank: int, message: Message) -> None:
         if message["kind"] == "measuring":
             getattr(progress, message["event"])(pickle.loads(bytes.fromhex(message["value"])))
 
-    return received
+    return Listeners(message=received)

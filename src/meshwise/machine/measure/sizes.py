@@ -59,7 +59,5 @@ def _size(words: str, text: str) -> int:
 def _word(size: int) -> str:
     """`size` rounded down to a power of two, as it is written in --sizes."""
     power = 1 << max(size.bit_length() - 1, 0)
-    for unit in "TGMK":
-        if power >= _UNITS[unit]:
-            return f"{power // _UNITS[unit]}{unit}"
-    return str(power)
+    unit = next((unit for unit in "TGMK" if power >= _UNITS[unit]), "")
+    return f"{power // _UNITS[unit]}{unit}"

@@ -78,6 +78,13 @@ def _seconds(call: Callable[[], object], device: torch.device, batch: int, clock
         with torch.cuda.device(device):
             hold_stream(HOST_SECONDS * (batch + 2))
             return cuda_seconds(call, batch)
+    return host_seconds(call, device, batch, clock)
+
+
+def host_seconds(
+    call: Callable[[], object], device: torch.device, batch: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Seconds of one call by the host's clock, the mean of `batch` in a row."""
     wait(device)
     start = clock()
     for _ in range(batch):

@@ -18,7 +18,7 @@ import torch
 
 from meshwise.machine.measure.cases import Case, Maker, Member, checked
 from meshwise.machine.measure.result import PathResult, PathSpec, result_of
-from meshwise.machine.measure.timing import Sample, cuda_seconds, sample_of
+from meshwise.machine.measure.timing import Sample, cuda_seconds, host_seconds, sample_of
 from meshwise.spec.units import bytes_text, seconds_text
 from meshwise.transfer.collectives import all_reduce, gather_objects, send_receive
 
@@ -106,10 +106,7 @@ def _timed(case: Case, member: Member, batch: int) -> float:
     if member.device.type == "cuda":
         seconds = cuda_seconds(case.call, batch)
     else:
-        start = time.perf_counter()
-        for _ in range(batch):
-            case.call()
-        seconds = (time.perf_counter() - start) / batch
+        seconds = host_seconds(case.call, member.device, batch)
     return seconds if case.counts else 0.0
 
 

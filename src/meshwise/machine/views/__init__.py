@@ -1,1 +1,5 @@
-"""A machine and its bench as people see them."""
+"""Machines, measurements and their changes, as text and as plain values."""
+
+from meshwise.spec.lazy import files_of
+
+__getattr__ = files_of(__name__)

@@ -8,6 +8,7 @@ Tested in tests/machine/test_bench.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import RenderableType
@@ -18,15 +19,13 @@ from meshwise.machine.judge import Verdict, sentence
 from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.spec.bandwidth import DEFINITIONS, bus_bandwidth
 from meshwise.spec.machine import Device
-from meshwise.spec.timings import Timings, rate_at
+from meshwise.spec.timings import Timings, rate_at, seconds_at
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, percent_text, seconds_text
 from meshwise.terminal.screen import Drawn, Screen, spaced
 from meshwise.terminal.table import Cell, table_lines
 
 MOST_ROWS = 16
 """Copies that have a row each; more of them are a matrix."""
-IN_A_FILE = 200
-"""Characters of a line of a table where nobody's screen ends."""
 MIDDLE_SIZES = (64 << 10, 1 << 20)
 """Sizes of collectives that are shown besides the largest."""
 LEVEL_STYLES = {"good": "green", "low": "yellow", "far below": "bold red", "corrupt": "bold red", "unknown": "dim"}
@@ -38,21 +37,19 @@ def done_text(done: PathResult | DeviceResult) -> str:
         best = max(done.matmuls, key=lambda product: product.rate, default=None)
         product = f", {best.dtype} products at {flops_text(best.rate)}" if best else ""
         return f"{done.device}: memory at {bandwidth_text(done.memory_rate or 0.0)}{product}"
-    ends = f" {done.source} -> {done.target}" if done.source or done.target else ""
     if done.wrong is not None:
-        return f"{done.operation}{ends}, {done.path}: corrupt"
-    timings = done.timings
-    rate = bus_bandwidth(done.operation, done.ranks, timings.sizes[-1], timings.seconds[-1])
-    return f"{done.operation}{ends}, {done.path}: {bandwidth_text(rate)} at {bytes_text(timings.sizes[-1])}"
+        return f"{done}: corrupt"
+    size = done.timings.sizes[-1]
+    return f"{done}: {_bus(done, size)} at {bytes_text(size)}"
 
 
 def bench_text(bench: Bench, width: int | None = None) -> RenderableType:
     """The bench, at most `width` characters wide (None: as wide as the console)."""
-    return Drawn(lambda screen: _lines(bench, screen, width is not None), width)
+    return Drawn(lambda screen: _lines(bench, screen), width)
 
 
-def _lines(bench: Bench, screen: Screen, limited: bool) -> list[Text]:
-    width = screen.width if limited or screen.console.is_terminal else IN_A_FILE
+def _lines(bench: Bench, screen: Screen) -> list[Text]:
+    width = screen.table_width
     copies = [result for result in bench.results if result.operation in COPIES]
     collectives = [result for result in bench.results if result.operation not in COPIES]
     parts = [_devices(bench.machine.devices, width), _copies(copies, bench.verdicts, width)]
@@ -64,21 +61,19 @@ def _devices(devices: Sequence[Device], width: int) -> list[Text]:
     if not measured:
         return []
     dtypes = list(dict.fromkeys(product.dtype for d in measured for product in d.matmuls))
-    rows = []
-    for device in measured:
-        cells = [bandwidth_text(device.memory_rate or 0.0), seconds_text(device.launch or 0.0)]
-        cells += [_best(device, dtype) for dtype in dtypes]
-        rows.append([device.name, *cells])
+    rows = [
+        [d.name, bandwidth_text(d.memory_rate or 0.0), seconds_text(d.launch or 0.0), *(_best(d, t) for t in dtypes)]
+        for d in measured
+    ]
     return table_lines(["device", "memory", "launch", *(f"{dtype} products" for dtype in dtypes)], rows, width)
 
 
 def _best(device: Device, dtype: str) -> str:
     """The best rate over shapes, and its share of the part's peak where that is known."""
-    rates = [product.rate for product in device.matmuls if product.dtype == dtype]
-    if not rates:
+    best, peak = device.best_rates.get(dtype), device.peak.get(dtype)
+    if best is None:
         return "none"
-    peak = device.peak.get(dtype)
-    return flops_text(max(rates)) + (f" {percent_text(max(rates) / peak)}" if peak else "")
+    return flops_text(best) + (f" {percent_text(best / peak)}" if peak else "")
 
 
 def _copies(results: Sequence[PathResult], verdicts: Sequence[Verdict], width: int) -> list[Text]:
@@ -106,7 +101,7 @@ def _both(back: PathResult, one_way: PathResult) -> str:
     """The rate of each direction while both are used, at the size of the one-way rate where it was measured too."""
     size = one_way.timings.sizes[-1]
     if size in back.timings.sizes:
-        return bandwidth_text(size / back.timings.seconds[back.timings.sizes.index(size)])
+        return bandwidth_text(rate_at(back.timings, size))
     return f"{_rate(back.timings)} at {bytes_text(back.timings.sizes[-1])}"
 
 
@@ -117,10 +112,14 @@ def _slowest(timings: Timings) -> list[str]:
 
 def _of_expected(result: PathResult, verdict: Verdict | None) -> Text:
     if result.wrong is not None:
-        return Text("corrupt", LEVEL_STYLES["corrupt"])
+        return _level("corrupt")
     if verdict is None or verdict.expected is None:
-        return Text("unknown", LEVEL_STYLES["unknown"])
+        return _level("unknown")
     return Text(percent_text(verdict.measured / verdict.expected), LEVEL_STYLES[verdict.level])
+
+
+def _level(level: str) -> Text:
+    return Text(level, LEVEL_STYLES[level])
 
 
 def _matrices(results: Sequence[PathResult], width: int) -> list[Text]:
@@ -141,7 +140,7 @@ def _cell(result: PathResult | None) -> Text:
     if result is None:
         return Text("-", "dim")
     if result.wrong is not None:
-        return Text("corrupt", LEVEL_STYLES["corrupt"])
+        return _level("corrupt")
     return Text(f"{rate_at(result.timings, result.timings.sizes[-1]) / 1e9:.1f}")
 
 
@@ -159,7 +158,7 @@ def _collectives(results: Sequence[PathResult], width: int) -> list[Text]:
         cells = [result.operation + ends, str(result.ranks), result.path, _latency(timings)]
         cells += [_bus(result, size) for size in MIDDLE_SIZES]
         cells += [_bus(result, timings.sizes[-1]), bytes_text(timings.sizes[-1])]
-        fit = Text("corrupt", LEVEL_STYLES["corrupt"]) if result.wrong else _fit(timings)
+        fit = _level("corrupt") if result.wrong else _fit(timings)
         rows.append([*cells, fit, *_slowest(timings)])
     sizes = map(bytes_text, MIDDLE_SIZES)
     titles = ["collective", "ranks", "path", "latency", *sizes, "largest", "at", "fit", "p95", "p99"]
@@ -178,8 +177,7 @@ def _fit(timings: Timings) -> str:
 def _bus(result: PathResult, size: int) -> str:
     if size not in result.timings.sizes:
         return "-"
-    seconds = result.timings.seconds[result.timings.sizes.index(size)]
-    return bandwidth_text(bus_bandwidth(result.operation, result.ranks, size, seconds))
+    return bandwidth_text(bus_bandwidth(result.operation, result.ranks, size, seconds_at(result.timings, size)))
 
 
 def _judgement(bench: Bench) -> list[Text]:
@@ -187,10 +185,8 @@ def _judgement(bench: Bench) -> list[Text]:
     for level in ("far below", "low"):
         found = [verdict for verdict in bench.verdicts if verdict.level == level]
         lines += [Text(f"{level:<12}{sentence(verdict)}", LEVEL_STYLES[level]) for verdict in found]
-    counted = {
-        level: sum(v.level == level for v in bench.verdicts) for level in ("good", "low", "far below", "unknown")
-    }
-    levels = ", ".join(f"{count} {level}" for level, count in counted.items() if count)
+    counted = Counter(verdict.level for verdict in bench.verdicts)
+    levels = ", ".join(f"{counted[level]} {level}" for level in LEVEL_STYLES if counted[level])
     right = len(bench.results) - len(bench.wrong)
     if bench.results:
         lines.append(Text(f"integrity   {right} of {len(bench.results)} paths delivered the bytes they were given"))

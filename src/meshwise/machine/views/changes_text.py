@@ -5,6 +5,7 @@ Tested in tests/machine/test_machine_compare.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import RenderableType
@@ -30,7 +31,7 @@ def _lines(changes: Sequence[Change], screen: Screen) -> list[Text]:
     table = []
     if clear:
         rows = [_row(change) for change in clear[:MOST_ROWS]]
-        table = table_lines(["what changed", "old", "new", "speed", ""], rows, screen.width)
+        table = table_lines(["what changed", "old", "new", "speed", ""], rows, screen.table_width)
     more = [Text(f"and {len(clear) - MOST_ROWS} more; --json has all", "dim")] if len(clear) > MOST_ROWS else []
     return spaced([table, more + screen.wrap(Text(_summary(changes), "bold" if clear else ""))], None)
 
@@ -47,9 +48,7 @@ def _row(change: Change) -> list[str | Text]:
 
 
 def _summary(changes: Sequence[Change]) -> str:
-    counted = {kind: sum(change.kind == kind for change in changes) for kind in (*STYLES, "same")}
-    clear = [f"{count} {kind}" for kind, count in counted.items() if count and kind != "same"]
+    counted = Counter(change.kind for change in changes)
+    clear = ", ".join(f"{counted[kind]} {kind}" for kind in STYLES if counted[kind])
     same = f"no clear change in {counted['same']} figures" if counted["same"] else ""
-    return "; ".join([", ".join(clear), same] if clear and same else [*clear, *([same] if same else [])]) or (
-        "nothing to compare: the two have no measured figure in common"
-    )
+    return "; ".join(filter(None, (clear, same))) or "nothing to compare: the two have no measured figure in common"

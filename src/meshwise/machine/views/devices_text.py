@@ -6,15 +6,16 @@ Devices that are alike share a row, and a matrix in which all is alike is one li
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.machine.discovery.host_facts import limits_that_hurt
-from meshwise.machine.views.links_text import KINDS, links_text, pcie_text
-from meshwise.spec.machine import HOST, Device, Host, Link, Machine, link_between
+from meshwise.machine.views.links_text import kind_text, links_text
+from meshwise.spec.machine import HOST, Device, Host, Machine, link_between
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, plural
 from meshwise.terminal.screen import LABEL, Drawn, Screen, labelled, spaced
 from meshwise.terminal.table import table_lines
@@ -39,8 +40,10 @@ def devices_text(machine: Machine, width: int | None = None) -> RenderableType:
 def _lines(machine: Machine, screen: Screen, wrapped: bool) -> list[Text]:
     terminal = screen.console.is_terminal
     notes = _notes(machine, MOST_NOTES if terminal else None)
-    facts = [*_facts(machine), *_limits(machine), *notes]
-    parts = [_hosts(machine, screen.width), _table(machine, screen.width), links_text(machine, screen.width), facts]
+    limits = [labelled("limit", sentence, "yellow") for sentence in limits_that_hurt(machine)]
+    facts = [*_facts(machine), *limits, *notes]
+    table = _table(machine, screen.table_width)
+    parts = [_hosts(machine, screen.width), table, links_text(machine, screen.width), facts]
     if terminal or wrapped:
         parts = [screen.wrap(*part, indent=LABEL) for part in parts]
     lines = spaced(parts, screen.height)
@@ -51,7 +54,8 @@ def _lines(machine: Machine, screen: Screen, wrapped: bool) -> list[Text]:
 
 def _hosts(machine: Machine, width: int) -> list[Text]:
     """`host      AMD EPYC 7763 · 2 sockets, 2 NUMA nodes · 2 of 256 cores · 16.0 GiB of 1.0 TiB`."""
-    alike = [(host, len(list(many))) for host, many in groupby(machine.hosts, key=_without_name)]
+    nameless = [replace(host, name="", limits={}) for host in machine.hosts]
+    alike = [(host, len(list(many))) for host, many in groupby(nameless)]
     lines = []
     for host, many in alike[:MOST_ROWS]:
         facts = _host_facts(host)
@@ -63,29 +67,18 @@ def _hosts(machine: Machine, width: int) -> list[Text]:
 
 
 def _host_facts(host: Host) -> list[str]:
-    several = [(host.sockets, "socket"), (host.numa_nodes, "NUMA node")]
-    counts = [plural(count, word) for count, word in several if count is not None and count > 1]
-    facts = [
-        re.sub(r"\((R|TM)\)", "", host.processor),
-        ", ".join(counts),
-        _of(host.cores, host.cores_present, str, " cores"),
-    ]
-    facts.append(_of(host.memory, host.memory_present, bytes_text, ""))
-    return [fact for fact in facts if fact]
+    several = {"socket": host.sockets, "NUMA node": host.numa_nodes}
+    counts = [plural(count, word) for word, count in several.items() if count and count > 1]
+    processor = re.sub(r"\((R|TM)\)", "", host.processor)
+    cores = _of(host.cores, host.cores_present, str)
+    cores = cores and f"{cores} core{'' if cores == '1' else 's'}"
+    memory = _of(host.memory, host.memory_present, bytes_text)
+    return [fact for fact in (processor, ", ".join(counts), cores, memory) if fact]
 
 
-def _without_name(host: Host) -> Host:
-    return Host("", host.processor, host.cores, host.cores_present, host.sockets, host.numa_nodes, host.memory)
-
-
-def _of(allowed: int | None, present: int | None, text: object, unit: str) -> str:
-    """`2 of 64 cores`, or `64 cores` where all are allowed."""
-    show = text if callable(text) else str
-    if allowed is None:
-        return "" if present is None else f"{show(present)}{unit}"
-    if present is None or present == allowed:
-        return f"{show(allowed)}{unit}" if allowed != 1 else f"{show(allowed)}{unit}".removesuffix("s")
-    return f"{show(allowed)} of {show(present)}{unit}"
+def _of(allowed: int | None, present: int | None, text: Callable[[int], str]) -> str:
+    """`2 of 64`, or `64` where all are allowed."""
+    return " of ".join(dict.fromkeys(text(count) for count in (allowed, present) if count is not None))
 
 
 def _fit(facts: Sequence[str], width: int) -> str:
@@ -102,7 +95,7 @@ def _cut(name: str, width: int) -> str:
 def _table(machine: Machine, width: int) -> list[Text]:
     rows = _rows(machine)
     many = len(rows) - MOST_ROWS
-    titles = ["device", "part", "memory", "NUMA", "host link", _peak_title(machine.devices), "bandwidth"]
+    titles = ["device", "part", "memory", "NUMA", "host link", f"{_shown_dtype(machine.devices)} peak", "bandwidth"]
     shown = rows[:MOST_ROWS]
     kept = [at for at in range(len(titles)) if at in (0, 1) or any(row[at] for row in shown)]
     wide = [max(len(titles[at]), *(len(row[at]) for row in shown)) for at in kept]
@@ -142,21 +135,14 @@ def _cells(machine: Machine, device: Device) -> list[str]:
     link = link_between(machine, HOST, device.name)
     dtype = _shown_dtype(machine.devices)
     peak = next(((name, device.peak[name]) for name in (dtype, *PEAKS) if name in device.peak), None)
-    accelerator = device.kind != "cpu"
     return [
         device.part,
         "unknown" if device.memory is None else bytes_text(device.memory),
         "" if device.numa is None else str(device.numa),
-        _host_link_text(link) if accelerator else "",
+        "" if device.kind == "cpu" else "unknown" if link is None else kind_text(link),
         _reached_product(device) if peak is None else flops_text(peak[1]) + (f" {peak[0]}" if peak[0] != dtype else ""),
         _reached_memory(device) if device.memory_bandwidth is None else bandwidth_text(device.memory_bandwidth),
     ]
-
-
-def _host_link_text(link: Link | None) -> str:
-    if link is None:
-        return "unknown"
-    return pcie_text(link) if link.kind == "pcie" else KINDS.get(link.kind, link.kind)
 
 
 def _shown_dtype(devices: Sequence[Device]) -> str:
@@ -173,18 +159,10 @@ def _reached_memory(device: Device) -> str:
     return "unknown" if device.memory_rate is None else f"reached {bandwidth_text(device.memory_rate)}"
 
 
-def _peak_title(devices: Sequence[Device]) -> str:
-    return f"{_shown_dtype(devices)} peak"
-
-
 def _facts(machine: Machine) -> list[Text]:
     versions = " · ".join(f"{name} {version}" for name, version in machine.versions.items())
     lines = [labelled("versions", versions)] if versions else []
     return lines + ([labelled("measured", machine.measured)] if machine.measured else [])
-
-
-def _limits(machine: Machine) -> list[Text]:
-    return [labelled("limit", sentence, "yellow") for sentence in limits_that_hurt(machine)]
 
 
 def _notes(machine: Machine, most: int | None) -> list[Text]:

@@ -18,6 +18,7 @@ from meshwise.terminal.screen import labelled
 from meshwise.terminal.table import table_lines, width_of
 
 KINDS = {"nvlink": "NVLink", "xgmi": "xGMI", "pcie": "PCIe", "c2c": "C2C", "network": "network", "memory": "memory"}
+UNKNOWN = "a link of which no more is known"
 CROSSES = {"": "", "bridge": "over the host's bridge", "socket": "over the other socket"}
 MOST_MATRIX = 8
 """Devices of a matrix; of more, the kinds of pairs are counted."""
@@ -34,13 +35,15 @@ def links_text(machine: Machine, width: int) -> list[Text]:
     return lines + _network(machine)
 
 
-def pcie_text(link: Link) -> str:
-    """`PCIe4 x16`; what is less than possible is followed by what is possible: `PCIe1 of 4 x16`, `PCIe3 x8 of 16`."""
+def kind_text(link: Link) -> str:
+    """`PCIe4 x16`; what is less than possible is followed by what is possible: `PCIe1 of 4 x16`, `NVLink4 x12 of 18`.
+    Empty for a link of which no more is known."""
+    word = KINDS.get(link.kind, link.kind)
+    if link.kind not in ("pcie", "nvlink", "xgmi"):
+        return word
     generation, width = link.generation or link.full_generation, link.width or link.full_width
-    if generation is None:
-        return "PCIe"
     most, lanes = link.full_generation or generation, link.full_width or width
-    text = f"PCIe{generation}" + (f" of {most}" if most != generation else "")
+    text = f"{word}{generation or ''}" + (f" of {most}" if most != generation else "")
     return text + (f" x{width}" + (f" of {lanes}" if lanes != width else "") if width else "")
 
 
@@ -76,20 +79,21 @@ def _pairs(pairs: Mapping[tuple[str, str], Link], names: Sequence[str], width: i
             for sentence, alike in kinds.items()
         ]
     letters = dict(zip(kinds, ascii_uppercase, strict=False))
-    words = {sentence: _short(pairs[alike[0]]) for sentence, alike in kinds.items()}
+    firsts = {sentence: pairs[alike[0]] for sentence, alike in kinds.items()}
+    words = {sentence: link.crosses or kind_text(link) or UNKNOWN for sentence, link in firsts.items()}
     clear = len(set(words.values())) == len(words)
     for labels in (words, letters) if clear else (letters,):
         lines = _matrix(pairs, names, labels, width)
-        if lines is not None:
+        if lines:
             break
     legend = [labelled(labels[sentence], sentence, width=max(map(len, labels.values())) + 2) for sentence in kinds]
-    return [*(lines or []), *legend]
+    return [*lines, *legend]
 
 
 def _matrix(
     pairs: Mapping[tuple[str, str], Link], names: Sequence[str], labels: Mapping[str, str], width: int
-) -> list[Text] | None:
-    """The matrix with these labels, under the devices' names or their numbers; None where it is too wide."""
+) -> list[Text]:
+    """The matrix with these labels, under the devices' names or their numbers; empty where it is too wide."""
     rows = [
         [one, *(labels[_sentence(pairs[one, other])] if (one, other) in pairs else "-" for other in names)]
         for one in names
@@ -98,17 +102,12 @@ def _matrix(
         lines = table_lines(["links", *titles], rows)
         if width_of(lines) <= width:
             return lines
-    return None
-
-
-def _short(link: Link) -> str:
-    """The word for a cell: the kind of link, or what it crosses."""
-    return link.crosses or _kind(link)
+    return []
 
 
 def _sentence(link: Link) -> str:
     """`NVLink4 x18, 450 GB/s, peer`; `PCIe4 x16, 31.5 GB/s, over the other socket, staged through the host`."""
-    facts = [_kind(link)]
+    facts = [kind_text(link) or UNKNOWN]
     if link.bandwidth is not None:
         facts.append(bandwidth_text(link.bandwidth))
     elif link.kind in ("network", ""):
@@ -116,13 +115,3 @@ def _sentence(link: Link) -> str:
     facts.append(CROSSES.get(link.crosses, link.crosses))
     facts.append({True: "peer", False: "staged through the host", None: ""}[link.peer])
     return ", ".join(fact for fact in facts if fact)
-
-
-def _kind(link: Link) -> str:
-    if link.kind == "pcie":
-        return pcie_text(link)
-    if link.kind not in ("nvlink", "xgmi"):
-        return KINDS.get(link.kind, link.kind) or "a link of which no more is known"
-    width, full = link.width or link.full_width, link.full_width
-    text = f"{KINDS[link.kind]}{link.generation or link.full_generation or ''}"
-    return text + (f" x{width}" + (f" of {full}" if full is not None and full != width else "") if width else "")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -22,15 +21,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.spec.json_values import json_value
 from meshwise.spec.units import seconds_text
 from meshwise.timeline.arrivals import Arrivals, arrival_table, is_collective
 from meshwise.timeline.run_report import NOT_MEMORY, Report
 from meshwise.timeline.spans import KIND, KINDS, LANES, NO_COLLECTIVE
-from meshwise.timeline.timeline import Counter, Spans, Timeline
+from meshwise.timeline.timeline import Counter, Spans, Timeline, of_rank
 
 Whole = NDArray[np.int64]
+Event = dict[str, Any]
 COPY = 32
 CHUNK = 1 << 14  # spans that are held as Python numbers at once
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True)
@@ -58,22 +60,24 @@ def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
 def trace_text(report: Report, timeline: Timeline) -> Iterator[bytes]:
     """The trace as JSON, in pieces."""
     steps = report.chosen_steps
-    rows = [_rank_rows(timeline, rank, steps) for rank in _ranks(timeline)]
+    spans = timeline.spans if steps is None else timeline.of_steps(*steps)
+    rows = [_rank_rows(rank, of_rank(spans, rank)) for rank in _ranks(timeline)]
     counters = [_of_steps(counter, steps) for counter in timeline.counters]
     arrivals = arrival_table(timeline.spans, timeline.names)
     times = [r.spans["start"] for r in rows] + [counter.time for counter in counters]
     origin = min([0, *(int(some.min()) for some in times if len(some))])
     threads = _threads(rows)
+    names = [_plain(name) for name in timeline.names]
     events = itertools.chain(
         _names(timeline, report, rows, threads),
-        *(_slices(r, arrivals, threads, timeline.names, origin) for r in rows),
+        *(_slices(r, arrivals, threads, names, origin) for r in rows),
         *(_counts(counter, origin) for counter in counters),
         _flows(rows, arrivals, threads, origin),
     )
     yield f'{{"otherData":{_json(_facts(timeline, report, origin))},\n"traceEvents":[\n'.encode()
     between = ""
     while several := list(itertools.islice(events, 1024)):
-        yield (between + ",\n".join(several)).encode()
+        yield (between + _json(several)[1:-1]).encode()
         between = ",\n"
     yield b"\n]}\n"
 
@@ -83,10 +87,7 @@ def _ranks(timeline: Timeline) -> list[int]:
     return sorted(known | set(np.unique(timeline.spans["rank"]).tolist()))
 
 
-def _rank_rows(timeline: Timeline, rank: int, steps: tuple[int, int] | None) -> _Rows:
-    spans = timeline.of_rank(rank)
-    if steps is not None:
-        spans = spans[(spans["step"] >= steps[0]) & (spans["step"] <= steps[1])]
+def _rank_rows(rank: int, spans: Spans) -> _Rows:
     if (spans["end"] < spans["start"]).any():
         spans = spans.copy()
         spans["end"] = np.maximum(spans["start"], spans["end"])
@@ -144,78 +145,61 @@ def _of_steps(counter: Counter, steps: tuple[int, int] | None) -> Counter:
 
 def _facts(timeline: Timeline, report: Report, origin: int) -> dict[str, Any]:
     """What goes beside the events. No lists: Perfetto had versions that could not read them here."""
-    sessions = timeline.facts.get("sessions") or [{}]
     facts: dict[str, Any] = {
         "written by": "meshwise",
         "job": report.title,
         "status": report.status,
         "source": report.source,
         "verdict": report.verdict,
-        "run's begin (s since 1970)": sessions[0].get("began"),
+        "run's begin (s since 1970)": timeline.began,
         "time 0 (s before the run's begin)": -origin / 1e9,
         "times across ranks (± µs)": report.error_seconds * 1e6,
     }
     facts |= {f"clock of rank {clock.rank} (± µs)": clock.error_seconds * 1e6 for clock in report.clocks}
     facts |= {f"missing {number}": text for number, text in enumerate(report.missing, 1)}
-    return {key: value for key, value in facts.items() if _sayable(value)}
+    texts = {key: _plain(value) if isinstance(value, str) else value for key, value in json_value(facts).items()}
+    return {key: value for key, value in texts.items() if value is not None}
 
 
-def _sayable(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value))
-
-
-def _names(timeline: Timeline, report: Report, rows: Sequence[_Rows], threads: dict[int, int]) -> Iterator[str]:
-    ranks = {rank.rank: rank for rank in timeline.ranks}
+def _names(timeline: Timeline, report: Report, rows: Sequence[_Rows], threads: dict[int, int]) -> Iterator[Event]:
+    places = {rank.rank: (rank.device, rank.host) for rank in timeline.ranks}
     errors = {clock.rank: clock.error_seconds for clock in report.clocks}
     for r in rows:
-        known = ranks.get(r.rank)
-        title = " · ".join([f"rank {r.rank}", *(part for part in (known and (known.device, known.host)) or () if part)])
-        yield _meta("process_name", r.rank, {"name": title})
-        yield _meta("process_sort_index", r.rank, {"sort_index": r.rank})
+        title = " · ".join([f"rank {r.rank}", *filter(None, places.get(r.rank, ()))])
+        process = {"ph": "M", "pid": r.rank}
+        yield process | {"name": "process_name", "args": {"name": _plain(title)}}
+        yield process | {"name": "process_sort_index", "args": {"sort_index": r.rank}}
         if errors.get(r.rank, 0.0) > 0:
-            yield _meta("process_labels", r.rank, {"labels": f"clock ± {seconds_text(errors[r.rank])}"})
+            labels = f"clock ± {seconds_text(errors[r.rank])}"
+            yield process | {"name": "process_labels", "args": {"labels": labels}}
         for thread in np.unique(r.thread).tolist():
             lane, copy, tid = LANES[thread >> COPY], thread % (1 << COPY), threads[thread]
-            yield _meta("thread_name", r.rank, {"name": f"{lane} {copy}" if copy else lane}, tid)
-            yield _meta("thread_sort_index", r.rank, {"sort_index": tid}, tid)
+            name = f"{lane} {copy}" if copy else lane
+            yield process | {"tid": tid, "name": "thread_name", "args": {"name": name}}
+            yield process | {"tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
 
-def _meta(name: str, rank: int, args: dict[str, Any], tid: int | None = None) -> str:
-    return _json({"ph": "M", "pid": rank, **({} if tid is None else {"tid": tid}), "name": name, "args": args})
-
-
-def _slices(r: _Rows, table: Arrivals, threads: dict[int, int], names: Sequence[str], origin: int) -> Iterator[str]:
-    known: dict[tuple[int, int, int], str] = {}
+def _slices(r: _Rows, table: Arrivals, threads: dict[int, int], names: Sequence[str], origin: int) -> Iterator[Event]:
     for low in range(0, len(r.spans), CHUNK):
         spans = r.spans[low : low + CHUNK]
-        until, last = table.waits_until(spans), _waited_for(table, spans)
-        facts = _columns(spans, "kind", "name", "step", "bytes", "collective")
-        times = zip(
-            _micro(spans["start"] - origin),
-            _micro(spans["end"] - spans["start"]),
-            _micro(until - spans["start"]),
-            r.thread[low : low + CHUNK].tolist(),
-            last.tolist(),
-            strict=True,
-        )
-        for (kind, name, step, size, number), (start, length, wait, thread, rank) in zip(facts, times, strict=True):
-            begin = known.get((thread, kind, name))
-            if begin is None:
-                title = f"{KINDS[kind]}: {names[name]}" if names[name] else KINDS[kind]
-                begin = known[thread, kind, name] = _open(
-                    {"ph": "X", "pid": r.rank, "tid": threads[thread], "cat": KINDS[kind], "name": title}
-                )
-            args = f'"step":{step}'
+        start = spans["start"]
+        columns = [spans[name].tolist() for name in ("kind", "name", "step", "bytes", "collective")]
+        times = [_micro(some) for some in (start - origin, spans["end"] - start, table.waits_until(spans) - start)]
+        places = r.thread[low : low + CHUNK].tolist(), _waited_for(table, spans).tolist()
+        for kind, name, step, size, number, begun, long, wait, thread, rank in zip(
+            *columns, *times, *places, strict=True
+        ):
+            args = {"step": step}
             if size:
-                args += f',"bytes":{size}'
+                args["bytes"] = size
             if number != NO_COLLECTIVE:
-                args += f',"collective":{number}'
-            yield f'{begin},"ts":{start},"dur":{length},"args":{{{args}}}}}'
-            if wait != "0":
-                yield (
-                    f'{{"ph":"X","pid":{r.rank},"tid":{threads[thread]},"cat":"waiting",'
-                    f'"name":"waiting for rank {rank}","ts":{start},"dur":{wait},"args":{{{args},"rank":{rank}}}}}'
-                )
+                args["collective"] = number
+            title = f"{KINDS[kind]}: {names[name]}" if names[name] else KINDS[kind]
+            place = {"ph": "X", "pid": r.rank, "tid": threads[thread], "ts": begun}
+            yield {**place, "dur": long, "cat": KINDS[kind], "name": title, "args": args}
+            if wait:
+                waiting = {"cat": "waiting", "name": f"waiting for rank {rank}", "args": {**args, "rank": rank}}
+                yield {**place, "dur": wait, **waiting}
 
 
 def _waited_for(table: Arrivals, spans: Spans) -> Whole:
@@ -226,14 +210,14 @@ def _waited_for(table: Arrivals, spans: Spans) -> Whole:
     return table.ranks[table.last_rank[row]]
 
 
-def _counts(counter: Counter, origin: int) -> Iterator[str]:
+def _counts(counter: Counter, origin: int) -> Iterator[Event]:
     unit = "value" if counter.name in NOT_MEMORY else "bytes"
-    begin = _open({"ph": "C", "pid": counter.rank, "name": counter.name})
+    place = {"ph": "C", "pid": counter.rank, "name": _plain(counter.name)}
     for time, value in zip(_micro(counter.time - origin), counter.value.tolist(), strict=True):
-        yield f'{begin},"ts":{time},"args":{{"{unit}":{value!r}}}}}'
+        yield {**place, "ts": time, "args": {unit: value}}
 
 
-def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], origin: int) -> Iterator[str]:
+def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], origin: int) -> Iterator[Event]:
     """Arrows from the rank that came last to each that waited for it, at the moment when it came.
 
     Each has its own id: chrome://tracing ends a flow at its first end. They come behind all slices: at one moment
@@ -249,9 +233,9 @@ def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], orig
         times = _micro(np.where(known, last - origin, 0)[:, 0])
         for row, column in np.argwhere(target).tolist():
             number, come = (low + row) * len(table.ranks) + column + 1, source[row, 0]
-            same = f'"cat":"arrival","name":"last to come","id":{number},"ts":{times[row]}'
-            yield f'{{"ph":"s","pid":{table.ranks[come]},"tid":{tid[row, come]},{same}}}'
-            yield f'{{"ph":"f","bp":"e","pid":{table.ranks[column]},"tid":{tid[row, column]},{same}}}'
+            same = {"cat": "arrival", "name": "last to come", "id": number, "ts": times[row]}
+            yield {"ph": "s", "pid": int(table.ranks[come]), "tid": int(tid[row, come]), **same}
+            yield {"ph": "f", "bp": "e", "pid": int(table.ranks[column]), "tid": int(tid[row, column]), **same}
 
 
 def _tids(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int]) -> Whole:
@@ -266,27 +250,13 @@ def _tids(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int]) -> Wh
     return tids
 
 
-def _micro(times: Whole) -> list[str]:
+def _micro(times: Whole) -> list[float]:
     """Nanoseconds as µs, which are read exactly in the first ten days by who rounds doubles and by who truncates."""
     missed = np.trunc(times / 1000 * 1000.0) != times
-    whole, rest = np.divmod(times, 1000)
-    return [
-        (f"{a}.{b:03d}3" if c else f"{a}.{b:03d}" if b else str(a))
-        for a, b, c in zip(whole.tolist(), rest.tolist(), missed.tolist(), strict=True)
-    ]
+    micro: list[float] = ((times + 0.3 * missed) / 1000).tolist()
+    return micro
 
 
-def _open(event: dict[str, Any]) -> str:
-    """The beginning of an event, to be gone on with."""
-    return _json(event)[:-1]
-
-
-def _json(value: Any) -> str:
-    return json.dumps(_clean(value), ensure_ascii=False, separators=(",", ":"))
-
-
-def _clean(value: Any) -> Any:
+def _plain(text: str) -> str:
     """Without control characters and halves of characters, which would be escaped as \\u."""
-    if isinstance(value, dict):
-        return {key: _clean(item) for key, item in value.items()}
-    return re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]", " ", value) if isinstance(value, str) else value
+    return re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]", " ", text)

@@ -6,10 +6,11 @@ a long run it reads the newest stretch: what it then shows is of that stretch al
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,14 +39,12 @@ UNREADABLE = (UsageError, OSError, ValueError, LookupError, TypeError)  # of fil
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was seen of a run: its report (None: nothing could be read yet), whether run.json has it as running, the
-    sizes of its files, and since when they have not changed (s, monotonic). window: seconds that the report is about,
-    None for all of it."""
+    """What was seen of a run: its report (None: nothing could be read yet), whether run.json has it as running, and the
+    sizes of its files by when they changed (ns since 1970). window: seconds that the report is about, None for all."""
 
     report: Report | None
     running: bool
-    sizes: tuple[tuple[str, int], ...]
-    changed: float
+    files: Mapping[Path, tuple[int, int]]
     window: float | None = None
 
 
@@ -87,7 +86,8 @@ def _snapshots(
         yield snapshot
         if not snapshot.running:
             return
-        _sleep(began, every)
+        took = time.monotonic() - began
+        time.sleep(max(every - took, took / SHARE - took, 0.0))
 
 
 def _on_screen(polls: Iterator[Snapshot], console: Console) -> bool:
@@ -110,53 +110,35 @@ def _in_lines(polls: Iterator[Snapshot], view: LiveView) -> bool:
         if now - printed >= LINE_EVERY:
             view.print(line_of(snapshot))
             printed = now
-        if silence(snapshot) and not silent:
-            view.print(silence(snapshot))
-        silent = bool(silence(snapshot))
+        words = silence(snapshot)
+        if words and not silent:
+            view.print(words)
+        silent = bool(words)
     return False
-
-
-def _sleep(began: float, every: float) -> None:
-    """Until the next poll: `every` seconds after this one began, later where polling takes long."""
-    took = time.monotonic() - began
-    time.sleep(max(every - took, took / SHARE - took, 0.0))
 
 
 def poll(folder: Path, before: Snapshot | None = None) -> Snapshot:
     """What there is to see now; files that cannot be read at the moment leave what was seen `before`."""
-    sizes = _sizes(folder)
-    now = time.monotonic()
-    if before is not None and sizes == before.sizes and before.report is not None:
+    files = _files(folder)
+    if before is not None and files == before.files and before.report is not None:
         return before
-    if before is None:
-        newest = max((path.stat().st_mtime for path in _files(folder) if path.exists()), default=time.time())
-        changed = now - max(0.0, time.time() - newest)
-    else:
-        changed = before.changed if sizes == before.sizes else now
-    seen = before or Snapshot(None, True, sizes, changed)
     try:
         running = names.read_run(folder).get("status") == "running"
         timeline = read_timeline(folder, last_blocks=BLOCKS)
         report, window = _of_now(timeline, report_of(timeline, str(folder)), running)
     except UNREADABLE:
-        return dataclasses.replace(seen, sizes=sizes, changed=changed)
-    return Snapshot(report, running, sizes, changed, window)
+        return dataclasses.replace(before or Snapshot(None, True, files), files=files)
+    return Snapshot(report, running, files, window)
 
 
-def _files(folder: Path) -> list[Path]:
-    return [folder / names.RUN, *sorted((folder / names.SPANS).glob("rank*.jsonl"))]
-
-
-def _sizes(folder: Path) -> tuple[tuple[str, int], ...]:
-    """The files of a run that change, with their sizes; run.json with its time, since it is replaced."""
-    found = []
-    for path in _files(folder):
-        try:
+def _files(folder: Path) -> dict[Path, tuple[int, int]]:
+    """The files of a run that change: when they did last, and their sizes."""
+    found = {}
+    for path in [folder / names.RUN, *(folder / names.SPANS).glob("rank*.jsonl")]:
+        with contextlib.suppress(OSError):
             facts = path.stat()
-        except OSError:
-            continue
-        found.append((path.name, facts.st_mtime_ns if path.name == names.RUN else facts.st_size))
-    return tuple(found)
+            found[path] = facts.st_mtime_ns, facts.st_size
+    return found
 
 
 def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, float | None]:
@@ -176,7 +158,7 @@ def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, 
 
 def silence(snapshot: Snapshot) -> str:
     """A warning when the logs of a run do not grow; else ""."""
-    seconds = time.monotonic() - snapshot.changed
+    seconds = time.time() - max((changed for changed, _ in snapshot.files.values()), default=math.inf) / 1e9
     if seconds <= SILENT:
         return ""
     return (

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from meshwise.terminal.kind_marks import legend, mark_of, printable, style_of
+from meshwise.terminal.kind_marks import mark_of, printable, style_of
 from meshwise.timeline.run_report import Bar, StepTimes, StepWindow
 from meshwise.timeline.spans import KINDS
 
@@ -30,29 +30,23 @@ def gantt_text(
     step: int | None = None,
     ascii_only: bool = False,
     overlapped: bool = True,
-    with_legend: bool = True,
 ) -> list[Text]:
     """Lines of at most `width` characters: a row a rank, one below it for its overlapped collectives (`overlapped`),
-    the axis in ms, and the legend (`with_legend`). step: the one to draw; None draws all of the window. Nothing where
-    no time passes."""
+    and the axis in ms. step: the one to draw; None draws all of the window. Nothing where no time passes."""
     times = StepTimes(0, 0.0, window.seconds) if step is None else window.step(step)
     if times is None or times.seconds <= 0:
         return []
     label = len(f"rank {max(ranks, default=0)} ")
     columns = max(width - label, LEAST_WIDTH)
     lines: list[Text] = []
-    kinds: set[str] = set()
     for rank in ranks:
         row = _with_gaps(column_kinds(_of(window.attributed, rank, step), times, columns))
         lines.append(_line(f"{f'rank {rank}':<{label}}", row, True, ascii_only))
-        kinds |= {*row}
         collectives = [bar for bar in _of(window.bars, rank, step) if bar.lane == OVERLAPPED]
         if overlapped and collectives:
             row = column_kinds(collectives, times, columns)
             lines.append(_line(f"{'  comm':<{label}}", row, False, ascii_only))
-            kinds |= {*row}
-    lines.append(_axis(label, columns, times.seconds, ascii_only))
-    return [*lines, *legend(kinds, width, ascii_only)] if with_legend else lines
+    return [*lines, _axis(label, columns, times.seconds, ascii_only)]
 
 
 def _of(bars: Sequence[Bar], rank: int, step: int | None) -> list[Bar]:

@@ -43,7 +43,10 @@ function head() {
     el("span", {}, `${R.ranks.length} × ${devices.join(", ") || "unknown"} on ${hosts.join(", ") || "no host"}`),
     versions.torch ? el("span", {}, `torch ${versions.torch}`) : null, facts.started ? el("span", {}, facts.started) : null,
     R.source === "measured" ? null : el("span", { class: "status" }, shown("source"))));
-  add(el("p", { class: "verdict" }, shown("verdict")));
+  if (R.headline) add(el("p", { class: "verdict" }, shown("headline")));
+  add(el("p", { class: R.headline ? "soft" : "verdict" }, shown("verdict")));
+  const about = Object.keys(R.about || {});
+  if (about.length) add(el("dl", { class: "about" }, ...about.flatMap((name) => [el("dt", {}, name), el("dd", {}, shown(`about/${name}`))])));
   if (R.missing.length) {
     add(el("div", { class: "card missing" }, el("b", {}, "What is missing"),
       el("ul", {}, ...R.missing.map((_, i) => el("li", {}, shown(`missing/${i}`))))));
@@ -183,8 +186,8 @@ function memoryByPhase() {
 function collectives() {
   if (!R.collectives.length) return;
   section("Collectives", "From the last rank's arrival to the last end, median. Bus bandwidth by the definition of nccl-tests.");
-  add(table([["collective", true], ["bytes"], ["times"], ["takes"], ["bus bandwidth"]], R.collectives.map((_, i) => [shown(`collectives/${i}/name`), shown(`collectives/${i}/bytes`),
-    shown(`collectives/${i}/count`), shown(`collectives/${i}/seconds`), at(`collectives/${i}/bus_bandwidth`) === null ? "" : shown(`collectives/${i}/bus_bandwidth`)])));
+  add(table([["collective", true], ["of", true], ["bytes"], ["times"], ["share"], ["takes"], ["skew"], ["bus bandwidth"]], R.collectives.map((_, i) => [shown(`collectives/${i}/name`), shown(`collectives/${i}/of`),
+    shown(`collectives/${i}/bytes`), shown(`collectives/${i}/count`), shown(`collectives/${i}/share`), shown(`collectives/${i}/seconds`), shown(`collectives/${i}/skew_seconds`), at(`collectives/${i}/bus_bandwidth`) === null ? "" : shown(`collectives/${i}/bus_bandwidth`)])));
 }
 function watching() {
   if (!R.ranks.length) return;

@@ -33,13 +33,10 @@ MEMORY_LINES = 6  # more devices than fit in these are summed up in one line
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands. `epoch` and `step` (of the epoch) count from 1; `memory` is bytes a rank; None is unknown.
-
-    phase: "train" or "evaluate". steps: None for a stream of unknown length.
-    """
+    """Where the training stands. `epoch` and `step` (of the epoch) count from 1; `memory` is bytes a rank; None is
+    unknown. steps: None for a stream of unknown length."""
 
     job: str
-    phase: str
     epoch: int
     epochs: int
     step: int
@@ -85,10 +82,10 @@ class LiveView:
 
     def __init__(self, console: Console | None = None) -> None:
         console = Console() if console is None else console
-        _guarded(console)
+        if not isinstance(console.file, _GuardedFile):  # rich itself ends the whole process when a pipe breaks
+            console.file = cast("IO[str]", _GuardedFile(console.file))
         self._console = console
         self.draws = console.is_terminal and console.is_interactive and not console.is_dumb_terminal
-        self._entered = False
         self._lock = threading.Lock()  # one writer at a time: rich moves the cursor relative to what it drew last
         self._newest: Progress | None = None
         self._losses: deque[float] = deque(maxlen=SPARKLINE_LOSSES)
@@ -97,7 +94,6 @@ class LiveView:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        self._entered = True
         if self.draws:
             self._thread = threading.Thread(target=self._refresh, name="meshwise live view", daemon=True)
             self._thread.start()
@@ -113,7 +109,7 @@ class LiveView:
 
     def update(self, p: Progress) -> None:
         """The run has come as far as `p`. On a terminal this only stores it; elsewhere it prints a line."""
-        if not (self.draws and self._entered):
+        if self._thread is None:
             self.print(progress_line(p))
             return
         if p.loss is not None and (self._newest is None or p.loss != self._newest.loss):
@@ -137,7 +133,6 @@ class LiveView:
             self._thread.join()
             self._thread = None
         with self._lock:
-            self._entered = False
             if self._live is not None:
                 self._live.update(Text(""))  # so that an area higher than the terminal leaves nothing behind
                 self._live.stop()
@@ -170,18 +165,10 @@ def live_area(p: Progress, losses: Sequence[float], console: Console) -> Rendera
     bars = Table.grid(
         Column(no_wrap=True, min_width=6), Column(max_width=BAR_WIDTH), Column(justify="right"), "", padding=(0, 2)
     )
-    bars.add_row(
-        Text("test" if p.phase == "evaluate" else "epoch"),
-        ProgressBar(total=1.0 if part is not None else None, completed=part or 0.0, pulse=part is None),
-        Text("" if part is None else f"{int(part * 100)} %"),
-        Text(_step_text(p), no_wrap=True),
-    )
-    bars.add_row(
-        Text("run"),
-        ProgressBar(total=1.0, completed=whole),
-        Text(f"{int(whole * 100)} %"),
-        Text(f"epoch {p.epoch}/{p.epochs}", no_wrap=True),
-    )
+    for name, share, text in (("epoch", part, _step_text(p)), ("run", whole, f"epoch {p.epoch}/{p.epochs}")):
+        bar = ProgressBar(total=None if share is None else 1.0, completed=share or 0.0, pulse=share is None)
+        percent = "" if share is None else f"{int(share * 100)} %"
+        bars.add_row(Text(name), bar, Text(percent), Text(text, no_wrap=True))
     rows: list[RenderableType] = [Text(p.job, style="bold", no_wrap=True, overflow="ellipsis"), bars]
     rows.append(_facts(p, [] if console.options.ascii_only else losses, console.width))
     if any(size is not None for size in p.memory):
@@ -221,8 +208,7 @@ def _facts(p: Progress, losses: Sequence[float], width: int) -> Text:
 
 
 def _step_text(p: Progress) -> str:
-    word = "test" if p.phase == "evaluate" else "step"
-    return f"{word} {p.step}" if p.steps is None else f"{word} {p.step:>{len(str(p.steps))}}/{p.steps}"
+    return f"step {p.step}" if p.steps is None else f"step {p.step:>{len(str(p.steps))}}/{p.steps}"
 
 
 class _GuardedFile:
@@ -261,9 +247,3 @@ class _GuardedFile:
             self._file.write(text)
         except UnicodeEncodeError as error:
             self._file.write(text.encode(error.encoding, "replace").decode(error.encoding))
-
-
-def _guarded(console: Console) -> None:
-    """Put a guard before the console's file: rich itself ends the whole process when a pipe breaks."""
-    if not isinstance(console.file, _GuardedFile):
-        console.file = cast("IO[str]", _GuardedFile(console.file))

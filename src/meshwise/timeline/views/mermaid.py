@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import count_text, plural, seconds_text
@@ -20,15 +19,6 @@ IN_MICROSECONDS = 0.1  # s: what is shorter
 TAGS = {"waiting": "crit, ", "communication": "active, "}
 PLAIN = re.compile(r"[^\w .,/+*=()·±-]")
 """What is written as a character's number: `:`, `;`, `#` and others mean something to Mermaid."""
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """How seconds are written: so many a second, and the axis for them."""
-
-    per_second: float
-    axis: str
-    unit: str
 
 
 def render(report: Report, timeline: Timeline) -> str:
@@ -46,16 +36,16 @@ def render(report: Report, timeline: Timeline) -> str:
 def gantt(report: Report, bars: Sequence[Bar]) -> str:
     """The chart of these bars."""
     origin = min(bar.start for bar in bars)
-    scale = _scale(max(bar.start + bar.seconds for bar in bars) - origin)
+    per_second, axis, unit = _scale(max(bar.start + bar.seconds for bar in bars) - origin)
     drawn = _longest(bars)
     first, last = min(bar.step for bar in bars), max(bar.step for bar in bars)
     steps = f"step {count_text(first)}" if first == last else f"steps {count_text(first)} to {count_text(last)}"
     predicted = "" if report.source == "measured" else f", {report.source}"
     lines = [
         "gantt",
-        f"    title {_escaped(f'{report.title}, {steps}{predicted} ({scale.unit})')}",
+        f"    title {_escaped(f'{report.title}, {steps}{predicted} ({unit})')}",
         "    dateFormat x",
-        f"    axisFormat {scale.axis}",
+        f"    axisFormat {axis}",
         "    todayMarker off",
         "    %% crit: waits for another rank. active: communicates.",
     ]
@@ -65,7 +55,7 @@ def gantt(report: Report, bars: Sequence[Bar]) -> str:
         lines.append(f"    %% times of different ranks agree to ±{seconds_text(report.error_seconds)}.")
     for rank in sorted({bar.rank for bar in drawn}):
         lines.append(f"    section {_escaped(_rank_name(rank, report.ranks))}")
-        lines += [_task(bar, origin, scale) for bar in drawn if bar.rank == rank]
+        lines += [_task(bar, origin, per_second) for bar in drawn if bar.rank == rank]
     return "\n".join(lines) + "\n"
 
 
@@ -75,19 +65,20 @@ def _longest(bars: Sequence[Bar]) -> list[Bar]:
     return sorted(longest, key=lambda bar: (bar.rank, bar.start, -bar.seconds))
 
 
-def _scale(seconds: float) -> _Scale:
+def _scale(seconds: float) -> tuple[float, str, str]:
+    """How a chart of so many seconds is written: units a second, Mermaid's format of the axis, and what it counts."""
     if seconds < IN_MICROSECONDS:
-        return _Scale(1e6, "%Q", "axis in µs")
-    return _Scale(1e3, "%S.%L", "axis in s") if seconds < 60 else _Scale(1e3, "%M:%S", "axis in min:s")
+        return 1e6, "%Q", "axis in µs"
+    return (1e3, "%S.%L", "axis in s") if seconds < 60 else (1e3, "%M:%S", "axis in min:s")
 
 
 def _rank_name(rank: int, ranks: Sequence[RankReport]) -> str:
     return next((f"rank {rank} · {known.device}" for known in ranks if known.rank == rank), f"rank {rank}")
 
 
-def _task(bar: Bar, origin: float, scale: _Scale) -> str:
-    start = round((bar.start - origin) * scale.per_second)
-    end = max(round((bar.start + bar.seconds - origin) * scale.per_second), start + 1)
+def _task(bar: Bar, origin: float, per_second: float) -> str:
+    start = round((bar.start - origin) * per_second)
+    end = max(round((bar.start + bar.seconds - origin) * per_second), start + 1)
     text = _escaped(f"{bar.kind} {bar.name}".strip() + f", {seconds_text(bar.seconds)}")
     return f"    {text} :{TAGS.get(bar.kind, '')}{start}, {end}"
 

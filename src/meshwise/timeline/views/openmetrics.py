@@ -13,16 +13,44 @@ from types import SimpleNamespace
 from typing import Any
 
 from meshwise.spec.errors import UsageError
-from meshwise.timeline.run_report import RankReport, Report
+from meshwise.timeline.run_report import Report
 from meshwise.timeline.timeline import Timeline
 
 Labels = dict[str, str]
 Sample = tuple[Labels, float | None]
 UNITS = ("seconds", "bytes", "ratio")
 
-
 Row = tuple[str, str, str, Sequence[Sample]]
 """Name, type (counter, gauge or summary), help, samples. Those without a finite value are left out."""
+Family = tuple[str, str, str, Callable[[Any], float | None]]
+"""Name, type, help, and what reads the value of one part, rank, collective or finding of the report."""
+
+OF_GOODPUT: Sequence[Family] = (
+    ("goodput_seconds", "counter", "Wall time by what it was spent on, mean over ranks.", lambda p: p.seconds),
+    ("goodput_ratio", "gauge", "Share of the wall time by what it was spent on.", lambda p: p.share),
+)
+OVERLAPS = "Communication that overlaps with computing: it is free."
+OF_RANK: Sequence[Family] = (
+    ("hidden_communication_seconds", "counter", OVERLAPS, lambda r: r.hidden_seconds),
+    ("rank_steps", "counter", "Training steps of a rank.", lambda r: r.steps),
+    ("rank_step_seconds", "gauge", "Median time of a rank's step.", lambda r: r.step_seconds if r.steps else None),
+    ("straggler_seconds", "counter", "What the delays of a rank cost the run.", lambda r: r.straggler_seconds),
+    ("last_arrivals", "counter", "At how many sync points a rank was last.", lambda r: r.last_arrivals),
+    ("sync_points", "counter", "How often ranks waited for each other.", lambda r: r.sync_points),
+    ("rank_complete", "gauge", "1 where a rank recorded how it ended, 0 where it was cut off.", lambda r: r.complete),
+    ("dropped_spans", "counter", "Spans of a rank that are missing.", lambda r: r.dropped),
+    ("overhead_seconds", "counter", "What writing the timeline cost, of one core.", lambda r: r.overhead_seconds),
+)
+BUS = "Bus bandwidth of a collective, by the definition of nccl-tests."
+OF_COLLECTIVE: Sequence[Family] = (
+    ("collectives", "counter", "Collectives by name and size.", lambda c: c.count),
+    ("collective_seconds", "gauge", "Median time of a collective from the last arrival on.", lambda c: c.seconds),
+    ("bus_bandwidth_bytes_per_second", "gauge", BUS, lambda c: c.bus_bandwidth),
+)
+OF_FINDING: Sequence[Family] = (
+    ("finding_ratio", "gauge", "Share of a step, or of the run, that a finding is about.", lambda f: f.share),
+    ("finding_seconds", "gauge", "Seconds a step, or in all, that a finding is about.", lambda f: f.seconds),
+)
 
 
 def render(report: Report, timeline: Timeline) -> str:
@@ -64,10 +92,7 @@ def _of_run(report: Report) -> Iterator[Row]:
     yield "samples_per_second", "gauge", "Samples of the global batches, a second of training.", rate
     yield "wall_seconds", "counter", "Wall time of all sessions.", [({}, report.wall_seconds)]
     parts = [({"part": part.name}, part) for part in report.goodput]
-    goodput = [(labels, part.seconds) for labels, part in parts]
-    yield "goodput_seconds", "counter", "Wall time by what it was spent on, mean over ranks.", goodput
-    shares = [(labels, part.share) for labels, part in parts]
-    yield "goodput_ratio", "gauge", "Share of the wall time by what it was spent on.", shares
+    yield from _each(OF_GOODPUT, parts)
     waiting = [({"part": part.name}, part.seconds) for part in report.waiting]
     yield "waiting_seconds", "counter", "The part of the wall time that is waiting, by what for.", waiting
     clocks = [({"rank": str(clock.rank)}, clock.error_seconds) for clock in report.clocks]
@@ -76,57 +101,28 @@ def _of_run(report: Report) -> Iterator[Row]:
 
 def _of_ranks(report: Report) -> Iterator[Row]:
     ranks = [({"rank": str(r.rank)}, r) for r in report.ranks]
-
-    def each(read: Callable[[RankReport], float | None]) -> list[Sample]:
-        return [(labels, read(rank)) for labels, rank in ranks]
-
     about: list[Sample] = [({**labels, "device": r.device, "host": r.host}, 1) for labels, r in ranks]
     yield "rank_info", "gauge", "The device and the host of a rank.", about
     phases = [({**labels, "phase": kind}, seconds) for labels, r in ranks for kind, seconds in r.seconds.items()]
     yield "phase_seconds", "counter", "Time of a rank by what it was spent on; it adds up.", phases
-    hidden = each(lambda r: r.hidden_seconds)
-    yield "hidden_communication_seconds", "counter", "Communication that overlaps with computing: it is free.", hidden
-    yield "rank_steps", "counter", "Training steps of a rank.", each(lambda r: r.steps)
-    medians = each(lambda r: r.step_seconds if r.steps else None)
-    yield "rank_step_seconds", "gauge", "Median time of a rank's step.", medians
-    cost = each(lambda r: r.straggler_seconds)
-    yield "straggler_seconds", "counter", "What the delays of a rank cost the run.", cost
-    yield "last_arrivals", "counter", "At how many sync points a rank was last.", each(lambda r: r.last_arrivals)
-    yield "sync_points", "counter", "How often ranks waited for each other.", each(lambda r: r.sync_points)
     memory = [({**labels, "memory": name}, size) for labels, r in ranks for name, size in r.memory.items()]
     yield "memory_peak_bytes", "gauge", "Most memory in use, by what was counted.", memory
-    complete = each(lambda r: float(r.complete))
-    yield "rank_complete", "gauge", "1 where a rank recorded how it ended, 0 where it was cut off.", complete
-    yield "dropped_spans", "counter", "Spans of a rank that are missing.", each(lambda r: r.dropped)
-    overhead = each(lambda r: r.overhead_seconds)
-    yield "overhead_seconds", "counter", "What writing the timeline cost, of one core.", overhead
+    yield from _each(OF_RANK, ranks)
 
 
 def _of_collectives(report: Report) -> Iterator[Row]:
-    named = [({"collective": c.name, "bytes": str(c.bytes)}, c) for c in report.collectives]
-    counts: list[Sample] = [(labels, c.count) for labels, c in named]
-    yield "collectives", "counter", "Collectives by name and size.", counts
-    seconds = [(labels, c.seconds) for labels, c in named]
-    yield "collective_seconds", "gauge", "Median time of a collective from the last arrival on.", seconds
-    rates = [(labels, c.bus_bandwidth) for labels, c in named]
-    help = "Bus bandwidth of a collective, by the definition of nccl-tests."
-    yield "bus_bandwidth_bytes_per_second", "gauge", help, rates
+    return _each(OF_COLLECTIVE, [({"collective": c.name, "bytes": str(c.bytes)}, c) for c in report.collectives])
 
 
 def _of_findings(report: Report) -> Iterator[Row]:
-    named = [
-        (
-            {
-                "number": str(number),
-                "kind": finding.kind,
-                "rank": "" if finding.rank is None else str(finding.rank),
-                "phase": finding.phase or "",
-            },
-            finding,
-        )
-        for number, finding in enumerate(report.findings, 1)
-    ]
-    shares = [(labels, finding.share) for labels, finding in named]
-    yield "finding_ratio", "gauge", "Share of a step, or of the run, that a finding is about.", shares
-    seconds = [(labels, finding.seconds) for labels, finding in named]
-    yield "finding_seconds", "gauge", "Seconds a step, or in all, that a finding is about.", seconds
+    named = []
+    for number, found in enumerate(report.findings, 1):
+        rank = "" if found.rank is None else str(found.rank)
+        named.append(({"number": str(number), "kind": found.kind, "rank": rank, "phase": found.phase or ""}, found))
+    return _each(OF_FINDING, named)
+
+
+def _each(families: Sequence[Family], named: Sequence[tuple[Labels, Any]]) -> Iterator[Row]:
+    """A row for each family, with a sample of each of the things that are named by their labels."""
+    for name, type, help, read in families:
+        yield name, type, help, [(labels, read(thing)) for labels, thing in named]

@@ -25,16 +25,25 @@ LEAST_BAR, MOST_BAR = 10, 60
 OF_STEP = tuple(kind for kind in MARKS if kind not in OUTSIDE_STEPS)
 # Columns that are left out first where the table is too wide. The first two never are.
 LESS_NEEDED = ("last", "cost", "memory", "wait", "comm", "compute")
-WRITE: Mapping[str, Callable[[float], str]] = {
-    "step": seconds_text,
-    "compute": percent_text,
-    "comm": percent_text,
-    "wait": percent_text,
-    "last": lambda times: f"{count_text(times)}×",
-    "cost": seconds_text,
-    "memory": bytes_text,
+
+
+@dataclass(frozen=True)
+class _Column:
+    """How the numbers of a column are written, and what they are of a rank (None unknown)."""
+
+    write: Callable[[float], str]
+    read: Callable[[RankReport], float | None]
+
+
+COLUMNS: Mapping[str, _Column] = {
+    "step": _Column(seconds_text, lambda r: r.step_seconds if r.steps else None),
+    "compute": _Column(percent_text, lambda r: sum(r.step_shares[k] for k in COMPUTING) if r.step_shares else None),
+    "comm": _Column(percent_text, lambda r: r.step_shares.get("communication")),
+    "wait": _Column(percent_text, lambda r: r.step_shares.get("waiting")),
+    "last": _Column(lambda times: f"{count_text(times)}×", lambda r: r.last_arrivals if r.sync_points else None),
+    "cost": _Column(seconds_text, lambda r: r.straggler_seconds if r.sync_points else None),
+    "memory": _Column(bytes_text, lambda r: r.peak_memory),
 }
-"""The columns, and how their numbers are written."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class _Row:
 
     def cell(self, title: str) -> str:
         value = self.numbers[title]
-        return "" if value is None else WRITE[title](value)
+        return "" if value is None else COLUMNS[title].write(value)
 
 
 def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
@@ -55,26 +64,32 @@ def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
     rows = _rows(report)
     if not rows:
         return []
-    titles = [title for title in WRITE if any(row.cell(title) for row in rows)]
+    titles = [title for title in COLUMNS if any(row.cell(title) for row in rows)]
     for left_out in range(len(LESS_NEEDED) + 1):
         kept = [title for title in titles if title not in LESS_NEEDED[:left_out]]
         for gap in (2, 1):
             room = width - width_of(_lines(rows, kept, 0, gap, ascii_only)) - gap
             if room >= (0 if left_out else LEAST_BAR):
-                return _lines(rows, kept, min(room, MOST_BAR), gap, ascii_only)
-    return _lines(rows, kept, 0, 1, ascii_only)
+                lines = _lines(rows, kept, min(room, MOST_BAR), gap, ascii_only)
+                return lines + _left_out([title for title in titles if title not in kept])
+    return _lines(rows, kept, 0, 1, ascii_only) + _left_out([title for title in titles if title not in kept])
+
+
+def _left_out(titles: Sequence[str]) -> list[Text]:
+    """What a narrow terminal does not show, and where it is."""
+    return [Text(f"--json has {' '.join(titles)}", "dim")] if titles else []
 
 
 def _lines(rows: Sequence[_Row], titles: Sequence[str], bar: int, gap: int, ascii_only: bool) -> list[Text]:
     """The bar stands behind the time of a step, if it has one."""
-    at = titles.index("step") + 1 if "step" in titles else 0
+    at = titles.index("step") + 2 if "step" in titles else 1
     cells: list[list[Cell]] = [[row.name, *(row.cell(title) for title in titles)] for row in rows]
     heads = ["rank", *titles]
     if bar >= LEAST_BAR:
-        heads.insert(at + 1, "its step")
+        heads.insert(at, "its step")
         for row, line in zip(rows, cells, strict=True):
-            line.insert(at + 1, bar_text(row.seconds or {}, bar, ascii_only))
-    return table_lines(heads, cells, left=(0, at + 1) if bar >= LEAST_BAR else (0,), gap=gap)
+            line.insert(at, bar_text(row.seconds or {}, bar, ascii_only))
+    return table_lines(heads, cells, left=(0, at) if bar >= LEAST_BAR else (0,), gap=gap)
 
 
 def whole_parts(shares: Sequence[float], whole: int) -> list[int]:
@@ -105,7 +120,7 @@ def _rows(report: Report) -> list[_Row]:
     numbers = [_numbers(rank) for rank in report.ranks]
     rows = []
     for name, pick in (("min", min), ("median", median), ("max", max)):
-        known = {title: [n for of_rank in numbers if (n := of_rank[title]) is not None] for title in WRITE}
+        known = {title: [n for of_rank in numbers if (n := of_rank[title]) is not None] for title in COLUMNS}
         picked = {title: pick(values) if values else None for title, values in known.items()}
         rows.append(_Row(Text(name), picked, report.kinds if name == "median" else None))
     return rows + [_row(rank, report) for rank in outliers(report)]
@@ -135,13 +150,4 @@ def outliers(report: Report) -> list[RankReport]:
 
 
 def _numbers(rank: RankReport) -> dict[str, float | None]:
-    shares, synced = rank.step_shares, rank.sync_points > 0
-    return {
-        "step": rank.step_seconds if rank.steps else None,
-        "compute": sum(shares[kind] for kind in COMPUTING) if shares else None,
-        "comm": shares.get("communication"),
-        "wait": shares.get("waiting"),
-        "last": rank.last_arrivals if synced else None,
-        "cost": rank.straggler_seconds if synced else None,
-        "memory": rank.peak_memory,
-    }
+    return {title: column.read(rank) for title, column in COLUMNS.items()}

@@ -1,6 +1,7 @@
 """The views of a report: each is a file of this folder with a function `render(report, timeline)`, and a line here.
 
-The command line has an option for each: `--html` writes report.html, `--mermaid` prints.
+The command line has an option for each: `--html` writes report.html, `--mermaid` prints. A view is imported when it is
+asked for: the help of the options needs none.
 
 Tested in tests/cli/test_report.py.
 """
@@ -9,27 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-
-from meshwise.timeline.run_report import Report
-from meshwise.timeline.timeline import Timeline
-from meshwise.timeline.views import chrome_trace, html_page, json_text, mermaid, openmetrics, tensorboard
+from importlib import import_module
+from typing import Any
 
 
 @dataclass(frozen=True)
 class View:
-    """help: of its option. render: its content, as text or pieces of bytes. file: its name, "" where it is printed."""
+    """module: its file in this folder. help: of its option. file: its name, "" where it is printed."""
 
+    module: str
     help: str
-    render: Callable[[Report, Timeline], str | Iterable[bytes]]
     file: str = ""
+
+    @property
+    def render(self) -> Callable[[Any, Any], str | Iterable[bytes]]:
+        """Makes its content of a Report and a Timeline, as text or pieces of bytes."""
+        made: Callable[[Any, Any], str | Iterable[bytes]] = import_module(f"{__package__}.{self.module}").render
+        return made
 
 
 EVENTS = "tensorboard/report/events.out.tfevents.report"
 VIEWS = {
-    "html": View("write one page that works offline: report.html", html_page.render, "report.html"),
-    "trace": View("write trace.json.gz for Perfetto", chrome_trace.render, "trace.json.gz"),
-    "openmetrics": View("write metrics.prom for Prometheus", openmetrics.render, "metrics.prom"),
-    "tensorboard": View("write TensorBoard events", tensorboard.render, EVENTS),
-    "mermaid": View("print the Gantt chart of a step for Markdown", mermaid.render),
-    "json": View("print every number as JSON", json_text.render),
+    "html": View("html_page", "write one page that works offline: report.html", "report.html"),
+    "trace": View("chrome_trace", "write trace.json.gz for Perfetto", "trace.json.gz"),
+    "openmetrics": View("openmetrics", "write metrics.prom for Prometheus", "metrics.prom"),
+    "tensorboard": View("tensorboard", "write TensorBoard events", EVENTS),
+    "mermaid": View("mermaid", "print the Gantt chart of a step for Markdown"),
+    "json": View("json_text", "print every number as JSON"),
 }

@@ -6,6 +6,7 @@ ever cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.console import RenderableType
@@ -20,7 +21,7 @@ from meshwise.timeline.views.rank_table import OF_STEP, outliers, rank_table
 
 STATUS_STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "bold red"}
 MOST_MISSING = 3
-LEAST_NEEDED = (("clocks", False), ("missing", True), ("marks", False), ("advice", False))
+LEAST_NEEDED = (("clocks", False), ("missing", True), ("marks", False), ("advice", False), ("about", False))
 """What is left out, or shortened (True), in this order, where the screen is too low."""
 EMPTY_LINES = 3
 FEWEST_GANTT_ROWS = 2
@@ -40,7 +41,8 @@ def report_lines(report: Report, screen: Screen, height: int | None) -> list[Tex
     table = rank_table(report, width, ascii_only)
     kinds = [kind for kind in OF_STEP if report.kinds.get(kind, 0.0) > 0]
     parts = {
-        "head": screen.wrap(_title(report, width), Text(report.verdict, "bold")),
+        "head": screen.wrap(_title(report, width), *_verdict(report)),
+        "about": screen.wrap(*(Text(f"{name:8} {text}", "dim") for name, text in report.about.items())),
         "table": table,
         "gantt": [],
         "marks": legend(kinds, width, ascii_only) if table else [],
@@ -49,16 +51,25 @@ def report_lines(report: Report, screen: Screen, height: int | None) -> list[Tex
         "advice": screen.wrap(*_advice(report)),
         "clocks": screen.wrap(_clocks(report)) if len(report.clocks) > 1 else [],
     }
+    most = math.inf if height is None else height
     for less, shorter in LEAST_NEEDED:
-        if height is not None and sum(map(len, parts.values())) > height:
+        if sum(map(len, parts.values())) > most:
             parts[less] = screen.wrap(*_missing(report, 1)) if shorter else []
-    room = None if height is None else height - sum(map(len, parts.values()))
-    parts["gantt"] = _gantt(report, width, room, ascii_only)
-    first = [parts["head"], parts["table"], parts["gantt"] + parts["marks"]]
-    if not parts["gantt"]:
-        first[1:] = [parts["table"] + parts["marks"]]
-    last = [line for name in ("goodput", "missing", "advice", "clocks") for line in parts[name]]
-    return spaced([*first, last], height)
+    parts["gantt"] = _gantt(report, width, most - sum(map(len, parts.values())), ascii_only)
+    marks = parts["gantt"] + parts["marks"]
+    first = [parts["table"], marks] if parts["gantt"] else [parts["table"] + marks]
+    last = [line for name in ("goodput", "missing", "advice", "clocks", "about") for line in parts[name]]
+    return spaced([parts["head"], *first, last], height)
+
+
+def _verdict(report: Report) -> list[Text]:
+    """The headline, where there is one, above the sentence that it stands for."""
+    begins = report.headline.rstrip(".")
+    if not begins:
+        return [Text(report.verdict, "bold")]
+    if report.verdict.startswith(begins):  # said once
+        return [Text(begins, "bold").append(report.verdict.removeprefix(begins), "not bold")]
+    return [Text(report.headline, "bold"), Text(report.verdict)]
 
 
 def _title(report: Report, width: int) -> Text:
@@ -90,10 +101,8 @@ def _goodput(report: Report) -> list[Text]:
 
 def _percents(parts: Sequence[GoodputPart]) -> list[tuple[str, int]]:
     """The first part, then the others from the largest on, in percent; those of 0 are left out."""
-    shares = {part.name: round(100 * part.share) for part in parts}
-    first, *others = [*shares] or [""]
-    names = [first, *sorted(others, key=lambda name: -shares[name])]
-    return [(name, shares[name]) for name in names if shares.get(name)]
+    rest = sorted(parts[1:], key=lambda part: -round(100 * part.share))
+    return [(part.name, share) for part in [*parts[:1], *rest] if (share := round(100 * part.share))]
 
 
 def _missing(report: Report, most: int = MOST_MISSING) -> list[Text]:
@@ -110,7 +119,7 @@ def _clocks(report: Report) -> Text:
     return Text(f"clocks   times of different ranks agree to ±{seconds_text(report.error_seconds)}", "dim")
 
 
-def _gantt(report: Report, width: int, room: int | None, ascii_only: bool) -> list[Text]:
+def _gantt(report: Report, width: int, room: float, ascii_only: bool) -> list[Text]:
     """One step of usual length, or the few that were chosen, of as many ranks as there is room for; those that stand
     out come first."""
     running = report.status == "running"  # then the newest steps tell most
@@ -128,18 +137,11 @@ def _gantt(report: Report, width: int, room: int | None, ascii_only: bool) -> li
     for many, overlapped in [(len(ranks), True), *((n, False) for n in range(len(ranks), 0, -1))]:
         # Rows that matter less come after the empty lines that order the rest.
         least = many + (3 + EMPTY_LINES if overlapped else 2)
-        if many > MOST_GANTT_RANKS or many < min(FEWEST_GANTT_ROWS, len(ranks)) or (room is not None and least > room):
+        if many > MOST_GANTT_RANKS or many < min(FEWEST_GANTT_ROWS, len(ranks)) or least > room:
             continue
         some = f", {many} of {len(ranks)} ranks" if many < len(ranks) else ""
-        lines = gantt_text(
-            window,
-            sorted(named[:many]),
-            width,
-            step=step,
-            ascii_only=ascii_only,
-            overlapped=overlapped,
-            with_legend=False,
-        )
-        if lines and (room is None or len(lines) + least - many - 1 <= room):
+        shown = sorted(named[:many])
+        lines = gantt_text(window, shown, width, step=step, ascii_only=ascii_only, overlapped=overlapped)
+        if lines and len(lines) + least - many - 1 <= room:
             return [Text(f"{title}{some}", "dim"), *lines]
     return []

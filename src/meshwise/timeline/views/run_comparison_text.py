@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -13,6 +13,13 @@ from meshwise.terminal.screen import Drawn, Screen, spaced
 from meshwise.terminal.table import table_lines
 from meshwise.timeline.compare_runs import Figure, RunComparison, TimeDifference, clearly, signed
 
+WRITE: Mapping[str, Callable[[float], str]] = {
+    "share": percent_text,
+    "samples/s": lambda rate: f"{rate_text(rate)} samples/s",
+    "bytes": bytes_text,
+    "seconds": seconds_text,
+}
+"""The units of figures, and how they are written."""
 CLEAR_STYLES = {True: "bold red", False: "bold green"}
 
 
@@ -29,11 +36,12 @@ def _lines(c: RunComparison, screen: Screen) -> list[Text]:
     steps, figures = [], []
     if c.step is not None:
         rows = [_row(difference, screen.ascii_only) for difference in [*c.kinds, c.step]]
-        steps = table_lines(["a step", "A", "B", "B - A", "B / A", "95 %", ""], rows, screen.width)
+        steps = table_lines(["a step", "A", "B", "B - A", "B / A", "95 %", ""], rows, screen.table_width)
     if c.figures:
-        figures = table_lines(["the run", "A", "B", "B - A"], [_figure_row(f) for f in c.figures], screen.width)
+        figures = table_lines(["the run", "A", "B", "B - A"], [_figure_row(f) for f in c.figures], screen.table_width)
     notes = screen.wrap(*(Text(note, "yellow") for note in c.notes))
-    return spaced([screen.wrap(*runs, Text(c.verdict, "bold")), steps, figures, notes], None)
+    differs = [Text("differs in: " + ", ".join(c.differs))] if c.differs else []
+    return spaced([screen.wrap(*runs, *differs, Text(c.verdict, "bold")), steps, figures, notes], None)
 
 
 def _row(difference: TimeDifference, ascii_only: bool) -> list[str | Text]:
@@ -75,9 +83,4 @@ def _figure_row(figure: Figure) -> list[str]:
 
 
 def _value(value: float | None, unit: str) -> str:
-    if value is None:
-        return "unknown"
-    if unit == "samples/s":
-        return f"{rate_text(value)} samples/s"
-    write: dict[str, Callable[[float], str]] = {"share": percent_text, "bytes": bytes_text, "seconds": seconds_text}
-    return write[unit](value)
+    return "unknown" if value is None else WRITE[unit](value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from statistics import fmean, median
 
 from rich.console import RenderableType
@@ -23,7 +24,9 @@ OTHER = "other"
 BLOCKS = " ▏▎▍▌▋▊▉█"
 MOST_RANK_COLUMNS = 8
 MOST_BAR, LEAST_BAR = 24, 8
-SPREAD: Mapping[str, Callable[[Sequence[float]], float]] = {"min": min, "median": median, "max": max}
+Picks = Mapping[str, Callable[[Sequence[float]], float]]
+"""Columns: what each shows of a value on all ranks."""
+SPREAD: Picks = {"min": min, "median": median, "max": max}
 
 
 def summary_text(summary: RunSummary, width: int | None) -> RenderableType:
@@ -41,15 +44,12 @@ def _lines(s: RunSummary, screen: Screen) -> list[Text]:
 
 def metric_text(name: str, value: float) -> str:
     """`accuracy 96.62 %`, and any other metric with four decimals."""
-    return f"{name} {percent_text(value, 2)}" if name == "accuracy" else f"{name} {value:.4f}"
+    return f"{name} {metric_value(name, value)}"
 
 
-def mean_seconds(summary: RunSummary) -> dict[str, float]:
-    """Seconds of each phase averaged over ranks, in the order in which a step goes; `other` is what is in none.
-
-    Phases that took no time on any rank are left out.
-    """
-    return {kind: fmean(row) for kind, row in _rows(summary).items()}
+def metric_value(name: str, value: float) -> str:
+    """`96.62 %` of an accuracy, four decimals of another metric."""
+    return percent_text(value, 2) if name == "accuracy" else f"{value:.4f}"
 
 
 def _head(s: RunSummary) -> list[Text]:
@@ -98,14 +98,14 @@ def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
     """The mean over ranks, its share with a bar, and what there is room for: a column a rank, or the least, the median
     and the most of all ranks, or neither."""
     rows = _rows(s)
-    rows["total"] = [sum(row[rank] for row in rows.values()) for rank in range(len(s.phases))]
+    rows["total"] = [sum(of_rank) for of_rank in zip(*rows.values(), strict=True)]
     unit, write = _in_one_unit(max(rows["total"]))
-    for titles, gap, least in _rank_columns(len(s.phases)):
-        bare = _time_lines(rows, unit, write, titles, 0, gap, screen.ascii_only)
+    for picks, gap, least in _rank_columns(len(s.phases)):
+        bare = _time_lines(rows, unit, write, picks, 0, gap, screen.ascii_only)
         room = screen.width - width_of(bare) - gap
-        if room >= least or not titles:
+        if room >= least or not picks:
             bar = min(MOST_BAR, room) if room >= LEAST_BAR else 0
-            table = _time_lines(rows, unit, write, titles, bar, gap, screen.ascii_only)
+            table = _time_lines(rows, unit, write, picks, bar, gap, screen.ascii_only)
             break
     several = f", mean of {len(s.phases)} ranks" if len(s.phases) > 1 else ""
     lines = [Text(f"Where the time went{several}", style="bold"), *table]
@@ -117,21 +117,21 @@ def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
     return lines
 
 
-def _rank_columns(ranks: int) -> Iterator[tuple[list[str], int, int]]:
-    """Titles of columns after the mean, the gap between columns, and the room that a bar must have; best first."""
+def _rank_columns(ranks: int) -> Iterator[tuple[Picks, int, int]]:
+    """Columns after the mean, the gap between columns, and the room that a bar must have; best first."""
     if 1 < ranks <= MOST_RANK_COLUMNS:
         for word, gap, least in (("rank ", 2, LEAST_BAR), ("r", 1, LEAST_BAR), ("r", 1, -1)):
-            yield [f"{word}{rank}" for rank in range(ranks)], gap, least
+            yield {f"{word}{rank}": itemgetter(rank) for rank in range(ranks)}, gap, least
     if ranks > 1:
-        yield [*SPREAD], 2, -2
-    yield [], 2, 0
+        yield SPREAD, 2, -2
+    yield {}, 2, 0
 
 
 def _time_lines(
     rows: Mapping[str, list[float]],
     unit: str,
     write: Callable[[float], str],
-    titles: Sequence[str],
+    picks: Picks,
     bar: int,
     gap: int,
     ascii_only: bool,
@@ -141,11 +141,11 @@ def _time_lines(
     for kind, row in rows.items():
         share = fmean(row) / total
         shown = 0.0 if kind == "total" else share
-        picked = [pick(row) for pick in SPREAD.values()] if titles == [*SPREAD] else row[: len(titles)]
+        picked = [pick(row) for pick in picks.values()]
         drawn = [_bar_text(shown, bar, ascii_only)] * bool(bar)
         texts = [kind, write(fmean(row)), percent_text(share), *drawn, *map(write, picked)]
         cells.append([Text(text, "dim" if kind == "total" else "") for text in texts])
-    heads = ["", unit, "share", *([" " * bar] if bar else []), *titles]
+    heads = ["", unit, "share", *([" " * bar] if bar else []), *picks]
     return table_lines(heads, cells, left=(0, 3) if bar else (0,), gap=gap)
 
 

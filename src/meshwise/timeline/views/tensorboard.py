@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from meshwise.spec.errors import UsageError
-from meshwise.timeline.run_report import NOT_MEMORY, Report, Series
+from meshwise.timeline.run_report import NOT_MEMORY, Report
 from meshwise.timeline.timeline import Counter, Timeline
 
 Scalar = tuple[str, float, int, float]
@@ -34,7 +34,7 @@ def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
         from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError:
         raise UsageError("TensorBoard's events need tensorboard: pip install 'meshwise[tensorboard]'") from None
-    file, began = io.BytesIO(), _began(timeline)
+    file, began = io.BytesIO(), timeline.began or 0.0
     records = RecordWriter(file)
     records.write(Event(wall_time=began, file_version="brain.Event:2").SerializeToString())
     for tag, value, step, time in _scalars(timeline, report):
@@ -44,20 +44,13 @@ def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
     yield file.getvalue()
 
 
-def _began(timeline: Timeline) -> float:
-    """When the run began, in seconds since 1970; 0 where that is unknown, as in a prediction."""
-    sessions = timeline.facts.get("sessions") or [{}]
-    began = sessions[0].get("began")
-    return float(began) if isinstance(began, int | float) else 0.0
-
-
 def _scalars(timeline: Timeline, report: Report) -> Iterator[Scalar]:
     series = report.series
-    yield from _over_steps("step/seconds", series.seconds, series)
-    for kind, seconds in series.kinds.items():
-        yield from _over_steps(f"step/{kind}", seconds, series)
+    for name, values in {"seconds": series.seconds, **series.kinds}.items():
+        for value, step, time in zip(values, series.step, series.time, strict=True):
+            yield f"step/{name}", value, step, time
     counters = {(counter.rank, counter.name): counter for counter in timeline.counters}
-    yield from _loss(timeline.counters)
+    yield from _loss(timeline.counter("loss"))
     for thinned in report.counters:
         if thinned.name not in NOT_MEMORY:
             whole = counters[thinned.rank, thinned.name]
@@ -71,13 +64,7 @@ def _scalars(timeline: Timeline, report: Report) -> Iterator[Scalar]:
         yield "throughput/samples_per_second", report.samples_per_second, last, report.wall_seconds
 
 
-def _over_steps(tag: str, values: Sequence[float], series: Series) -> Iterator[Scalar]:
-    for value, step, time in zip(values, series.step, series.time, strict=True):
-        yield tag, value, step, time
-
-
-def _loss(counters: Sequence[Counter]) -> Iterator[Scalar]:
-    counter = next((counter for counter in counters if counter.name == "loss"), None)
+def _loss(counter: Counter | None) -> Iterator[Scalar]:
     if counter is not None:
         some = np.unique(np.linspace(0, len(counter.value) - 1, min(MOST_LOSSES, len(counter.value))).astype(np.int64))
         facts = (counter.value[some].tolist(), counter.step[some].tolist(), (counter.time[some] / 1e9).tolist())

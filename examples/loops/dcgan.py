@@ -1,0 +1,49 @@
+"""Two networks after pytorch/examples' dcgan: pictures from a loader, and noise of the loop's own.
+
+Inside a loop over a distributed loader each rank draws its own numbers. Noise that is split comes from a generator of
+the program's own, which is alike on every rank; noise that all ranks share (`fixed`) is not split.
+"""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+NOISE, BATCH = 4, 6
+
+
+def main(epochs=2):
+    torch.manual_seed(999)
+    pictures = TensorDataset(torch.randn(20, 3, 8, 8))
+    loader = DataLoader(pictures, batch_size=BATCH, shuffle=True, drop_last=True)
+    maker = nn.Sequential(
+        nn.ConvTranspose2d(NOISE, 8, 4, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 3, 4, 2, 1)
+    )
+    critic = nn.Sequential(
+        nn.Conv2d(3, 8, 4, 2, 1, bias=False), nn.BatchNorm2d(8), nn.LeakyReLU(0.2), nn.Conv2d(8, 1, 4), nn.Flatten(0)
+    )
+    optimizers = [torch.optim.Adam(m.parameters(), lr=2e-3, betas=(0.5, 0.999)) for m in (critic, maker)]
+    critic, maker, loader, *optimizers = mw.distribute(critic, maker, loader, *optimizers)
+    criterion, own = nn.BCEWithLogitsLoss(), torch.Generator().manual_seed(7)
+    fixed = torch.randn(5, NOISE, 1, 1, generator=own)
+    numbers = []
+    for _ in range(epochs):
+        for (real,) in loader:
+            noise = mw.split(torch.randn(BATCH, NOISE, 1, 1, generator=own))
+            critic.zero_grad()
+            errors = [mw.backward(criterion(critic(real), torch.ones(len(real))))]
+            fake = maker(noise)
+            errors.append(mw.backward(criterion(critic(fake.detach()), torch.zeros(len(noise)))))
+            optimizers[0].step()
+            maker.zero_grad()
+            errors.append(mw.backward(criterion(critic(fake), torch.ones(len(noise)))))
+            optimizers[1].step()
+            numbers += [error.item() for error in errors]
+        with torch.no_grad():
+            numbers.append(maker(fixed).mean().item())  # in training mode, as the example does
+    return numbers, maker.state_dict() | critic.state_dict()
+
+
+if __name__ == "__main__":
+    mw.print(main()[0])

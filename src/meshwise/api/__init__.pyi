@@ -1,0 +1,12 @@
+from meshwise.api import bench as bench
+from meshwise.api import bench_hosts as bench_hosts
+from meshwise.api import check as check
+from meshwise.api import check_options as check_options
+from meshwise.api import machines as machines
+from meshwise.api import plans as plans
+from meshwise.api import report as report
+from meshwise.api import run as run
+from meshwise.api import runs as runs
+from meshwise.api import script as script
+from meshwise.api import start as start
+from meshwise.api import supervise as supervise

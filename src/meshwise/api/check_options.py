@@ -1,0 +1,59 @@
+"""The options of a check, each once: the command line and `mw.check` are made from them. No torch.
+
+Tested in tests/cli/test_check.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from meshwise.spec.errors import UsageError
+from meshwise.spec.options import Option
+from meshwise.spec.plan import Plan
+from meshwise.training.job import Job
+
+DEFAULT_DEVICES = "2xcpu"
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """The options of a check. arguments: of a script. notify: takes a line for the user."""
+
+    job: Annotated[
+        Job | str,
+        Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments", argument=True),
+    ]
+    _: KW_ONLY
+    plan: Annotated[
+        Plan | str | Path | None,
+        Option("a plan file; default: that of a script, else replicas on all devices", metavar="FILE"),
+    ] = None
+    settings: Annotated[
+        tuple[str, ...], Option("a field of the plan, such as shard=4", name="--set", metavar="FIELD=VALUE")
+    ] = ()
+    devices: Annotated[
+        str | None, Option("4xcpu, 2xcuda; default: a CPU worker for each device of the plan, else 2xcpu")
+    ] = None
+    steps: Annotated[int, Option("optimizer steps; the last one has a ragged batch")] = 3
+    batch_size: Annotated[int | None, Option("samples of the global batch, over all devices", scripts=False)] = None
+    seed: Annotated[int | None, Option("seed of the start values, the data order and the draws")] = None
+    data: Annotated[str | Path | None, Option("another data set in the same format: a folder", scripts=False)] = None
+    rounding: Annotated[bool, Option("run both sides in the plan's own precision too")] = True
+    arguments: Sequence[str] = ()
+    notify: Callable[[str], None] = lambda text: None
+    tell: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.job, Job):
+            object.__setattr__(self, "job", self.job.named())
+        if self.devices is not None and not self.devices.strip():
+            raise UsageError("--devices '': no device is named. Use 2xcpu, or leave it out.")
+        if self.steps < 1:
+            raise UsageError(f"--steps {self.steps}: must be at least 1.")
+        if self.tell is not None:
+            warnings.warn("check(tell=...) is now check(notify=...).", DeprecationWarning, stacklevel=4)
+            object.__setattr__(self, "notify", self.tell)

@@ -1,0 +1,23 @@
+"""The plan of a script, of which its launcher knows no more than the file. Tested in tests/training/test_program.py."""
+
+from __future__ import annotations
+
+from meshwise.parallel.apply import check_fits
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from meshwise.training.plan_choice import check_for_scripts
+from meshwise.training.session import process_engine
+
+
+def check_for_script(plan: Plan, world: World) -> None:
+    """Raises PlanError for what these devices or a loop that is not ours cannot have."""
+    check_fits(plan, world)
+    check_for_scripts(plan)
+
+
+def tell_if_unused(script: str) -> None:
+    """In a worker, when its script has ended: say that the plan changed nothing, if no model was distributed."""
+    if not process_engine().has_applied:
+        process_engine().notify(
+            f"{script} gave mw.distribute no model, so the plan changed nothing: every worker ran it by itself."
+        )

@@ -1,0 +1,56 @@
+"""The runs of a folder: listed, removed, their pages opened. No torch. Tested in tests/cli/test_runs.py."""
+
+from __future__ import annotations
+
+import shutil
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwise.api.report import report_views
+from meshwise.records.run_list import RunEntry, find_run, run_entry, run_list
+from meshwise.spec.errors import UsageError, nearest
+
+STATUSES = ("running", "finished", "stopped", "failed", "unreadable")
+
+
+def runs(parent: Path, *, status: str | None = None, name: str | None = None, job: str | None = None) -> list[RunEntry]:
+    """The runs in `parent`, the oldest first: those of a status, and whose name and job hold these words.
+
+    Raises UsageError for a status that no run has.
+    """
+    if status is not None and status not in STATUSES:
+        raise UsageError(f"--status {status}: no such status.{nearest(status, STATUSES)} Use {', '.join(STATUSES)}.")
+    return [
+        entry
+        for entry in run_list(parent)
+        if status in (None, entry.status) and (name or "") in entry.name and (job or "") in entry.job
+    ]
+
+
+def to_remove(parent: Path, words: Sequence[str], *, running: bool) -> list[RunEntry]:
+    """The runs that the words name. Raises UsageError for one that is none, or, without `running`, that still runs."""
+    entries = {entry.folder: entry for entry in (run_entry(find_run(parent, word)) for word in words)}
+    for entry in entries.values():
+        if entry.status == "running" and not running:
+            raise UsageError(f"{entry.name} is running. Stop it first; if its launcher was killed, use --force.")
+        if entry.folder.is_symlink():
+            raise UsageError(f"{entry.folder} is a link. Remove the link, and name the folder that it leads to.")
+    return list(entries.values())
+
+
+def remove(entry: RunEntry) -> None:
+    """Remove a run's folder and all that is in it. Raises UsageError where that is not allowed."""
+    try:
+        shutil.rmtree(entry.folder)
+    except OSError as error:
+        raise UsageError(
+            f"{entry.folder}: cannot be removed ({error.strerror}). What is left is a part of it."
+        ) from None
+
+
+def open_page(parent: Path, word: str, *, browser: bool) -> tuple[Path, bool]:
+    """Write the page of a run, and show it in a browser; its path, and whether a browser took it."""
+    folder = find_run(parent, word)
+    _, _, (page,) = report_views(folder, ["html"], folder)
+    return page, browser and webbrowser.open(page.resolve().as_uri())

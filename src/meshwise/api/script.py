@@ -1,0 +1,81 @@
+"""Run a user's script on every device. The launcher of a script imports no torch: its workers start at once.
+
+Tested in tests/cli, tests/workers/test_launchers.py and tests/faults.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from meshwise import api, training
+from meshwise.api.start import Program, record_blocks, start, supervised
+from meshwise.jobs.script import refuse_untrained_job, run_script_file
+from meshwise.records import folder as names
+from meshwise.spec.errors import UsageError
+from meshwise.spec.options import refuse_options_of_jobs
+from meshwise.spec.world import World
+from meshwise.timeline.analyse import report_of
+from meshwise.timeline.read import read_timeline
+from meshwise.training.run_options import RunOptions
+from meshwise.workers.environment import EXACT_RANDOM, PLAN_FILE, read_world, started_by_launcher
+
+
+def start_script(arguments: Sequence[str], options: RunOptions, console: Console, began: float | None = None) -> int:
+    """Run a script on every device, as `python script.py` runs it on one. Returns the exit code.
+
+    arguments: the script's own. Raises WorkerFailed when a worker fails.
+    """
+    script = Path(str(options.job))
+    refuse_options_of_jobs(script.name, options)
+    if not script.is_file():
+        raise UsageError(f"{script}: no such file. Name a Python file.")
+    if started_by_launcher():
+        if options.gives_plan:
+            raise UsageError(
+                f"--plan and --set have no effect under torchrun, srun or mpirun. Set {PLAN_FILE}=plan.toml in the "
+                "environment of the script instead."
+            )
+        _script_in_worker(script, arguments, options, None)
+        return 0
+    started = start(partial(_script_program, script, arguments, options), options, began or time.time())
+    _, code = supervised(started, console)
+    report = report_of(read_timeline(started.folder), str(started.folder))
+    lines = [report.verdict] if report.steps else []
+    lines += [f"records     {started.folder}", f"more with   meshwise report {shlex.quote(str(started.folder))}"]
+    Console(stderr=True).print("\n".join(lines), soft_wrap=not sys.stderr.isatty(), markup=False, highlight=False)
+    return code
+
+
+def _script_program(script: Path, arguments: Sequence[str], options: RunOptions, world: World) -> Program:
+    plan = options.plan_on(world.size) if options.gives_plan else None
+    if plan is not None:
+        api.plans.check_for_script(plan, world)
+    call = partial(_script_in_worker, script.resolve(), list(arguments), options)
+    return Program(str(script), plan, call, {"arguments": list(arguments)})
+
+
+def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOptions, folder: Path | None) -> None:
+    record_blocks(options)
+    if folder is not None and options.gives_plan:
+        os.environ[PLAN_FILE] = str((folder / names.PLAN).resolve())
+    if options.exact_random:
+        os.environ[EXACT_RANDOM] = "1"
+    if folder is not None and read_world(os.environ).size > 1:
+        training.model_stream.seed_alike(folder.name)
+    training.same_work.refuse_same_work(script.name, read_world(os.environ))
+    try:
+        variables = run_script_file(script, arguments)
+    finally:
+        if "meshwise.training.session" in sys.modules:  # else it has used none of our verbs
+            training.session.program_ends()
+    refuse_untrained_job(script, variables)
+    if options.gives_plan:
+        api.plans.tell_if_unused(script.name)

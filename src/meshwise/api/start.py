@@ -1,0 +1,135 @@
+"""Open the run folder of a program, and start it on every device. No torch.
+
+A job and a script are both a `Program`: they differ in what each worker calls.
+Tested in tests/cli, tests/workers/test_launchers.py and tests/faults.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshwise.api.supervise import supervise
+from meshwise.machine.find import describe, find_devices
+from meshwise.records import folder as names
+from meshwise.records.files import write_text
+from meshwise.spec.devices import WorkerSlot, parse_devices
+from meshwise.spec.errors import UsageError, WorkerFailed
+from meshwise.spec.plan import Plan, plan_to_toml
+from meshwise.spec.world import World
+from meshwise.training.run_options import RunOptions
+from meshwise.workers.environment import BLOCKS
+from meshwise.workers.nodes import Nodes
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a run runs.
+
+    plan: None leaves it to a script. call: what each worker calls with the run folder. record: what run.json keeps.
+    """
+
+    name: str
+    plan: Plan | None
+    call: Callable[[Path], Any]
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Started:
+    """A program with its folder, and the workers and machines that it runs on.
+
+    before: the records of a resumed run as they were, for one that is refused.
+    """
+
+    program: Program
+    folder: Path
+    slots: Sequence[WorkerSlot]
+    nodes: Nodes | None = None
+    before: Mapping[Path, str] = field(default_factory=dict)
+
+    @property
+    def keeps_record(self) -> bool:
+        """Whether this machine writes what there is one of in the folder."""
+        return names.is_kept_by(self.folder, self.nodes.node_rank if self.nodes else 0)
+
+
+def start(make: Callable[[World], Program], options: RunOptions, began: float) -> Started:
+    """Meet the other machines, make the program for all devices together, and open its run folder."""
+    slots = worker_slots(options)
+    several = options.nnodes != 1 or options.node_rank or options.rdzv
+    nodes = options.rendezvous(len(slots)) if several else None
+    size = nodes.size if nodes else len(slots)
+    program = make(World(size=size, device=slots[0].device))
+    return opened(program, options, slots, nodes, began)
+
+
+def worker_slots(options: RunOptions) -> list[WorkerSlot]:
+    """The devices that were named; else the accelerators, or those that a plan file needs; else its CPU workers."""
+    every = find_devices(parse_devices("all" if options.devices is None else options.devices))
+    if options.devices is not None or options.nnodes > 1 or not options.gives_plan:
+        return every
+    needs, kind = options.plan_on(len(every)).devices, every[0].device
+    fewer = options.plan is not None and needs < len(every)
+    return find_devices(parse_devices(f"{needs}x{kind}")) if kind == "cpu" or fewer else every
+
+
+def opened(
+    program: Program, options: RunOptions, slots: Sequence[WorkerSlot], nodes: Nodes | None, began: float
+) -> Started:
+    """The run folder, new or resumed, with the record of what runs in it: one of the same name on every machine.
+
+    Machines that share a disk share the folder; the first of them keeps its run.json.
+    """
+    machine, out = nodes.node_rank if nodes else 0, Path(options.out)
+    if options.resume is not None:
+        folder = Path(options.resume)
+    elif nodes is None or machine == 0:
+        folder = names.create_run_folder(out, program.name)
+    else:
+        folder = out / str(nodes.get("folder"))
+        folder.mkdir(parents=True, exist_ok=True)
+    kept = [folder / name for name in (names.RUN, names.PLAN)] if options.resume is not None else []
+    before = {path: path.read_text(encoding="utf-8") for path in kept if path.is_file()}
+    started = Started(program, folder, slots, nodes, before)
+    if started.keeps_record:
+        facts = {"job": program.name, "devices": [slot.name for slot in slots], "machine": machine}
+        facts |= {
+            "world": nodes.size if nodes else len(slots),
+            "versions": names.versions(),
+            **names.what_was_typed(),
+            **program.record,
+        }
+        names.begin_session(folder, began, **facts)
+    if program.plan is not None:  # on every machine: a script's workers read it in their own folder
+        write_text(folder / names.PLAN, plan_to_toml(program.plan))
+    if nodes is not None and machine == 0:
+        nodes.set("folder", folder.name)
+    return started
+
+
+def supervised(started: Started, console: Console) -> tuple[list[Any], int]:
+    """Show what runs, and run it: the results in rank order, and the exit code."""
+    program, slots = started.program, started.slots
+    plan = "" if program.plan is None else f"{program.plan}  "
+    line = f"{Path(program.name).name}  {plan}{describe(slots)}"
+    console.print(line, soft_wrap=not console.is_terminal, markup=False, highlight=False)
+    folder, nodes = started.folder, started.nodes
+    try:
+        return supervise(program.call, (folder,), slots, folder=folder, console=console, nodes=nodes)
+    except WorkerFailed as error:
+        if error.exit_code == UsageError.exit_code and started.keeps_record:
+            for path, text in started.before.items():  # refused: the run is what it was
+                write_text(path, text)
+        raise
+
+
+def record_blocks(options: RunOptions) -> None:
+    """In a worker: whether its model's blocks are recorded."""
+    if options.blocks:
+        os.environ[BLOCKS] = "1"

@@ -1,0 +1,70 @@
+"""What a shell completes: jobs and files, fields of a plan, devices, runs.
+
+Tested in tests/cli/test_completion.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from pathlib import Path
+
+from meshwise.spec.plan import Plan
+
+BUILT_IN = ("gpt", "mlp", "mnist-cnn", "mnist-mlp")
+
+
+def _those(words: Iterable[str], begun: str) -> list[str]:
+    return sorted(word for word in words if word.startswith(begun))
+
+
+def files(begun: str, ending: str) -> list[str]:
+    """Files of this ending, and folders on the way to them."""
+    folder = Path(begun) if begun.endswith("/") else Path(begun).parent
+    try:
+        found = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    except OSError:
+        return []
+    words = [f"{path}/" if path.is_dir() else str(path) for path in found if path.is_dir() or path.suffix == ending]
+    return _those(words, begun)
+
+
+def jobs_here(incomplete: str) -> list[str]:
+    """Built-in jobs, and Python files."""
+    return _those(BUILT_IN, incomplete) + files(incomplete, ".py")
+
+
+def plan_fields(incomplete: str) -> list[str]:
+    """`shard=`, `precision=`."""
+    return _those((f"{field.name}=" for field in fields(Plan)), incomplete)
+
+
+def devices(incomplete: str) -> list[str]:
+    """Some devices that there may be."""
+    return _those(("all", "1xcpu", "2xcpu", "4xcpu", "1xcuda", "2xcuda", "4xcuda", "8xcuda"), incomplete)
+
+
+def plan_files(incomplete: str) -> list[str]:
+    """Files of plans and of machines."""
+    return files(incomplete, ".toml")
+
+
+def runs_here(incomplete: str) -> list[str]:
+    """The names of runs in runs/, the newest first."""
+    return [path.parent.name for path in sorted(Path("runs").glob(f"{incomplete}*/run.json"), reverse=True)]
+
+
+def run_folders(incomplete: str) -> list[str]:
+    """The folders of runs in runs/, the newest first."""
+    begun = incomplete.removeprefix("runs/") if incomplete.startswith("runs/") else ""
+    return [path for name in runs_here(begun) if (path := f"runs/{name}").startswith(incomplete)]
+
+
+OF_OPTIONS: dict[str, Callable[[str], list[str]]] = {
+    "job": jobs_here,
+    "settings": plan_fields,
+    "devices": devices,
+    "plan": plan_files,
+    "resume": run_folders,
+}
+"""Fields of options of a run and a check -> what completes them."""

@@ -1,0 +1,38 @@
+"""What a loss was before a GradScaler scaled it: the value that people want to see.
+
+`GradScaler.scale` is wrapped, since nothing public tells it. Read in torch 2.13: `amp/grad_scaler.py`,
+whose `scale` gives a new tensor, or the same one where the scaler is off.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_before = WeakTensorKeyDictionary()
+
+
+@functools.cache
+def note_scaling() -> None:
+    """From now on `unscaled` knows what every GradScaler of this process scales."""
+    scaler: Any = torch.amp.GradScaler
+    real = scaler.scale
+
+    @functools.wraps(real)
+    def scale(self: Any, outputs: Any) -> Any:
+        result = real(self, outputs)
+        if isinstance(result, Tensor) and result is not outputs:
+            _before[result] = outputs
+        return result
+
+    scaler.scale = scale
+
+
+def unscaled(loss: Tensor) -> Tensor:
+    """The loss that a GradScaler made `loss` of; `loss` itself where none did."""
+    before: Tensor = _before.get(loss, loss)
+    return before

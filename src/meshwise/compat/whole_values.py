@@ -1,0 +1,259 @@
+"""Who reads a sharded tensor reads the whole: what DTensor gives as this rank's part alone, or not at all.
+
+`item`, `float` and `bool` of a DTensor read this rank's part, `format`, `tolist` and `numpy` fail. For the meshes that
+are given here they reduce or gather first, which all ranks must do together: `meet` is called before each exchange of
+a read. Operators that exchange inside (the sum of two norms) call it too.
+
+The hooks are private. Read in torch 2.13: `distributed/tensor/_dispatch.py`, `_redistribute.py`,
+`_api.py`, `nn/utils/clip_grad.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, _api, _dispatch, _redistribute
+from torch.nn.utils import clip_grad
+
+Meet = Callable[[str], None]
+"""Called with what is about to be exchanged; returns when all ranks have come to it, or raises."""
+_EXCHANGE, _TOTAL_NORM = "redistribute_local_tensor", "_get_total_norm"
+_READERS = ("__array__", "__format__", "cpu", "numpy", "tolist")
+_PRINTED_AND_SAVED = ("__repr__", "__reduce_ex__")
+_MIXING = ("add", "sub", "mul", "div", "add_", "sub_")
+_mixed = [False]  # whether a DTensor was added to a plain tensor in place, since a backward asked for it
+_meets: dict[DeviceMesh, Meet] = {}
+_weighs: dict[DeviceMesh, weakref.WeakMethod[Callable[[Tensor], Tensor]]] = {}
+
+
+def read_whole(mesh: DeviceMesh, meet: Meet, weigh: Callable[[Tensor], Tensor]) -> None:
+    """From now on, tensors that are sharded over `mesh` are read whole, after `meet`.
+
+    weigh: a method, held weakly, that makes of a gradient what this rank's loss weighs in the mean over ranks.
+    """
+    _meets[mesh], _weighs[mesh] = meet, weakref.WeakMethod(weigh)
+    _install()
+
+
+def whole(tensor: Any) -> Tensor:
+    """The whole of a DTensor. Collective. Backward, the mean over ranks of their gradients goes back: each rank weighs
+    its loss by itself."""
+    kind = tensor.device_mesh.device_type  # shards that are offloaded to the host are gathered on the devices
+    there = tensor if tensor.device.type == kind else tensor.to(kind)
+    gathered: Tensor = there.full_tensor()
+    if gathered.requires_grad:
+        gathered.register_hook(functools.partial(_mean, tensor.device_mesh))
+    return gathered
+
+
+def _mean(mesh: DeviceMesh, gradient: Tensor) -> Tensor:
+    """The mean over ranks of a gradient that each has made of its own loss."""
+    weigh = _weighs[mesh]() if mesh in _weighs else None
+    own = gradient if weigh is None else weigh(gradient)
+    return DTensor.from_local(own, mesh, [Partial("avg")] * mesh.ndim, run_check=False).full_tensor()
+
+
+def plain_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor | None:
+    """A loss with terms that were made of DTensors (the norm of a parameter) as a plain tensor; None where it has none.
+    Collective, and so is its backward: see `_separate`."""
+    if not isinstance(loss, DTensor) and not _mixed[0]:
+        return None
+    _mixed[0] = False
+    if loss.grad_fn is not None:
+        _separate(loss.grad_fn, mesh)
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+def _separate(root: Any, mesh: DeviceMesh) -> None:
+    """Let a backward from `root` find plain gradients where plain tensors went into DTensors, and means over ranks
+    where it comes to what is made of DTensors alone.
+
+    What a rank's own samples have made takes this rank's gradient; every rank finds the whole gradient of a parameter's
+    part, which must be the same on all. Both meet in single numbers only: DTensor mixes with no other plain tensors.
+    """
+    numbers, consumers = {root}, dict[Any, list[Any]]()
+    open_nodes, sharded = [root], list[Any]()
+    while open_nodes:
+        node = open_nodes.pop()
+        for before, index in node.next_functions:
+            if before is not None and _is_number(before, index):
+                consumers.setdefault(before, []).append(node)
+                if before not in numbers:
+                    numbers.add(before)
+                    open_nodes.append(before)
+        if _is_made_of_shards(node):
+            sharded.append(node)
+    of_shards = _upstream(sharded, consumers)
+    plain = {n for n in numbers - of_shards if any(c in of_shards for c in consumers.get(n, ()))}
+    mixed = of_shards & _upstream(plain, consumers)
+    alone = {n for n in of_shards - mixed if n is root or any(c in mixed for c in consumers[n])}
+    for node in plain:
+        node.register_prehook(_local)
+    for node in alone:
+        node.register_prehook(functools.partial(_averaged, mesh))
+
+
+def _is_number(node: Any, index: int) -> bool:
+    leaf = getattr(node, "variable", None)
+    return bool(math.prod(leaf.shape if leaf is not None else node._input_metadata[index].shape) == 1)
+
+
+def _is_made_of_shards(node: Any) -> bool:
+    """Whether a node that makes a number of a larger tensor makes it of a DTensor: so is what that is made of."""
+    larger = [n for n, index in node.next_functions if n is not None and not _is_number(n, index)]
+    while larger:
+        node = larger[0]
+        if "_ToTorchTensor" in node.name():
+            return False
+        if hasattr(node, "variable"):
+            break
+        following = [(n, index) for n, index in node.next_functions if n is not None]
+        larger = [n for n, index in following if not _is_number(n, index)] or [n for n, _ in following]
+    return isinstance(getattr(node, "variable", None), DTensor)
+
+
+def _upstream(nodes: Iterable[Any], consumers: dict[Any, list[Any]]) -> set[Any]:
+    """`nodes` and all that is made of them."""
+    found, open_nodes = set(nodes), list(nodes)
+    while open_nodes:
+        fresh = [node for node in consumers.get(open_nodes.pop(), ()) if node not in found]
+        found.update(fresh)
+        open_nodes += fresh
+    return found
+
+
+def _local(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(_replicated(g).to_local() if isinstance(g, DTensor) else g for g in gradients)
+
+
+def _averaged(mesh: DeviceMesh, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    everywhere = [Replicate()] * mesh.ndim
+    return tuple(
+        None if g is None else DTensor.from_local(_mean(mesh, g), mesh, everywhere, run_check=False)
+        for g in _local(gradients)
+    )
+
+
+def _replicated(gradient: DTensor) -> DTensor:
+    """Of this rank's own value: what would add parts of it up is a scalar that each rank holds whole."""
+    if any(p.is_partial() for p in gradient.placements):
+        return gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
+    return gradient
+
+
+@functools.cache
+def _install() -> None:
+    for module in (_api, _dispatch, _redistribute):
+        setattr(module, _EXCHANGE, _met(getattr(module, _EXCHANGE)))
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers, aten = dispatcher._custom_op_handlers, torch.ops.aten
+    for operator in (aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default):
+        handlers[operator] = _on_wholes
+    for operator in (aten.argmax.default, aten.argmin.default):
+        handlers[operator] = functools.partial(_on_parts, handlers[operator])
+    for name in _MIXING:
+        handlers[getattr(aten, name).Tensor] = functools.partial(_on_a_plain_number, handlers)
+    kind: Any = DTensor
+    for name in _READERS:
+        setattr(kind, name, _reader(name, getattr(kind, name)))
+    for name in _PRINTED_AND_SAVED:
+        setattr(kind, name, _as_one_device_has_it(name, getattr(kind, name)))
+    setattr(clip_grad, _TOTAL_NORM, _plain(getattr(clip_grad, _TOTAL_NORM)))
+
+
+def _met(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What moves a tensor from one placement to another, with a meeting before it where ranks exchange something."""
+
+    @functools.wraps(exchange)
+    def exchanged(local: Tensor, now: Any, then: Any, **options: Any) -> Tensor:
+        meet = _meets.get(now.mesh)
+        moves = (a != b and not a.is_replicate() for a, b in zip(now.placements, then.placements, strict=True))
+        if meet is not None and any(moves):
+            meet(_text(now))
+        return exchange(local, now, then, **options)
+
+    return exchanged
+
+
+def _text(spec: Any) -> str:
+    return f"{tuple(spec.shape)} {spec.placements}"
+
+
+def _on_wholes(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """An operator that gives a number, which DTensor takes of this rank's part, or not at all."""
+    first: Any = arguments[0]
+    if operator is torch.ops.aten._local_scalar_dense.default and first.device_mesh not in _meets:
+        return operator(first._local_tensor)  # as torch has it
+    return operator(*[whole(a) if isinstance(a, DTensor) else a for a in arguments], **keywords)
+
+
+def _on_parts(handler: Callable[..., Any], operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """An operator whose handler exchanges by itself."""
+    first: Any = arguments[0]
+    if (meet := _meets.get(first.device_mesh)) is not None:
+        meet(_text(first._spec))
+    return handler(operator, arguments, keywords)
+
+
+def _on_a_plain_number(
+    handlers: dict[Any, Any], operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    """An operator on two tensors. Of a number that a rank has of its own samples and one that ranks hold in parts,
+    DTensor would make parts too, and the mean over ranks of the first: the parts are added before."""
+    first, second = arguments[:2]
+    either: Any = first if isinstance(first, DTensor) else second
+    if isinstance(second, Tensor) and either.device_mesh in _meets and _placements(first) != _placements(second):
+        arguments = tuple(_replicated(a) if isinstance(a, DTensor) else a for a in arguments)
+        if not isinstance(first, DTensor) and "_." in str(operator):
+            _mixed[0] = True
+            return operator(*[a.to_local() if isinstance(a, DTensor) else a for a in arguments], **keywords)
+    own = handlers.pop(operator)
+    try:
+        return operator(*arguments, **keywords)
+    finally:
+        handlers[operator] = own
+
+
+def _placements(tensor: Tensor) -> object:
+    return tensor.placements if isinstance(tensor, DTensor) else None
+
+
+def _reader(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def read(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
+        moved = sys._getframe(1).f_code.co_filename == nn.modules.module.__file__  # model.cpu(): it stays sharded
+        if moved or tensor.device_mesh not in _meets:
+            return original(tensor, *arguments, **keywords)
+        return getattr(whole(tensor), name)(*arguments, **keywords)
+
+    return read
+
+
+def _as_one_device_has_it(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def given(tensor: Any, *arguments: Any) -> Any:
+        if tensor.device_mesh not in _meets:
+            return original(tensor, *arguments)
+        there: Tensor = whole(tensor.detach())
+        if isinstance(tensor, nn.Parameter):
+            there = nn.Parameter(there, tensor.requires_grad)
+        return getattr(there, name)(*arguments)
+
+    return given
+
+
+def _plain(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(total_norm)
+    def plain(*arguments: Any, **keywords: Any) -> Tensor:
+        norm = total_norm(*arguments, **keywords)
+        return whole(norm) if isinstance(norm, DTensor) and norm.device_mesh in _meets else norm
+
+    return plain

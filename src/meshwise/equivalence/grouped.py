@@ -1,0 +1,38 @@
+"""The grouped product of a mixture of experts, in float64, which torch's own operator does not have.
+
+`torch.nn.functional.grouped_mm` multiplies each group of rows with its own matrix. `offs` holds where each group ends;
+what lies behind the last is no group's, and zero here.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def grouped_product(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """What `aten._grouped_mm` gives for these arguments.
+
+    (rows, k) x (groups, k, n) -> (rows, n), groups of rows. (m, k) x (k, n) -> (groups, m, n), groups of k.
+    (groups, m, k) x (k, columns) -> (m, columns), groups of columns. Both of three dims: a batch of products.
+    """
+    if offs is None:
+        product = left @ right
+    else:
+        ends = list(pairwise([0, *offs.tolist()]))
+        if left.dim() == right.dim():
+            product = torch.stack([left[:, a:b] @ right[a:b] for a, b in ends])
+        elif left.dim() == 2:
+            product = left.new_zeros(len(left), right.shape[-1])
+            for group, (a, b) in enumerate(ends):
+                product[a:b] = left[a:b] @ right[group]
+        else:
+            product = right.new_zeros(left.shape[1], right.shape[1])
+            for group, (a, b) in enumerate(ends):
+                product[:, a:b] = left[group] @ right[:, a:b]
+    return product if bias is None else product + bias

@@ -1,0 +1,1 @@
+from meshwise.parallel import shard as shard

@@ -1,0 +1,136 @@
+"""The runs of a folder in short: what ran, how it ended, its metrics, its size. Folders of others are left out.
+
+Tested in tests/records/test_run_list.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwise.records import folder as names
+from meshwise.records.files import read_lines
+from meshwise.spec.errors import UsageError, nearest
+from meshwise.spec.plan import plan_from_toml
+
+LOWER_IS_BETTER = ("loss", "error", "nats", "perplexity", "mae", "mse", "bits")
+"""Words in the names of metrics of which the least is the best."""
+UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """A run in short. job: a job or a script. plan: "" where it has none. status: running, finished, stopped, failed,
+    or unreadable. metric: the name of its first test metric, "loss" without one, "" without either; last, best: of it.
+    seconds: that its workers lived, over all sessions. size: bytes of its folder."""
+
+    folder: Path
+    job: str
+    plan: str
+    status: str
+    started: str
+    metric: str
+    last: float | None
+    best: float | None
+    seconds: float | None
+    size: int
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+def run_list(parent: Path) -> list[RunEntry]:
+    """The runs in `parent`, the oldest first. What is no run folder is left out; a damaged one is `unreadable`."""
+    folders = [path.parent for path in parent.glob(f"*/{names.RUN}")] if parent.is_dir() else []
+    return sorted(map(run_entry, folders), key=lambda entry: (entry.started, entry.name))
+
+
+def run_entry(folder: Path) -> RunEntry:
+    """The run in `folder`."""
+    try:
+        facts = names.read_run(folder)
+    except UsageError:
+        facts = {"status": UNREADABLE}
+    metric, values = metric_of(folder)
+    best = min if any(word in metric for word in LOWER_IS_BETTER) else max
+    return RunEntry(
+        folder,
+        job=_text(facts.get("job")),
+        plan=plan_of(folder),
+        status=_text(facts.get("status")) or UNREADABLE,
+        started=_text(facts.get("started")),
+        metric=metric,
+        last=values[-1] if values else None,
+        best=best(values) if values else None,
+        seconds=_seconds(facts.get("sessions")),
+        size=sum(_size(path) for path in folder.rglob("*")),
+    )
+
+
+def find_run(parent: Path, word: str) -> Path:
+    """The folder of the run that a word names: a path, a name in `parent`, or a part of one name alone."""
+    if not word:
+        raise UsageError("the name of a run is empty. See meshwise runs.")
+    for folder in (parent / word, Path(word)):
+        if (folder / names.RUN).exists():
+            return folder
+    known = [path.parent.name for path in parent.glob(f"*/{names.RUN}")]
+    found = [name for name in known if word in name]
+    if len(found) == 1:
+        return parent / found[0]
+    if found:
+        raise UsageError(f"{word}: {len(found)} runs have this in their name, such as {found[0]}. Write more of it.")
+    raise UsageError(f"{word}: no such run in {parent}/.{nearest(word, known)} See meshwise runs.")
+
+
+def metric_of(folder: Path) -> tuple[str, list[float]]:
+    """The name of the metric that stands for a run, and its values in their order."""
+    try:
+        lines = [line for line in read_lines(folder / names.METRICS) if isinstance(line, dict)]
+    except OSError:
+        return "", []
+    tests = [line["test"] for line in lines if isinstance(line.get("test"), dict) and line["test"]]
+    if tests:
+        name = next(iter(tests[0]))
+        return name, list(_numbers(test.get(name) for test in tests))
+    losses = list(_numbers(line.get("loss") for line in lines))
+    return ("loss" if losses else ""), losses
+
+
+def _numbers(values: Any) -> Iterator[float]:
+    return (float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v))
+
+
+def plan_of(folder: Path) -> str:
+    """`data=2, precision=bf16`: what the plan says beyond its defaults."""
+    try:
+        text = (folder / names.PLAN).read_text(encoding="utf-8") if (folder / names.PLAN).is_file() else ""
+        plan = plan_from_toml(text) if text else None
+    except (OSError, ValueError, UsageError):
+        return ""
+    return str(plan or "").removeprefix("Plan(").removesuffix(")")
+
+
+def _seconds(sessions: Any) -> float | None:
+    """Seconds from the beginning to the end of each session; of one that runs until now."""
+    spans = [s for s in sessions if isinstance(s, dict)] if isinstance(sessions, list) else []
+    ends = [(s.get("began"), s.get("ended") or (time.time() if s.get("status") == "running" else None)) for s in spans]
+    found = [end - began for began, end in ends if isinstance(began, int | float) and isinstance(end, int | float)]
+    return sum(found) if found else None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size if path.is_file() and not path.is_symlink() else 0
+    except OSError:
+        return 0

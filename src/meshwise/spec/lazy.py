@@ -1,0 +1,28 @@
+"""Packages whose files are imported when they are first used, so that a command's help waits for no torch.
+
+A package says in its `__init__.py` `__getattr__ = files_of(__name__)`, and names its files to type checkers in
+`__init__.pyi`; then `from meshwise import api` and `api.run.start_job(...)`.
+Tested in tests/cli/test_start_up.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+
+
+def files_of(package: str) -> Callable[[str], ModuleType]:
+    """A package's `__getattr__`: the file of the name that is asked for, imported now."""
+
+    def file(name: str) -> ModuleType:
+        if name.startswith("_"):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            return import_module(f"{package}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{package}.{name}":
+                raise
+            raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+
+    return file

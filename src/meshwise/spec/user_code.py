@@ -1,0 +1,44 @@
+"""Which code is the user's: what a message names with file and line, past our own frames and those of libraries."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+
+OURS = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_TYPED_IN = ("<ipython", "<stdin")  # where code that lies in no file was written; other names in <> are generated code
+
+
+@functools.cache
+def is_users(filename: str) -> bool:
+    """Whether code of this file was written by the user: neither ours, nor a library's, nor generated."""
+    if filename.startswith("<"):
+        return filename.startswith(_TYPED_IN)
+    installed = f"{os.sep}site-packages{os.sep}" in filename or f"{os.sep}dist-packages{os.sep}" in filename
+    return not (installed or filename.startswith((OURS, *_LIBRARIES)))
+
+
+def user_frame(frame: FrameType | None = None) -> FrameType | None:
+    """The innermost frame of the user's around `frame`, by default around the caller; None where there is none."""
+    frame = frame or sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def place(filename: str, line: int | None) -> str:
+    """`train.py:31`, from the folder that the program was started in where it lies in it."""
+    path = Path(filename)
+    inside = path.is_absolute() and path.is_relative_to(Path.cwd())
+    return f"{path.relative_to(Path.cwd()) if inside else filename}:{line or 0}"
+
+
+def user_place() -> str:
+    """The user's line that is running in this thread; empty where there is none."""
+    frame = user_frame()
+    return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)

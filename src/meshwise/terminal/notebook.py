@@ -1,0 +1,28 @@
+"""What a notebook shows of a value that ends a cell: the text that a terminal shows, in its colours.
+
+Tested in tests/cli/test_notebook.py.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import TypeVar
+
+from rich.console import Console, RenderableType
+
+Value = TypeVar("Value")
+WIDTH = 110
+"""Characters of a line: what fits beside the numbers of a notebook's cells."""
+FORMAT = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.25">{code}</pre>'
+
+
+def shown_by(kind: type[Value], view: Callable[[Value, int], RenderableType]) -> None:
+    """Let notebooks show values of `kind` by `view(value, width)`, which a terminal prints too."""
+
+    def html(value: Value) -> str:
+        console = Console(record=True, width=WIDTH, file=io.StringIO(), force_jupyter=False)
+        console.print(view(value, WIDTH))
+        return console.export_html(code_format=FORMAT, inline_styles=True)
+
+    setattr(kind, "_repr_html_", html)  # noqa: B010  # IPython asks for this name

@@ -1,0 +1,3 @@
+from meshwise.training import model_stream as model_stream
+from meshwise.training import same_work as same_work
+from meshwise.training import session as session

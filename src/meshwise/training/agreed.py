@@ -1,0 +1,107 @@
+"""What all ranks must hold alike travels with the loss: a checksum of it as 32 signs, no collective of its own.
+
+The mean of a sign over the ranks is 1 or -1 where they agree, exactly and in any precision. So nothing waits for it,
+and every rank comes to the same conclusion.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from meshwise.spec.errors import UsageError
+from meshwise.spec.world import World
+from meshwise.training.settings import Settings, settings_differ
+from meshwise.transfer import collectives
+from meshwise.transfer.splitmix import mixed_bits
+
+SIGNS = 32
+"""How many signs travel: ranks that differ are taken for alike once in 2**32 times."""
+
+
+class Batches(Protocol):
+    """Batches that all ranks were given (`mw.split`)."""
+
+    def checksum(self, device: torch.device) -> Tensor:
+        """Of all batches so far, an int64 scalar on the device."""
+        ...
+
+    def take(self) -> list[Any]:
+        """The batches since the last time."""
+        ...
+
+    def told(self, taken: list[Any]) -> Any:
+        """What is told the other ranks of them."""
+        ...
+
+    def explain(self, ranks: list[Any]) -> str:
+        """How the ranks differ: one sentence."""
+        ...
+
+
+class Agreed:
+    """Compares what the ranks hold. settings: gives those of optimizers and schedulers that are in use now."""
+
+    def __init__(self, world: World, settings: Callable[[], Settings]) -> None:
+        self._world, self.settings = world, settings
+        self.batches: Batches | None = None
+        self._now: Settings = ()
+        self._crc = 0
+        self._signs: tuple[object, Tensor] | None = None  # of the settings alone, as long as they stay
+        self._on_its_way: tuple[Tensor, Any, tuple[list[Any], Settings]] | None = None
+
+    def with_signs(self, value: Tensor) -> Tensor:
+        """A scalar and the signs that travel with it."""
+        signs = self.signs(value)
+        return torch.cat([value.reshape(1).to(signs), signs])
+
+    def without_signs(self, mean: Tensor) -> Tensor:
+        """Their means over the ranks: compares the signs, and gives the scalar's."""
+        self.compare(mean[1:])
+        return mean[0]
+
+    def signs(self, like: Tensor) -> Tensor:
+        """The checksum as numbers 1 and -1 that travel with `like`: shape (32,)."""
+        now = self.settings()
+        if now != self._now:
+            self._now, self._crc = now, zlib.crc32(repr(now).encode())
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if self.batches is None:
+            key = (self._crc, dtype, like.device)
+            if self._signs is None or self._signs[0] != key:
+                bits = [1.0 if self._crc >> bit & 1 else -1.0 for bit in range(SIGNS)]
+                self._signs = key, torch.tensor(bits, dtype=dtype, device=like.device)
+            return self._signs[1]
+        total = mixed_bits(self.batches.checksum(like.device) + self._crc)
+        every: Tensor = (total >> torch.arange(SIGNS, device=like.device)) & 1
+        return (every * 2 - 1).to(dtype)
+
+    def compare(self, means: Tensor) -> None:
+        """All ranks' signs have come together. Raises UsageError on every rank where they differ; on an accelerator,
+        which nothing should wait for, with the next ones."""
+        held = ([] if self.batches is None else self.batches.take()), self._now
+        if not means.is_cuda:
+            self._check(means, held)
+            return
+        earlier, there = self._on_its_way, means.detach().to("cpu", non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._on_its_way = there, event, held
+        if earlier is not None:
+            earlier[1].synchronize()
+            self._check(earlier[0], earlier[2])
+
+    def _check(self, means: Tensor, held: tuple[list[Any], Settings]) -> None:
+        if float(means.abs().min()) > 1 - 1 / self._world.size:
+            return
+        told = None if self.batches is None else self.batches.told(held[0])
+        ranks = collectives.gather_objects((told, held[1]))
+        text = settings_differ([settings for _, settings in ranks])
+        if not text and self.batches is not None:
+            text = self.batches.explain([batches for batches, _ in ranks])
+        if text:
+            raise UsageError(text)

@@ -1,0 +1,77 @@
+"""Updates by hand of what each rank found alone: `loss.backward()` and `p -= lr * p.grad`, with no step of an optimizer
+that could refuse it, let replicas part without a word.
+
+An iteration without mw.backward in which there was a backward, or parameters were written, is suspicious: a sum of the
+parameters is then compared over the ranks, through the store.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from meshwise.compat.reducer import version
+from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import user_place
+from meshwise.training.program import Program
+from meshwise.transfer.agreement import agree
+
+MOST = 5  # comparisons of a program: what writes gradients and leaves replicas alike (an attack on inputs) goes on
+LOOKED_AT = 4  # batches at the beginning of a loop
+GRACE = 10.0  # seconds for the other ranks; where they do not come, it is not known
+_made = itertools.count()  # every rank makes its engines in the same order
+
+
+class HandUpdates:
+    """Looks, between the batches of a program, whether its parameters part."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._key = program, f"meshwise/by-hand/{next(_made)}"
+        self._written: list[int] = []
+        self._backwards_of_any = [0]  # mw.backward's or not
+        self._hooked = WeakIdKeyDictionary()
+        self._backwards = -1
+        self._compared = 0
+
+    def batch_given(self, number: int) -> None:
+        """The program has this batch of its loop, from 1. Raises UsageError where replicas have parted."""
+        program = self._program
+        if program.backwards != self._backwards:
+            self._backwards, self._written = program.backwards, []
+            if self._backwards > 0:
+                return
+        elif number > LOOKED_AT:
+            return
+        if self._compared == MOST or program.reduction is None or program.plan is None:
+            return
+        if program.plan.parameters_divided:
+            return
+        parameters = [p for p in program.named_parameters().values() if p.requires_grad]
+        for p in parameters[:1] + parameters[-1:]:
+            if p not in self._hooked:
+                self._hooked[p] = p.register_post_accumulate_grad_hook(
+                    functools.partial(_count, self._backwards_of_any)
+                )
+        written = [*self._backwards_of_any, *map(version, parameters)]
+        before, self._written = self._written, written
+        if before and len(before) == len(written) and before != written:
+            self._compared += 1
+            self._compare(parameters)
+
+    def _compare(self, parameters: Sequence[Tensor]) -> None:
+        total = torch.stack([p.detach().double().sum().cpu() for p in parameters]).sum().item()
+        if agree(f"{self._key}/{self._compared}", repr(total), self._program.world.size, GRACE):
+            raise UsageError(
+                f"{user_place()}: the ranks' parameters have parted: in this loop they are changed by hand, from "
+                "gradients of each rank alone. Write mw.backward(loss) instead of loss.backward(): .grad is then that "
+                "of the whole batch, for an update by hand too."
+            )
+
+
+def _count(backwards: list[int], p: Tensor) -> None:
+    backwards[0] += 1

@@ -1,0 +1,170 @@
+"""Random generators that draw the order of the data: as in plain torch on one device, those of rank 0 on several.
+
+What a loop draws is keyed (`model_stream.seed_draws`): the program's own generator of torch rests while one is open.
+What a loader draws (the base seed of an iterator, the seed of a shuffled epoch) is drawn from the program's generator,
+in the places where torch's DataLoader draws it: an order depends on what was drawn before, not on the loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy
+import torch
+
+from meshwise.transfer import collectives
+
+T = TypeVar("T")
+States = tuple[Any, ...]
+"""Of some generators, as bytes and numbers, which compare and travel."""
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A generator whose state can be read and set."""
+
+    state: Callable[[], Any]
+    set_state: Callable[[Any], None]
+
+
+def _torch_handle(generator: torch.Generator) -> Handle:
+    def set_state(state: bytes) -> None:
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    return Handle(lambda: generator.get_state().numpy().tobytes(), set_state)
+
+
+def _numpy_state() -> States:
+    state: Any = numpy.random.get_state(legacy=True)
+    return (state[1].tobytes(), *state[2:])
+
+
+def _set_numpy_state(state: States) -> None:
+    numpy.random.set_state(("MT19937", numpy.frombuffer(state[0], dtype=numpy.uint32), *state[1:]))
+
+
+TORCH = _torch_handle(torch.default_generator)
+GLOBAL = (TORCH, Handle(_numpy_state, _set_numpy_state), Handle(random.getstate, random.setstate))
+"""What code that knows no generator of its own draws from."""
+
+
+def packed(states: Any) -> Any:
+    """States for a file of any kind, JSON too: bytes as text."""
+    if isinstance(states, bytes):
+        return states.hex()
+    return [packed(state) for state in states] if isinstance(states, tuple) else states
+
+
+def unpacked(states: Any) -> Any:
+    """What `packed` has made them from."""
+    if isinstance(states, str):
+        return bytes.fromhex(states)
+    return tuple(unpacked(state) for state in states) if isinstance(states, list | tuple) else states
+
+
+def handles_of(*holders: Any) -> tuple[Handle, ...]:
+    """The generators that loaders and samplers hold in their attribute `generator`, each once."""
+    found = {id(g): g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)}
+    return tuple(_torch_handle(generator) for generator in found.values())
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How the order of an epoch is drawn: each calls a function that draws.
+
+    begin: of what has been drawn where a loop goes on. go_on: from the program's generators, as they are then.
+    """
+
+    begin: Callable[[Callable[[], Any]], Any]
+    go_on: Callable[[Callable[[], Any]], Any]
+
+
+class ProgramGenerator:
+    """torch's generator as the program has it outside its loops."""
+
+    def __init__(self) -> None:
+        self._loops = 0
+        self._state = torch.empty(0)  # of the program, while loops are open
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether loops are open, one inside the other or side by side."""
+        return self._loops > 0
+
+    @contextlib.contextmanager
+    def loop(self) -> Iterator[None]:
+        """Around a loop: what is drawn in it moves nothing outside."""
+        outer = torch.get_rng_state()
+        if self._loops == 0:
+            self._state = outer
+        self._loops += 1
+        try:
+            yield
+        finally:
+            self._loops -= 1
+            torch.set_rng_state(outer if self._loops else self._state)
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """The body draws from the program's generator, in a loop too."""
+        if self._loops == 0:
+            yield
+            return
+        keyed = torch.get_rng_state()
+        torch.set_rng_state(self._state)
+        try:
+            yield
+        finally:
+            self._state = torch.get_rng_state()
+            torch.set_rng_state(keyed)
+
+
+class OrderGenerators:
+    """The generators that a loader's order is drawn from, and the state in which the order of an epoch began.
+
+    A loop that goes on in the middle of an epoch begins its order again from that state; the program's generators,
+    which have gone on since, stay as they are.
+    """
+
+    def __init__(self, program: ProgramGenerator, handles: tuple[Handle, ...]) -> None:
+        self._program, self._handles = program, handles
+
+    def states(self) -> States:
+        """Where the program's generators are now."""
+        with self._program.drawing():
+            return tuple(handle.state() for handle in self._handles)
+
+    def set_states(self, states: States) -> None:
+        """Put the program's generators there."""
+        with self._program.drawing():
+            for handle, state in zip(self._handles, states, strict=True):
+                handle.set_state(state)
+
+    def take_rank_0s(self) -> States:
+        """The states of rank 0, which every rank's generators have from now on. Collective."""
+        own = self.states()
+        states: States = collectives.broadcast_object(own)
+        if states != own:
+            self.set_states(states)
+        return states
+
+    def draws(self, states: States, *, again: bool) -> Draws:
+        """How an epoch's order is drawn that began at `states`; again: not for the first time."""
+        return Draws(partial(self._replay, states) if again else self._live, self._live)
+
+    def _live(self, function: Callable[[], T]) -> T:
+        with self._program.drawing():
+            return function()
+
+    def _replay(self, states: States, function: Callable[[], T]) -> T:
+        now = self.states()
+        self.set_states(states)
+        try:
+            return self._live(function)
+        finally:
+            self.set_states(now)

@@ -1,0 +1,88 @@
+"""What this rank has read in the loops of a script, for values that are joined over the ranks.
+
+Tested in tests/training/test_over_ranks.py.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import user_place
+from meshwise.training.order import BatchSlice
+
+
+@dataclass(eq=False)
+class LoopRead:
+    """What this rank has read in one loop over batches.
+
+    samples: how many of each batch; 0 where it had a padding sample alone. padded: whether a batch had fewer samples
+    than there are ranks. part: the batch that it is at.
+    """
+
+    samples: array[int] = field(default_factory=lambda: array("q"))
+    padded: bool = False
+    part: BatchSlice | None = None
+
+
+class Loops:
+    """The loops of a script that are open, one inside the other or side by side."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._open: list[LoopRead] = []
+        self._round: list[LoopRead] = []  # those that have given a batch since the last backward, each its newest
+        self._alone: BatchSlice | None = None  # what the program has split itself, outside of loops
+        self.ended: LoopRead | None = None
+        """The loop that has ended since the last batch was given, or the last backward: values are of it as a whole."""
+
+    def begin(self, part: BatchSlice, read: LoopRead) -> None:
+        """A loop gives a batch."""
+        read.samples.append(part.samples)
+        read.padded |= part.total < self._ranks
+        read.part = part
+        if read in self._open:
+            self._open.remove(read)
+        self._open.append(read)
+        self._round = [read] if read in self._round else [*self._round, read]
+        self.ended = None
+
+    def split(self, part: BatchSlice) -> None:
+        """The program splits a batch itself."""
+        self._alone = None if self._open else part
+        self.ended = None
+
+    def end(self, read: LoopRead) -> BatchSlice | None:
+        """A loop is over: gives the batch that the program was at around it."""
+        if read in self._open:
+            self._open.remove(read)
+        if read in self._round:
+            self._round.remove(read)
+        self.ended = read
+        return self._open[-1].part if self._open else self._alone
+
+    def check_one_share(self, verb: str, *, weighed: bool) -> None:
+        """Raises UsageError where a value may be of batches of several loaders, of which this rank has other shares.
+
+        weighed: the value does not need the shares, only which ranks have padding.
+        """
+        parts = [read.part for read in self._round if read.part is not None]
+        padded = {part.total < self._ranks for part in parts}
+        shares = {None if part.total % self._ranks == 0 else part.total for part in parts}
+        own = {(part.samples * parts[0].total, parts[0].samples * part.total) for part in parts}
+        if len(padded) < 2 and (weighed or (len(shares) < 2 and all(a == b for a, b in own))):
+            return
+        sizes = " and ".join(str(part.total) for part in parts)
+        raise UsageError(
+            f"{user_place()}: {verb}: {len(parts)} loaders have given batches of {sizes} samples, of which the ranks "
+            "have different shares, so it is not known what this is a mean over. Call mw.backward for the loss of one "
+            "loader before the next one gives a batch (inside mw.accumulate(), but for the last), use batch sizes that "
+            f"{self._ranks} divides with drop_last=True, or say how many items it is a mean over: weight=len(x)."
+        )
+
+    def backward(self) -> None:
+        """The script trains on the batch that it is at: values that follow are of that."""
+        self._round = []
+        if self._open or self._alone is not None:
+            self.ended = None

@@ -1,0 +1,165 @@
+"""Two streams of random numbers: one of the program, alike on every rank, and one of its models.
+
+What a program draws outside its models' forward (which samples a batch has, noise, an action) is for all ranks
+together: they draw the same. What a model draws in its forward (dropout) is for the samples of this rank, who may be
+more or fewer than another's: it must not move the program's stream, and is keyed by (state of the program's stream,
+batches since it moved, rank). Rank 0 draws what one device draws. A loop over a distributed loader keys all draws of
+its body by itself (`seed_draws`), so that there is one stream in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import weakref
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from meshwise.spec.world import World
+from meshwise.training.generators import GLOBAL
+from meshwise.training.keyed import ExactDraws, KeyedDraws
+from meshwise.training.order import BatchSlice
+from meshwise.transfer import collectives
+from meshwise.transfer.splitmix import mixed
+
+
+def seed_alike(text: str) -> None:
+    """Let a program that seeds nothing draw the same on every rank: Python and numpy begin anywhere by themselves. For
+    torch they do not. text: what all ranks of this run share, and no other run."""
+    seed = zlib.crc32(text.encode())
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def draw_alike() -> int:
+    """Let every rank draw what rank 0 draws from here on, with torch, numpy and Python; gives the seed of rank 0, below
+    2**31. Collective."""
+    mine = torch.initial_seed(), tuple(handle.state() for handle in GLOBAL)
+    seed, states = collectives.broadcast_object(mine)
+    if collectives.get_rank() != 0:
+        for handle, state in zip(GLOBAL, states, strict=True):
+            handle.set_state(state)
+    return int(seed) % 2**31
+
+
+def seed_draws(world: World, *key: int) -> None:
+    """Key this rank's random draws (dropout) by `key`, such as (seed, step), and its rank: a resumed run draws the
+    same, ranks draw apart. Rank 0 draws what one device draws."""
+    seed = mixed(*key, world.rank)
+    torch.default_generator.manual_seed(seed)
+    if world.device.startswith("cuda"):
+        torch.cuda.manual_seed(seed)
+
+
+def drawing(
+    exact: ExactDraws | None, world: World, key: tuple[int, int], part: BatchSlice
+) -> AbstractContextManager[None]:
+    """The body of a loop for one batch: its draws are keyed, by rank or, with exact draws, as on one device."""
+    if exact is not None:
+        return exact.of_microbatch((*key, 0), part).forward()
+    seed_draws(world, *key)
+    return contextlib.nullcontext()
+
+
+class ModelStream:
+    """What the program's models draw in their forward, from the first `mw.split` on.
+
+    draws: the exact random draws of the program, where they are asked for. paused: whether somebody else keys draws.
+    """
+
+    def __init__(self, world: World, draws: ExactDraws | None, paused: Callable[[], bool]) -> None:
+        self._world, self._exact, self._paused = world, draws, paused
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._handles: list[Any] = []
+        self._depth, self._open = 0, ExitStack()
+        self._before: Tensor | None = None  # the program's state when the last batch began
+        self._batches = 0  # since that state
+        self._key = 0
+        self._states: list[Tensor] | None = None  # of this stream, between two forwards of a batch
+        self._draws: KeyedDraws | None = None
+        self._ran: KeyedDraws | None = None  # of the forward that ran last: a batch may be read before its backward
+
+    def begin(self, part: BatchSlice, models: Iterable[nn.Module]) -> int:
+        """A batch begins, with these models; gives the key of its draws, which is alike on every rank."""
+        for model in models:
+            if model not in self._known:
+                self._known.add(model)
+                self._handles.append(model.register_forward_pre_hook(_Hook(self._enter)))
+                self._handles.append(model.register_forward_hook(_Hook(self._leave), always_call=True))
+        state = torch.get_rng_state()
+        moved = self._before is None or not torch.equal(state, self._before)
+        self._before, self._batches = state, 0 if moved else self._batches + 1
+        key = (zlib.crc32(state.numpy().tobytes()), self._batches, 0)
+        apart = self._exact is None and not part.whole
+        self._key, self._states = mixed(*key[:2], self._world.rank if apart else 0), None
+        self._draws = None if self._exact is None or part.whole else self._exact.of_microbatch(key, part)
+        return mixed(*key)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around the backward of the forward that ran last, which may run parts of it again."""
+        return contextlib.nullcontext() if self._ran is None else self._ran.backward()
+
+    def close(self) -> None:
+        """Models draw from the program's stream again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth > 1 or self._paused():
+            return
+        outer = self._take()
+        self._open.callback(self._give, outer)
+        if self._states is None:
+            torch.default_generator.manual_seed(self._key)
+            if self._on_cuda:
+                torch.cuda.manual_seed(self._key)
+        else:
+            self._give(self._states)
+        self._open.callback(self._keep)
+        self._ran = self._draws
+        if self._draws is not None:
+            self._open.enter_context(self._draws.backward())
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._open.close()
+
+    def _keep(self) -> None:
+        self._states = self._take()
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._world.device.startswith("cuda")
+
+    def _take(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self._on_cuda else [])]
+
+    def _give(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self._on_cuda:
+            torch.cuda.set_rng_state(states[1])
+
+
+class _Hook:
+    """A hook of a model that stays with this process: copied with the model as it is, and pickled as nothing."""
+
+    def __init__(self, call: Callable[[], None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *_: object) -> None:
+        if self._call is not None:
+            self._call()
+
+    def __deepcopy__(self, memo: object) -> _Hook:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()

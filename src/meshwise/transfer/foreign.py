@@ -1,0 +1,40 @@
+"""Collectives that the program calls itself, past our own: noticed, so that what it has reduced is known to be.
+
+Backends count what is begun in them, whoever calls. While a `Foreign` is open, our own collectives note how many of
+those were theirs; while none is (`OPEN` is empty), they pay for one look at it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from meshwise.compat.collectives import begun
+
+OPEN: list[Foreign] = []
+
+
+class Foreign:
+    """Counts from its making until `close`."""
+
+    def __init__(self) -> None:
+        self.ours = 0
+        self._begun = begun()
+        OPEN.append(self)
+
+    def close(self) -> bool:
+        """Whether the program has called a collective of its own meanwhile."""
+        OPEN.remove(self)
+        return begun() - self._begun > self.ours
+
+
+@contextlib.contextmanager
+def ours() -> Iterator[None]:
+    """What the body begins is our own. Not nested."""
+    before = begun()
+    try:
+        yield
+    finally:
+        count = begun() - before
+        for foreign in OPEN:
+            foreign.ours += count

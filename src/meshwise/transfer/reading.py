@@ -1,0 +1,135 @@
+"""Reading a sharded tensor: all ranks do it together, and a rank that does it alone is told so instead of waiting.
+
+Before an exchange, ranks meet in the key-value store: each says what it reads and in which line of the program. A rank
+that does not come may be slow, so waiting is no proof. It is proven when that rank has entered more collectives of a
+group of both than the waiting one: ranks enter them in one order, so it is past this place. A thread on every rank says
+in the store how many it has entered, when no more have come for a while.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from meshwise.compat.reducer import default_store
+from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import place, user_frame, user_place
+from meshwise.transfer import collectives
+from meshwise.transfer.agreement import POLL, SLOWEST
+
+KEY = "meshwise/read"
+TICK = 0.5  # seconds between two looks of the thread, and of a rank that waits at the others
+ENDED = "ended"
+
+_past = [0]  # reads that all ranks have come to
+_unmet = [False]  # of the whole process: a backward runs in threads of its own
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Inside, this process reads sharded tensors without meeting the others: our own code, which all ranks run."""
+    before, _unmet[0] = _unmet[0], True
+    try:
+        yield
+    finally:
+        _unmet[0] = before
+
+
+def meet(what: str) -> None:
+    """Return when every rank has come to read `what` in the same line of the program. Raises UsageError where a rank
+    reads another thing, or cannot come."""
+    size, rank = collectives.world_size(), collectives.get_rank()
+    if _unmet[0] or size == 1:
+        return
+    number, here, store = _past[0], user_place(), default_store()
+    own, before = f"{KEY}/{number}/{rank}", f"{KEY}/{number - 1}/{rank}"
+    keys = {other: f"{KEY}/{number}/{other}" for other in range(size) if other != rank}
+    store.set(own, f"{here}|{what}")
+    try:
+        _wait_for(keys, here)
+    except UsageError:
+        store.delete_key(own)
+        raise
+    store.delete_key(before)  # all ranks are past it
+    _past[0] += 1
+    for other, key in keys.items():
+        there, _, facts = store.get(key).decode().partition("|")
+        if (there, facts) != (here, what):
+            raise UsageError(_sentence(here, f"rank {other} reads one in {there or 'other code'}"))
+
+
+def _wait_for(keys: dict[int, str], here: str) -> None:
+    store, pause, look = default_store(), POLL / 5, time.monotonic() + TICK
+    while not store.check(list(keys.values())):
+        time.sleep(pause)
+        pause = min(pause * 1.05, SLOWEST)
+        if time.monotonic() > look:
+            look = time.monotonic() + TICK
+            for other, key in keys.items():
+                where = _past_us(other) if not store.check([key]) else None
+                if where is not None:
+                    raise UsageError(_sentence(here, f"rank {other} {where}"))
+
+
+def _sentence(here: str, other: str) -> str:
+    return (
+        f"{here or 'the program'}: rank {collectives.get_rank()} reads a sharded tensor, and {other}. Each rank holds "
+        "a part, so all ranks read it together. Take the value outside of what some ranks run alone: "
+        "`value = p.norm().item()` on every rank, then `if mw.is_main(): print(value)`."
+    )
+
+
+def _past_us(other: int) -> str | None:
+    """Where a rank is that has not come, if it will not; None while nothing says so."""
+    store, key = default_store(), f"{KEY}/at/{other}"
+    if not store.check([key]):
+        return None
+    text = store.get(key).decode()
+    if text == ENDED:
+        return "has come to the end of the program"
+    there, counts = json.loads(text)
+    past = any(count > collectives.entered[key] for key, count in counts.items() if _is_member(key))
+    return f"has gone on to {there or 'other code'}" if past else None
+
+
+def _is_member(key: str) -> bool:
+    return str(collectives.get_rank()) in key.partition("/")[0].split(",")
+
+
+@functools.cache
+def look_out() -> None:
+    """Begin to say in the store where this rank is, and that it has ended."""
+    main, store, rank = threading.main_thread().ident, default_store(), collectives.get_rank()
+    over = threading.Event()
+
+    def watch() -> None:
+        before, said = dict(collectives.entered), False
+        while dist.is_initialized() and not over.wait(TICK):
+            now = dict(collectives.entered)
+            if now == before and not said:
+                frame = user_frame(sys._current_frames().get(main or 0))
+                where = "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
+                store.set(f"{KEY}/at/{rank}", json.dumps([where, now]))
+            said, before = now == before, now
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):  # the group is gone, and the store with it
+            watch()
+
+    def ended() -> None:
+        over.set()
+        thread.join()  # one that the interpreter's end finds inside the store ends the process by SIGABRT
+        with contextlib.suppress(RuntimeError):
+            store.set(f"{KEY}/at/{rank}", ENDED)
+
+    atexit.register(ended)
+    thread = threading.Thread(target=run, name="meshwise-lookout", daemon=True)
+    thread.start()

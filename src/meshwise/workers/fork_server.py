@@ -1,0 +1,202 @@
+"""A process that imports torch once and forks the workers of a launch: N workers start for the price of one.
+
+    launcher                                     fork server, a child of the launcher
+    ForkServer(preload)      starts it    ->     imports what workers need
+    .start(...)              a request    ->     forks; the child becomes the worker
+    ForkedWorker.poll()      <-    its process id, later its exit status
+
+It forks before anything has touched a device or started a thread of torch's, which is what CUDA and OpenMP ask for.
+When the launcher dies, so does the server, and with it (PR_SET_PDEATHSIG) every worker. Linux only: elsewhere libraries
+that torch loads do not survive a fork.
+Tested in tests/workers/test_fork_server.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PACKET = 1 << 16
+LISTENS = "MESHWISE_FORK_SERVER"
+"""The address of a server that is kept for many launches, as our tests do."""
+
+
+class ForkServer:
+    """The launcher's side. `start` workers, `close` it after they have ended."""
+
+    def __init__(self, preload: Sequence[str], variables: Mapping[str, str]) -> None:
+        """preload: modules that the server imports before it forks. variables: the environment of the first worker,
+        with the number of threads that libraries read when they are loaded."""
+        self._started = 0
+        self._known: dict[int, dict[str, int]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        if address := os.environ.get(LISTENS):
+            self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._line.connect(address)
+            return
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "meshwise.workers", "--fork-server", str(theirs.fileno()), *preload],
+                env=dict(variables),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def start(self, arguments: list[str], variables: Mapping[str, str], stdout: int, stderr: int) -> ForkedWorker:
+        """Ask for a worker with these arguments, environment and open files; returns before it runs."""
+        number, self._started = self._started, self._started + 1
+        request = {"arguments": arguments, "variables": dict(variables), "folder": str(Path.cwd())}
+        with os.fdopen(os.memfd_create("request"), "r+b") as file:  # an environment may be longer than a packet
+            file.write(json.dumps(request).encode())
+            file.flush()
+            with contextlib.suppress(OSError):  # a server that has died is seen by `poll`
+                socket.send_fds(self._line, [b"%d" % number], [file.fileno(), stdout, stderr])
+        return ForkedWorker(self, number)
+
+    def known(self, number: int, *, wait: bool = False) -> dict[str, int]:
+        """What the server has told of a worker: `pid`, then `status`. wait: until its status is known."""
+        while "status" not in self._known.get(number, {}):
+            try:
+                if not wait and not select.select([self._line], [], [], 0)[0]:
+                    break
+                packet = self._line.recv(PACKET)
+            except (OSError, ValueError):  # closed
+                packet = b""
+            if not packet:  # the kernel has killed the workers of a dead server
+                died = self._process.wait() if self._process is not None else 0
+                return self._known.setdefault(number, {}) | {"status": died or -signal.SIGKILL}
+            told = json.loads(packet)
+            self._known.setdefault(told.pop("number"), {}).update(told)
+        return self._known.get(number, {})
+
+    def close(self) -> None:
+        """Kill the server and whatever it has forked, and wait until they are gone."""
+        forked = all("pid" in self.known(number) for number in range(self._started))
+        self._line.close()
+        if self._process is not None:
+            if not forked:  # it imports still, and would read no request and no end
+                self._process.kill()
+            self._process.wait()
+
+
+class ForkedWorker:
+    """A worker, watched as a `subprocess.Popen` is."""
+
+    def __init__(self, server: ForkServer, number: int) -> None:
+        self._server, self._number = server, number
+
+    @property
+    def pid(self) -> int | None:
+        """None until the server has forked it."""
+        return self._server.known(self._number).get("pid")
+
+    def poll(self) -> int | None:
+        """Its exit code, minus the signal's number where one killed it; None as long as it runs."""
+        return self._server.known(self._number).get("status")
+
+    def wait(self) -> int:
+        """Wait until it has ended."""
+        return self._server.known(self._number, wait=True)["status"]
+
+
+def serve(line: socket.socket, work: Callable[[], int]) -> int:
+    """The server's side: fork a process that calls `work` for each request, until the launcher is gone.
+
+    Returns, in a worker, its exit code; in the server 0.
+    """
+    children: dict[int, int] = {}
+    wakes, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake)
+    while True:
+        readable = select.select([line.fileno(), wakes], [], [])[0]
+        if wakes in readable:
+            os.read(wakes, PACKET)
+            _tell_ended(line, children)
+        if line.fileno() not in readable:
+            continue
+        try:
+            number, files, _, _ = socket.recv_fds(line, PACKET, 3)
+        except OSError:
+            number = b""
+        if not number:
+            for pid in children:
+                kill_group(pid)
+                os.waitpid(pid, 0)
+            return 0
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for fd in (line.detach(), wakes, wake):
+                os.close(fd)
+            _become(files)
+            return work()
+        children[pid] = int(number)
+        for fd in files:
+            os.close(fd)
+        _tell(line, number=int(number), pid=pid)
+
+
+def serve_many(address: str, work: Callable[[], int]) -> int:
+    """Listen at `address` and `serve` each launcher that connects, in a process of its own. See LISTENS."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(address)
+        door.listen()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those processes
+        while True:
+            line, _ = door.accept()
+            with line:
+                if os.fork() == 0:
+                    door.close()
+                    return serve(line, work)
+
+
+def kill_group(pid: int) -> None:
+    """Kill a process that leads its group, and everything that it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _tell_ended(line: socket.socket, children: dict[int, int]) -> None:
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        if pid in children:
+            _tell(line, number=children.pop(pid), status=os.waitstatus_to_exitcode(status))
+
+
+def _tell(line: socket.socket, **told: int) -> None:
+    with contextlib.suppress(OSError):  # the launcher is gone: the next read says so
+        line.send(json.dumps(told).encode())
+
+
+def _become(files: list[int]) -> None:
+    """Take the session, the open files, the environment and the folder of a worker."""
+    os.setsid()  # a Ctrl-C goes to the launcher alone, which stops all ranks after one step
+    with os.fdopen(files[0], "rb") as file:
+        file.seek(0)
+        request: dict[str, Any] = json.load(file)
+    for fd, at in ((files[1], 1), (files[2], 2)):
+        os.dup2(fd, at)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(request["variables"])
+    os.chdir(request["folder"])
+    sys.argv[1:] = request["arguments"]
+    if "numpy" in sys.modules:  # as in a process of its own; Python's own `random` does so by itself
+        sys.modules["numpy"].random.seed()

@@ -1,0 +1,62 @@
+"""What to write instead, for errors of Python and torch where a script meets meshwise: a note under the error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import FrameType
+
+from torch import nn
+from torch.nn.parallel import distributed
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+DDP_FILE = distributed.__file__
+_NO_GROUP = "Default process group has not been initialized"
+_OTHER_KIND = re.compile(r"'?(\w+)'? object (?:is not callable|is not iterable|has no attribute '(?:step|zero_grad)')")
+_UNPACKED = re.compile(r"cannot unpack non-iterable (\w+) object")
+
+
+def add_hint(error: BaseException) -> None:
+    """Give the error a note with its hint, where there is one."""
+    if text := hint(error):
+        error.add_note(text)
+
+
+def hint(error: BaseException) -> str:
+    """What to write instead; empty where nothing is known of such an error."""
+    text = str(error)
+    if isinstance(error, AttributeError) and text.endswith("has no attribute 'module'") and _is_module(error):
+        return "meshwise does not wrap the model: use model instead of model.module."
+    if _NO_GROUP in text:
+        if any(frame.f_code.co_filename == DDP_FILE for frame in _frames(error)):
+            return "Remove DistributedDataParallel: mw.distribute takes the model itself, and averages its gradients."
+        return "The process group is made by mw.distribute: use torch.distributed after it."
+    if isinstance(error, TypeError | AttributeError) and _is_swapped(error, text):
+        return "mw.distribute gives things back in the order in which it was given them: compare the left side."
+    return ""
+
+
+def _is_module(error: AttributeError) -> bool:
+    return isinstance(error.obj, nn.Module)
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _is_swapped(error: BaseException, text: str) -> bool:
+    """Whether the message names the class of a model, an optimizer, a scheduler or a loader, in a function that calls
+    mw.distribute and has such a thing."""
+    match = _OTHER_KIND.search(text) or _UNPACKED.search(text)
+    held = [
+        value
+        for frame in _frames(error)
+        if "distribute" in frame.f_code.co_names
+        for value in frame.f_locals.values()
+        if isinstance(value, nn.Module | Optimizer | LRScheduler) or type(value).__name__ == "DistributedLoader"
+    ]
+    return match is not None and match[1] in {type(value).__name__ for value in held}

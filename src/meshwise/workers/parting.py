@@ -1,0 +1,118 @@
+"""Ranks that part: the first verb that is not the same on all ranks, in one sentence with the user's lines.
+
+Ranks of one program call the same verbs in the same order. Where one calls another, two different collectives may meet:
+gloo aborts, NCCL waits for ever, and where their sizes match the numbers are wrong without a word.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from meshwise.workers.verb_log import BATCH, VerbTrail, read_trail
+
+INTERVAL = 0.25  # seconds between two looks
+GRACE = 1.0  # seconds in which a rank that parted because it raised says so: its error is told instead
+ADVICE = (
+    "Every rank must make the same calls in the same order: look for what depends on mw.rank(), on a loss or a metric "
+    "of one rank alone, or on time."
+)
+
+
+def trail_path(folder: Path, rank: int) -> Path:
+    """Where the rank notes its verbs."""
+    return folder / f"verbs-{rank}"
+
+
+class PartingWatch:
+    """Follows the verbs of ranks on this machine."""
+
+    def __init__(self, folder: Path, ranks: Collection[int]) -> None:
+        self._folder, self._ranks = folder, ranks
+        self._looked = self._seen = 0.0
+
+    def trails(self) -> dict[int, VerbTrail | None]:
+        """The verbs of each rank; None of one that has come to none."""
+        return {rank: read_trail(trail_path(self._folder, rank)) for rank in self._ranks}
+
+    def look(self, ended: Collection[int]) -> str:
+        """`parted`, from a second after it was first seen, or once all ranks have ended; nothing between two looks."""
+        now = time.monotonic()
+        if len(ended) == len(self._ranks):
+            return parted(self.trails(), ended)
+        if now - self._looked < INTERVAL:
+            return ""
+        self._looked = now
+        text = parted(self.trails(), ended)
+        self._seen = (self._seen or now) if text else 0.0
+        return text if text and now - self._seen >= GRACE else ""
+
+
+def parted(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> str:
+    """How the ranks have parted, in one sentence; empty where they have not, as far as can be seen.
+
+    ended: ranks whose program is over: they come to nothing more.
+    """
+    number = _first_difference(trails, ended)
+    if number is None:
+        return ""
+    told: dict[str, list[int]] = {}
+    for rank, trail in sorted(trails.items()):
+        told.setdefault(_told(trail, number, rank in ended), []).append(rank)
+    parts = [f"{_ranks(ranks)} {what}" for what, ranks in told.items()]
+    return f"Ranks parted: {'; '.join(parts)}. {ADVICE}"
+
+
+def last_verbs(trails: Mapping[int, VerbTrail | None]) -> str:
+    """What each rank called last; empty where none has called anything."""
+    told: dict[str, list[int]] = {}
+    for rank, trail in sorted(trails.items()):
+        told.setdefault(_verb(trail, trail.count) if trail else "none", []).append(rank)
+    if set(told) <= {"none"}:
+        return ""
+    return f"The last call: {'; '.join(f'{_ranks(ranks)}: {what}' for what, ranks in told.items())}."
+
+
+def _first_difference(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> int | None:
+    """The number of the first verb that some ranks called and others did not, nor will."""
+    counts = {rank: trail.count if trail else 0 for rank, trail in trails.items()}
+    common, known = min(counts.values()), [trail for trail in trails.values() if trail]
+    first = max((trail.oldest for trail in known), default=1)
+    if first <= common and _differ(known, common):
+        return next(number for number in range(first, common + 1) if _differ(known, number))
+    fewest = min((counts[rank] for rank in ended), default=None)
+    if fewest is not None and max(counts.values()) > fewest >= first - 1:
+        return fewest + 1
+    return None
+
+
+def _differ(trails: Collection[VerbTrail], number: int) -> bool:
+    return len({trail.checksum(number) for trail in trails}) > 1
+
+
+def _told(trail: VerbTrail | None, number: int, ended: bool) -> str:
+    if trail is None:
+        return "ended" if ended else "has called nothing yet"
+    if trail.count < number:
+        left = _left(trail.left)
+        return f"{left}ended" if ended else f"{left}is still at {_verb(trail, trail.count)}"
+    return f"{_left(trail.verb(number).left)}came to {_verb(trail, number)}"
+
+
+def _left(left: tuple[str, int] | None) -> str:
+    if left is None:
+        return ""
+    return f"left its loop at {left[0]} after {left[1]} {'batch' if left[1] == 1 else 'batches'} and "
+
+
+def _verb(trail: VerbTrail, number: int) -> str:
+    verb = trail.verb(number)
+    at = f" at {verb.place}" if verb.place else ""
+    if verb.name == BATCH:
+        return f"batch {verb.times} of the loop{at}"
+    return f"{verb.name}{at}" + (f" (call {verb.times})" if verb.times > 1 else "")
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,175 @@
+"""The verbs that a rank calls together with the others, in their order, where the launcher reads them.
+
+They lie in a file that is mapped into memory: noting one costs about a microsecond and no system call, and the launcher
+reads what a rank did last while the rank waits in a collective, and after it was killed.
+
+    header       how many verbs; the loop that was left since the last: its line and its batches
+    ring         the newest verbs: which line, the how-many-th, a checksum of all verbs up to this one, and the loop
+                 that was left just before it
+    lines        a line each: the verb, and where in the user's program
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+
+from meshwise.spec.user_code import place, user_frame
+
+HEADER, ENTRY = struct.Struct("<QII"), struct.Struct("<IIIII")
+SLOTS = 4096
+LINES = HEADER.size + SLOTS * ENTRY.size
+BATCH = "batch"
+"""The verb of a loop that asks for its next batch."""
+FACTOR, MASK = 1_000_003, (1 << 32) - 1  # of the checksum, which is FNV's of whole words
+NOWHERE = (0, 0)
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What a rank came to, where, and for which time; of a batch, the how-many-th of its loop.
+
+    left: where it left a loop just before, and after how many batches.
+    """
+
+    name: str
+    place: str
+    times: int
+    left: tuple[str, int] | None
+
+
+@dataclass(frozen=True)
+class VerbTrail:
+    """The verbs of a rank as they are known now. left: the loop that it has left since the last."""
+
+    count: int
+    left: tuple[str, int] | None
+    _data: bytes
+    _lines: list[str]
+
+    @property
+    def oldest(self) -> int:
+        """The number of the oldest verb that is known for sure: the ring goes on while it is read."""
+        return max(1, self.count - SLOTS // 2)
+
+    def checksum(self, number: int) -> int:
+        """Of all verbs up to this one, from 1: two ranks that have the same have called the same."""
+        return self._entry(number)[2]
+
+    def verb(self, number: int) -> Verb:
+        """The verb of this number, from 1."""
+        line, times, _, left, batches = self._entry(number)
+        name, _, where = self._lines[line].partition("\t")
+        return Verb(name, where, times, _left(self._lines, left, batches))
+
+    def _entry(self, number: int) -> tuple[int, ...]:
+        return ENTRY.unpack_from(self._data, HEADER.size + (number - 1) % SLOTS * ENTRY.size)
+
+
+def _left(lines: list[str], line: int, batches: int) -> tuple[str, int] | None:
+    return (lines[line].partition("\t")[2], batches) if batches else None
+
+
+def read_trail(path: Path) -> VerbTrail | None:
+    """The verbs that a rank has noted in the file; None where it has noted none."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if len(data) < LINES:
+        return None
+    count, left, batches = HEADER.unpack_from(data)
+    lines = data[LINES:].decode(errors="replace").split("\n")
+    return VerbTrail(count, _left(lines, left, batches), data, lines) if count else None
+
+
+class VerbLog:
+    """A rank's end: the thread that notes first is the one whose verbs are in order; others are not noted."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with path.open("w+b") as file:
+            file.truncate(LINES)
+            self._map = mmap.mmap(file.fileno(), LINES)
+        self._thread = 0
+        self._lines: dict[tuple[str, int, int], list[int]] = {}  # [number of the line, crc32 of the verb, calls]
+        self._codes: list[CodeType] = []  # kept, so that no other has the identity of one of them
+        self._count = self._checksum = 0
+        self._left = NOWHERE
+
+    def came_to(self, verb: str, which: tuple[int, ...]) -> None:
+        """This rank calls `verb`; see the function."""
+        thread = threading.get_ident()
+        if thread != self._thread:
+            if self._thread:
+                return
+            self._thread = thread
+        line = self._line(verb)
+        line[2] += 1
+        checksum = self._checksum * FACTOR + line[1]
+        for number in which:
+            checksum = checksum * FACTOR + number
+        self._checksum = checksum = checksum & MASK
+        times, slot = which[-1] if which else line[2], self._count % SLOTS
+        ENTRY.pack_into(self._map, HEADER.size + slot * ENTRY.size, line[0], times, checksum, *self._left)
+        self._count += 1
+        self._left = NOWHERE
+        HEADER.pack_into(self._map, 0, self._count, 0, 0)
+
+    def left_loop(self, batches: int) -> None:
+        """This rank leaves a loop before its end, after so many batches: told, but not compared, since an iterator may
+        be dropped at any time."""
+        if threading.get_ident() == self._thread:
+            self._left = (self._line("left")[0], batches)
+            HEADER.pack_into(self._map, 0, self._count, *self._left)
+
+    def _line(self, verb: str) -> list[int]:
+        frame = user_frame()
+        code, at = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+        line = self._lines.get((verb, id(code), at))
+        if line is None:
+            where = "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
+            line = self._lines[verb, id(code), at] = [len(self._lines), zlib.crc32(verb.encode()), 0]
+            self._codes += [code] if code is not None else []
+            with self._path.open("ab") as file:
+                file.write(f"{verb}\t{where}\n".encode())
+        return line
+
+
+_log: VerbLog | None = None
+
+
+def begin(path: Path) -> None:
+    """Note the verbs of this process from now on."""
+    global _log
+    _log = VerbLog(path)
+
+
+def end() -> None:
+    """Note no more. A process that this one forks (a loader's worker) is no rank either."""
+    global _log
+    _log = None
+
+
+def came_to(verb: str, *which: int) -> None:
+    """This process calls `verb`, as every rank does. Nothing where no launcher of ours looks.
+
+    which: what else must be the same on all ranks; the last is told as its number.
+    """
+    if _log is not None:
+        _log.came_to(verb, which)
+
+
+def left_loop(batches: int) -> None:
+    """This process leaves a loop before its end."""
+    if _log is not None:
+        _log.left_loop(batches)
+
+
+os.register_at_fork(after_in_child=end)

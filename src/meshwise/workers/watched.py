@@ -1,0 +1,52 @@
+"""A worker as its launcher knows it: what it does, and since when."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import BinaryIO
+
+from meshwise.workers.failure import Failure
+from meshwise.workers.fork_server import ForkedWorker, kill_group
+
+
+class State(Enum):
+    """What a worker does. EXITED: it left with exit code 0, without a failure and without being done."""
+
+    RUNNING = auto()
+    DONE = auto()
+    EXITED = auto()
+    FAILED = auto()
+
+
+@dataclass
+class WatchedWorker:
+    """A worker process, and what its launcher knows of it.
+
+    in_progress: it exited in the middle of an epoch. since: when it came into its state."""
+
+    rank: int
+    process: subprocess.Popen[bytes] | ForkedWorker
+    log: BinaryIO
+    state: State = State.RUNNING
+    failure: Failure | None = None
+    in_progress: bool = False
+    since: float = 0.0
+    readers: list[threading.Thread] = field(default_factory=list)
+
+    def turn(self, state: State, failure: Failure | None = None) -> None:
+        self.state, self.failure, self.since = state, failure, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been in its state."""
+        return time.monotonic() - self.since
+
+    def kill(self) -> None:
+        """Kill it and everything that it started. A worker leads its own process group."""
+        pid = self.process.pid
+        if pid is not None:
+            kill_group(pid)

@@ -1,0 +1,123 @@
+"""Files that several ranks write at one path: noticed once, with the user's line.
+
+A script of one device opens its log, its picture, its checkpoint once; on several ranks each opens it, and the last one
+wins, rows come twice, or the file is torn. Each worker tells the launcher what the user's code creates or appends to
+(an audit hook of Python's, and torch.save, which opens files in C++); the launcher compares.
+Not noticed: files that other C++ or Rust libraries open by themselves, and those of loader workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from meshwise.spec.user_code import place, user_frame
+
+MOST = 1000
+"""Paths that a worker tells of: a program that writes a picture every step is known by its first."""
+CREATES = os.O_CREAT | os.O_APPEND | os.O_TRUNC
+_SYSTEM = ("/dev/", "/proc/", "/sys/")
+_NOBODYS = re.compile(r"(/\.[^/]|/__pycache__/|\.lock$|\.pyc$)")  # hidden folders and files are caches and settings
+_CACHES = (
+    "XDG_CACHE_HOME",
+    "TORCH_HOME",
+    "HF_HOME",
+    "HF_DATASETS_CACHE",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+)
+_EVENTS = "events.out.tfevents."
+_TIME_OF_DAY = re.compile(r"\d\d-\d\d-\d\d")  # in TensorBoard's own name of a folder, which may differ by a second
+
+Tell = Callable[[str, str], None]
+
+
+class FileWatch:
+    """A worker's end: tells of paths that the user's code writes, with the line that does."""
+
+    def __init__(self, tell: Tell, *, ignored: Iterable[str] = ()) -> None:
+        """tell: takes a path and a line. ignored: folders whose files are nobody's mistake."""
+        caches = [os.environ[name] for name in _CACHES if name in os.environ]
+        self._ignored = tuple(os.path.realpath(folder) + os.sep for folder in (*ignored, *caches))
+        self._temporary = os.path.realpath(tempfile.gettempdir()) + os.sep  # asked here: it opens files itself
+        self._tell, self._told, self._process = tell, set[str](), os.getpid()
+
+    def begin(self) -> None:
+        """Look at every file that this process opens, until it ends: Python gives no hook back."""
+        sys.addaudithook(lambda event, arguments: self._opened(*arguments) if event == "open" else None)
+
+    def saving(self, save: Callable[..., None]) -> Callable[..., None]:
+        """torch.save, looked at."""
+
+        @functools.wraps(save)
+        def looked_at(obj: Any, f: Any, *arguments: Any, **keywords: Any) -> None:
+            if isinstance(f, str | os.PathLike):
+                self._written(f)
+            save(obj, f, *arguments, **keywords)
+
+        return looked_at
+
+    def _opened(self, path: Any, mode: str | None, flags: int) -> None:
+        if flags & CREATES and flags & (os.O_WRONLY | os.O_RDWR) and isinstance(path, str | bytes | os.PathLike):
+            self._written(path)
+
+    def _written(self, path: str | bytes | os.PathLike[Any]) -> None:
+        if os.getpid() != self._process:
+            return
+        with contextlib.suppress(Exception):  # whatever happens here is no reason for a program to fail
+            real = os.path.realpath(os.fsdecode(path))
+            if real in self._told or len(self._told) >= MOST or self._is_ignored(real):
+                return
+            where = self._place(real)
+            if where:
+                self._told.add(real)
+                self._tell(real, where)
+
+    def _place(self, path: str) -> str:
+        frame = user_frame()
+        if frame is None and _EVENTS in path:  # opened by a thread of TensorBoard's, for which the program waits
+            frame = user_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+        return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
+
+    def _is_ignored(self, path: str) -> bool:
+        temporary = path.startswith(self._temporary) and not Path(path).is_relative_to(Path.cwd())
+        if temporary or path.startswith((*_SYSTEM, *self._ignored)) or _NOBODYS.search(path):
+            return True
+        with contextlib.suppress(OSError):
+            return not stat.S_ISREG(Path(path).stat().st_mode)
+        return False
+
+
+class WrittenFiles:
+    """The launcher's end: which ranks write which files."""
+
+    def __init__(self) -> None:
+        self._writers: dict[str, set[int]] = {}
+        self._said = False
+
+    def add(self, rank: int, path: str, where: str) -> str:
+        """A rank writes a file. Returns what to say, where it is the first that several ranks write; else nothing."""
+        events = _EVENTS in path
+        file = Path(path).parent if events else Path(path)
+        key = _TIME_OF_DAY.sub("", str(file))
+        writers = self._writers.setdefault(key, set())
+        writers.add(rank)
+        if self._said or len(writers) < 2:
+            return ""
+        self._said = True
+        shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+        what = f"TensorBoard events into {shown}" if events else str(shown)
+        ranks = " and ".join(map(str, sorted(writers)))
+        return (
+            f"{where}: ranks {ranks} each write {what}, where one device writes once. "
+            "Write under `if mw.is_main():`, or with mw.save."
+        )

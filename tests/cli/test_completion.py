@@ -1,0 +1,84 @@
+"""What a shell gets when it asks `meshwise` what to complete, in the way in which bash asks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwise import cli
+from meshwise.commands.completion import BUILT_IN as COMPLETED
+from meshwise.jobs.registry import BUILT_IN
+
+Complete = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Complete:
+    """The words that bash is given for a line, of which the last word is not finished."""
+    monkeypatch.chdir(tmp_path)
+
+    def words(line: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["meshwise"])
+        for name, value in {
+            "_MESHWISE_COMPLETE": "complete_bash",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(line.split(" ")) - 1),
+        }.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert not end.value.code
+        return capsys.readouterr().out.split()
+
+    return words
+
+
+def test_commands(complete: Complete) -> None:
+    assert complete("meshwise ru") == ["run", "runs"]
+    assert complete("meshwise nonsense x") == []  # and no traceback
+
+
+def test_options(complete: Complete) -> None:
+    assert complete("meshwise run --dev") == ["--devices"]
+    assert "--html" in complete("meshwise report --")
+
+
+def test_jobs_and_scripts(complete: Complete, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "big.py").touch()
+    assert complete("meshwise run m") == ["mlp", "mnist-cnn", "mnist-mlp", "mine.py", "models/"]
+    assert complete("meshwise check models/") == ["models/big.py"]
+
+
+def test_plans_and_devices(complete: Complete, tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").touch()
+    assert complete("meshwise run --set sh") == ["shard="]
+    assert complete("meshwise run --plan p") == ["plan.toml"]
+    assert complete("meshwise run --devices 2x") == ["2xcpu", "2xcuda"]
+
+
+def test_runs(complete: Complete, tmp_path: Path) -> None:
+    for name in ("20261121-1-gpt", "20261122-1-gpt"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").touch()
+    (tmp_path / "runs" / "20261123-of-somebody-else").mkdir()
+    assert complete("meshwise runs open 2026") == ["20261122-1-gpt", "20261121-1-gpt"]
+    assert complete("meshwise run --resume ru") == ["runs/20261122-1-gpt", "runs/20261121-1-gpt"]
+
+
+def test_the_jobs_that_are_completed_are_those_that_there_are() -> None:
+    assert set(COMPLETED) == set(BUILT_IN)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_is_given_a_script_that_asks_meshwise(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["meshwise", "--show-completion", shell])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code and "_MESHWISE_COMPLETE" in capsys.readouterr().out

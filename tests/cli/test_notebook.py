@@ -1,0 +1,96 @@
+"""What a notebook shows of results, reports, proofs, machines and errors, and the records of a launch.
+
+Of terminal/notebook.py too.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+import meshwise as mw
+from meshwise import api
+from meshwise.records.folder import read_run
+from meshwise.spec.errors import UsageError, WorkerFailed
+
+OLD = Path(__file__).parents[1] / "old" / "runs"
+
+
+def shown(value: Any) -> str:
+    """The text of what a notebook draws."""
+    drawn = value._repr_html_()
+    assert drawn.startswith("<pre") and "\x1b" not in drawn
+    return html.unescape(re.sub(r"<[^>]*>", "", drawn))
+
+
+def test_a_machine_is_its_table() -> None:
+    text = shown(mw.find_machine("8xH100"))
+    assert "H100" in text and "Machine(" not in text
+
+
+def test_a_report_is_the_report_of_the_terminal() -> None:
+    report = mw.report(OLD / "finished")
+    text = shown(report)
+    assert report.title in text and "forward" in text and "Report(" not in text
+    assert shown(api.report.compare(OLD / "finished", OLD / "shard")).count("backward") >= 1
+
+
+def test_a_summary_is_what_a_run_ends_with_and_leads_to_its_report() -> None:
+    phases = ({"forward": 1.0, "backward": 2.0},)
+    summary = mw.RunSummary(
+        job="mine",
+        plan="Plan(data=1)",
+        devices=("cpu",),
+        status="finished",
+        epochs=1,
+        steps=10,
+        samples=100,
+        seconds=4.0,
+        train_seconds=3.0,
+        samples_per_second=33.0,
+        metrics={"accuracy": 0.5},
+        phases=phases,
+        memory=(None,),
+        folder=str(OLD / "finished"),
+        notes=(),
+    )
+    assert mw.run is api.run.run  # whose file says how a summary is shown
+    assert "accuracy 50.00 %" in shown(summary) and "RunSummary(" not in shown(summary)
+    assert mw.report(summary).folder == summary.folder
+
+
+def test_everything_that_a_verb_returns_is_drawn() -> None:
+    verbs = [mw.run, mw.check, mw.bench, mw.report, mw.find_machine]
+    assert all(map(callable, verbs))
+    kinds: list[Any] = [mw.RunSummary, mw.Proof, mw.Bench, mw.Report, mw.Machine]
+    assert [kind.__name__ for kind in kinds if not hasattr(kind, "_repr_html_")] == []
+
+
+@pytest.mark.parametrize("error", [UsageError("one. Use two."), WorkerFailed("rank 1 of 2 failed: ValueError: no")])
+def test_an_error_is_its_sentence_without_our_lines(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        raise error
+    except type(error):
+        InteractiveShell.instance().showtraceback()
+    assert capsys.readouterr().out.strip() == f"{type(error).__name__}: {error}"
+
+
+def _fails() -> None:
+    raise ValueError("mine")
+
+
+def test_a_launch_keeps_records_where_it_is_told_to(processes: None, tmp_path: Path) -> None:
+    assert mw.launch(int, "7", devices="1xcpu", out=tmp_path) == [7]
+    (folder,) = tmp_path.iterdir()
+    facts = read_run(folder)
+    assert (facts["status"], facts["job"], facts["world"]) == ("finished", "int", 1)
+    assert mw.report(folder).status == "finished"
+    with pytest.raises(WorkerFailed):
+        mw.launch(_fails, devices="1xcpu", out=tmp_path / "failed")
+    (folder,) = (tmp_path / "failed").iterdir()
+    assert read_run(folder)["status"] == "failed" and "ValueError: mine" in read_run(folder)["error"]

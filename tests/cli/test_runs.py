@@ -1,0 +1,103 @@
+"""`meshwise runs`: listed, filtered, removed, opened."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwise import api, cli
+
+OLD = Path(__file__).parents[1] / "old" / "runs"
+Typed = Callable[..., tuple[object, str, str]]
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Typed:
+    """Exit code, output and errors of `meshwise runs` in a folder with the runs of earlier releases."""
+    shutil.copytree(OLD, tmp_path / "runs")
+    (tmp_path / "runs" / "damaged").mkdir()
+    (tmp_path / "runs" / "damaged" / "run.json").write_text("{")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api.runs.webbrowser, "open", lambda address: False)
+
+    def command(*words: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["meshwise", "runs", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        shown = capsys.readouterr()
+        return end.value.code, shown.out, shown.err
+
+    return command
+
+
+def test_the_table_has_every_run_and_what_it_did(typed: Typed) -> None:
+    code, out, _ = typed()
+    assert not code
+    rows = {line.split()[0]: line for line in out.splitlines() if line}
+    assert {"finished", "stopped", "shard", "zero1", "script", "damaged"} <= rows.keys()
+    assert "shard=2, precision='fp64'" in rows["shard"] and "error   1.5658" in rows["shard"]
+    assert "unreadable" in rows["damaged"] and "6 runs" in out.splitlines()[-1]
+
+
+def test_filters(typed: Typed) -> None:
+    def names(*words: str) -> list[str]:
+        return [Path(entry["folder"]).name for entry in json.loads(typed(*words, "--json")[1])]
+
+    assert sorted(names("--status", "stopped")) == ["shard", "stopped", "zero1"]
+    assert names("--name", "ero") == ["zero1"]
+    assert names("--job", "train") == ["script"]
+    assert names("--job", "train", "--status", "failed") == []
+
+
+def test_json_has_plain_values(typed: Typed) -> None:
+    (entry,) = json.loads(typed("--name", "zero1", "--json")[1])
+    assert (entry["folder"], entry["metric"]) == ("runs/zero1", "error")
+    assert entry["best"] == pytest.approx(1.5948, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--status finish", "--status finish: no such status. Did you mean 'finished'?"),
+        ("open nothing", "nothing: no such run in runs/."),
+        ("remove shard", "meshwise runs remove --yes NAME"),
+        ("remove --yes nothing shard", "no such run"),
+        ("--status failed remove --yes shard", "no filters"),
+        ("open damaged", "run.json: cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_removes_nothing(typed: Typed, words: str, said: str) -> None:
+    code, _, err = typed(*words.split())
+    assert code == 2 and err.startswith("UsageError: ") and said in err
+    assert Path("runs/shard/run.json").exists()
+
+
+def test_remove(typed: Typed) -> None:
+    code, out, _ = typed("remove", "--yes", "shard", "zer")
+    assert not code and "removed     runs/shard" in out
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["damaged", "finished", "script", "stopped"]
+
+
+def test_a_running_run_is_kept_unless_forced(typed: Typed) -> None:
+    facts = json.loads(Path("runs/shard/run.json").read_text()) | {"status": "running"}
+    Path("runs/shard/run.json").write_text(json.dumps(facts))
+    code, _, err = typed("remove", "--yes", "shard")
+    assert code == 2 and "use --force" in err and Path("runs/shard").exists()
+    assert not typed("remove", "--yes", "--force", "shard")[0] and not Path("runs/shard").exists()
+
+
+def test_open_writes_the_page(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("plotly")
+    assert typed("open", "finished") == (None, "written     runs/finished/report.html\n", "")
+    monkeypatch.setattr(api.runs.webbrowser, "open", lambda address: address.startswith("file:///"))
+    assert typed("open", "finished") == (None, "opened      runs/finished/report.html\n", "")
+
+
+def test_no_runs(typed: Typed, tmp_path: Path) -> None:
+    code, out, _ = typed("--in", str(tmp_path / "nowhere"))
+    assert not code and "No such run in" in out and "--in DIR" in out

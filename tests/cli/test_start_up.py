@@ -1,0 +1,93 @@
+"""What starts without torch: the help of every command, the list of runs, a report, and the launcher of a script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from meshwise import cli
+from meshwise.timeline.views.registry import VIEWS
+
+OLD = Path(__file__).parents[1] / "old" / "runs"
+WITHOUT_TORCH = """
+import sys
+from meshwise import cli
+
+for words in sys.argv[1].split(";"):
+    sys.argv = ["meshwise", *words.split()]
+    try:
+        cli.main()
+    except SystemExit as end:
+        assert not end.code, (words, end.code)
+    loaded = sorted({"torch", "transformers", "torchvision"} & sys.modules.keys())
+    assert not loaded, f"meshwise {words} imported {loaded}"
+print("none of them")
+"""
+
+
+def without_torch(folder: Path, *commands: str) -> str:
+    """What the commands print, all of them in one process that fails when torch is imported."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    line = [sys.executable, "-c", WITHOUT_TORCH, ";".join(commands)]
+    ended = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return ended.stdout
+
+
+def test_help_runs_and_reports_import_no_torch(processes: None, tmp_path: Path) -> None:
+    helps = [f"{command} --help" for command in cli.COMMANDS]
+    drawn = [f"report {OLD / 'finished'} --to {tmp_path} --{view}" for view in VIEWS if view != "tensorboard"]
+    shown = without_torch(
+        tmp_path,
+        "-h",
+        *helps,
+        "runs -h",
+        "runs remove -h",
+        "--version",
+        f"runs --in {OLD}",
+        f"report {OLD / 'finished'}",
+        f"report {OLD / 'finished'} {OLD / 'shard'}",
+        *drawn,
+    )
+    assert "none of them" in shown and (tmp_path / "report.html").exists()
+
+
+def test_the_launcher_of_a_script_imports_no_torch(processes: None, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('from a worker')")
+    assert "from a worker" in without_torch(tmp_path, "run --devices 1xcpu train.py")
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_the_help_of_a_command_has_examples(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["meshwise", command, "-h"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    shown = capsys.readouterr().out.splitlines()
+    written = getattr(import_module(f"meshwise.commands.{command}"), command).__doc__ or ""
+    examples = [line.strip() for line in written.splitlines() if line.strip().startswith(f"meshwise {command}")]
+    assert len(examples) >= 3 and {f" {line}" for line in examples} <= {line.rstrip() for line in shown}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--devices 2xcpu nothing.py", "starting    2 workers"),
+        ("--devices cuda:0,1,3 nothing.py", "starting    3 workers"),
+        ("nothing.py", "starting    the workers"),
+    ],
+)
+def test_run_says_at_once_that_it_starts(
+    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["meshwise", "run", *words.split()])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().err.splitlines()[0] == said

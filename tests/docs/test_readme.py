@@ -1,0 +1,103 @@
+"""The pages keep their word: README's loop runs and counts its lines, no page says "not yet" of what there is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import meshwise as mw
+
+ROOT = Path(__file__).parents[2]
+README, CHINESE, TUTORIALS = (ROOT / name for name in ("README.md", "README.zh.md", "docs/tutorials.md"))
+
+
+def loop(page: Path) -> list[str]:
+    """The lines of a page's training loop, each with its mark."""
+    text = page.read_text(encoding="utf-8")
+    return text.split("<!-- LOOP -->\n```diff\n")[1].split("\n```\n<!-- end -->")[0].splitlines()
+
+
+def program(lines: list[str], without: str) -> str:
+    return "".join(line[1:] + "\n" for line in lines if not line.startswith(without))
+
+
+def printed(folder: Path, *command: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return "".join(line for line in done.stdout.splitlines(keepends=True) if line.startswith("epoch"))
+
+
+def test_the_readme_counts_its_lines() -> None:
+    lines = loop(README)
+    new, old = (sum(line.startswith(mark) for line in lines) for mark in "+-")
+    whole = len([line for line in program(lines, "+").splitlines() if line])
+    assert f"{new - old} lines added, {old} changed, of {whole}." in README.read_text()
+
+
+def test_the_chinese_page_has_the_same_loop() -> None:
+    assert loop(CHINESE) == loop(README)
+
+
+def test_the_loop_prints_the_same_on_one_device_and_on_two(processes: None, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(program(loop(README), "-"))
+    one = printed(tmp_path, "train.py")
+    assert len(one.splitlines()) == 5
+    assert printed(tmp_path, "-m", "meshwise", "run", "--devices", "2xcpu", "train.py") == one
+    assert (tmp_path / "best.pt").exists()
+
+
+@pytest.mark.slow
+def test_the_loop_before_runs_without_meshwise(processes: None, tmp_path: Path) -> None:
+    (tmp_path / "before.py").write_text(program(loop(README), "+"))
+    assert "meshwise" not in program(loop(README), "+")
+    assert len(printed(tmp_path, "before.py").splitlines()) == 5
+
+
+def not_yet(text: str) -> list[str]:
+    """The clauses of a page that say that something is not there."""
+    said = re.compile(r"\bnot yet\b|\bnot there yet\b")
+    return [clause.strip() for clause in re.split(r"[.;|\n]", text) if said.search(clause)]
+
+
+def existing(clause: str) -> set[str]:
+    """Public names and fields of the plan that a clause names."""
+    return set(re.findall(r"\w+", clause)) & ({*dir(mw)} | {field.name for field in fields(mw.Plan)})
+
+
+@pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
+def test_no_page_says_not_yet_of_what_there_is(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert {clause: names for clause in not_yet(text) if (names := existing(clause))} == {}
+
+
+def test_what_the_tutorials_page_calls_not_there_is_this_and_no_more() -> None:
+    """Who builds one of these takes its row back."""
+    rows = [clause.partition(":")[0] for clause in not_yet(TUTORIALS.read_text(encoding="utf-8"))]
+    assert [row for row in rows if row != '"Not yet" is meant plainly'] == [
+        "Shares weighted by the speed of unequal devices",
+        "Going on without the device",
+        "Prediction and advice",
+        "Tensor and pipeline plans",
+        "Whole layers on one device each (a pipeline) are not yet there",
+    ]
+
+
+def test_a_name_that_is_there_is_found_in_a_clause() -> None:
+    clauses = not_yet("| a | `mw.copy`: **not yet** |\nMemory. No `shard` is not there yet; fine")
+    assert [existing(clause) for clause in clauses] == [{"copy"}, {"shard"}]
+
+
+@pytest.mark.parametrize("page", [README, CHINESE, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []

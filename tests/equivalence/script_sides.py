@@ -1,0 +1,77 @@
+"""Both sides of a check of a script: one device in this process, the plan on the workers of a pool."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwise.equivalence.program_trace import ProgramTrace, trace_to_compare
+from meshwise.equivalence.programs import watch_script
+from meshwise.equivalence.proof import Proof, prove
+from meshwise.equivalence.trace import CheckSpec
+from meshwise.jobs.script import run_script_file
+from meshwise.spec.plan import Plan, plan_to_toml
+from meshwise.training.plan_choice import PLAN_FILE
+from meshwise.training.session import end_sessions
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A script runs in this process: its arguments, its folder on the path and what it distributed are forgotten."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    end_sessions()
+    yield
+    end_sessions()
+
+
+def watched(script: str, arguments: list[str], spec: CheckSpec, draws: Any, folder: str, plan: str | None) -> Any:
+    if plan is not None:
+        (Path(folder) / "plan.toml").write_text(plan)
+        os.environ[PLAN_FILE] = str(Path(folder) / "plan.toml")
+    try:
+        return watch_script(partial(run_script_file, Path(script), arguments), spec, draws, 0, Path(folder))
+    finally:
+        os.environ.pop(PLAN_FILE, None)
+
+
+ALONE = CheckSpec(Plan(data=2), STEPS)
+
+
+def sides(
+    text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2, in_float64: bool = True
+) -> tuple[ProgramTrace, ProgramTrace]:
+    """What the script does on one device, here, and on the workers of a pool."""
+    script = Path("train.py").resolve()
+    script.write_text(text)
+    said = None if plan is None else plan_to_toml(plan)
+    for name in ("one", "many"):
+        Path(name).mkdir(exist_ok=True)
+    case = (str(script), list(arguments), CheckSpec(plan or Plan(data=size), STEPS, in_float64))
+    end_sessions()
+    one = watched(*case, None, str(Path("one").resolve()), said)
+    end_sessions()
+    draws = one.trace.draws if one.trace is not None else {}
+    many, *_ = pool(size).run(watched, *case, draws, str(Path("many").resolve()), said)
+    return one, many
+
+
+def proof(
+    text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2, rounding: bool = False
+) -> Proof:
+    one, many = sides(text, pool, plan, *arguments, size=size)
+    mine, theirs = (trace_to_compare(found, "train.py") for found in (one, many))
+    assert many.plan is not None
+    rounded = sides(text, pool, plan, *arguments, size=size, in_float64=False) if rounding else ()
+    traces = [trace_to_compare(found, "train.py") for found in rounded]
+    spec = CheckSpec(many.plan, STEPS)
+    return prove("train.py", spec, f"{size}xcpu", mine, theirs, traces)

@@ -1,0 +1,165 @@
+"""A loss that is a sum over samples, on any number of devices, in scripts and jobs; and one that is taken for a mean.
+
+Of compat/loss_graph.py too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+from meshwise.compat.loss_graph import summed_loss
+from meshwise.spec.errors import UsageError
+from meshwise.training.loop import run_job
+from meshwise.training.run_options import RunOptions
+from meshwise.training.session import default_engine, end_sessions
+
+F = nn.functional
+ROWS, CLASSES = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
+TARGETS = torch.rand(4, 3)
+SUMS = {
+    "cross entropy": F.cross_entropy(ROWS, CLASSES, reduction="sum"),
+    "of pixels": F.cross_entropy(torch.randn(2, 3, 4, 4, requires_grad=True), torch.zeros(2, 4, 4).long(), None, None,
+                                 reduction="sum"),
+    "squares": F.mse_loss(ROWS, TARGETS, reduction="sum"),
+    "absolute": F.l1_loss(ROWS, TARGETS, reduction="sum"),
+    "binary": F.binary_cross_entropy_with_logits(ROWS, TARGETS, reduction="sum"),
+    "an autoencoder's": F.binary_cross_entropy(ROWS.sigmoid(), TARGETS, reduction="sum")
+    - 0.5 * (1 + ROWS - ROWS.exp()).sum(),
+}  # fmt: skip
+NO_SUMS = {
+    "a mean": F.cross_entropy(ROWS, CLASSES),
+    "a sum that is divided": F.cross_entropy(ROWS, CLASSES, reduction="sum") / 4,
+    "a mean of sums": F.mse_loss(ROWS, TARGETS, reduction="none").sum(1).mean(),
+    "two means": F.cross_entropy(ROWS, CLASSES) + 0.1 * F.mse_loss(ROWS, TARGETS),
+    "a sum of means": torch.stack([F.cross_entropy(ROWS, CLASSES), ROWS.mean()]).sum(),
+    "a leaf": ROWS,
+}
+
+
+def test_the_graph_tells_a_sum_from_a_mean() -> None:
+    assert all(summed_loss(loss) for loss in SUMS.values())
+    assert [name for name, loss in NO_SUMS.items() if summed_loss(loss)] == []
+
+
+def samples(count: int = 11) -> TensorDataset:
+    x = torch.randn(count, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+def trained(batch_size: int, form: str, plan: mw.Plan | None = None) -> Any:
+    torch.manual_seed(0)
+    model = net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled="scaled" in form)
+    model, optimizer, loader = mw.distribute(
+        model, torch.optim.SGD(model.parameters(), 0.01), DataLoader(samples(), batch_size=batch_size), plan=plan
+    )
+    losses = []
+    for number, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y, reduction="sum")
+        kept = "accumulated" in form and number % 2 == 0
+        with mw.accumulate() if kept else torch.enable_grad():
+            losses.append(float(mw.backward(scaler.scale(loss), reduction="sum")))
+        if not kept:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return losses, [mw.sum(p.detach()) if plan is None else p.detach() for p in model.parameters()]
+
+
+def alone(batch_size: int, form: str) -> Any:
+    """The same loop in plain torch."""
+    torch.manual_seed(0)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    losses = []
+    for number, (x, y) in enumerate(DataLoader(samples(), batch_size=batch_size)):
+        loss = F.cross_entropy(model(x), y, reduction="sum")
+        loss.backward()
+        losses.append(loss.item())
+        if not ("accumulated" in form and number % 2 == 0):
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_gradients_and_loss_of_a_sum_are_those_of_plain_torch(ranks: int, pool: Any) -> None:
+    for size, form in ((5, ""), (4, "scaled"), (4, "accumulated"), (10, "")):  # the last leaves 1 sample for all
+        want = alone(size, form)
+        end_sessions()
+        results = [trained(size, form)] if ranks == 1 else pool(ranks).run(trained, size, form, mw.Plan(data=ranks))
+        for got in results:
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    end_sessions()
+
+
+def test_a_sum_under_shard(pool: Any) -> None:
+    def case() -> Any:
+        return trained(5, "", mw.Plan(shard=2))[0]
+
+    for got in pool(2).run(case):
+        assert got == pytest.approx(alone(5, "")[0], rel=1e-10)
+
+
+def test_a_known_sum_that_is_taken_for_a_mean_is_said_once_with_its_line(pool: Any) -> None:
+    def case() -> Any:
+        model, loader = mw.distribute(net(), DataLoader(samples(), batch_size=4))
+        for x, y in loader:
+            mw.backward(F.cross_entropy(model(x), y, reduction="sum"))
+            mw.backward(F.cross_entropy(model(x), y))
+        return default_engine().notes
+
+    for notes in pool(2).run(case):
+        (said,) = notes
+        assert "test_sum_losses.py:" in said and "divided by 2. Use mw.backward(loss, reduction='sum')" in said
+
+
+def test_a_sum_has_no_weight_and_reductions_are_two() -> None:
+    with pytest.raises(UsageError, match="a sum over samples has no weight"):
+        mw.backward(ROWS.sum(), 3, "sum")
+    with pytest.raises(UsageError, match="'total' is not known"):
+        mw.backward(ROWS.sum(), reduction="total")  # type: ignore[arg-type]
+    end_sessions()
+
+
+def sum_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def job() -> mw.Job:
+    data = samples().tensors
+    return mw.Job(
+        model=net, loss=sum_loss, optimizer=lambda ps: torch.optim.SGD(ps, 0.01), data=lambda: data,
+        test=lambda: data, batch_size=4, reduction="sum", name="sums",
+    )  # fmt: skip
+
+
+def ran(devices: int, accumulate: int) -> Any:
+    plan = mw.Plan(data=devices, accumulate=accumulate, precision="fp64")
+    found = run_job(job(), RunOptions(plan=plan), folder=None)
+    return found["losses"], found["metrics"]["loss"]
+
+
+def test_a_job_whose_loss_is_a_sum(pool: Any) -> None:
+    end_sessions()
+    losses, test_loss = ran(1, 1)
+    assert losses[0] > 1.5, "of 4 samples"
+    for devices, accumulate in ((1, 2), (2, 1), (2, 2)):
+        results = [ran(1, accumulate)] if devices == 1 else pool(devices).run(ran, devices, accumulate)
+        for got in results:
+            assert got[0] == pytest.approx(losses, rel=1e-10) and got[1] == pytest.approx(test_loss, rel=1e-10)
+
+
+def test_a_jobs_reduction_is_one_of_two() -> None:
+    with pytest.raises(UsageError, match="reduction='total' is not known"):
+        mw.Job(**{**vars(job()), "reduction": "total"})

@@ -1,0 +1,78 @@
+"""Errors of Python and torch, where a script meets meshwise, get a note of what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import meshwise as mw
+from meshwise.workers.failure import by_error
+from meshwise.workers.hints import add_hint, hint
+
+
+def given() -> tuple[nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader[Any]]:
+    model = nn.Sequential(nn.Linear(2, 1))
+    data = torch.utils.data.TensorDataset(torch.ones(4, 2))
+    return model, torch.optim.SGD(model.parameters(), 0.1), torch.utils.data.DataLoader(data, batch_size=2)
+
+
+def model_and_optimizer_swapped() -> None:
+    optimizer, model, loader = mw.distribute(*given())
+    for (x,) in loader:
+        mw.backward(model(x))
+        optimizer.step()
+
+
+def loader_and_optimizer_swapped() -> None:
+    model, loader, optimizer = mw.distribute(*given())
+    for (x,) in loader:
+        mw.backward(model(x))
+        optimizer.step()
+
+
+def a_module_of_the_model() -> None:
+    given()[0].module.state_dict()  # type: ignore[union-attr]
+
+
+def ddp() -> None:
+    DistributedDataParallel(nn.Linear(1, 1))
+
+
+def barrier() -> None:
+    dist.barrier()
+
+
+def another_attribute() -> None:
+    given()[0].modul  # type: ignore[union-attr]  # noqa: B018
+
+
+def a_number_called() -> None:
+    objects: Any = mw.distribute(*given())
+    len(objects)()  # type: ignore[operator]
+
+
+HINTS = {
+    model_and_optimizer_swapped: "in the order in which it was given",
+    loader_and_optimizer_swapped: "in the order in which it was given",
+    a_module_of_the_model: "meshwise does not wrap the model: use model instead of model.module.",
+    ddp: "Remove DistributedDataParallel",
+    barrier: "The process group is made by mw.distribute",
+    another_attribute: "",
+    a_number_called: "",
+}
+
+
+@pytest.mark.parametrize("function", HINTS, ids=lambda f: f.__name__)
+def test_an_error_says_what_to_write_instead(function: Callable[[], None]) -> None:
+    with pytest.raises((TypeError, AttributeError, ValueError, RuntimeError)) as caught:
+        function()
+    found = hint(caught.value)
+    assert HINTS[function] in found and bool(found) is bool(HINTS[function])
+    add_hint(caught.value)
+    assert by_error(0, caught.value).notes == ([found] if found else [])
