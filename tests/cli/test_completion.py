@@ -78,7 +78,8 @@ def test_the_jobs_that_are_completed_are_those_that_there_are() -> None:
 def test_the_shell_is_given_a_script_that_asks_meshwise(
     shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["meshwise", "--show-completion", shell])
+    monkeypatch.setattr("typer.completion._get_shell_name", lambda: shell)  # else it asks which shell runs the tests
+    monkeypatch.setattr(sys, "argv", ["meshwise", "--show-completion"])
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert not end.value.code and "_MESHWISE_COMPLETE" in capsys.readouterr().out
