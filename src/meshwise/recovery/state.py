@@ -26,7 +26,6 @@ class RunState:
     """All that a run carries from step to step.
 
     epoch: counted from 0. index: samples of this epoch's global order that are behind us. step: optimizer steps so far.
-    counts: whether what this rank runs now counts, or stands in for no sample; not saved.
     """
 
     model: nn.Module
@@ -37,7 +36,6 @@ class RunState:
     epoch: int = 0
     index: int = 0
     step: int = 0
-    counts: bool = True
 
 
 def pack(state: RunState) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from meshwise.records import folder as names
 from meshwise.records.files import append_lines, keep_lines
 from meshwise.spec.errors import LossError
 from meshwise.spec.world import World
-from meshwise.training.weighing import Losses, total_of
+from meshwise.training.weighing import Losses, totals_of
 from meshwise.transfer import collectives
 
 Send = Callable[..., None]
@@ -131,7 +131,7 @@ class MetricsLog:
 
 def _gather(losses: list[Losses], wants_stop: bool) -> tuple[list[Tensor], bool]:
     """For each step the weighted loss and the weight of each rank, (ranks, 2), and whether any rank wants to stop."""
-    rows = torch.stack([total_of(of_step) for of_step in losses])
+    rows = totals_of(losses)
     vote = torch.full((1, 2), float(wants_stop), dtype=rows.dtype, device=rows.device)
     of_ranks = collectives.all_gather(torch.cat([rows, vote]), of="losses").cpu()  # (ranks, steps + 1, 2)
     return list(of_ranks[:, :-1].unbind(1)), bool(of_ranks[:, -1].any())

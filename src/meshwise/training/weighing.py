@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -82,9 +82,21 @@ class StepWeights:
 
 def total_of(losses: Losses) -> Tensor:
     """The weighted sum of losses and the sum of their weights: shape (2,)."""
-    weights = [as_weight(weight, loss) for loss, weight in losses]
-    total = torch.stack([loss.to(w.dtype) * w for (loss, _), w in zip(losses, weights, strict=True)]).sum()
-    return torch.stack([total, torch.stack(weights).sum()])
+    return totals_of([losses])[0]
+
+
+def totals_of(steps: Sequence[Losses]) -> Tensor:
+    """`total_of` each of these steps: shape (steps, 2). A handful of operators, however many steps there are."""
+    losses, weights = zip(*(pair for step in steps for pair in step), strict=True)
+    like = losses[0]
+    if any(isinstance(weight, Tensor) for weight in weights):
+        weight = torch.stack([as_weight(weight, like) for weight in weights])
+    else:
+        weight = torch.tensor(weights, dtype=_dtype_of_weights(like), device=like.device)
+    pairs = torch.stack([torch.stack(losses).to(weight.dtype) * weight, weight], 1)
+    if len(pairs) == len(steps):
+        return pairs
+    return torch.stack([of_step.sum(0) for of_step in pairs.split([len(step) for step in steps])])
 
 
 def mean_of_sum(total: Tensor, part: BatchSlice, over: int) -> Tensor:
@@ -161,7 +173,11 @@ def unpadded(mean: Tensor, weight: Tensor | float | None, samples: int) -> tuple
 
 def as_weight(weight: Tensor | float, like: Tensor) -> Tensor:
     """`weight` as a detached float64 scalar on the device of `like` (float32 where the device has no float64)."""
-    dtype = torch.float32 if like.device.type == "mps" else torch.float64
+    dtype = _dtype_of_weights(like)
     if isinstance(weight, Tensor):
         return weight.detach().to(device=like.device, dtype=dtype).reshape(())
     return torch.tensor(float(weight), dtype=dtype, device=like.device)
+
+
+def _dtype_of_weights(like: Tensor) -> torch.dtype:
+    return torch.float32 if like.device.type == "mps" else torch.float64
