@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, TypeVarTuple, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,20 @@ from meshwise.transfer.splitmix import mixed
 from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import BATCH, came_to, left_loop
 
+First = TypeVar("First")
+Second = TypeVar("Second")
+More = TypeVarTuple("More")
 
-def distribute(*objects: Any, plan: Plan | str | Path | None = None, streams: str = "whole") -> Any:
+
+@overload
+def distribute(only: First, /, *, plan: Plan | str | Path | None = None, streams: str = "whole") -> First: ...
+@overload
+def distribute(
+    first: First, second: Second, /, *more: *More, plan: Plan | str | Path | None = None, streams: str = "whole"
+) -> tuple[First, Second, *More]: ...
+def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a TypeVarTuple's names
+    *objects: Any, plan: Plan | str | Path | None = None, streams: str = "whole"
+) -> Any:
     """Put models, optimizers and loaders on all devices; gives them back in the same order (one object, as itself).
 
     Models and optimizers are changed in place: class, hooks and state_dict keys stay; start values are those of rank 0.
