@@ -40,6 +40,14 @@ def test_a_report_is_the_report_of_the_terminal() -> None:
     assert shown(api.report.compare(OLD / "finished", OLD / "shard")).count("backward") >= 1
 
 
+def test_a_figure_is_the_page_of_a_report_in_a_frame() -> None:
+    report = mw.report(OLD / "finished")
+    drawn = report.figure()._repr_html_()
+    (page,) = re.findall(r'<iframe srcdoc="([^"]*)"', drawn)
+    assert html.unescape(page).startswith("<!doctype html>") and report.title in page and "\n" in page
+    assert len(repr(report.figure())) < 100
+
+
 def test_a_summary_is_what_a_run_ends_with_and_leads_to_its_report() -> None:
     phases = ({"forward": 1.0, "backward": 2.0},)
     summary = mw.RunSummary(

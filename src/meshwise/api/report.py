@@ -8,7 +8,7 @@ from pathlib import Path
 from meshwise.records import folder as names
 from meshwise.records.files import atomic_file
 from meshwise.spec.errors import UsageError
-from meshwise.terminal.notebook import shown_by
+from meshwise.terminal.notebook import Page, shown_by
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.compare_runs import RunComparison, compare_runs
 from meshwise.timeline.read import read_timeline
@@ -22,6 +22,18 @@ from meshwise.timeline.views.run_comparison_text import run_comparison_text
 RUNS = Path("runs")
 shown_by(Report, report_text)
 shown_by(RunComparison, run_comparison_text)
+
+
+def figure(report: Report) -> Page:
+    """The page of a run, as `meshwise report --html` writes it, drawn in a notebook's cell.
+
+    Raises UsageError where plotly is not installed.
+    """
+    page = VIEWS["html"].render(report, read_timeline(Path(report.folder)))
+    return Page(str(page))
+
+
+setattr(Report, "figure", figure)  # noqa: B010  # a report does not know its views
 
 
 def report(run: str | Path | RunSummary | None = None, *, steps: tuple[int, int] | None = None) -> Report:

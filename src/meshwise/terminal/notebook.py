@@ -5,8 +5,10 @@ Tested in tests/cli/test_notebook.py.
 
 from __future__ import annotations
 
+import html
 import io
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rich.console import Console, RenderableType
@@ -17,12 +19,22 @@ WIDTH = 110
 FORMAT = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.25">{code}</pre>'
 
 
+@dataclass(frozen=True)
+class Page:
+    """An HTML page as what a cell shows."""
+
+    html: str = field(repr=False)
+
+    def _repr_html_(self) -> str:
+        return f'<iframe srcdoc="{html.escape(self.html)}" style="width: 100%; height: 85vh; border: 0"></iframe>'
+
+
 def shown_by(kind: type[Value], view: Callable[[Value, int], RenderableType]) -> None:
     """Let notebooks show values of `kind` by `view(value, width)`, which a terminal prints too."""
 
-    def html(value: Value) -> str:
+    def text(value: Value) -> str:
         console = Console(record=True, width=WIDTH, file=io.StringIO(), force_jupyter=False)
         console.print(view(value, WIDTH))
         return console.export_html(code_format=FORMAT, inline_styles=True)
 
-    setattr(kind, "_repr_html_", html)  # noqa: B010  # IPython asks for this name
+    setattr(kind, "_repr_html_", text)  # noqa: B010  # IPython asks for this name

@@ -40,7 +40,9 @@ def render(report: Report, timeline: Timeline) -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise UsageError("--html needs plotly, which is not installed. Use: pip install 'meshwise[report]'") from None
+        raise UsageError(
+            "The page of a run needs plotly, which is not installed. Use: pip install 'meshwise[report]'"
+        ) from None
     here = Path(__file__)
     return PAGE.format(
         title=html.escape(f"{report.title}: {report.status}"),
