@@ -81,7 +81,7 @@ def alone(name: str, plan: Plan) -> tuple[dict[str, Tensor], Tensor]:
     output, loss = forward(name, model, plan, own_share(name))
     loss.backward()
     held = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
-    return {n: collectives.mean_over_ranks(g) for n, g in held.items()}, output.detach()
+    return {n: collectives.all_reduce_mean(g) for n, g in held.items()}, output.detach()
 
 
 def against_alone(name: str, plan: Plan) -> tuple[dict[str, int], float, bool]:
@@ -148,7 +148,7 @@ def accumulated() -> None:
             backward(applied, loss, reduce=bool(last), factor=factor, whole=True)
         sides.append({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
     for n, g in sides[1].items():
-        torch.testing.assert_close(sides[0][n], collectives.mean_over_ranks(g), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(sides[0][n], collectives.all_reduce_mean(g), rtol=1e-5, atol=1e-7)
 
 
 def test_only_what_autocast_casts_is_gathered_narrow() -> None:

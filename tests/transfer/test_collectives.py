@@ -20,7 +20,7 @@ def no_group() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("collective", [collectives.all_reduce, collectives.mean_over_ranks])
+@pytest.mark.parametrize("collective", [collectives.all_reduce, collectives.all_reduce_mean])
 def test_a_sum_and_a_mean_over_one_rank_are_the_tensor_itself(collective: Callable[[Any], Any]) -> None:
     tensor = torch.tensor([1.0, 2.0])
     assert collective(tensor) is tensor
@@ -59,7 +59,7 @@ def on_every_rank() -> Any:
     collectives.broadcast_tensors(broadcast)  # type: ignore[arg-type]
     found = {
         "sum": collectives.all_reduce(own.clone()).tolist(),
-        "mean": collectives.mean_over_ranks(own.clone()).tolist(),
+        "mean": collectives.all_reduce_mean(own.clone()).tolist(),
         "begun": begun.wait().item(),
         "future": future.wait().tolist(),
         "gathered": collectives.all_gather(own).tolist(),

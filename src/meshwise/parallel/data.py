@@ -126,7 +126,7 @@ class DataParallel:
         if value is None:
             return None
         if not carried or mean is None:
-            return collectives.mean_over_ranks(value.clone(), of="the loss")
+            return collectives.all_reduce_mean(value.clone(), of="the loss")
         return mean[: value.numel()].view(value.shape).to(value.dtype)
 
     def plain(self, loss: Tensor) -> Tensor:

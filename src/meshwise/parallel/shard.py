@@ -250,7 +250,7 @@ class Sharded:
         """Gradients that are means already are multiplied by the mean of the ranks' factors."""
         reduced = [p.grad for _, p in self._parameters() if p.grad is not None]
         if reduced:
-            mean = collectives.mean_over_ranks(factor().detach().clone(), of="the loss")
+            mean = collectives.all_reduce_mean(factor().detach().clone(), of="the loss")
             for gradient in reduced:
                 gradient.mul_(mean.to(gradient.dtype))
 

@@ -117,7 +117,7 @@ class Splits:
                 "whole=True). Call mw.sum after each mw.split, on that batch's value."
             )
         if self._unchecked:
-            self._agreed.compare(collectives.mean_over_ranks(self._agreed.signs(torch.zeros(()))))
+            self._agreed.compare(collectives.all_reduce_mean(self._agreed.signs(torch.zeros(()))))
         return wholes == {True}
 
     def checksum(self, device: torch.device) -> Tensor:

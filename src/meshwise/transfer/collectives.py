@@ -113,7 +113,7 @@ def _begin_sum(tensor: Tensor, of: str) -> Future[Tensor]:
     return future
 
 
-def mean_over_ranks(tensor: Tensor, *, of: str = "") -> Tensor:
+def all_reduce_mean(tensor: Tensor, *, of: str = "") -> Tensor:
     """The mean of `tensor` over all ranks, in place."""
     return all_reduce(tensor, of=of).div_(world_size())
 
