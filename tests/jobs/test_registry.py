@@ -120,7 +120,7 @@ def test_a_file_that_refuses_by_itself_is_not_taken_for_imported(write: Callable
         (":nothing", "returned a NoneType. Return a meshwise.Job."),
         (
             ":needs",
-            "missing a required argument: 'width'. Use a Job, or a function that makes one and needs no other",
+            "missing a required argument: 'width'. Give it one: --arg NAME=VALUE, or a default.",
         ),
     ],
 )
@@ -173,3 +173,22 @@ def test_a_job_of_the_program_itself_is_named_after_its_variable(monkeypatch: py
 def test_a_job_that_lacks_something_says_what() -> None:
     with pytest.raises(UsageError, match=r"job 'mine' has no loss, data. Use Job\(loss=..., ...\)"):
         Job("mine", model=len, optimizer=len)  # type: ignore[arg-type]
+
+
+def test_arguments_reach_the_function_with_the_types_that_it_says(write: Callable[..., Path]) -> None:
+    path = write("def factory(lr: float = 1e-3, seed=0):\n    return make(f'{lr} {type(lr).__name__}', seed)\n")
+    assert find_job(f"{path}:factory", args=["lr=3"]).name == "3.0 float"
+    assert find_job(f"{path}:factory", args=["seed=7"]).seed == 7
+    assert "has no parameter 'lrr'. Did you mean 'lr'?" in refusal(f"{path}:factory", args=["lrr=3"])
+    assert "seed is given" in refusal(f"{path}:factory", args=["seed=7"], seed=3)
+    assert find_job("gpt", args=["size=tiny"]).name == find_job("gpt:tiny").name
+
+
+def test_a_finished_job_takes_no_arguments(write: Callable[..., Path]) -> None:
+    path = write("job = make()\ndef factory(lr):\n    return make()\n")
+    assert "--arg lr=3" in refusal(f"{path}:job", args=["lr=3"])
+    assert "is a finished Job. Make it a function of `lr`" in refusal(f"{path}:job", args=["lr=3"])
+    assert "missing a required argument: 'lr'. Give it one: --arg" in refusal(f"{path}:factory")
+    job = find_job(f"{path}:job")
+    with pytest.raises(UsageError, match=r"--data elsewhere: mine is a finished Job"):
+        find_job(job, data="elsewhere")  # it was left out without a word

@@ -45,6 +45,13 @@ def test_plan_time_and_size(tmp_path: Path) -> None:
     assert entry.size == 1000 + sum((folder / name).stat().st_size for name in ("run.json", "plan.toml"))
 
 
+def test_what_a_job_or_a_script_was_given(tmp_path: Path) -> None:
+    of_job = {"job": "gpt", "request": {"job": "gpt", "args": ["lr=3e-4", "name=a b"]}, "arguments": ["no"]}
+    assert run_entry(made(tmp_path, "a", of_job)).args == "lr=3e-4 'name=a b'"
+    assert run_entry(made(tmp_path, "b", {"job": "train.py", "arguments": ["--lr", "0.1"]})).args == "--lr 0.1"
+    assert run_entry(made(tmp_path, "c", {"job": "gpt", "request": {"job": "gpt"}})).args == ""
+
+
 @pytest.mark.parametrize(
     "run",
     [

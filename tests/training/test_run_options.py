@@ -30,6 +30,7 @@ FULL = RunOptions(
     log_every=10,
     save_every=50,
     settings=("bucket_mb=5",),
+    args=("lr=3e-4", "depth=2"),
 )
 RECORD_OF_0_1 = {
     "job": "mlp",
@@ -46,7 +47,7 @@ RECORD_OF_0_1 = {
     "settings": "bucket_mb=5",
     "exact_random": None,
 }
-RECORDED = [name for name, _, option in options_of(RunOptions) if option.recorded and name != "job"]
+RECORDED = [name for name, _, option in options_of(RunOptions) if option.recorded and name not in ("job", "args")]
 
 
 def recorded(options: RunOptions) -> Any:
@@ -62,10 +63,10 @@ def test_options_survive_their_record() -> None:
 
 
 def test_a_record_of_the_first_release_is_read() -> None:
-    assert RunOptions().resumed({"request": RECORD_OF_0_1}) == FULL
+    assert RunOptions().resumed({"request": RECORD_OF_0_1}) == replace(FULL, args=())
     settings = RECORD_OF_0_1 | {"settings": "precision=fp32 shard=2 zero1=false", "plan": "data = 2"}
     assert RunOptions().resumed({"request": settings}) == replace(
-        FULL, settings=("shard=2", "zero1=false"), plan=PlanText("data = 2")
+        FULL, args=(), settings=("shard=2", "zero1=false"), plan=PlanText("data = 2")
     )
 
 
@@ -112,6 +113,15 @@ def test_the_same_job_may_be_named_again_but_no_other() -> None:
     assert RunOptions("mlp").resumed(recorded(FULL)) == FULL
     with pytest.raises(UsageError, match=r"the run to resume is of job 'mlp', not 'gpt'\. Leave the job out"):
         RunOptions("gpt").resumed(recorded(FULL))
+
+
+def test_a_resumed_run_has_the_arguments_that_it_had() -> None:
+    assert RunOptions(args=("depth=2",)).resumed(recorded(FULL)) == FULL
+    assert RunOptions().resumed(recorded(RunOptions("mlp", args={"lr": 0.1}))).args == ("lr=0.1",)
+    with pytest.raises(UsageError, match=r"--arg lr=1: the run to resume had lr=3e-4, depth=2, .* Leave --arg out"):
+        RunOptions(args=("lr=1",)).resumed(recorded(FULL))
+    with pytest.raises(UsageError, match="had no arguments"):
+        RunOptions(args=("lr=1",)).resumed(recorded(RunOptions("mlp")))
 
 
 def test_the_run_of_a_script_is_not_resumed_for_it() -> None:
@@ -163,6 +173,7 @@ def test_a_plan_file_that_is_not_there_is_refused_at_once() -> None:
     [
         (RunOptions(batch_size=3), "--batch-size 3: train.py is a script"),
         (RunOptions(seed=0), "--seed 0"),
+        (RunOptions(args={"lr": 1}), "--arg lr=1: train.py is a script"),
         (RunOptions(resume="runs/a"), "--resume runs/a"),
     ],
 )

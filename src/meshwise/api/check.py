@@ -176,8 +176,7 @@ def _trace_job(options: CheckOptions, on_cpu: bool, spec: CheckSpec, draws: Draw
 
 
 def _find_job(options: CheckOptions) -> Job:
-    data = None if options.data is None else Path(options.data)
-    job = options.job if isinstance(options.job, Job) else find_job(options.job, data=data, seed=options.seed)
+    job = find_job(options.job, data=options.data, seed=options.seed, args=options.args)
     given: dict[str, Any] = {"batch_size": options.batch_size, "seed": options.seed}
     given = {name: value for name, value in given.items() if value is not None}
     return replace(job, model=partial(_uncompiled, job.model), **given)

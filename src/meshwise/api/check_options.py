@@ -6,11 +6,12 @@ Tested in tests/cli/test_check.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from meshwise.spec.arguments import Plain, argument_texts
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option
 from meshwise.spec.plan import Plan
@@ -40,6 +41,10 @@ class CheckOptions:
     ] = None
     steps: Annotated[int, Option("optimizer steps; the last one has a ragged batch")] = 3
     batch_size: Annotated[int | None, Option("samples of the global batch, over all devices", scripts=False)] = None
+    args: Annotated[
+        Mapping[str, Plain] | tuple[str, ...],
+        Option("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE", scripts=False),
+    ] = ()
     seed: Annotated[int | None, Option("seed of the start values, the data order and the draws")] = None
     data: Annotated[str | Path | None, Option("another data set in the same format: a folder", scripts=False)] = None
     rounding: Annotated[bool, Option("run both sides in the plan's own precision too")] = True
@@ -50,6 +55,7 @@ class CheckOptions:
     def __post_init__(self) -> None:
         if isinstance(self.job, Job):
             object.__setattr__(self, "job", self.job.named())
+        object.__setattr__(self, "args", argument_texts(self.args))
         if self.devices is not None and not self.devices.strip():
             raise UsageError("--devices '': no device is named. Use 2xcpu, or leave it out.")
         if self.steps < 1:

@@ -113,11 +113,8 @@ def _job_in_worker(options: RunOptions, folder: Path) -> dict[str, Any]:
 
 
 def _job_of(options: RunOptions) -> Job:
-    if isinstance(options.job, Job):
-        return options.override(options.job)
     assert options.job is not None
-    data = None if options.data is None else Path(options.data)
-    return options.override(find_job(options.job, data=data, seed=options.seed))
+    return options.override(find_job(options.job, data=options.data, seed=options.seed, args=options.args))
 
 
 def _finish(started: Started, results: Sequence[dict[str, Any]], console: Console, *, keep: bool) -> RunSummary:

@@ -81,10 +81,11 @@ def _declared(name: str, option: Option, default: Any) -> Any:
 def _typed(annotation: Any) -> Any:
     """What a command line gives of a type: text, where a value may be text, and a list of what may be repeated."""
     kinds = get_args(annotation)
-    if str in kinds and get_origin(annotation) is not tuple:
+    for kind in (annotation, *kinds):
+        if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
+            return types.GenericAlias(list, get_args(kind)[:1])
+    if str in kinds:
         return (str | None) if type(None) in kinds else str
-    if get_origin(annotation) is tuple and kinds[1:] == (...,):
-        return types.GenericAlias(list, kinds[:1])
     return annotation
 
 

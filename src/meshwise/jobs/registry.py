@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from meshwise.jobs.gpt import gpt
 from meshwise.jobs.mlp import mlp
 from meshwise.jobs.mnist import mnist_cnn, mnist_mlp
+from meshwise.spec.arguments import read_arguments
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
 from meshwise.spec.words import error_text
 from meshwise.training.job import Job
@@ -22,28 +23,40 @@ from meshwise.workers.failure import user_traceback
 BUILT_IN: dict[str, Callable[..., Job]] = {"gpt": gpt, "mlp": mlp, "mnist-cnn": mnist_cnn, "mnist-mlp": mnist_mlp}
 
 
-def find_job(word: str, *, data: Path | None = None, seed: int | None = None) -> Job:
-    """The job named `word`. `data` and `seed` go to factories that take them. Raises UsageError when there is none."""
+def find_job(
+    word: str | Job, *, data: str | Path | None = None, seed: int | None = None, args: Iterable[str] = ()
+) -> Job:
+    """The job named `word`, or the one that is given. `data` (a folder) and `seed` go to functions that take them.
+
+    args: `NAME=VALUE` for each other argument of its function. Raises UsageError when there is no such job, or it does
+    not take what is given.
+    """
+    texts, folder = tuple(args), None if data is None else Path(data)
+    if isinstance(word, Job):
+        return _call(word.name or "the job", word, texts, data=folder)
     name, _, size = word.partition(":")
     if name.endswith(".py"):
         bound, found = _from_file(Path(name), size)
-        return _call(word, found, data=data, seed=seed).named(bound)
+        return _call(word, found, texts, data=folder, seed=seed).named(bound)
     factory = BUILT_IN.get(name)
     if factory is None:
         hint = nearest(name, BUILT_IN)
         raise UsageError(f"no job is named '{word}'.{hint} Use {', '.join(BUILT_IN)}, or file.py:name for your own.")
     if size and "size" not in inspect.signature(factory).parameters:
         raise UsageError(f"job '{name}' has no sizes. Use {name}.")
-    return _call(word, factory, size=size or None, data=data, seed=seed)
+    return _call(word, factory, texts, size=size or None, data=folder, seed=seed)
 
 
-def _call(word: str, found: Any, *, data: Path | None, **given: Any) -> Job:
+def _call(word: str, found: Any, texts: Sequence[str], *, data: Path | None, **given: Any) -> Job:
     if isinstance(found, Job):
         if data is not None:
             raise UsageError(
                 f"--data {data}: {word} is a finished Job. "
                 "Make it a function with a parameter `data` to use another folder."
             )
+        if texts:
+            name = texts[0].partition("=")[0]
+            raise UsageError(f"--arg {texts[0]}: {word} is a finished Job. Make it a function of `{name}`.")
         return found
     if not callable(found):
         raise UsageError(f"{word} is a {type(found).__name__}. Make it a meshwise.Job, or a function that returns one.")
@@ -52,12 +65,14 @@ def _call(word: str, found: Any, *, data: Path | None, **given: Any) -> Job:
         raise UsageError(f"--data {data}: job {word} takes no data folder. Give its function a parameter `data`.")
     given["data"] = data
     arguments = {name: value for name, value in given.items() if value is not None and name in signature.parameters}
+    typed = read_arguments(found, texts, word)
+    if twice := arguments.keys() & typed.keys():
+        raise UsageError(f"{min(twice)} is given to {word} twice: by an option of its own, and by --arg. Give it once.")
+    arguments |= typed
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise UsageError(
-            f"{word}: {error}. Use a Job, or a function that makes one and needs no other arguments."
-        ) from None
+        raise UsageError(f"{word}: {error}. Give it one: --arg NAME=VALUE, or a default.") from None
     try:
         job = found(**arguments)
     except MeshwiseError:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,14 @@ UNREADABLE = "unreadable"
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A run in short. job: a job or a script. plan: "" where it has none. status: running, finished, stopped, failed,
-    or unreadable. metric: the name of its first test metric, "loss" without one, "" without either; last, best: of it.
-    seconds: that its workers lived, over all sessions. size: bytes of its folder."""
+    """A run in short. job: a job or a script. args: what it was given: `lr=3e-4`, or a script's own words. plan: ""
+    where it has none. status: running, finished, stopped, failed, or unreadable. metric: the name of its first test
+    metric, "loss" without one, "" without either; last, best: of it. seconds: that its workers lived, over all
+    sessions. size: bytes of its folder."""
 
     folder: Path
     job: str
+    args: str
     plan: str
     status: str
     started: str
@@ -62,6 +65,7 @@ def run_entry(folder: Path) -> RunEntry:
     return RunEntry(
         folder,
         job=_text(facts.get("job")),
+        args=args_of(facts),
         plan=plan_of(folder),
         status=_text(facts.get("status")) or UNREADABLE,
         started=_text(facts.get("started")),
@@ -105,6 +109,13 @@ def metric_of(folder: Path) -> tuple[str, list[float]]:
 
 def _numbers(values: Any) -> Iterator[float]:
     return (float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v))
+
+
+def args_of(facts: Mapping[str, Any]) -> str:
+    """What a job's function, or a script, was given, by the record of its run."""
+    request = facts.get("request")
+    given = request.get("args") if isinstance(request, dict) else facts.get("arguments")
+    return shlex.join(map(str, given)) if isinstance(given, list) else ""
 
 
 def plan_of(folder: Path) -> str:

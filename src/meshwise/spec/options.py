@@ -62,7 +62,8 @@ def refuse_options_of_jobs(script: str, options: Any) -> None:
     """Raises UsageError for an option that is given and that only jobs have."""
     for name, value, option in given_options(options):
         if not option.scripts:
-            words = option_name(name, option) + ("" if value is True else f" {value}")
+            given = "" if value is True else f" {value[0] if isinstance(value, tuple) else value}"
+            words = option_name(name, option) + given
             raise UsageError(
                 f"{words}: {script} is a script, and this is an option of jobs. Write the script's own options behind "
                 "its name, or make a Job of it."

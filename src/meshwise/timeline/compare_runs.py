@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,8 @@ def _settings(report: Report) -> dict[str, str]:
     found = {"job": facts.get("job"), "devices": facts.get("world"), "commit": facts.get("commit")}
     for group in ("versions", "request"):
         found |= facts.get(group) or {}
+    found |= dict(text.partition("=")[::2] for text in found.pop("args", None) or ())
+    found |= {"arguments": shlex.join(map(str, facts.get("arguments") or ()))}
     found |= dict(re.findall(r"(\w+)=((?:\([^)]*\)|'[^']*'|[^,'(])+)", str(facts.get("plan") or "")))
     said = {name: str(value) for name, value in found.items() if value not in (None, "", [], False)}
     return {name: text for name, text in said.items() if name not in ("settings", "plan")}  # the plan's fields say it

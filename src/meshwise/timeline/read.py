@@ -18,7 +18,7 @@ import numpy as np
 
 from meshwise.records import folder as names
 from meshwise.records.files import read_lines
-from meshwise.records.run_list import metric_of, plan_of
+from meshwise.records.run_list import args_of, metric_of, plan_of
 from meshwise.spec.units import plural, seconds_text
 from meshwise.timeline.align import ClockFit, causal_shifts, fit_clock, widened
 from meshwise.timeline.arrivals import arrival_table
@@ -57,7 +57,7 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None) -> Timeline:
     """
     facts = names.read_run(folder)
     metric, values = metric_of(folder)
-    facts |= {"plan": plan_of(folder), "metric": f"{metric} {values[-1]:.6g}" if values else ""}
+    facts |= {"plan": plan_of(folder), "args": args_of(facts), "metric": f"{metric} {values[-1]:.6g}" if values else ""}
     missing: list[str] = []
     logs: list[RankLog] = []
     for path in sorted((folder / names.SPANS).glob("rank*.jsonl"), key=rank_of):

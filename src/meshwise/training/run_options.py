@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from meshwise.spec.arguments import Plain, argument_texts
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option, given_options, options_of
 from meshwise.spec.plan import Plan, at_precision, plan_from_settings, plan_from_toml, plan_on, plan_to_toml
@@ -42,6 +43,10 @@ class RunOptions(NodeOptions):
     batch_size: Annotated[int | None, Option("samples of the global batch, over all devices", scripts=False)] = None
     accumulate: Annotated[int | None, Option("microbatches that make a step", scripts=False)] = None
     precision: Annotated[str | None, Option("fp32, bf16, fp16 or fp64", scripts=False)] = None
+    args: Annotated[
+        Mapping[str, Plain] | tuple[str, ...],
+        Option("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE", scripts=False),
+    ] = ()
     seed: Annotated[
         int | None, Option("seed of the start values, the data order and the random draws", scripts=False)
     ] = None
@@ -71,6 +76,7 @@ class RunOptions(NodeOptions):
         super().__post_init__()
         if isinstance(self.job, Job):  # here: a worker has another program, in which it is not bound
             object.__setattr__(self, "job", self.job.named())
+        object.__setattr__(self, "args", argument_texts(self.args))
         if self.devices is not None and not self.devices.strip():
             raise UsageError("--devices '': no device is named. Use 2xcpu, all, or leave it out.")
         if isinstance(self.plan, str | Path):  # read at once: the run's record keeps the text
@@ -123,7 +129,12 @@ class RunOptions(NodeOptions):
             )
         if job is not None and job != earlier.get("job"):
             raise UsageError(f"the run to resume is of job '{earlier.get('job')}', not '{job}'. Leave the job out.")
-        given = {name: value for name, value, _ in given_options(self)}
+        before = tuple(earlier.get("args") or ())
+        for text in self.args:
+            if text not in before:
+                had = ", ".join(before) or "no arguments"
+                raise UsageError(f"--arg {text}: the run to resume had {had}, as its state does. Leave --arg out.")
+        given = {name: value for name, value, _ in given_options(self) if name != "args"}
         return replace(RunOptions(**_still_valid(earlier, self)), **given)
 
 
@@ -131,6 +142,7 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
     """The options of a record that `given` does not replace, be it by another way to set the same field of the plan."""
     known = {name for name, _, option in options_of(RunOptions) if option.recorded}
     left = {name: value for name, value in earlier.items() if name in known and value is not None}
+    left |= {name: tuple(value) for name, value in left.items() if isinstance(value, list)}
     if given.plan is not None:  # another plan: what changed the earlier one does not change this one
         left = {name: value for name, value in left.items() if name not in (*OF_THE_PLAN, "settings")}
     left = {name: value for name, value in left.items() if name not in map(_field, given.settings)}

@@ -36,4 +36,6 @@ def _row(entry: RunEntry) -> list[str | Text]:
     time = "" if entry.seconds is None else seconds_text(entry.seconds)
     status = Text(entry.status, COLOURS.get(entry.status, ""))
     job = entry.job if len(entry.job) <= 30 else f"…{entry.job[-29:]}"
-    return [entry.name, job, entry.plan, status, entry.metric, *values, time, bytes_text(entry.size)]
+    args = entry.args if len(entry.args) <= 30 else f"{entry.args[:29]}…"
+    what = f"{job} {args}".rstrip()
+    return [entry.name, what, entry.plan, status, entry.metric, *values, time, bytes_text(entry.size)]

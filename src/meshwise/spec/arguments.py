@@ -1,0 +1,98 @@
+"""Arguments of a job's function from the command line: `--arg lr=3e-4`, read as its signature says. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args, get_origin
+
+from meshwise.spec.errors import UsageError, nearest
+
+Plain: TypeAlias = int | float | bool | str | PathLike[str] | None
+"""What an argument may be: a value that its text says."""
+WORDS = {"true": True, "yes": True, "false": False, "no": False}
+
+
+def argument_texts(given: Mapping[str, Plain] | Sequence[str]) -> tuple[str, ...]:
+    """`lr=0.0003` for each argument, as run.json keeps them; values are written out.
+
+    Raises UsageError for what is not NAME=VALUE, a name that is given twice, and a value that no text stands for.
+    """
+    if isinstance(given, Mapping):
+        for name, value in given.items():
+            if not isinstance(value, int | float | str | PathLike | None):
+                raise UsageError(f"args: {name} is a {type(value).__name__}. Give a number, a text, a bool or None.")
+        given = [f"{name}={value}" for name, value in given.items()]
+    names = [text.partition("=")[0] for text in given]
+    for name, text in zip(names, given, strict=True):
+        if "=" not in text or not name.isidentifier():
+            raise UsageError(f"--arg {text}: is not NAME=VALUE. Use --arg lr=3e-4, once for each argument.")
+        if names.count(name) > 1:
+            raise UsageError(f"--arg {name}= is given {names.count(name)} times. Give it once.")
+    return tuple(given)
+
+
+def read_arguments(function: Callable[..., Any], texts: Sequence[str], word: str) -> dict[str, Any]:
+    """The arguments as values of the types that the function's annotations, else its defaults, say.
+
+    word: what the user calls the function. Raises UsageError for a name that it does not take, or a text of another
+    type.
+    """
+    parameters = inspect.signature(function).parameters
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception:  # a name that is imported for type checkers alone
+        hints = {}
+    known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    found = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in known and not any_name:
+            has = f"It takes {', '.join(known)}." if known else "It takes none."
+            raise UsageError(f"--arg {text}: {word} has no parameter '{name}'.{nearest(name, known)} {has}")
+        default = parameters[name].default if name in known else inspect.Parameter.empty
+        found[name] = _read(value, _kinds(hints.get(name, Any), default), f"--arg {text}: '{name}' of {word}")
+    return found
+
+
+def _kinds(hint: Any, default: Any) -> list[Any]:
+    """The types that a parameter takes, and the words of a Literal."""
+    if hint is Any and default in (None, inspect.Parameter.empty):
+        return [*READ]
+    if hint is Any:
+        return [int, float] if type(default) is int else [type(default)]
+    arms = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType, Literal) else (hint,)
+    return [*dict.fromkeys([*arms, types.NoneType] if default is None else arms)]
+
+
+def _read(text: str, kinds: Sequence[Any], what: str) -> Any:
+    readers = [read for kind, read in READ.items() if kind in kinds]
+    readers += [{str(word): word}.__getitem__ for word in kinds if isinstance(word, str | int)]
+    for read in readers:
+        with contextlib.suppress(ValueError, KeyError):
+            return read(text)
+    names = " or ".join("None" if k is types.NoneType else getattr(k, "__name__", str(k)) for k in kinds)
+    others = "" if readers else " --arg gives an int, float, bool, str, path or None."
+    raise UsageError(f"{what} is {names}.{others}")
+
+
+def _none(text: str) -> None:
+    if text.lower() != "none":
+        raise ValueError
+
+
+READ: Mapping[Any, Callable[[str], Any]] = {
+    types.NoneType: _none,
+    bool: lambda text: WORDS[text.lower()],
+    int: int,
+    float: float,
+    str: str,
+    Path: Path,
+}
+"""How a text is read as each type, in the order in which they are tried where several are possible."""
