@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
-from meshwise.compat.loss_graph import summed_loss
+from meshwise.compat.loss_graph import has_penalty, summed_loss
 from meshwise.spec.errors import UsageError
 from meshwise.training.loop import run_job
 from meshwise.training.run_options import RunOptions
@@ -45,6 +45,42 @@ NO_SUMS = {
 def test_the_graph_tells_a_sum_from_a_mean() -> None:
     assert all(summed_loss(loss) for loss in SUMS.values())
     assert [name for name, loss in NO_SUMS.items() if summed_loss(loss)] == []
+
+
+W, B = torch.randn(2, 3, requires_grad=True), torch.randn(2, requires_grad=True)
+SUMMED = F.mse_loss(F.linear(TARGETS, W, B), TARGETS[:, :2], reduction="sum")
+PENALTIES = {
+    "squares": 0.01 * sum(p.pow(2).sum() for p in (W, B)),
+    "norms": sum((p.norm() for p in (W, B)), torch.zeros(())) / 10,
+    "one vector": 0.1 * torch.cat([W.flatten(), B]).abs().sum(),
+    "stacked": torch.stack([p.abs().sum() for p in (W, B)]).mean(),
+    "products": (W * W).sum() + 1.0,
+}
+NO_PENALTIES = {
+    "of two ranks already": PENALTIES["squares"] / 2,
+    "rows weighed": (W[0] * TARGETS).sum(),
+    "beside data": (TARGETS - W[0]).pow(2).sum(),
+    "another loss": F.l1_loss(F.linear(TARGETS, W), TARGETS[:, :2], reduction="sum"),
+}
+
+
+def test_the_graph_tells_a_penalty_from_a_term_of_samples() -> None:
+    assert not has_penalty(SUMMED, 2)
+    assert [name for name, term in PENALTIES.items() if not has_penalty(SUMMED + term, 2)] == []
+    assert [name for name, term in NO_PENALTIES.items() if has_penalty(SUMMED + term, 2)] == []
+
+
+def penalised() -> Any:
+    model = net()
+    model, loader = mw.distribute(model, DataLoader(samples(), batch_size=5))
+    for x, y in loader:
+        mw.backward(F.cross_entropy(model(x), y, reduction="sum") + model[0].weight.square().sum(), reduction="sum")
+    return default_engine().notes
+
+
+def test_a_penalty_in_a_sum_is_said_with_its_line(pool: Any) -> None:
+    ((note, *_), _) = pool(2).run(penalised)
+    assert "test_sum_losses.py:" in note and "Divide that term by mw.world_size()" in note
 
 
 def samples(count: int = 11) -> TensorDataset:

@@ -1,7 +1,9 @@
-"""What the graph of a loss tells of it: whether it is a sum over samples.
+"""What the graph of a loss tells of it: whether it is a sum over samples, and whether it has a penalty.
 
 Nodes keep what they were made with as `_saved_…`, which is not public. Read in torch 2.13:
 `tools/autograd/derivatives.yaml`.
+
+Tested in tests/training/test_sum_losses.py.
 """
 
 from __future__ import annotations
@@ -24,6 +26,13 @@ KNOWN = {
 OF_ROWS = {"AbsBackward0": "an L1 loss", "CtcLossBackward0": "a CTC loss"}
 """Losses that are a sum over what these nodes give."""
 
+SUMS = ("AddBackward0", "SubBackward0")
+FACTORS = ("MulBackward0", "DivBackward0")
+OF_ONE = {"AbsBackward0", "PowBackward0", "SqrtBackward0", "SumBackward0", "MeanBackward0", "NormBackward0",
+          "LinalgVectorNormBackward0", "CatBackward0", "StackBackward0", "ViewBackward0", "TBackward0"}  # fmt: skip
+"""What penalties are made of, beside sums and factors."""
+LEAF = "torch::autograd::AccumulateGrad"
+
 
 def summed_loss(loss: Tensor) -> str:
     """Which known loss `loss` is a sum of, without a division behind it; empty where the graph does not tell.
@@ -36,10 +45,47 @@ def summed_loss(loss: Tensor) -> str:
         kind = "" if node is None else node.name()
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == SUM:
             return KNOWN[kind]
-        if kind in ("AddBackward0", "SubBackward0"):
+        if kind in SUMS:
             open_nodes += [following for following, _ in node.next_functions]
         elif kind == "SumBackward0":
             below = node.next_functions[0][0]
             if below is not None and below.name() in OF_ROWS:
                 return OF_ROWS[below.name()]
     return ""
+
+
+def has_penalty(loss: Tensor, ranks: int) -> bool:
+    """Whether one of the added terms of `loss` is of parameters alone, as an L2 penalty is, and not divided by `ranks`.
+
+    Only what is known to be one is taken for one.
+    """
+    open_nodes: list[Any] = [loss.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None:
+            continue
+        if _is_of_leaves(node, ranks):
+            return True
+        if node.name() in SUMS:
+            open_nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def _is_of_leaves(node: Any, ranks: int) -> bool:
+    """Whether it is made of leaves and plain numbers by operators of penalties, and nothing is divided by `ranks`."""
+    open_nodes, leaves = [node], 0
+    while open_nodes:
+        node = open_nodes.pop()
+        kind, followers = node.name(), [following for following, _ in node.next_functions]
+        leaves += kind == LEAF
+        if kind in FACTORS and None in followers:
+            number = node._saved_other if followers[1] is None else node._saved_self
+            if number is None or number.numel() != 1 or (kind == "DivBackward0" and number == ranks):
+                return False
+        elif kind in SUMS and None in followers:
+            if len(node._input_metadata[0].shape):  # what is added is no number
+                return False
+        elif kind not in OF_ONE and kind not in FACTORS and kind not in SUMS and kind != LEAF:
+            return False
+        open_nodes += [following for following in followers if following is not None]
+    return leaves > 0

@@ -53,6 +53,7 @@ from meshwise.training.weighing import (
     check_loss,
     check_sum_alone,
     mean_of_sum,
+    penalty_of_sum,
     split_weight,
     total_of,
     unpadded,
@@ -239,8 +240,9 @@ class Engine:
         check_known("reduction", reduction, REDUCTIONS)
         if reduction == "sum":
             check_sum_alone(weight, "mw.backward")
-        elif self.world.size > 1 and self.program.backwards < LOOKED_AT and not (self.part and self.part.whole):
-            self.notify(unsaid_sum(unscaled(loss), self.world.size))
+        if self.world.size > 1 and self.program.backwards < LOOKED_AT and not (self.part and self.part.whole):
+            told = penalty_of_sum if reduction == "sum" else unsaid_sum
+            self.notify(told(unscaled(loss), self.world.size))
         self.program.begin_backward()
         if self.unsummed.expects_backward:
             self.unsummed.backward()

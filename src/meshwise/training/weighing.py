@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.loss_graph import summed_loss
+from meshwise.compat.loss_graph import has_penalty, summed_loss
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import user_place
 from meshwise.training.order import BatchSlice
@@ -150,6 +150,14 @@ def unsaid_sum(loss: Tensor, ranks: int) -> str:
     return kind and (
         f"{user_place()}: this loss is a sum over samples ({kind}, reduction='sum'), and mw.backward takes it for a "
         f"mean: gradients are those of one device divided by {ranks}. Use mw.backward(loss, reduction='sum')."
+    )
+
+
+def penalty_of_sum(loss: Tensor, ranks: int) -> str:
+    """What to say of a sum over samples that has a term of the parameters alone; empty of another."""
+    return has_penalty(loss, ranks) * (
+        f"{user_place()}: this sum over samples has a term of the parameters alone (a penalty), which each of the "
+        f"{ranks} ranks adds. Divide that term by mw.world_size()."
     )
 
 
