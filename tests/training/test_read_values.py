@@ -4,6 +4,9 @@ refused. Of transfer/reading.py and compat/whole_values.py too."""
 from __future__ import annotations
 
 import io
+import json
+import time
+import weakref
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
@@ -14,10 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import meshwise as mw
+from meshwise.compat.reducer import default_store
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.training.loop import run_job
 from meshwise.training.run_options import RunOptions
+from meshwise.transfer import collectives
+from meshwise.transfer.reading import KEY, look_out
 
 PLANS = {"shard": Plan(shard=2), "both": Plan(data=2, shard=2), "zero1": Plan(data=2, zero1=True)}
 
@@ -152,6 +158,25 @@ def test_ranks_that_read_in_different_lines_are_told_both(pool: Any) -> None:
 
     first, second = pool(2).run(case)
     assert "and rank 1 reads one in" in first and "and rank 0 reads one in" in second
+
+
+def test_what_a_rank_holds_while_it_is_idle_is_let_go_with_its_function(pool: Any) -> None:
+    """Where a rank is idle is told to the others; the function that it is in is not kept for it."""
+
+    def case() -> bool:
+        look_out()
+        mw.sum(1.0)
+
+        def idle() -> Any:
+            model, at = nn.Linear(1, 1), f"{KEY}/at/{mw.rank()}"
+            store = default_store()
+            while not (store.check([at]) and json.loads(store.get(at))[1] == collectives.entered):
+                time.sleep(0.05)
+            return weakref.ref(model)
+
+        return idle()() is None
+
+    assert pool(2).run(case) == [True, True]
 
 
 def penalty(model: nn.Module) -> Any:

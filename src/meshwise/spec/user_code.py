@@ -38,7 +38,7 @@ def place(filename: str, line: int | None) -> str:
     return f"{path.relative_to(Path.cwd()) if inside else filename}:{line or 0}"
 
 
-def user_place() -> str:
-    """The user's line that is running in this thread; empty where there is none."""
-    frame = user_frame()
+def user_place(frame: FrameType | None = None) -> str:
+    """The user's line that is running around `frame`, by default in this thread; empty where there is none."""
+    frame = user_frame(frame)
     return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)

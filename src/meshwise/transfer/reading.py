@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from meshwise.compat.reducer import default_store
 from meshwise.spec.errors import UsageError
-from meshwise.spec.user_code import place, user_frame, user_place
+from meshwise.spec.user_code import user_place
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import POLL, SLOWEST
 
@@ -115,8 +115,7 @@ def look_out() -> None:
         while dist.is_initialized() and not over.wait(TICK):
             now = dict(collectives.entered)
             if now == before and not said:
-                frame = user_frame(sys._current_frames().get(main or 0))
-                where = "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
+                where = user_place(sys._current_frames().get(main or 0))  # a frame kept here would keep its models
                 store.set(f"{KEY}/at/{rank}", json.dumps([where, now]))
             said, before = now == before, now
 
