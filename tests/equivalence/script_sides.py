@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from meshwise.equivalence.program_trace import ProgramTrace, trace_to_compare
 from meshwise.equivalence.programs import watch_script
 from meshwise.equivalence.proof import Proof, prove
+from meshwise.equivalence.scratch_files import scratch_files
 from meshwise.equivalence.trace import CheckSpec
 from meshwise.jobs.script import run_script_file
 from meshwise.spec.plan import Plan, plan_to_toml
@@ -39,7 +41,8 @@ def watched(script: str, arguments: list[str], spec: CheckSpec, draws: Any, fold
         (Path(folder) / "plan.toml").write_text(plan)
         os.environ[PLAN_FILE] = str(Path(folder) / "plan.toml")
     try:
-        return watch_script(partial(run_script_file, Path(script), arguments), spec, draws, 0, Path(folder))
+        with contextlib.chdir(Path(script).parent), scratch_files(Path(folder) / "files"):
+            return watch_script(partial(run_script_file, Path(script), arguments), spec, draws, 0)
     finally:
         os.environ.pop(PLAN_FILE, None)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 import torch
@@ -19,10 +21,13 @@ from torch import nn
 from meshwise.api.check_options import DEFAULT_DEVICES, CheckOptions
 from meshwise.api.supervise import PRELOAD
 from meshwise.compat.compiling import uncompile, unwrapped
+from meshwise.equivalence.file_view import free_folders
+from meshwise.equivalence.locked_files import can_lock, lock_files
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.program_trace import ProgramTrace, check_same_steps, trace_to_compare
 from meshwise.equivalence.programs import watch_job, watch_script
 from meshwise.equivalence.proof import Proof, prove
+from meshwise.equivalence.scratch_files import scratch_files
 from meshwise.equivalence.trace import CheckSpec, Draws
 from meshwise.equivalence.views.check_text import check_text
 from meshwise.jobs.registry import find_job
@@ -46,6 +51,18 @@ from meshwise.workers.launch import launch
 
 shown_by(Proof, check_text)
 
+REFUSED = (
+    "meshwise check leaves your files as they are. What Python writes goes into a folder of the check; what a library "
+    "writes by itself (HDF5, Parquet, OpenCV), or a program that the script starts, is refused. Leave that out for the "
+    "check, for instance with an option of the script."
+)
+NOT_KEPT = (
+    "what Python writes goes into a folder of the check; what a library writes by itself (HDF5, Parquet, OpenCV), or a "
+    "program that the script starts, is written: this system cannot prevent it"
+)
+_kept = ExitStack()
+"""The view of the files, for as long as the process of a script lasts: what writes at its end writes there too."""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -67,8 +84,9 @@ def check(options: CheckOptions) -> Proof:
     Both sides train in float64, casts inside the model too, from the same start on the same samples; the last step has
     a ragged batch. A difference above 1e-9 of a tensor's size is a fault.
 
-    The job is a Job, or a word as on the command line; a script.py is run with `arguments`. The plan is a Plan or a
-    plan file. Rounding tells how far each side is from float64 in the plan's own precision.
+    The job is a Job, or a word as on the command line; a script.py is run with `arguments`. What it writes goes into a
+    folder of the check: your files stay as they are. The plan is a Plan or a plan file. Rounding tells how far each
+    side is from float64 in the plan's own precision.
     Raises UsageError for what cannot be checked, WorkerFailed when a worker fails.
     """
     return check_options(options)
@@ -89,7 +107,9 @@ def check_options(options: CheckOptions) -> Proof:
     if options.rounding and (plan is None or plan.precision != "fp64"):
         specs.append(replace(specs[0], in_float64=False))
     with tempfile.TemporaryDirectory(prefix="meshwise-check-") as folder:
-        program = _script(Path(script), options, plan, slots, Path(folder)) if script else _job(options, slots)
+        program = (
+            _script(Path(script), options, plan, slots, Path(folder)) if script else _job(options, slots, Path(folder))
+        )
         options.notify(f"one device, {options.steps} steps")
         ones = _traces(program, [(spec, None) for spec in specs], slots[:1])
         one = trace_to_compare(ones[0], program.name)
@@ -157,22 +177,25 @@ def _in_this_process(program: Program, spec: CheckSpec) -> ProgramTrace:
         raise WorkerFailed("\n".join(lines), rank=0) from error
 
 
-def _job(options: CheckOptions, slots: Sequence[WorkerSlot]) -> Program:
+def _job(options: CheckOptions, slots: Sequence[WorkerSlot], folder: Path) -> Program:
     name = _find_job(options).name  # here too: what is wrong is reported before any worker starts
     plain = replace(options, notify=_ignore, tell=None)
-    return Program(name, partial(_trace_job, plain, slots[0].device == "cpu"), alone=False)
+    return Program(name, partial(_trace_job, plain, slots[0].device == "cpu", folder), alone=False)
 
 
 def _ignore(text: str) -> None:
     pass
 
 
-def _trace_job(options: CheckOptions, on_cpu: bool, spec: CheckSpec, draws: Draws | None) -> ProgramTrace | None:
-    job = _find_job(options)
-    if draws is not None:
-        return watch_job(job, spec, draws)
-    trace = one_device(job, spec, "cpu" if on_cpu else join().world.device)
-    return ProgramTrace(spec.plan, trace, len(trace.steps))
+def _trace_job(
+    options: CheckOptions, on_cpu: bool, folder: Path, spec: CheckSpec, draws: Draws | None
+) -> ProgramTrace | None:
+    with scratch_files(_own_folder(folder, spec, draws)):
+        job = _find_job(options)
+        if draws is not None:
+            return watch_job(job, spec, draws)
+        trace = one_device(job, spec, "cpu" if on_cpu else join().world.device)
+        return ProgramTrace(spec.plan, trace, len(trace.steps))
 
 
 def _find_job(options: CheckOptions) -> Job:
@@ -198,6 +221,8 @@ def _script(
         check_fits(plan, World(size=len(slots), device=slots[0].device))
         check_for_scripts(plan)
         (folder / "plan.toml").write_text(plan_to_toml(plan), encoding="utf-8")
+    if not can_lock():
+        options.notify(NOT_KEPT)
     run = partial(run_script_file, script.resolve(), list(options.arguments))
     return Program(script.name, partial(_trace_script, run, options.seed or 0, folder), alone=True)
 
@@ -205,10 +230,22 @@ def _script(
 def _trace_script(
     run: Callable[[], object], seed: int, folder: Path, spec: CheckSpec, draws: Draws | None
 ) -> ProgramTrace | None:
-    """What the script writes with `mw.save` goes into a folder of the check. seed: where the script sets none."""
+    """What the script writes goes into a folder of the check, to the end of this process. seed: where it sets none."""
     if (folder / "plan.toml").exists():
         os.environ[PLAN_FILE] = str(folder / "plan.toml")
-    own = folder / f"{'one' if draws is None else 'many'} {spec.in_float64}"
-    own.mkdir(exist_ok=True)
+    os.environ["WANDB_MODE"] = "disabled"
     torch.set_num_threads(1)  # the same sums in the same order on both sides
-    return watch_script(run, spec, draws, seed, own)
+    if can_lock():
+        lock_files(free_folders())
+    _kept.enter_context(scratch_files(_own_folder(folder, spec, draws)))
+    try:
+        return watch_script(run, spec, draws, seed)
+    except Exception as error:
+        if isinstance(error, CalledProcessError) or "permission denied" in str(error).lower():
+            error.add_note(REFUSED)
+        raise
+
+
+def _own_folder(folder: Path, spec: CheckSpec, draws: Draws | None) -> Path:
+    """Where a pass writes: each begins with the user's files as they are."""
+    return folder / f"{'one' if draws is None else 'many'}{64 if spec.in_float64 else ''}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -40,7 +39,7 @@ class EngineWatcher:
     """The watcher of an engine (see training/watcher.py). Its result is `found`, complete after `end`.
 
     draws: the random draws of one device, on the side that follows it. job: that of the engine; a script may clip
-    gradients, run several forwards of a batch, and let ranks go different ways. folder: where the program saves.
+    gradients, run several forwards of a batch, and let ranks go different ways.
     Raises ScriptEnds in the program when it has seen enough.
     """
 
@@ -52,9 +51,8 @@ class EngineWatcher:
         draws: Draws | None,
         *,
         job: Job | None = None,
-        folder: Path = Path(),
     ) -> None:
-        self.folder, self.found = folder, ProgramTrace()
+        self.found = ProgramTrace()
         self._engine, self._world, self._spec, self._seed = engine, engine.world, spec, seed
         self._drawn, self._job = draws, job
         self._loops = ShortLoops(spec.steps, spec.ragged)

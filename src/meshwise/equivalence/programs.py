@@ -9,7 +9,6 @@ import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,9 +29,7 @@ from meshwise.training.session import default_engine
 from meshwise.workers.join import join
 
 
-def watch_script(
-    script: Callable[[], object], spec: CheckSpec, draws: Draws | None, seed: int, folder: Path
-) -> ProgramTrace | None:
+def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | None, seed: int) -> ProgramTrace | None:
     """Run `script`, as `python script.py` would, in this process for the steps of `spec`. Collective; rank 0 gets what
     all ranks did.
 
@@ -40,7 +37,7 @@ def watch_script(
     short_loops.py), and ends on all ranks together. draws: the random draws of one device, on the side that follows it.
     """
     engine = default_engine()
-    watcher = EngineWatcher(engine, spec, seed, draws, folder=folder)
+    watcher = EngineWatcher(engine, spec, seed, draws)
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -29,7 +29,7 @@ def save(thing: Any, path: str | Path) -> None:
 
     thing: state_dicts, or anything that holds them. Under a plan that divides them every rank calls it.
     """
-    engine, path = default_engine(), _redirected(path)
+    engine, path = default_engine(), Path(path)
     world, plan, name, saves = engine.world, engine.plan, str(path.resolve()), process_engine().saves
     saves[name] += 1
     if plan.state_divided:
@@ -50,9 +50,7 @@ def load(path: str | Path) -> Any:
     Waits for a `mw.save` to the same path that rank 0 has not finished.
     """
     came_to("mw.load")
-    redirected = _redirected(path)
-    engine = process_engine()
-    path = redirected if redirected.exists() or str(redirected.resolve()) in engine.saves else Path(path)
+    engine, path = process_engine(), Path(path)
     world, name = engine.world, str(path.resolve())
     if world.size > 1 and name in engine.saves:
         default_store().wait([f"meshwise/saved/{name}/{engine.saves[name]}"])
@@ -68,11 +66,3 @@ def _all_come(key: str, world: World, what: str) -> None:
     default_store().add(key, 1)
     if not wait_for_all(key, world.size, GRACE):
         raise UsageError(f"{what} was not called on every rank. Call it on all.")
-
-
-def _redirected(path: str | Path) -> Path:
-    """While a script is checked, what it saves lies in a folder of the check."""
-    watcher = default_engine().watcher
-    if watcher is None:
-        return Path(path)
-    return watcher.folder / str(Path(path).resolve()).lstrip("/").replace("/", "_")

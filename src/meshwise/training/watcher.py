@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -16,9 +15,6 @@ from meshwise.training.order import BatchSlice
 
 class Watcher(Protocol):
     """Who watches an engine from outside (`meshwise check`). Called on every rank, in the same order."""
-
-    folder: Path
-    """Where what the program saves goes instead: a check writes over nobody's files."""
 
     def choose_plan(self, plan: Plan, world: World) -> Plan:
         """The plan that is applied in the place of `plan`."""

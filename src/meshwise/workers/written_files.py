@@ -27,7 +27,7 @@ MOST = 1000
 CREATES = os.O_CREAT | os.O_APPEND | os.O_TRUNC
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _NOBODYS = re.compile(r"(/\.[^/]|/__pycache__/|\.lock$|\.pyc$)")  # hidden folders and files are caches and settings
-_CACHES = (
+CACHES = (
     "XDG_CACHE_HOME",
     "TORCH_HOME",
     "HF_HOME",
@@ -46,7 +46,7 @@ class FileWatch:
 
     def __init__(self, tell: Tell, *, ignored: Iterable[str] = ()) -> None:
         """tell: takes a path and a line. ignored: folders whose files are nobody's mistake."""
-        caches = [os.environ[name] for name in _CACHES if name in os.environ]
+        caches = [os.environ[name] for name in CACHES if name in os.environ]
         self._ignored = tuple(os.path.realpath(folder) + os.sep for folder in (*ignored, *caches))
         self._temporary = os.path.realpath(tempfile.gettempdir()) + os.sep  # asked here: it opens files itself
         self._tell, self._told, self._process = tell, set[str](), os.getpid()

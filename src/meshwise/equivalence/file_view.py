@@ -1,0 +1,143 @@
+"""Where the files of a checked program lie: those it wrote in a folder of the check, all others where they are.
+
+scratch_files.py puts it in the place of Python's functions. Tested in tests/equivalence/test_scratch_files.py.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from meshwise.spec.errors import UsageError
+from meshwise.spec.units import bytes_text
+from meshwise.workers.written_files import CACHES
+
+LINKS = 40  # followed one after the other, as in Linux
+IN_MEMORY = ("", ":memory:")  # names that sqlite knows, and that are no files
+
+
+def free_folders() -> list[str]:
+    """Folders that hold no files of the user's: the system's, caches, and ours; but for those that we are in."""
+    found = ["/dev", "/proc", "/sys", *(os.environ[name] for name in CACHES if name in os.environ)]
+    found += glob.glob(os.path.expanduser("~/.*/")) + glob.glob(os.path.join(tempfile.gettempdir(), "meshwise-*/"))
+    here = os.path.realpath(os.getcwd()) + os.sep
+    return [folder for folder in map(os.path.realpath, found) if not here.startswith(folder + os.sep)]
+
+
+class FileView:
+    """The real files, behind those of `folder`. A path is *logical* when links are followed and it is none of ours."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self.files, self._gone = folder, folder + "/files", folder + "/gone"
+        self.temporary = folder + "/tmp"  # for sockets too: what binds them asks no function of ours
+        for each in (self.files, self._gone, self.temporary):
+            os.makedirs(each, exist_ok=True)
+        self._free = (*(each + os.sep for each in free_folders()), folder + os.sep)
+
+    def logical(self, path: Any, follow: bool = True, at: int | None = None) -> str | None:
+        """None where the path is left as it is."""
+        if not isinstance(path, str | bytes | os.PathLike) or os.fsdecode(path) in IN_MEMORY:
+            return None
+        text = os.fsdecode(path)
+        text = os.path.abspath(text if at is None else os.path.join(os.readlink(f"/proc/self/fd/{at}"), text))
+        for _ in range(LINKS):
+            if text.startswith(self.files + os.sep):
+                text = text[len(self.files) :]
+            if (text + os.sep).startswith(self._free):
+                return None
+            link = next((each for each in _parents(text, follow) if os.path.islink(self.place(each))), None)
+            if link is None:
+                break
+            target = os.path.join(os.path.dirname(link), os.readlink(self.place(link)))
+            text = os.path.normpath(target + text[len(link) :])
+        return text
+
+    def _mark(self, path: str) -> str:
+        return os.path.join(self._gone, hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest())
+
+    def is_real(self, path: str) -> bool:
+        """Whether the view shows the real file of a logical path, if it has none of its own."""
+        return os.path.lexists(path) and not (
+            os.listdir(self._gone) and any(os.path.lexists(self._mark(each)) for each in _parents(path))
+        )
+
+    def place(self, path: str) -> str:
+        """Where the file of a logical path lies; that of the view where there is none."""
+        mine = self.files + path
+        return path if not os.path.lexists(mine) and self.is_real(path) else mine
+
+    def seen(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
+        """Where a path is read."""
+        logical = self.logical(path, follow, at)
+        if logical is None or not (os.path.lexists(self.files + logical) or os.path.lexists(logical)):
+            return path  # the error names the path that was asked for
+        place = self.place(logical)
+        return path if at is None and place == os.path.abspath(os.fsdecode(path)) else place
+
+    def written(self, path: Any, follow: bool = True, at: int | None = None, *, keep: bool = False) -> Any:
+        """Where a path is written. keep: with what it holds."""
+        logical = self.logical(path, follow, at)
+        if logical is None:
+            return path
+        mine, folder = self.files + logical, os.path.dirname(logical)
+        if not os.path.lexists(mine):
+            if os.path.isdir(self.place(folder)):
+                os.makedirs(self.files + folder, exist_ok=True)
+            elif not os.path.lexists(folder):
+                return path
+            if self.is_real(logical) and (keep or os.path.isdir(logical)):
+                self.copy(logical)
+        return mine
+
+    def changed(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
+        """Where a path is changed in place."""
+        return self.written(path, follow, at, keep=True)
+
+    def copy(self, path: str, *, inside: bool = False) -> None:
+        """Give the view a real file of its own. inside: a folder with all that the view shows in it."""
+        mine = self.files + path
+        if os.path.isdir(self.place(path)) and not os.path.islink(self.place(path)):
+            os.makedirs(mine, exist_ok=True)
+            for name in self.names(path) if inside else ():
+                self.copy(os.path.join(path, name), inside=True)
+        elif not os.path.lexists(mine):
+            self._refuse_large(path)
+            shutil.copy2(path, mine, follow_symlinks=False)
+
+    def _refuse_large(self, path: str) -> None:
+        size, free = os.lstat(path).st_size, shutil.disk_usage(self._folder).free
+        if size > free // 2:
+            raise UsageError(
+                f"{path} is opened to be changed. meshwise check leaves it as it is and changes a copy of "
+                f"{bytes_text(size)}, and {bytes_text(free)} are free in {self._folder}. Open it to be read, or set "
+                "TMPDIR to a folder with room."
+            )
+
+    def names(self, path: str) -> list[str]:
+        """What lies in the folder of a logical path."""
+        mine = self.files + path
+        names = os.listdir(mine) if os.path.isdir(mine) else []
+        if self.is_real(path) and os.path.isdir(path):
+            shown = set(os.listdir(path)) - set(names)
+            names += [name for name in shown if not os.path.lexists(self._mark(os.path.join(path, name)))]
+        return names
+
+    def differs(self, path: str) -> bool:
+        """Whether the folder of a logical path shows other names than the real one."""
+        return os.path.isdir(self.place(path)) and (os.path.isdir(self.files + path) or bool(os.listdir(self._gone)))
+
+    def hide(self, path: str, is_real: bool) -> None:
+        if is_real:
+            Path(self._mark(path)).touch()
+
+
+def _parents(path: str, itself: bool = True) -> Iterator[str]:
+    """`/a`, `/a/b` and so on of a path."""
+    parts = path.split(os.sep)
+    return (os.sep.join(parts[:end]) for end in range(2, len(parts) + itself))

@@ -1,0 +1,257 @@
+"""A view of the file system in which a checked program changes what it likes, and the user's files stay as they were.
+
+    written, made, renamed     in a folder of the check; a file that is changed in place is copied there first
+    removed                    hidden: a mark in that folder, for all ranks
+    read, listed               what lies in that folder, and behind it the real files
+
+It takes the place of Python's functions of files, so it holds for what is written in Python (numpy, TensorBoard,
+pickle, shutil) and for the libraries in OTHERS. What opens files by itself in C++ or in another program goes around it:
+locked_files.py refuses that. Caches are no files of the user's, and are written as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import io
+import os
+import shutil
+import sqlite3
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from meshwise.equivalence.file_view import FileView
+
+Function = Callable[..., Any]
+READ = (os.stat, os.lstat, os.access, os.statvfs, os.readlink)
+CHANGED = (os.chmod, os.utime, os.truncate, os.mkdir, os.mkfifo)
+LINUX = ("getxattr", "listxattr"), ("chown", "setxattr", "removexattr")
+NOT_FOLLOWED = ("lstat", "readlink", "mkdir", "mkfifo")
+PROFILE = next(kind for kind in torch.profiler.profile.__mro__ if "export_chrome_trace" in vars(kind))
+OTHERS: tuple[tuple[Any, str, int, str], ...] = (
+    (torch, "save", 1, "written"),
+    (torch, "load", 0, "seen"),
+    (torch.jit, "save", 1, "written"),
+    (torch.jit, "load", 0, "seen"),
+    (PROFILE, "export_chrome_trace", 1, "written"),
+    (safetensors.torch, "save_file", 1, "written"),
+    (safetensors.torch, "load_file", 0, "seen"),
+    (safetensors, "safe_open", 0, "seen"),
+    (sqlite3, "connect", 0, "changed"),
+)
+"""Functions that open a file in C++ or Rust: where they are, which argument is its path, what they do with it."""
+PATHS = ("f", "filename", "path", "database")  # names of that argument
+
+
+@contextlib.contextmanager
+def scratch_files(folder: Path) -> Iterator[None]:
+    """Inside, what this process writes goes into `folder`, which all ranks of a pass share."""
+    view = FileView(os.path.realpath(folder))
+    functions = _Functions(view)
+    pairs = [(original, functions.guarded(original, call)) for original, call in functions.all()]
+    _replace({id(original): (original, guarded) for original, guarded in pairs})
+    temporary, tempfile.tempdir = tempfile.tempdir, view.temporary
+    try:
+        yield
+    finally:
+        _replace({id(guarded): (guarded, original) for original, guarded in pairs})
+        tempfile.tempdir, functions.ended = temporary, True
+
+
+def _replace(functions: dict[int, tuple[Function, Function]]) -> None:
+    """Of a function's id, the second in the place of the first: wherever a module holds it."""
+    modules = [module for module in list(sys.modules.values()) if getattr(module, "__name__", "") not in _LEFT]
+    for holder in (*modules, PROFILE):
+        for name, value in list(getattr(holder, "__dict__", {}).items()):
+            if id(value) in functions:
+                setattr(holder, name, functions[id(value)][1])
+    for known in (os.supports_fd, os.supports_dir_fd, os.supports_follow_symlinks, os.supports_effective_ids):
+        known |= {functions[id(each)][1] for each in known if id(each) in functions}
+
+
+_LEFT = ("posix", "_io", __name__, FileView.__module__)  # imports of modules go through the first two
+
+
+class _Functions:
+    """Functions of files, with the files of a view."""
+
+    def __init__(self, view: FileView) -> None:
+        self._view, self._inside = view, threading.local()
+        self.ended = False
+        """Somebody may hold one of them still."""
+
+    def all(self) -> Iterator[tuple[Function, Function]]:
+        """A function of files, and what is called with it and its arguments instead."""
+        yield io.open, self._open
+        yield os.open, self._os_open
+        read, changed = ([vars(os)[name] for name in names if hasattr(os, name)] for names in LINUX)
+        for original in (*READ, *read):
+            yield original, functools.partial(self._of_path, self._view.seen)
+        for original in (*CHANGED, *changed):
+            yield original, functools.partial(self._of_path, self._view.changed)
+        yield from ((os.listdir, self._listdir), (os.scandir, self._scandir), (os.getcwd, self._getcwd))
+        yield from ((os.chdir, self._chdir), (shutil.rmtree, self._rmtree))
+        for original in (os.unlink, os.remove, os.rmdir):
+            yield original, self._removed
+        yield from ((os.rename, self._rename), (os.replace, self._rename))
+        yield from ((os.link, self._link), (os.symlink, self._symlink))
+        for owner, name, position, use in OTHERS:
+            yield vars(owner)[name], functools.partial(self._other, position, getattr(self._view, use))
+
+    def guarded(self, original: Function, instead: Function) -> Function:
+        """`instead` for the program; the original for what runs inside of it."""
+
+        @functools.wraps(original, updated=())
+        def call(*arguments: Any, **named: Any) -> Any:
+            if self.ended or getattr(self._inside, "on", False):
+                return original(*arguments, **named)
+            self._inside.on = True
+            try:
+                return instead(original, *arguments, **named)
+            finally:
+                self._inside.on = False
+
+        return call
+
+    def _of_path(self, mapped: Function, original: Function, path: Any, *rest: Any, **named: Any) -> Any:
+        follow = named.get("follow_symlinks", True) and original.__name__ not in NOT_FOLLOWED
+        place = mapped(path, follow, named.get("dir_fd"))
+        return original(place, *rest, **(named if place is path else named | _without_fd(named)))
+
+    def _open(self, original: Function, file: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        changes = set(mode) & set("wax+")
+        place = self._view.written(file, keep="w" not in mode) if changes else self._view.seen(file)
+        return original(place, mode, *rest, **named)
+
+    def _os_open(
+        self, original: Function, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+    ) -> Any:
+        changes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        keep = not flags & os.O_TRUNC or bool(flags & os.O_EXCL)
+        place = self._view.written(path, at=dir_fd, keep=keep) if changes else self._view.seen(path, at=dir_fd)
+        return original(place, flags, mode, dir_fd=dir_fd if place is path else None)
+
+    def _listdir(self, original: Function, path: Any = None) -> Any:
+        logical = self._view.logical("." if path is None else path)
+        if logical is None or not self._view.differs(logical):
+            return original(path if logical is None else self._view.seen(path or "."))
+        names = self._view.names(logical)
+        return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
+
+    def _scandir(self, original: Function, path: Any = None) -> Any:
+        logical = self._view.logical("." if path is None else path)
+        if logical is None or not self._view.differs(logical):
+            return original(path if logical is None else self._view.seen(path or "."))
+        shown, found = set(self._view.names(logical)), list[os.DirEntry[Any]]()
+        for folder in (self._view.files + logical, logical):
+            with original(folder) if os.path.isdir(folder) else contextlib.nullcontext(()) as entries:
+                found += [entry for entry in entries if entry.name in shown]
+                shown -= {entry.name for entry in found}
+        return _Entries(found)
+
+    def _getcwd(self, original: Function) -> str:
+        return str(original()).removeprefix(self._view.files)
+
+    def _chdir(self, original: Function, path: Any) -> None:
+        logical = self._view.logical(path)
+        is_real = logical is not None and self._view.is_real(logical) and os.path.isdir(logical)
+        original(logical if is_real else self._view.seen(path))  # what is read by others than Python lies there
+
+    def _removed(self, original: Function, path: Any, *, dir_fd: int | None = None) -> Any:
+        logical = self._view.logical(path, False, dir_fd)
+        if logical is None or not os.path.lexists(self._view.place(logical)):
+            return original(path if logical is None else self._view.place(logical), dir_fd=dir_fd)
+        mine, place, is_real = self._view.files + logical, self._view.place(logical), self._view.is_real(logical)
+        is_folder = os.path.isdir(place) and not os.path.islink(place)
+        if is_folder != (original.__name__ == "rmdir"):
+            raise _error(errno.EISDIR if is_folder else errno.ENOTDIR, path)
+        if is_folder and self._view.names(logical):
+            raise _error(errno.ENOTEMPTY, path)
+        if os.path.lexists(mine):
+            original(mine)
+        self._view.hide(logical, is_real)
+
+    def _rmtree(self, original: Function, path: Any, *rest: Any, **named: Any) -> Any:
+        logical = self._view.logical(path, False)
+        if logical is None or not os.path.isdir(self._view.place(logical)):
+            return original(self._view.seen(path, False), *rest, **named)
+        is_real = self._view.is_real(logical)
+        if os.path.lexists(self._view.files + logical):
+            original(self._view.files + logical, *rest, **named)
+        self._view.hide(logical, is_real)
+
+    def _rename(self, original: Function, src: Any, dst: Any, **named: Any) -> Any:
+        source, target = self._view.logical(src, False), self._view.logical(dst, False)
+        if (source or target) is None or (source and not os.path.lexists(self._view.place(source))):
+            return original(self._view.seen(src, False), dst, **named)
+        is_real = [path is not None and self._view.is_real(path) for path in (source, target)]
+        if source is not None:
+            os.makedirs(os.path.dirname(self._view.files + source), exist_ok=True)
+            self._view.copy(source, inside=True)
+        to = self._view.written(dst, False)
+        if target is not None and os.path.isdir(to) and self._view.names(target):
+            raise _error(errno.ENOTEMPTY, dst)
+        original(self._view.files + source if source else src, to)
+        for path, hidden in zip((source, target), is_real, strict=True):
+            self._view.hide(str(path), hidden)
+
+    def _link(self, original: Function, src: Any, dst: Any, **named: Any) -> Any:
+        if self._view.logical(dst, False) is None:
+            return original(self._view.seen(src), dst, **named)
+        target = self._view.changed(dst, False)
+        if os.path.lexists(target):
+            raise _error(errno.EEXIST, dst)
+        shutil.copy2(self._view.seen(src, False), target, follow_symlinks=False)
+
+    def _symlink(self, original: Function, src: Any, dst: Any, *rest: Any, **named: Any) -> None:
+        src = self._view.seen(src) if os.path.isabs(src) else src
+        place = self._view.changed(dst, False, named.get("dir_fd"))
+        original(
+            self._view.seen(src) if os.path.isabs(src) else src,
+            place,
+            *rest,
+            **(named if place is dst else named | _without_fd(named)),
+        )
+
+    def _other(self, position: int, mapped: Function, original: Function, *given: Any, **named: Any) -> Any:
+        arguments = [mapped(value) if number == position else value for number, value in enumerate(given)]
+        return original(*arguments, **{name: mapped(v) if name in PATHS else v for name, v in named.items()})
+
+
+class _Entries:
+    """What `os.scandir` gives: to be iterated, closed, and used with `with`."""
+
+    def __init__(self, entries: list[os.DirEntry[Any]]) -> None:
+        self._left = iter(entries)
+
+    def __iter__(self) -> _Entries:
+        return self
+
+    def __next__(self) -> os.DirEntry[Any]:
+        return next(self._left)
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _without_fd(named: dict[str, Any]) -> dict[str, Any]:
+    return {"dir_fd": None} if "dir_fd" in named else {}
+
+
+def _error(number: int, path: Any) -> OSError:
+    return OSError(number, os.strerror(number), os.fsdecode(path))
