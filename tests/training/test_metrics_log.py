@@ -72,7 +72,7 @@ def test_a_resumed_run_writes_over_what_came_after_its_state(log: MetricsLog, tm
     for step in (1, 2, 3):
         log.add(0, step, losses(float(step)))
     log.sync()
-    log.truncate(2)
+    log.begin(2)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 

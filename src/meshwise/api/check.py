@@ -44,6 +44,7 @@ from meshwise.spec.world import World
 from meshwise.terminal.notebook import shown_by
 from meshwise.training.job import Job
 from meshwise.training.plan_choice import check_for_scripts
+from meshwise.training.tracking import nowhere
 from meshwise.workers.environment import PLAN_FILE, started_by_launcher
 from meshwise.workers.failure import user_traceback
 from meshwise.workers.join import join
@@ -190,7 +191,7 @@ def _ignore(text: str) -> None:
 def _trace_job(
     options: CheckOptions, on_cpu: bool, folder: Path, spec: CheckSpec, draws: Draws | None
 ) -> ProgramTrace | None:
-    with scratch_files(_own_folder(folder, spec, draws)):
+    with nowhere(), scratch_files(_own_folder(folder, spec, draws)):
         job = _find_job(options)
         if draws is not None:
             return watch_job(job, spec, draws)
@@ -239,7 +240,8 @@ def _trace_script(
         lock_files(free_folders())
     _kept.enter_context(scratch_files(_own_folder(folder, spec, draws)))
     try:
-        return watch_script(run, spec, draws, seed)
+        with nowhere():
+            return watch_script(run, spec, draws, seed)
     except Exception as error:
         if isinstance(error, CalledProcessError) or "permission denied" in str(error).lower():
             error.add_note(REFUSED)

@@ -25,7 +25,7 @@ from meshwise.spec.world import World
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.training.run_options import RunOptions
-from meshwise.workers.environment import EXACT_RANDOM, PLAN_FILE, read_world, started_by_launcher
+from meshwise.workers.environment import EXACT_RANDOM, LOG, PLAN_FILE, read_world, started_by_launcher
 
 
 def start_script(arguments: Sequence[str], options: RunOptions, console: Console, began: float | None = None) -> int:
@@ -66,6 +66,8 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
     record_blocks(options)
     if folder is not None and options.gives_plan:
         os.environ[PLAN_FILE] = str((folder / names.PLAN).resolve())
+    if options.log:
+        os.environ[LOG] = ",".join(options.log)
     if options.exact_random:
         os.environ[EXACT_RANDOM] = "1"
     if folder is not None and read_world(os.environ).size > 1:
@@ -79,3 +81,5 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
     refuse_untrained_job(script, variables)
     if options.gives_plan:
         api.plans.tell_if_unused(script.name)
+    if options.log and not training.tracking.has_logged():
+        training.session.tell(f"{script.name} never called mw.log: {', '.join(options.log)} got nothing.")

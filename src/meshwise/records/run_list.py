@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ UNREADABLE = "unreadable"
 @dataclass(frozen=True)
 class RunEntry:
     """A run in short. job: a job or a script. args: what it was given: `lr=3e-4`, or a script's own words. plan: ""
-    where it has none. status: running, finished, stopped, failed, or unreadable. metric: the name of its first test
-    metric, "loss" without one, "" without either; last, best: of it. seconds: that its workers lived, over all
+    where it has none. status: running, finished, stopped, failed, or unreadable. metric: the name of the one
+    that stands for it (see `metrics_of`), "" without any; last, best: of it. seconds: that its workers lived, over all
     sessions. size: bytes of its folder."""
 
     folder: Path
@@ -60,7 +60,7 @@ def run_entry(folder: Path) -> RunEntry:
         facts = names.read_run(folder)
     except UsageError:
         facts = {"status": UNREADABLE}
-    metric, values = metric_of(folder)
+    metric, values = next(iter(metrics_of(folder).items()), ("", []))
     best = min if any(word in metric for word in LOWER_IS_BETTER) else max
     return RunEntry(
         folder,
@@ -93,22 +93,31 @@ def find_run(parent: Path, word: str) -> Path:
     raise UsageError(f"{word}: no such run in {parent}/.{nearest(word, known)} See meshwise runs.")
 
 
-def metric_of(folder: Path) -> tuple[str, list[float]]:
-    """The name of the metric that stands for a run, and its values in their order."""
+def metrics_of(folder: Path) -> dict[str, list[float]]:
+    """The metrics of a run by name, and their values in their order. The first stands for the run: of its tests, else
+    what `mw.log` got of a validation or an accuracy, else the loss."""
     try:
         lines = [line for line in read_lines(folder / names.METRICS) if isinstance(line, dict)]
     except OSError:
-        return "", []
-    tests = [line["test"] for line in lines if isinstance(line.get("test"), dict) and line["test"]]
-    if tests:
-        name = next(iter(tests[0]))
-        return name, list(_numbers(test.get(name) for test in tests))
-    losses = list(_numbers(line.get("loss") for line in lines))
-    return ("loss" if losses else ""), losses
+        return {}
+    found: dict[tuple[int, str], list[float]] = {}
+    for line in lines:
+        test = line.get("test")
+        tested = test if isinstance(test, dict) else {}
+        for name, value in {**line, **tested}.items():
+            if name not in ("epoch", "step", "test") and _is_number(value):
+                found.setdefault((0 if name in tested else _place(name), name), []).append(float(value))
+    return {name: found[place, name] for place, name in sorted(found, key=lambda key: key[0])}
 
 
-def _numbers(values: Any) -> Iterator[float]:
-    return (float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v))
+def _place(name: str) -> int:
+    """How likely a metric of a program's own stands for its run: the least."""
+    words = (("val", "test", "eval"), ("acc",), ("loss",), ("",))
+    return next(place for place, some in enumerate(words, 1) if any(word in name.lower() for word in some))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def args_of(facts: Mapping[str, Any]) -> str:

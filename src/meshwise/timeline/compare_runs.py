@@ -38,6 +38,7 @@ MOST_STEPS = 4000
 CLOCK = 1e-9
 """Seconds in which the logs count: what differs by less does not differ."""
 MOST_NAMED = 3
+MOST_METRICS = 10
 Seconds = NDArray[np.float64]
 
 
@@ -61,7 +62,8 @@ class TimeDifference:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of both runs as a whole. unit: share, samples/s, bytes or seconds. None is unknown."""
+    """One figure of both runs as a whole. unit: share, samples/s, bytes, seconds, or metric, which has none. None is
+    unknown."""
 
     name: str
     unit: str
@@ -221,6 +223,8 @@ def _values(report: Report) -> dict[tuple[str, str], float | None]:
     values |= {(part.name, "share"): part.share for part in report.goodput}
     for name in dict.fromkeys(name for rank in report.ranks for name in rank.memory):
         values[f"{name} memory", "bytes"] = max(rank.memory.get(name, 0.0) for rank in report.ranks)
+    last = list((report.facts.get("metrics") or {}).items())
+    values |= {(f"last {name}", "metric"): value for name, value in last[:MOST_METRICS]}
     return values
 
 

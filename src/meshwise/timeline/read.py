@@ -18,7 +18,7 @@ import numpy as np
 
 from meshwise.records import folder as names
 from meshwise.records.files import read_lines
-from meshwise.records.run_list import args_of, metric_of, plan_of
+from meshwise.records.run_list import args_of, metrics_of, plan_of
 from meshwise.spec.units import plural, seconds_text
 from meshwise.timeline.align import ClockFit, causal_shifts, fit_clock, widened
 from meshwise.timeline.arrivals import arrival_table
@@ -56,8 +56,9 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None) -> Timeline:
     last_blocks: read only so many of the newest blocks of spans a rank, to follow a run.
     """
     facts = names.read_run(folder)
-    metric, values = metric_of(folder)
-    facts |= {"plan": plan_of(folder), "args": args_of(facts), "metric": f"{metric} {values[-1]:.6g}" if values else ""}
+    last = {name: values[-1] for name, values in metrics_of(folder).items()}
+    metric = next((f"{name} {value:.6g}" for name, value in last.items()), "")
+    facts |= {"plan": plan_of(folder), "args": args_of(facts), "metric": metric, "metrics": last}
     missing: list[str] = []
     logs: list[RankLog] = []
     for path in sorted((folder / names.SPANS).glob("rank*.jsonl"), key=rank_of):
@@ -74,8 +75,12 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None) -> Timeline:
     ranks = _ranks(aligned, spans)
     sessions = _sessions(facts, entries, ranks, spans)
     missing += _missing(facts, logs, spans, ranks)
-    counters = (*_counters(aligned), *_losses(folder, spans))
-    return Timeline(spans, tuple(kinds), counters, tuple(ranks), tuple(clocks), tuple(sessions), tuple(missing), facts)
+    counters = _counters(aligned)
+    if all(counter.name != "loss" for counter in counters):  # a script's is of the engine, whatever it logs
+        counters += _losses(folder, spans)
+    return Timeline(
+        spans, tuple(kinds), tuple(counters), tuple(ranks), tuple(clocks), tuple(sessions), tuple(missing), facts
+    )
 
 
 def _aligned(logs: Sequence[RankLog], began: Sequence[float]) -> list[_Aligned]:

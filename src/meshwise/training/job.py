@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from meshwise.spec.errors import UsageError, check_known
+from meshwise.training.trackers import Tracker, check_trackers
 
 if TYPE_CHECKING:  # the options of a run name a Job, and their help waits for no torch
     from torch import Tensor, nn
@@ -44,6 +45,8 @@ class Job:
     batch_size: samples of the *global* batch, on any number of devices.
     clip_norm: the norm to which the gradient of the whole step is clipped.
     loader_workers: processes that a DataLoader reads with, on each rank.
+    log: where losses and metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, or functions of your
+        own, `track(values, step)`, called on rank 0. `--log` adds to it. One that fails ends no training.
     """
 
     name: str = ""
@@ -61,6 +64,7 @@ class Job:
     clip_norm: float | None = None
     loader_workers: int = 0
     reduction: Literal["mean", "sum"] = "mean"
+    log: str | Tracker | Sequence[str | Tracker] = ()
 
     def __post_init__(self) -> None:
         missing = [name for name in ("model", "loss", "optimizer", "data") if getattr(self, name) is _MUST_BE_GIVEN]
@@ -76,11 +80,17 @@ class Job:
                 raise UsageError(f"job '{self.name}': {name}={value!r} must be a whole number of at least {least}.")
         if self.seed >= 2**31:
             raise UsageError(f"job '{self.name}': seed={self.seed} is too large. Use a seed below 2**31.")
+        check_trackers([name for name in self.trackers if isinstance(name, str)])
         check_known(f"job '{self.name}': reduction", self.reduction, REDUCTIONS)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(
                 f"job '{self.name}': clip_norm={self.clip_norm!r} must be above 0, or None for no clipping."
             )
+
+    @property
+    def trackers(self) -> tuple[str | Tracker, ...]:
+        """What `log` names."""
+        return (self.log,) if isinstance(self.log, str) or callable(self.log) else tuple(self.log)
 
     def named(self, name: str = "") -> Job:
         """This job; one without a name gets this one, or that of the variable of the program that it is bound to."""

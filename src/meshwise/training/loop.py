@@ -36,6 +36,7 @@ from meshwise.training.order import BatchSlice, epoch_order, epoch_slices, seque
 from meshwise.training.recording import Recording
 from meshwise.training.run_options import LOG_EVERY, RunOptions
 from meshwise.training.source import LoaderSettings, Reader, count_samples, read_slices, reader
+from meshwise.training.tracking import log_into
 from meshwise.training.weighing import Losses
 from meshwise.transfer.collectives import barrier
 from meshwise.transfer.prefetch import prefetch
@@ -80,13 +81,15 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
     check_fits(plan, session.world)
     if send is None and session.channel is not None:
         send = session.channel.send
-    log = MetricsLog(folder, send, session.world, scaled=plan.dtypes.scaled)
+    trackers = (*options.log, *job.trackers)
+    log = MetricsLog(folder, send, session.world, trackers, scaled=plan.dtypes.scaled)
     recording = Recording(session.world, folder, log.note)
     status, run = "failed", None
     engine = make_engine(session, log.note, exact_random=options.exact_random)
     try:
         run = _prepare(job, options, folder, session, log, engine)
-        _train(run)
+        with log_into(log.tracking, lambda: current().step):
+            _train(run)
         _finish(run)
         status = "stopped" if run.stopped else "finished"
     except BaseException as error:
@@ -125,7 +128,7 @@ def _prepare(
     state = begun(job, plan, engine)
     if options.resume is not None and folder is not None:
         unpack(state, load_checkpoint(folder / names.CHECKPOINTS))
-        log.truncate(state.step)
+    log.begin(state.step)
     run = _Run(job, session, options, plan, folder, engine, state, log, train, test)
     run.saved_step = state.step if options.resume is not None else -1
     log.send("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)

@@ -1,4 +1,4 @@
-"""The log of a run's losses and metrics: to the launcher, metrics.jsonl and TensorBoard as they become known.
+"""The log of a run's losses and metrics: to the launcher, metrics.jsonl and trackers as they become known.
 
 Losses stay on the device until a log step. `sync` then gathers those of all steps since the last one from all ranks.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from meshwise.machine.memory import used_bytes
 from meshwise.records import folder as names
-from meshwise.records.files import append_lines, keep_lines
+from meshwise.records.files import Record, keep_lines
 from meshwise.spec.errors import LossError
 from meshwise.spec.world import World
+from meshwise.training.trackers import Tracker
+from meshwise.training.tracking import Point, Tracking
 from meshwise.training.weighing import Losses, totals_of
 from meshwise.transfer import collectives
 
@@ -30,20 +33,35 @@ LIVE_EVERY = 0.2  # seconds between messages to the live view
 class MetricsLog:
     """Writes the losses and metrics that the run reached. Rank 0 writes, for all ranks."""
 
-    def __init__(self, folder: Path | None, send: Send | None, world: World, *, scaled: bool) -> None:
-        """folder: of the run; None writes no file. scaled: whether a loss scaler skips steps that are not finite."""
+    def __init__(
+        self,
+        folder: Path | None,
+        send: Send | None,
+        world: World,
+        trackers: Sequence[str | Tracker] = (),
+        *,
+        scaled: bool,
+    ) -> None:
+        """folder: of the run; None writes no file, and TensorBoard's events are in every folder where it is installed.
+        scaled: whether a loss scaler skips steps that are not finite."""
         self._folder, self._send, self._world, self._scaled = folder, send, world, scaled
         self._pending: list[tuple[int, int, Losses]] = []
         self._last_finite: tuple[int, float] | None = None
         self._last_sent = 0.0
         self.last_loss: float | None = None
         self.losses: list[float] = []
-        self._tensorboard = _tensorboard(folder) if world.rank == 0 else None
+        usual = ["tensorboard"] if folder is not None and find_spec("tensorboard") else []
+        first = world.rank == 0
+        self.tracking = Tracking(folder if first else None, [*usual, *trackers] if first else (), self.note)
 
-    def truncate(self, step: int) -> None:
-        """Remove what was written after `step`: the run is resumed from there."""
-        if self._folder is not None and self._world.rank == 0:
+    def begin(self, step: int) -> None:
+        """Open the trackers of a run that has `step` behind it, and remove what was written after that.
+        Collective."""
+        if step and self._folder is not None and self._world.rank == 0:
             keep_lines(self._folder / names.METRICS, lambda record: record.get("step", 0) <= step)
+        self.tracking.open(step)
+        if self._world.size > 1:
+            collectives.barrier()  # opening takes seconds, which would count as the first step's
 
     def add(self, epoch: int, step: int, losses: Losses) -> None:
         """Keep a step's losses for the next `sync`, on their device."""
@@ -59,20 +77,23 @@ class MetricsLog:
             return False
         pending, self._pending = self._pending, []
         totals, stop = _gather([losses for _, _, losses in pending], wants_stop)
-        records = []
+        records: list[Record] = []
+        points: list[Point] = []
         for (epoch, step, _), of_ranks in zip(pending, totals, strict=True):
             total, weight = of_ranks.sum(0).tolist()
             loss = total / weight if weight else math.nan
             self._check_finite(loss, step, of_ranks)
             records.append({"epoch": epoch + 1, "step": step, "loss": loss})
-        self.last_loss = records[-1]["loss"]
-        self.losses.extend(record["loss"] for record in records)
-        self._write(records)
+            points.append(({"train/loss": loss}, step))
+            self.losses.append(loss)
+        self.last_loss = self.losses[-1]
+        self.tracking.write(records, points)
         return stop
 
     def add_evaluation(self, epoch: int, epochs: int, step: int, metrics: dict[str, float]) -> None:
         """Write and send the metrics of an evaluation."""
-        self._write([{"epoch": epoch + 1, "step": step, "test": metrics}])
+        point = {f"test/{name}": value for name, value in metrics.items()}, step
+        self.tracking.write([{"epoch": epoch + 1, "step": step, "test": metrics}], [point])
         if self._world.rank == 0:
             self.send("evaluated", epoch=epoch + 1, epochs=epochs, metrics=metrics)
 
@@ -98,9 +119,8 @@ class MetricsLog:
         self.send("memory", bytes=used_bytes(self._world.device))
 
     def close(self) -> None:
-        """Close the TensorBoard file."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        """Close the trackers."""
+        self.tracking.close()
 
     def _check_finite(self, loss: float, step: int, of_ranks: Tensor) -> None:
         if math.isfinite(loss):
@@ -117,17 +137,6 @@ class MetricsLog:
                 f"{before}. Lower the learning rate, clip with clip_norm, or look at the samples of that step."
             )
 
-    def _write(self, records: list[dict[str, Any]]) -> None:
-        if self._world.rank != 0:
-            return
-        if self._folder is not None:
-            append_lines(self._folder / names.METRICS, records)
-        if self._tensorboard is not None:
-            for record in records:
-                part, values = ("test", record["test"]) if "test" in record else ("train", {"loss": record["loss"]})
-                for name, value in values.items():
-                    self._tensorboard.add_scalar(f"{part}/{name}", value, record["step"])
-
 
 def _gather(losses: list[Losses], wants_stop: bool) -> tuple[list[Tensor], bool]:
     """For each step the weighted loss and the weight of each rank, (ranks, 2), and whether any rank wants to stop."""
@@ -135,14 +144,3 @@ def _gather(losses: list[Losses], wants_stop: bool) -> tuple[list[Tensor], bool]
     vote = torch.full((1, 2), float(wants_stop), dtype=rows.dtype, device=rows.device)
     of_ranks = collectives.all_gather(torch.cat([rows, vote]), of="losses").cpu()  # (ranks, steps + 1, 2)
     return list(of_ranks[:, :-1].unbind(1)), bool(of_ranks[:, -1].any())
-
-
-def _tensorboard(folder: Path | None) -> Any:
-    """A TensorBoard writer, where tensorboard is installed."""
-    if folder is None:
-        return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder / names.TENSORBOARD))

@@ -38,6 +38,11 @@ class Phases:
         """Whether the program's optimizers are known; without any, each batch with a backward is a step."""
         self._counted = 0.0
 
+    @property
+    def step(self) -> int:
+        """The step that is worked on; between loops, the last."""
+        return self._steps + self._trained
+
     def batch_asked(self) -> None:
         """The loop asks for its next batch, which may not come."""
         recorder = current()

@@ -13,6 +13,7 @@ from meshwise.spec.options import Option, given_options, options_of
 from meshwise.spec.plan import Plan, at_precision, plan_from_settings, plan_from_toml, plan_on, plan_to_toml
 from meshwise.spec.plan_file import plan_text
 from meshwise.training.job import Job
+from meshwise.training.trackers import check_trackers
 from meshwise.workers.nodes import NodeOptions
 
 LOG_EVERY = 100
@@ -55,6 +56,10 @@ class RunOptions(NodeOptions):
     save_every: Annotated[
         int | None, Option("steps between saved states; default: at the end, and when stopped", scripts=False)
     ] = None
+    log: Annotated[
+        tuple[str, ...],
+        Option("where else numbers go: tensorboard, wandb, mlflow; all on this machine", metavar="TRACKER"),
+    ] = ()
     plan: Annotated[Plan | PlanText | str | Path | None, Option("a plan file; default: replicas", metavar="FILE")] = (
         None
     )
@@ -77,6 +82,7 @@ class RunOptions(NodeOptions):
         if isinstance(self.job, Job):  # here: a worker has another program, in which it is not bound
             object.__setattr__(self, "job", self.job.named())
         object.__setattr__(self, "args", argument_texts(self.args))
+        check_trackers(self.log)
         if self.devices is not None and not self.devices.strip():
             raise UsageError("--devices '': no device is named. Use 2xcpu, all, or leave it out.")
         if isinstance(self.plan, str | Path):  # read at once: the run's record keeps the text

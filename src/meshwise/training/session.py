@@ -24,7 +24,7 @@ def default_engine() -> Engine:
         joined = join()
         _engines.append(_new())
         foreign = joined.channel is None
-        _engines[0].recording = record_script(joined.world, foreign=foreign, say=_print)
+        _engines[0].recording = record_script(joined.world, foreign=foreign, say=tell)
         atexit.register(program_ends)
     return _engines[-1]
 
@@ -80,10 +80,11 @@ def end_sessions() -> None:
 def _new() -> Engine:
     joined = join()
     exact = os.environ.get(EXACT_RANDOM, "0") not in ("", "0")
-    return Engine(joined.world, joined.gate, _print, draws=ExactDraws() if exact else None, script=True)
+    return Engine(joined.world, joined.gate, tell, draws=ExactDraws() if exact else None, script=True)
 
 
-def _print(text: str) -> None:
+def tell(text: str) -> None:
+    """Show the user a line, through the launcher where there is one."""
     channel = rank_context().channel
     if channel is not None:
         channel.send("note", text=text)

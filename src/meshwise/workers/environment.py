@@ -24,6 +24,8 @@ BLOCKS = "MESHWISE_BLOCKS"
 """Whether the model's blocks are recorded."""
 EXACT_RANDOM = "MESHWISE_EXACT_RANDOM"
 """Whether a script's random draws are those of one device: `meshwise run --exact-random` sets it."""
+LOG = "MESHWISE_LOG"
+"""Trackers of a script, with commas between: `meshwise run --log` sets it."""
 CORES = "MESHWISE_CORES"
 
 

@@ -35,6 +35,7 @@ from meshwise.workers import environment, failure
 from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message, free_port
 from meshwise.workers.failure import Failure
 from meshwise.workers.fork_server import ForkedWorker, ForkServer
+from meshwise.workers.logged_values import LoggedValues
 from meshwise.workers.nodes import Nodes
 from meshwise.workers.parting import PartingWatch, last_verbs, parted
 from meshwise.workers.watched import State, WatchedWorker
@@ -131,7 +132,7 @@ class _Launcher:
         self._token = secrets.token_hex(16)
         self._channel = LauncherChannel(self._token, lambda rank, message: self._inbox.put((rank, message)))
         self._parting = PartingWatch(scratch, range(self.first_rank, self.first_rank + local_size))
-        self._written = WrittenFiles()
+        self._compared: dict[str, Callable[..., str]] = {"writes": WrittenFiles().add, "logged": LoggedValues().add}
         self._halting: dict[int, int] | None = None
         self._last: int | None = None
         self._halted_at = 0.0
@@ -266,9 +267,9 @@ class _Launcher:
             entry.turn(State.FAILED, Failure(**message["failure"]))
         elif kind == "halting" and self._halting is not None:
             self._halting[rank] = int(message["begun"])
-        elif kind == "writes":
-            text = self._written.add(rank, message["path"], message["where"])
-            if text:
+        elif kind in self._compared:
+            facts = {name: value for name, value in message.items() if name != "kind"}
+            if text := self._compared[kind](rank, **facts):
                 self.listeners.message(rank, {"kind": "note", "text": text})
         elif kind not in ("hello", "closed"):
             self.listeners.message(rank, message)

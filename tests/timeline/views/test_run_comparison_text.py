@@ -218,3 +218,17 @@ def test_it_fits_and_nothing_is_left_out(width: int, encoding: str) -> None:
 
 def test_every_kind_of_a_step_can_be_shown() -> None:
     assert {KINDS[code] for code in OF_STEP} == {*KINDS} - {"evaluate", "checkpoint"}
+
+
+def test_arguments_and_last_metrics_of_both_runs_are_shown() -> None:
+    table, report = run_of(even(), "a")
+    facts = [
+        {"request": {"args": ["lr=0.1"]}, "metrics": {"accuracy": 0.9, "loss": 0.25}},
+        {"request": {"args": ["lr=0.2"]}, "metrics": {"accuracy": 0.95}},
+    ]
+    runs = [(table, dataclasses.replace(report, facts=dict(report.facts) | of_run)) for of_run in facts]
+    comparison = compare_runs(runs[0], runs[1])
+    assert "lr 0.1 → 0.2" in comparison.differs
+    figures = {figure.name: (figure.first, figure.second) for figure in comparison.figures if figure.unit == "metric"}
+    assert figures == {"last accuracy": (0.9, 0.95), "last loss": (0.25, None)}
+    assert "last accuracy" in printed(run_comparison_text(comparison))

@@ -18,6 +18,7 @@ WRITE: Mapping[str, Callable[[float], str]] = {
     "samples/s": lambda rate: f"{rate_text(rate)} samples/s",
     "bytes": bytes_text,
     "seconds": seconds_text,
+    "metric": lambda value: f"{value:.6g}",
 }
 """The units of figures, and how they are written."""
 CLEAR_STYLES = {True: "bold red", False: "bold green"}

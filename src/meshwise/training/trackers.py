@@ -1,0 +1,111 @@
+"""Trackers: TensorBoard, Weights & Biases and MLflow, each by its name, with its files on this machine.
+
+A tracker is a function of values by name and a step. A library is imported where it is opened, on rank 0. Nothing is
+sent anywhere unless the user's environment says so: WANDB_MODE=online, MLFLOW_TRACKING_URI=http://...
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from meshwise.records import folder as names
+from meshwise.records.run_list import args_of
+from meshwise.spec.errors import UsageError, check_known
+
+Tracker: TypeAlias = Callable[[Mapping[str, float], int], object]
+"""`tracker(values, step)`: keeps numbers of a run."""
+
+
+@dataclass(frozen=True)
+class OpenTracker:
+    """A tracker that is open, with its name in messages."""
+
+    name: str
+    track: Tracker
+    close: Callable[[], object] = lambda: None
+
+
+def check_trackers(wanted: Sequence[str]) -> None:
+    """Raises UsageError for a name of no tracker, and for one whose library is not installed."""
+    for name in wanted:
+        check_known("log", name, TRACKERS)
+        if find_spec(name) is None:
+            package = "'meshwise[tensorboard]'" if name == "tensorboard" else name
+            raise UsageError(f"log={name}: {name} is not installed. Use pip install {package}.")
+
+
+def open_tracker(wanted: str | Tracker, folder: Path, step: int) -> OpenTracker:
+    """Open a tracker of the run in `folder`, which goes on after `step`."""
+    if not isinstance(wanted, str):
+        return OpenTracker(getattr(wanted, "__name__", type(wanted).__name__), wanted)
+    return TRACKERS[wanted](folder, step)
+
+
+def _tensorboard(folder: Path, step: int) -> OpenTracker:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder / names.TENSORBOARD), purge_step=step + 1)
+
+    def track(values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return OpenTracker("tensorboard", track, writer.close)
+
+
+def _wandb(folder: Path, step: int) -> OpenTracker:
+    os.environ.setdefault("WANDB_MODE", "offline")
+    import wandb
+
+    name, project = folder.resolve().name, os.environ.get("WANDB_PROJECT", "meshwise")
+    settings = wandb.Settings(console="off", silent=True)
+    run = wandb.init(
+        project=project, name=name, id=name, resume="allow", dir=folder, config=_facts(folder), settings=settings
+    )
+    run.define_metric("*", step_metric="step")  # W&B's own step drops what comes late
+    return OpenTracker("wandb", lambda values, step: run.log({**values, "step": step}), run.finish)
+
+
+def _mlflow(folder: Path, step: int) -> OpenTracker:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+    home, facts = folder.resolve().parent, _facts(folder)
+    client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home / 'mlflow.db'}")
+    name = str(facts.get("job", "meshwise"))
+    known = client.get_experiment_by_name(name)
+    experiment = known.experiment_id if known else client.create_experiment(name, (home / "mlruns").as_uri())
+    key = folder.resolve().name
+    earlier = client.search_runs([experiment], f"tags.`meshwise.run` = '{key}'", max_results=1)
+    run = (earlier or [client.create_run(experiment, tags={"meshwise.run": key}, run_name=key)])[0].info.run_id
+    for name, value in facts.items() if not earlier else ():
+        client.log_param(run, name, value)
+
+    def track(values: Mapping[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        client.log_batch(run, [Metric(name, value, now, step) for name, value in values.items()])
+
+    return OpenTracker("mlflow", track, lambda: client.set_terminated(run))
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """What was run: the job, its arguments, the options that were given."""
+    if not (folder / names.RUN).is_file():
+        return {}
+    run = names.read_run(folder)
+    given = {name: value for name, value in (run.get("request") or {}).items() if value not in (None, [], False)}
+    return given | {"job": run.get("job"), "args": args_of(run), "commit": run.get("commit")}
+
+
+TRACKERS: Mapping[str, Callable[[Path, int], OpenTracker]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+}
+"""How each is opened, by the name of its package."""

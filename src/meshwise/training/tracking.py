@@ -1,0 +1,154 @@
+"""Where a run's numbers go: metrics.jsonl and the trackers, on rank 0; and `mw.log`, which gives a program's own."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from meshwise.records import folder as names
+from meshwise.records.files import Record, append_lines
+from meshwise.spec.errors import UsageError
+from meshwise.spec.json_values import json_value
+from meshwise.spec.user_code import user_place
+from meshwise.spec.words import error_text
+from meshwise.training import session
+from meshwise.training.trackers import OpenTracker, Tracker, check_trackers, open_tracker
+from meshwise.workers.environment import LOG, RUN_FOLDER
+from meshwise.workers.join import rank_context
+
+COMPARED = 3
+"""Calls of each line of `mw.log` that the launcher compares over the ranks."""
+Point = tuple[Mapping[str, float], int]
+"""Values by name, and their step."""
+
+
+class Tracking:
+    """Writes on rank 0 what a run measures. A tracker that fails is left out from then on, and said once."""
+
+    def __init__(self, folder: Path | None, trackers: Iterable[str | Tracker], notify: Callable[[str], None]) -> None:
+        """folder: of the run; None keeps no metrics.jsonl, and named trackers write into the working folder."""
+        self._folder, self._notify = folder, notify
+        self._wanted = list(dict.fromkeys(trackers))
+        self._open: list[OpenTracker] = []
+
+    def open(self, step: int) -> None:
+        """Open the trackers. step: the last one that the run has behind it."""
+        for wanted in self._wanted:
+            with self._optional(wanted if isinstance(wanted, str) else "tracker"):
+                self._open.append(open_tracker(wanted, self._folder or Path(), step))
+
+    def write(self, records: Sequence[Record], points: Iterable[Point]) -> None:
+        """Append the records to metrics.jsonl, and give each tracker the points."""
+        if self._folder is not None:
+            append_lines(self._folder / names.METRICS, map(json_value, records))
+        points = list(points)
+        for tracker in [*self._open]:
+            with self._optional(tracker.name, tracker):
+                for values, step in points:
+                    tracker.track(values, step)
+
+    def close(self) -> None:
+        """Close the trackers."""
+        while self._open:
+            tracker = self._open.pop()
+            with self._optional(tracker.name):
+                tracker.close()
+
+    @contextlib.contextmanager
+    def _optional(self, name: str, tracker: OpenTracker | None = None) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a training is worth more than its pictures
+            if tracker is not None:
+                self._open.remove(tracker)
+            self._notify(f"log={name} failed and is left out; the run goes on. {error_text(error)}")
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where `mw.log` writes. step: the step that is worked on, None where that is not known."""
+
+    tracking: Tracking
+    step: Callable[[], int | None]
+
+
+_targets: list[_Target] = []
+"""That of the script, where it has logged, and those of what runs inside it."""
+_calls: Counter[str] = Counter()
+
+
+@contextlib.contextmanager
+def log_into(tracking: Tracking, step: Callable[[], int | None]) -> Iterator[None]:
+    """`mw.log` in the with-body writes to `tracking`."""
+    target = _Target(tracking, step)
+    _targets.append(target)
+    try:
+        yield
+    finally:
+        _targets.remove(target)
+
+
+def nowhere() -> contextlib.AbstractContextManager[None]:
+    """`mw.log` in the with-body writes nothing."""
+    return log_into(Tracking(None, (), lambda text: None), lambda: None)
+
+
+def has_logged() -> bool:
+    """Whether this process has called `mw.log`."""
+    return bool(_calls)
+
+
+def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **named: Any) -> None:
+    """Keep numbers of the program: `mw.log(loss=loss, lr=lr)`. They go to metrics.jsonl in the run's folder, from there
+    to reports and `meshwise runs`, and to the trackers of `meshwise run --log wandb`.
+
+    values: numbers by names that are no words of Python: `mw.log({"val/accuracy": accuracy})`. A tensor of one number
+    is read, which waits for its device. Rank 0's are kept; call it on every rank, or under `if mw.is_main():`. Where
+    ranks log other values, that is said once a line: log what `mw.backward` returns, or `mw.mean(value)`.
+    step: by default the optimizer step that is worked on, counted from the start of the process: a script that goes on
+    from a saved state gives its own; without mw.distribute the calls of this line. Without a run's folder or a tracker
+    (MESHWISE_RUN, MESHWISE_LOG) nothing is kept. UsageError for what is no number.
+    """
+    numbers = {name: _number(name, value) for name, value in ({**(values or {}), **named}).items()}
+    place, context = user_place(), rank_context()
+    _calls[place] += 1
+    if context.channel is not None and context.world.size > 1 and _calls[place] <= COMPARED:
+        context.channel.send("logged", where=place, call=_calls[place], values=numbers)
+    if not _targets:
+        _targets.append(_of_script(context.world.rank == 0))
+    if context.world.rank == 0:
+        at = _targets[-1].step() if step is None else step
+        at = _calls[place] if at is None else at
+        _targets[-1].tracking.write([{**numbers, "step": at}], [(numbers, at)])
+
+
+def _of_script(first: bool) -> _Target:
+    """Where a script's numbers go, by its environment."""
+    wanted = [name for name in os.environ.get(LOG, "").split(",") if name]
+    check_trackers(wanted)
+    folder = Path(os.environ[RUN_FOLDER]) if RUN_FOLDER in os.environ else None
+    tracking = Tracking(folder, wanted if first else (), session.tell)
+    tracking.open(0)
+    atexit.register(tracking.close)
+    return _Target(tracking, lambda: session.default_engine().phases.step if session.has_begun() else None)
+
+
+def _number(name: str, value: Any) -> float:
+    if name == "step":
+        raise UsageError("mw.log: 'step' is the step itself. Give it as mw.log(..., step=n).")
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        if value.size != 1 if isinstance(value, np.ndarray) else isinstance(value, Tensor) and value.numel() != 1:
+            raise UsageError(f"mw.log: {name} has {tuple(value.shape)} numbers. Log one, such as its mean().")
+        value = value.item()
+    if not isinstance(value, int | float):
+        raise UsageError(f"mw.log: {name} is a {type(value).__name__}, not a number.")
+    return float(value) if isinstance(value, bool) else value

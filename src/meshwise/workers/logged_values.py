@@ -1,0 +1,37 @@
+"""What ranks give `mw.log`, which keeps rank 0's: the launcher says where others log other values.
+
+A loss of this rank's part of the batch looks like the loss, and is not that of one device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+Values = Mapping[str, float]
+
+
+class LoggedValues:
+    """The launcher's end: the first values that a rank gave at each call of each line."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, int], tuple[int, Values]] = {}
+        self._said: set[str] = set()
+
+    def add(self, rank: int, where: str, call: int, values: Values) -> str:
+        """A rank logs values at the how-many-th call of a line. Returns what to say, once for each line."""
+        other, first = self._first.setdefault((where, call), (rank, values))
+        names = [name for name, value in values.items() if name in first and not _same(value, first[name])]
+        if not names or where in self._said:
+            return ""
+        self._said.add(where)
+        shown = " and ".join(f"{of[names[0]]:.6g} on rank {at}" for at, of in sorted([(other, first), (rank, values)]))
+        more = f" ({', '.join(names[1:])} too)" if names[1:] else ""
+        return (
+            f"{where}: mw.log gets {names[0]} {shown}{more}, and keeps rank 0's. For that of the whole batch log what "
+            "mw.backward returns, or mw.mean(value)."
+        )
+
+
+def _same(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b))
