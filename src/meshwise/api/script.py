@@ -70,9 +70,11 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
         os.environ[LOG] = ",".join(options.log)
     if options.exact_random:
         os.environ[EXACT_RANDOM] = "1"
-    if folder is not None and read_world(os.environ).size > 1:
-        training.model_stream.seed_alike(folder.name)
-    training.same_work.refuse_same_work(script.name, read_world(os.environ))
+    world = read_world(os.environ)
+    if folder is not None:
+        seeded = training.model_stream.seed_alike(folder.name) if world.size > 1 else None
+        training.plain_program.begin(training.session.tell, seeded)
+    training.same_work.refuse_same_work(script.name, world)
     try:
         variables = run_script_file(script, arguments)
     finally:

@@ -47,7 +47,9 @@ def report_of(
     wall, goodput, waiting = goodput_of(timeline, table)
     collectives = _collectives(timeline, table.arrivals)
     error = max((clock.error for clock in timeline.clocks), default=0.0) / 1e9
-    findings = findings_of(table, error, goodput, collectives, timeline.counters)
+    findings = findings_of(
+        table, error, goodput, collectives, timeline.counters, str(timeline.facts.get("program", "job"))
+    )
     seconds = table.step_seconds()[table.trained]
     kinds = table.kind_seconds()[table.counted].sum(axis=0)
     status = timeline.sessions[-1].status if timeline.sessions else str(timeline.facts.get("status", "unknown"))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.spec.units import bytes_text, percent_text, seconds_text
+from meshwise.timeline.advice import TRY, TRY_FOR_STRAGGLER, advised, for_communication
 from meshwise.timeline.run_report import COMPUTING, MEMORY, CollectiveReport, Finding, GoodputPart
 from meshwise.timeline.spans import KINDS
 from meshwise.timeline.step_table import StepTable
@@ -32,40 +33,18 @@ GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
 """Memory that grows by this share from third to third of a run's last three quarters is a finding, if there are so many
 steps and samples of it: allocators warm up for a while."""
 
-_SLOWER_COMPUTE = "Look for another program on its device, a lower clock, longer samples, or extra work on this rank."
-TRY_FOR_STRAGGLER = {
-    "data": "Compare its data source with the others': slower storage, larger samples, fewer loader workers.",
-    "transfer": "Compare the path from host to device with the others': meshwise run prints which cores it uses.",
-    "forward": _SLOWER_COMPUTE,
-    "backward": _SLOWER_COMPUTE,
-    "optimizer": "Look for another program on its device or cores, a lower clock or throttling.",
-    "evaluate": "Its part of the test set takes longer; look for other work on its device.",
-    "checkpoint": "It saves while the others wait: save less often (--save-every), or to faster storage.",
-    "idle": "Its time is spent between the phases: look for host work in its loop, or another program.",
-}
-
 LATENCY_BOUND = 16 * 1024
 """A collective of at most so many bytes takes as long as one of a byte, on links of 1 GB/s and 10 µs or more."""
-_FEWER = "Fewer reductions a sample: a larger batch (--batch-size), or accumulate (--accumulate, mw.accumulate)"
-TRY_FOR_COMMUNICATION = {
-    "batch norm": (
-        "Fewer and larger steps: a larger microbatch (--batch-size). Or a norm that needs no other rank: GroupNorm, or "
-        "--set batch_norm=local, which gives other numbers than one device."
-    ),
-    "parameters": "Gather less often: shard over fewer devices (--set shard=…), or a larger batch (--batch-size).",
-    "mw.sum": "Sum once after the loop instead of in every batch: mw.sum of the values that were added up.",
-    "": f"{_FEWER}; half the bytes: bf16 (--precision bf16).",
-}
-"""By what is sent."""
 
 
 @dataclass(frozen=True)
 class _Shares:
-    """The time of a step: seconds by kind, mean over ranks and steady steps."""
+    """The time of a step: seconds by kind, mean over ranks and steady steps; and of what kind of program."""
 
     steps: int
     seconds: dict[str, float]
     step: float
+    program: str
 
     def share(self, *kinds: str) -> float:
         return sum(self.seconds[kind] for kind in kinds) / self.step if self.step else 0.0
@@ -91,18 +70,20 @@ def findings_of(
     goodput: Sequence[GoodputPart],
     collectives: Sequence[CollectiveReport],
     counters: Sequence[Counter],
+    program: str = "job",
 ) -> list[Finding]:
-    """What limits a step, the largest share first; then how much of it is computing; then growing memory."""
+    """What limits a step, the largest share first; then how much of it is computing; then growing memory. program: the
+    kind that the advice is for, see `advice.WORDS`."""
     steady = table.steady
     if not steady.any():
         return []
     mean = table.kind_seconds()[steady].mean(axis=0)
     seconds = dict(zip(KINDS, mean.tolist(), strict=True))
-    shares = _Shares(int(steady.sum()), seconds, float(table.step_seconds()[steady].mean()))
+    shares = _Shares(int(steady.sum()), seconds, float(table.step_seconds()[steady].mean()), program)
     stragglers = list(_stragglers(table, shares, error_seconds))
     found = [*stragglers, *_input(shares), *_communication(table, shares, collectives, stragglers)]
     slower = list(_slower_than_one(table, shares))
-    found += [*_imbalance(shares, stragglers), *_idle(shares), *_of_run(goodput), *_stalls(table)]
+    found += [*_imbalance(shares, stragglers), *_idle(shares), *_of_run(goodput, program), *_stalls(table)]
     return [*slower, *sorted(found, key=lambda finding: -finding.share), _computing(shares), *_memory(counters)]
 
 
@@ -131,7 +112,9 @@ def _stragglers(table: StepTable, shares: _Shares, error_seconds: float) -> Iter
             f"{where}. Without the delay a step would take {seconds_text(cost)} less ({percent_text(share)})."
         )
         headline = f"Rank {rank} is a straggler {where}."
-        yield Finding("straggler", headline, sentence, TRY_FOR_STRAGGLER[phase], share, cost, rank, phase)
+        yield Finding(
+            "straggler", headline, sentence, advised(TRY_FOR_STRAGGLER[phase], shares.program), share, cost, rank, phase
+        )
 
 
 def _slower_than_one(table: StepTable, shares: _Shares) -> Iterator[Finding]:
@@ -152,7 +135,7 @@ def _slower_than_one(table: StepTable, shares: _Shares) -> Iterator[Finding]:
         f"{ranks} devices are slower than one: a step takes {seconds_text(step)}, and one device would need at most "
         f"{seconds_text(alone)} (estimated: all that the ranks compute and read, one after the other)."
     )
-    advice = "Use one device, or give each more to compute in a step: a larger batch (--batch-size), or accumulate."
+    advice = advised(TRY["slower"], shares.program)
     yield Finding("slower", headline, sentence, advice, 1 - alone / step, step - alone)
 
 
@@ -160,7 +143,7 @@ def _input(shares: _Shares) -> Iterator[Finding]:
     share = shares.share("data", "transfer")
     if share >= LEAST["input"]:
         sentence = f"{shares.bound('Input', share)}: {shares.of_step(share)} is spent waiting for a batch."
-        advice = "Read ahead with more loader workers (loader_workers of a Job, num_workers of a DataLoader)."
+        advice = advised(TRY["input"], shares.program)
         yield shares.finding("input", "data", shares.bound("Input", share), share, sentence, advice)
 
 
@@ -183,7 +166,7 @@ def _communication(
         f"with computing), from the last rank's arrival{why}.{_most_expensive(collectives, shares.steps)}"
     )
     of = collectives[0].of if collectives else ""
-    advice = TRY_FOR_COMMUNICATION.get(of, TRY_FOR_COMMUNICATION[""])
+    advice = for_communication(of, shares.program)
     headline = shares.bound("Communication", share) + (f", mostly {of}" if of else "")
     yield shares.finding("communication", "communication", headline, share, sentence, advice)
 
@@ -213,19 +196,14 @@ def _imbalance(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Findi
     share = shares.share("waiting")
     if share >= LEAST["imbalance"] and sum(finding.share for finding in stragglers) <= share / 2:
         sentence = f"Load imbalance: {shares.of_step(share)} is spent waiting for the slowest rank, which varies."
-        advice = (
-            "Samples of unequal length: batch similar ones together. A shared or throttling machine: look for other "
-            "programs."
-        )
-        yield shares.finding("imbalance", "waiting", "Load imbalance", share, sentence, advice)
+        yield shares.finding("imbalance", "waiting", "Load imbalance", share, sentence, TRY["imbalance"])
 
 
 def _idle(shares: _Shares) -> Iterator[Finding]:
     share = shares.share("idle")
     if share >= LEAST["idle"]:
         sentence = f"Between phases: {shares.of_step(share)} is in none of them."
-        advice = "Look for host work in the training loop: printing, .item(), logging, metrics."
-        yield shares.finding("idle", "idle", "Between phases", share, sentence, advice)
+        yield shares.finding("idle", "idle", "Between phases", share, sentence, TRY["idle"])
 
 
 def _stalls(table: StepTable) -> Iterator[Finding]:
@@ -253,17 +231,17 @@ def _stalls(table: StepTable) -> Iterator[Finding]:
     )
 
 
-def _of_run(goodput: Sequence[GoodputPart]) -> Iterator[Finding]:
+def _of_run(goodput: Sequence[GoodputPart], program: str) -> Iterator[Finding]:
     parts = {part.name: part for part in goodput}
-    for kind, part, phase, verb, advice in (
-        ("checkpoint", "saving", "checkpoint", "Saving", "Save less often (--save-every), or to faster storage."),
-        ("evaluation", "evaluation", "evaluate", "Evaluating", "Evaluate less often, or on fewer samples."),
+    for kind, part, phase, verb in (
+        ("checkpoint", "saving", "checkpoint", "Saving"),
+        ("evaluation", "evaluation", "evaluate", "Evaluating"),
     ):
         share, seconds = parts[part].share, parts[part].seconds
         if share >= LEAST_OF_RUN[kind]:
             headline = f"{verb} takes {percent_text(share)} of the run"
             sentence = f"{headline} ({seconds_text(seconds)})."
-            yield Finding(kind, f"{headline}.", sentence, advice, share, seconds, phase=phase)
+            yield Finding(kind, f"{headline}.", sentence, advised(TRY[kind], program), share, seconds, phase=phase)
 
 
 def _memory(counters: Sequence[Counter]) -> Iterator[Finding]:
@@ -281,8 +259,8 @@ def _memory(counters: Sequence[Counter]) -> Iterator[Finding]:
                 f"Memory grows on rank {counter.rank}: {counter.name} from {bytes_text(first)} to {bytes_text(third)}, "
                 f"{bytes_text(slope)} every 1,000 steps."
             )
-            advice = "Keep no graph alive: append loss.item() or loss.detach(), not loss."
-            yield Finding("memory", f"Memory grows on rank {counter.rank}.", sentence, advice, 0.0, 0.0, counter.rank)
+            headline = f"Memory grows on rank {counter.rank}."
+            yield Finding("memory", headline, sentence, TRY["memory"], 0.0, 0.0, counter.rank)
 
 
 def _computing(shares: _Shares) -> Finding:
@@ -291,5 +269,5 @@ def _computing(shares: _Shares) -> Finding:
     sentence = f"Computing takes {percent_text(share)} of a step ({took})."
     if share >= 0.8:
         sentence = f"Compute-bound: {shares.of_step(share)} is forward, backward and optimizer."
-    advice = "To go faster: more devices, bf16 (--precision bf16), torch.compile, or a smaller model."
+    advice = advised(TRY["compute"], shares.program)
     return shares.finding("compute", None, "Compute-bound" if share >= 0.8 else "Computing", share, sentence, advice)

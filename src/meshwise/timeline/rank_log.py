@@ -29,6 +29,8 @@ class RankLog:
     unix: float
     """When the log began: seconds since 1970, and what the rank's own clock then was (ns)."""
     clock: int
+    program: str = ""
+    """`plain` of a program that uses none of our verbs, which was recorded from outside."""
     session: int = 0
     packed: list[tuple[int, str]] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
@@ -115,6 +117,7 @@ def _begun(line: dict[str, Any]) -> RankLog:
         host=str(line.get("host", "")),
         unix=float(line["unix"]),
         clock=int(line["clock"]),
+        program=str(line.get("program", "")),
     )
 
 

@@ -65,6 +65,7 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None) -> Timeline:
         found, unread = read_rank_log(path, last_blocks)
         logs += found
         missing += [unread] if unread else []
+    facts |= {"program": "job" if "request" in facts else next((log.program for log in logs if log.program), "script")}
     entries = facts.get("sessions") or [{"began": min((log.unix for log in logs), default=0.0)}]
     began = [float(entry["began"]) for entry in entries]
     for log in logs:  # the newest session that had begun when this log did; clocks of hosts may differ by a second
@@ -184,6 +185,11 @@ def _missing(facts: dict[str, Any], logs: Sequence[RankLog], spans: Spans, ranks
         yield (
             f"{_ranks_text(absent)} of {world} left no log: never started, or on another machine (copy its "
             f"{names.SPANS}/rank*.jsonl here). What follows is about the other ranks."
+        )
+    if facts.get("program") == "plain":
+        yield (
+            "the program uses no verb of meshwise: forward is all it does up to its backward; its samples and losses "
+            "are not known."
         )
     running = facts.get("status") == "running"
     if running and logs:

@@ -29,12 +29,23 @@ from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed
 
 
-def seed_alike(text: str) -> None:
+def seed_alike(text: str) -> Callable[[], None]:
     """Let a program that seeds nothing draw the same on every rank: Python and numpy begin anywhere by themselves. For
-    torch they do not. text: what all ranks of this run share, and no other run."""
+    torch they do not. text: what all ranks of this run share, and no other run. Returns what takes that back, where
+    nothing was drawn or seeded since."""
+    before = random.getstate(), numpy.random.get_state(legacy=False)
     seed = zlib.crc32(text.encode())
     random.seed(seed)
     numpy.random.seed(seed)
+    seeded = random.getstate(), repr(numpy.random.get_state(legacy=False))
+
+    def take_back() -> None:
+        if random.getstate() == seeded[0]:
+            random.setstate(before[0])
+        if repr(numpy.random.get_state(legacy=False)) == seeded[1]:
+            numpy.random.set_state(before[1])
+
+    return take_back
 
 
 def draw_alike() -> int:

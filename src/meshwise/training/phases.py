@@ -43,6 +43,10 @@ class Phases:
         """The step that is worked on; between loops, the last."""
         return self._steps + self._trained
 
+    def go_on(self, steps: int) -> None:
+        """So many steps were recorded before this loop."""
+        self._steps = steps
+
     def batch_asked(self) -> None:
         """The loop asks for its next batch, which may not come."""
         recorder = current()

@@ -10,7 +10,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,7 +27,36 @@ from meshwise.timeline.span_log import SpanLog
 from meshwise.workers.clock import ClockProbe, ClockServer
 from meshwise.workers.environment import RUN_FOLDER
 
+PATIENCE = timedelta(minutes=30)  # as the process group's own
 _numbers = count(1)  # of the recordings of this process: ranks begin them together
+
+
+class Clocks:
+    """This rank's clock beside rank 0's. Collective: rank 0 serves its own, and says where in the store of the process
+    group."""
+
+    def __init__(
+        self, world: World, clock: Callable[[], int] = time.perf_counter_ns, patience: timedelta = PATIENCE
+    ) -> None:
+        alone, key, store = world.local_size == world.size, f"meshwise/clock/{next(_numbers)}", default_store()
+        self._server: ClockServer | None = None
+        self._probe: ClockProbe | None = None
+        if world.rank == 0:
+            self._server = ClockServer("127.0.0.1" if alone else "", clock)
+            store.set(key, str(self._server.port))
+        else:
+            store.wait([key], patience)
+            self._probe = ClockProbe(("127.0.0.1" if alone else os.environ["MASTER_ADDR"], int(store.get(key))), clock)
+
+    def sample(self, rounds: int) -> Sequence[tuple[int, int, int]]:
+        """Round trips to rank 0's clock, see `SampleClock`; none on rank 0."""
+        return () if self._probe is None else self._probe.sample(rounds)
+
+    def close(self) -> None:
+        """End the server, or the connection to it."""
+        for end in (self._probe, self._server):
+            if end is not None:
+                end.close()
 
 
 class Recording:
@@ -38,17 +68,20 @@ class Recording:
         folder: Path | None,
         say: Callable[[str], None] = lambda text: None,
         clock: Callable[[], int] = time.perf_counter_ns,
+        *,
+        recorder: Recorder | None = None,
+        clocks: Clocks | None = None,
     ) -> None:
-        """folder: the run folder; None records nothing. Collective where there are several ranks and a folder."""
-        self.recorder = Recorder(world.device, on=folder is not None, clock=clock)
+        """folder: the run folder; None records nothing. Collective where there are several ranks and a folder, but for
+        a program that is recorded from outside: its recorder is there already, and its clocks have met, or have not."""
+        self.recorder = recorder or Recorder(world.device, on=folder is not None, clock=clock)
         self._before = make_current(self.recorder)
-        self._server: ClockServer | None = None
-        self._probe: ClockProbe | None = None
+        self._clocks = clocks
         self._log: SpanLog | None = None
         if folder is None:
             return
-        if world.size > 1:
-            self._meet_clocks(world, clock, f"meshwise/clock/{next(_numbers)}")
+        if world.size > 1 and recorder is None:
+            self._clocks = Clocks(world, clock)
         self.recorder.memory = partial(memory_counters, world.device)
         head = {
             "rank": world.rank,
@@ -56,30 +89,19 @@ class Recording:
             "device": _device_name(world),
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            **({"program": "plain"} if recorder is not None else {}),
         }
         path = names.span_log(folder, world.rank)
-        sample = self._probe.sample if self._probe is not None else None
+        sample = self._clocks.sample if self._clocks is not None else None
         self._log = SpanLog(path, self.recorder, head, sample_clock=sample, failed=say)
-
-    def _meet_clocks(self, world: World, clock: Callable[[], int], key: str) -> None:
-        alone = world.local_size == world.size
-        host = "127.0.0.1" if alone else os.environ["MASTER_ADDR"]
-        store = default_store()
-        if world.rank == 0:
-            self._server = ClockServer("127.0.0.1" if alone else "", clock)
-            store.set(key, str(self._server.port))
-        else:
-            self._probe = ClockProbe((host, int(store.get(key))), clock)
 
     def close(self, status: str = "finished") -> None:
         """Write what is left. Later spans of this process go to the recorder that was there before."""
         if self._log is not None:
             self._log.close(status)
             self._log = None
-        if self._probe is not None:
-            self._probe.close()
-        if self._server is not None:
-            self._server.close()
+        if self._clocks is not None:
+            self._clocks.close()
         make_current(self._before)
 
 
@@ -87,9 +109,16 @@ def _device_name(world: World) -> str:
     return torch.cuda.get_device_name() if world.device.startswith("cuda") else world.device
 
 
-def record_script(world: World, *, foreign: bool, say: Callable[[str], None]) -> Recording | None:
+def record_script(
+    world: World,
+    *,
+    foreign: bool,
+    say: Callable[[str], None],
+    recorder: Recorder | None = None,
+    clocks: Clocks | None = None,
+) -> Recording | None:
     """Record a script that keeps its own loop until its process ends, where the run has a folder: our launcher names
-    one, under a foreign one MESHWISE_RUN does, and rank 0 keeps run.json."""
+    one, under a foreign one MESHWISE_RUN does, and rank 0 keeps run.json. recorder, clocks: see Recording."""
     named = os.environ.get(RUN_FOLDER)
     if named is None:
         return None
@@ -99,7 +128,7 @@ def record_script(world: World, *, foreign: bool, say: Callable[[str], None]) ->
         facts = {"devices": [world.kind] * world.size, "versions": names.versions()}
         names.begin_session(folder, time.time(), job=sys.argv[0], **facts)
         atexit.register(lambda: names.end_session(folder, _ending(), _last_error()))
-    recording = Recording(world, folder, say)
+    recording = Recording(world, folder, say, recorder=recorder, clocks=clocks)
     atexit.register(lambda: recording.close(_ending()))
     return recording
 

@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Iterator
 
+from meshwise.timeline.recorder import current
+from meshwise.training import plain_program
 from meshwise.training.engine import Engine
 from meshwise.training.keyed import ExactDraws
 from meshwise.training.recording import record_script
@@ -21,10 +23,12 @@ _engines: list[Engine] = []
 def default_engine() -> Engine:
     """The engine of `mw.distribute` and `mw.backward`. Joins the run, and begins its records, when first asked."""
     if not _engines:
+        begun = plain_program.end()
         joined = join()
         _engines.append(_new())
         foreign = joined.channel is None
-        _engines[0].recording = record_script(joined.world, foreign=foreign, say=tell)
+        _engines[0].recording = begun or record_script(joined.world, foreign=foreign, say=tell)
+        _engines[0].phases.go_on(current().step)
         atexit.register(program_ends)
     return _engines[-1]
 

@@ -94,10 +94,10 @@ def enter_process_group(world: World) -> None:
         )
     backend = "cpu:gloo,cuda:nccl" if world.kind == "cuda" else "gloo"
     device = torch.device(world.device) if world.kind == "cuda" else None
+    _made_group = True
     dist.init_process_group(
         backend, rank=world.rank, world_size=world.size, timeout=timedelta(minutes=30), device_id=device
     )
-    _made_group = True
     atexit.register(leave)
 
 

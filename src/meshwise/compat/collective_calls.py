@@ -1,0 +1,258 @@
+"""Every collective that this process begins, whoever begins it: DDP's reducer in C++, `fully_shard`, the program.
+
+All of them go through one operator each of the namespace `c10d` (`c10d::allreduce_`), which a kernel of ours surrounds:
+at `BackendSelect`, which every call passes, in inference mode and from C++ too. It changes no argument and no result.
+Read in torch 2.11, 2.13 and 2.15: `csrc/distributed/c10d/Ops.cpp`. Where one of the names is missing, `watch` raises
+AttributeError, and nothing is surrounded.
+
+The end of a collective is seen where the program waits for it, else by a thread that waits too. On nccl it is a
+callback of its future, which runs at once and marks a stream.
+
+A group of gloo whose collectives were seen is never destroyed: who drops its last reference holds Python's lock and
+waits for gloo's threads, and they want that lock to let go of tensors that Python has seen. The process's end ends it.
+
+Not seen: what is coalesced (`batch_isend_irecv` on nccl) or captured in a CUDA graph, and gloo's on tensors of CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwise.compat.tree import tensors_in
+from meshwise.spec.user_code import is_users, place
+
+OPERATORS = {
+    "allreduce_": ("all-reduce", 0),
+    "allreduce_coalesced_": ("all-reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "allgather_": ("all-gather", 0),
+    "_allgather_base_": ("all-gather", 0),
+    "allgather_coalesced_": ("all-gather", 0),
+    "allgather_into_tensor_coalesced_": ("all-gather", 0),
+    "reduce_scatter_": ("reduce-scatter", 1),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 0),
+    "alltoall_": ("all-to-all", 1),
+    "alltoall_base_": ("all-to-all", 1),
+    "barrier": ("barrier", None),
+    "send": ("send", 0),
+    "recv_": ("receive", 0),
+    "recv_any_source_": ("receive", 0),
+}
+"""The kind of each operator, and which of its arguments is what it moves."""
+_groups: dict[int, dist.ProcessGroup] = {}
+WAIT: Any = dist.Work.wait
+GLOO_THREADS = 2  # so many collectives run at a time
+SOURCES = (
+    ("nn/utils/clip_grad.py", "", "the gradient norm"),
+    ("distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather", "parameters"),
+    ("distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_reduce", "gradients"),
+    ("distributed/fsdp/_flat_param.py", "", "parameters"),
+    ("distributed/fsdp/_runtime_utils.py", "_post_backward", "gradients"),
+    ("distributed/algorithms/ddp_comm_hooks/", "", "gradients"),
+    ("nn/modules/_functions.py", "", "batch norm"),
+    ("nn/parallel/distributed.py", "_sync_buffers", "buffers"),
+    ("nn/parallel/distributed.py", "__init__", "start values"),
+    ("nn/parallel/distributed.py", "_pre_forward", "bucket sizes"),
+    ("distributed/optim/zero_redundancy_optimizer.py", "", "parameters"),
+    ("distributed/checkpoint/", "", "the checkpoint"),
+)
+"""File, how the function's name begins, and what it sends."""
+ENGINE = ("autograd/graph.py", "_engine_run_backward")
+IN_PYTHON = ("distributed/distributed_c10d.py", "torch/_ops.py")
+MOST_FRAMES = 60
+TORCH = "torch/"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective that begins. of: what it sends, or the user's line that calls it. size: ranks of its group.
+    blocking: the caller waits for it at once; in_python: in a function that is written in Python."""
+
+    kind: str
+    of: str
+    bytes: int
+    dtype: str
+    device: str
+    size: int
+    blocking: bool
+    in_python: bool
+
+
+Ended = Callable[[], None]
+
+
+def watch(begin: Callable[[Call], Ended | None], waits: Callable[[], Ended | None]) -> Callable[[], None]:
+    """Call `begin` whenever a collective begins, and what it returns when that has ended, in any thread. waits: the
+    same around each wait of the program for one that runs beside it. Returns what ends all that."""
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    ends = _Ends()
+    library = torch.library.Library("c10d", "IMPL")
+    for name in OPERATORS:
+        operator = getattr(torch.ops.c10d, name).default
+        library.impl(name, _kernel(name, operator, after, begin, ends), "BackendSelect", with_keyset=True)
+    functional = torch.library.Library("_c10d_functional", "IMPL")
+    wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+
+    def wait_kernel(keyset: Any, tensor: Tensor) -> Any:
+        with _around(waits):
+            return wait_tensor.redispatch(keyset & after, tensor)
+
+    def wait(work: Any, *arguments: Any, **named: Any) -> Any:
+        if sys._getframe(1).f_code.co_filename == dist.distributed_c10d.__file__:  # of a collective that blocks
+            with _around(ends.take):
+                return WAIT(work, *arguments, **named)
+        with _around(waits):
+            return WAIT(work, *arguments, **named)
+
+    functional.impl("wait_tensor", wait_kernel, "BackendSelect", with_keyset=True)
+    dist.Work.wait = wait  # type: ignore[assignment, method-assign]
+
+    def end() -> None:
+        dist.Work.wait = WAIT  # type: ignore[method-assign]
+        library._destroy()
+        functional._destroy()
+        ends.close()
+
+    return end
+
+
+@contextlib.contextmanager
+def _around(begin: Callable[[], Ended | None]) -> Iterator[None]:
+    ended = begin()
+    try:
+        yield
+    finally:
+        if ended is not None:
+            ended()
+
+
+class _Ends:
+    """Sees the ends of collectives."""
+
+    def __init__(self) -> None:
+        self._blocking = threading.local()
+        self._running: queue.SimpleQueue[tuple[Any, Ended] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def expect(self, work: Any, call: Call, ended: Ended) -> None:
+        """Call `ended` when the work is done."""
+        if call.device == "cuda":
+            future = work.get_future()
+            if future.done():  # nccl's: what follows it in a stream comes after the collective
+                future.then(lambda done: ended())
+        elif call.blocking and call.in_python:
+            self._blocking.ended = ended
+        else:
+            if not self._threads:
+                self._threads = [threading.Thread(target=self._wait, daemon=True) for _ in range(GLOO_THREADS)]
+                for thread in self._threads:
+                    thread.start()
+            self._running.put((work, ended))
+
+    def take(self) -> Ended | None:
+        """What to call when the collective has ended for which this thread waits now."""
+        ended: Ended | None = getattr(self._blocking, "ended", None)
+        self._blocking.ended = None
+        return ended
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._running.put(None)
+
+    def _wait(self) -> None:
+        while (running := self._running.get()) is not None:
+            work, ended = running
+            with contextlib.suppress(Exception):  # it is raised where the program waits
+                WAIT(work)
+                ended()
+            del running, work, ended
+
+
+def _kernel(
+    name: str, operator: Any, after: Any, begin: Callable[[Call], Ended | None], ends: _Ends
+) -> Callable[..., Any]:
+    """What surrounds one operator."""
+    kind, moved = OPERATORS[name]
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def kernel(keyset: Any, *arguments: Any) -> Any:
+        call = _call(kind, moved, dict(zip(names, arguments, strict=False)), sys._getframe(1))
+        ended = None if call is None else begin(call)
+        result = operator.redispatch(keyset & after, *arguments)
+        work = result[-1] if isinstance(result, tuple) else result
+        if call is not None and ended is not None and work is not None:
+            ends.expect(dist.Work.unbox(work), call, ended)
+        return result
+
+    return kernel
+
+
+def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType | None) -> Call | None:
+    """What begins; None for what has no end of its own, or is not carried out."""
+    tensors = [] if moved is None else list(tensors_in([*given.values()][moved]))
+    group, device = given["process_group"], tensors[0].device.type if tensors else ""
+    if dist.distributed_c10d._world.pg_coalesce_state or device == "meta" or not isinstance(group, torch.ScriptObject):
+        return None
+    if device == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    of, inside_c = _source(frame)
+    blocking = inside_c or not given.get("async_op", kind not in ("send", "receive"))
+    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    size = _kept(dist.ProcessGroup.unbox(group), device).size()
+    return Call(kind, of, sum(tensor.nbytes for tensor in tensors), dtype, device, size, blocking, not inside_c)
+
+
+def _kept(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
+    """The group, which from now on lives as long as the process, after its modules too."""
+    if device != "cuda" and id(group) not in _groups:
+        _groups[id(group)] = group
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    return group
+
+
+def _source(frame: FrameType | None) -> tuple[str, bool]:
+    """What a collective sends, by who calls it: a part of torch's, or the user's line. And whether it is begun by a
+    helper of torch's in C++, which waits for it."""
+    frames = list(_frames(frame))
+    if not frames or _is(frames[0][0], *ENGINE):  # DDP's reducer; threads of the engine have no frame
+        return "gradients", False
+    (first, _), (last, line) = frames[0], frames[-1]
+    inside_c = not first.co_filename.endswith(IN_PYTHON)
+    for file, function, of in SOURCES:
+        if any(_is(code, file, function) for code, _ in frames):
+            return of, inside_c
+    if is_users(last.co_filename):
+        return place(last.co_filename, line), inside_c
+    return ("gradients" if _is(last, *ENGINE) else ""), inside_c
+
+
+def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
+    """From the caller outwards to the engine, or to the first of the user's."""
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            return
+        yield frame.f_code, frame.f_lineno
+        if _is(frame.f_code, *ENGINE) or is_users(frame.f_code.co_filename):
+            return
+        frame = frame.f_back
+
+
+def _is(code: CodeType, file: str, function: str) -> bool:
+    """Whether this is a function of torch's whose name begins so, in that file or folder."""
+    return code.co_name.startswith(function) and f"{TORCH}{file}" in code.co_filename

@@ -1,0 +1,65 @@
+"""Where a program calls torch, surrounded: the next batch of a DataLoader, a backward, `eval()`, the process group.
+
+Each is one function that all ways lead to. It is put back by `end`, unless somebody else has put something there since.
+Read in torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py`, `autograd/__init__.py`, `distributed/device_mesh.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import device_mesh
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+Around = Callable[[], AbstractContextManager[None]]
+End = Callable[[], None]
+
+
+def around_batches(around: Around) -> End:
+    """Enter `around()` while a DataLoader's next batch is waited for; StopIteration leaves it where none is left."""
+    return _replace([_BaseDataLoaderIter], "__next__", around)
+
+
+def around_backwards(around: Around) -> End:
+    """Enter `around()` around each `loss.backward()`."""
+    return _replace([torch.autograd], "backward", around)
+
+
+def around_process_groups(around: Around) -> End:
+    """Enter `around()` around the making of the process group."""
+    return _replace([dist, dist.distributed_c10d, device_mesh], "init_process_group", around)
+
+
+def around_evals(around: Around) -> End:
+    """Enter `around()` around each `model.eval()`."""
+    return _replace([nn.Module], "eval", around)
+
+
+def around_trains(around: Around) -> End:
+    """Enter `around()` around each `module.train()`, which calls itself for the modules inside."""
+    return _replace([nn.Module], "train", around)
+
+
+def _replace(owners: list[Any], name: str, around: Around) -> End:
+    plain: Any = getattr(owners[0], name)
+
+    @functools.wraps(plain)
+    def surrounded(*arguments: Any, **named: Any) -> Any:
+        with around():
+            return plain(*arguments, **named)
+
+    for owner in owners:
+        setattr(owner, name, surrounded)
+
+    def end() -> None:
+        for owner in owners:
+            if getattr(owner, name) is surrounded:
+                setattr(owner, name, plain)
+
+    return end

@@ -1,0 +1,86 @@
+"""What to try next, by what limited a run and by what ran: a job, a script with our verbs, or a plain program.
+
+Only what that program takes is named: a script has no `--batch-size`, and a plain program no plan.
+"""
+
+from __future__ import annotations
+
+_SLOWER_COMPUTE = "Look for another program on its device, a lower clock, longer samples, or extra work on this rank."
+TRY_FOR_STRAGGLER = {
+    "data": "Compare its data source with the others': slower storage, larger samples, fewer loader workers.",
+    "transfer": "Compare the path from host to device with the others': meshwise run prints which cores it uses.",
+    "forward": _SLOWER_COMPUTE,
+    "backward": _SLOWER_COMPUTE,
+    "optimizer": "Look for another program on its device or cores, a lower clock or throttling.",
+    "evaluate": "Its part of the test set takes longer; look for other work on its device.",
+    "checkpoint": "It saves while the others wait: {save}, or to faster storage.",
+    "idle": "Its time is spent between the phases: look for host work in its loop, or another program.",
+}
+TRY_FOR_COMMUNICATION = {
+    "batch norm": "Fewer and larger steps: {batch}. Or a norm that needs no other rank: GroupNorm{local_norm}.",
+    "parameters": "Gather less often: {shard}, or {batch}.",
+    "mw.sum": "Sum once after the loop instead of in every batch: mw.sum of the values that were added up.",
+    "": "Fewer reductions a sample: {batch}, or {accumulate}; half the bytes: {half}.",
+}
+"""By what is sent."""
+TRY = {
+    "slower": "Use one device, or give each more to compute in a step: {batch}, or accumulate.",
+    "input": "Read ahead with more loader workers ({workers}).",
+    "imbalance": (
+        "Samples of unequal length: batch similar ones together. A shared or throttling machine: look for other "
+        "programs."
+    ),
+    "idle": "Look for host work in the training loop: printing, .item(), logging, metrics.",
+    "checkpoint": "Save less often{save_option}, or to faster storage.",
+    "evaluation": "Evaluate less often, or on fewer samples.",
+    "memory": "Keep no graph alive: append loss.item() or loss.detach(), not loss.",
+    "compute": "To go faster: more devices, {bf16}, torch.compile, or a smaller model.",
+}
+_OF_A_PLAN = {
+    "local_norm": ", or --set batch_norm=local, which gives other numbers than one device",
+    "shard": "shard over fewer devices (--set shard=…)",
+}
+_OF_A_LOOP = {
+    "batch": "a larger batch (batch_size of its DataLoader)",
+    "workers": "num_workers of its DataLoader",
+    "save": "save less often",
+    "save_option": "",
+}
+WORDS = {
+    "job": _OF_A_PLAN
+    | {
+        "batch": "a larger batch (--batch-size)",
+        "accumulate": "accumulate (--accumulate)",
+        "half": "bf16 (--precision bf16)",
+        "bf16": "bf16 (--precision bf16)",
+        "workers": "loader_workers of the Job",
+        "save": "save less often (--save-every)",
+        "save_option": " (--save-every)",
+    },
+    "script": _OF_A_PLAN
+    | _OF_A_LOOP
+    | {
+        "accumulate": "accumulate (mw.accumulate)",
+        "half": "bf16 (--set precision=bf16)",
+        "bf16": "bf16 (--set precision=bf16)",
+    },
+    "plain": _OF_A_LOOP
+    | {
+        "local_norm": "",
+        "shard": "keep them gathered (reshard_after_forward=False of fully_shard)",
+        "accumulate": "accumulate (model.no_sync() of DDP, set_requires_gradient_sync(False) of fully_shard)",
+        "half": "bf16 (bf16_compress_hook of DDP, reduce_dtype of fully_shard)",
+        "bf16": "bf16 (torch.autocast)",
+    },
+}
+"""How each kind of program takes the same step."""
+
+
+def advised(text: str, program: str) -> str:
+    """A sentence of this file for a kind of program: a key of WORDS, any other is a script."""
+    return text.format_map(WORDS.get(program, WORDS["script"]))
+
+
+def for_communication(of: str, program: str) -> str:
+    """What to try against collectives of what is sent, such as `gradients`."""
+    return advised(TRY_FOR_COMMUNICATION.get(of, TRY_FOR_COMMUNICATION[""]), program)
