@@ -32,6 +32,7 @@ from meshwise.training.distribute import sum as sum
 from meshwise.training.distribute import world_size as world_size
 from meshwise.training.files import load as load
 from meshwise.training.files import save as save
+from meshwise.training.job import EpochEnd as EpochEnd
 from meshwise.training.job import Job as Job
 from meshwise.training.run_options import RunOptions as RunOptions
 from meshwise.training.session import session as session

@@ -81,7 +81,7 @@ def test_an_evaluation_is_written_and_sent(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, lambda kind, **facts: sent.append((kind, facts)), ALONE, scaled=False)
     log.add_evaluation(1, 3, 40, {"accuracy": 0.5})
     assert lines(tmp_path) == [{"epoch": 2, "step": 40, "test": {"accuracy": 0.5}}]
-    assert sent == [("evaluated", {"epoch": 2, "epochs": 3, "metrics": {"accuracy": 0.5}})]
+    assert sent == [("evaluated", {"epoch": 2, "epochs": 3, "metrics": {"accuracy": 0.5}, "best": False})]
 
 
 def test_the_live_view_gets_a_message_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

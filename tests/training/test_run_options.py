@@ -80,7 +80,13 @@ def test_the_place_of_a_run_is_not_recorded() -> None:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_what_is_given_goes_before_the_record(name: str) -> None:
-    new: dict[str, Any] = {"settings": ("bucket_mb=7",), "exact_random": True, "plan": Plan(data=2), "seed": 0}
+    new: dict[str, Any] = {
+        "settings": ("bucket_mb=7",),
+        "log": ("tensorboard",),
+        "exact_random": True,
+        "plan": Plan(data=2),
+        "seed": 0,
+    }
     given = {name: new.get(name, "other" if isinstance(getattr(FULL, name), str) else 1)}
     gone: Any = {"accumulate": None, "precision": None, "settings": ()} if name == "plan" else {}
     assert RunOptions(**given).resumed(recorded(FULL)) == replace(FULL, **gone, **given)

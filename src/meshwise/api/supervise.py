@@ -74,8 +74,9 @@ class Viewer:
 
 
 def metrics_line(message: Mapping[str, Any]) -> str:
-    """`epoch 1/5  test accuracy 95.20 %  loss 0.1612`."""
+    """`epoch 1/5  test accuracy 95.20 %  loss 0.1612  best so far`."""
     parts = [metric_text(name, value) for name, value in message["metrics"].items()]
+    parts += ["best so far"] if message["best"] else []
     return f"epoch {message['epoch']}/{message['epochs']}  test {'  '.join(parts)}"
 
 
@@ -154,6 +155,7 @@ def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[W
         train_seconds=min((sum(rank.seconds.values()) for rank in report.ranks), default=0.0),
         samples_per_second=report.samples_per_second or 0.0,
         metrics=first["metrics"],
+        best=first["best"],
         phases=tuple(dict(rank.seconds) for rank in report.ranks),
         verdict=report.verdict,
         memory=tuple(result["memory"] for result in results),

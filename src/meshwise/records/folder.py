@@ -7,6 +7,7 @@ workers/rank0.log     what each worker printed
 spans/rank0.jsonl     what each rank did when: its spans, counters and clock
 checkpoint/           states of the run; latest.json names the newest and its SHA-256
 weights.safetensors   final weights, for plain PyTorch
+best.safetensors      those of the best epoch, where the job says which that is
 summary.json          accuracy, throughput, where the time went
 tensorboard/          the metrics as TensorBoard events, where tensorboard is installed
 """
@@ -28,7 +29,7 @@ from meshwise.records.files import write_text
 from meshwise.spec.errors import UsageError
 
 RUN, PLAN, METRICS, SUMMARY, WEIGHTS = "run.json", "plan.toml", "metrics.jsonl", "summary.json", "weights.safetensors"
-CHECKPOINTS, SPANS, TENSORBOARD = "checkpoint", "spans", "tensorboard"
+CHECKPOINTS, SPANS, TENSORBOARD, BEST = "checkpoint", "spans", "tensorboard", "best.safetensors"
 
 
 def create_run_folder(parent: Path, job: str) -> Path:

@@ -5,6 +5,7 @@ Tested in tests/records/test_run_list.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shlex
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.records import folder as names
+from meshwise.records.best import Best, read_best
 from meshwise.records.files import read_lines
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.plan import plan_from_toml
@@ -61,6 +63,9 @@ def run_entry(folder: Path) -> RunEntry:
     except UsageError:
         facts = {"status": UNREADABLE}
     metric, values = next(iter(metrics_of(folder).items()), ("", []))
+    known = best_of(folder)
+    if known is not None:
+        metric, values = known.metric, metrics_of(folder).get(known.metric, [])
     best = min if any(word in metric for word in LOWER_IS_BETTER) else max
     return RunEntry(
         folder,
@@ -71,7 +76,7 @@ def run_entry(folder: Path) -> RunEntry:
         started=_text(facts.get("started")),
         metric=metric,
         last=values[-1] if values else None,
-        best=best(values) if values else None,
+        best=known.value if known is not None else best(values) if values else None,
         seconds=_seconds(facts.get("sessions")),
         size=sum(_size(path) for path in folder.rglob("*")),
     )
@@ -108,6 +113,13 @@ def metrics_of(folder: Path) -> dict[str, list[float]]:
             if name not in ("epoch", "step", "test") and _is_number(value):
                 found.setdefault((0 if name in tested else _place(name), name), []).append(float(value))
     return {name: found[place, name] for place, name in sorted(found, key=lambda key: key[0])}
+
+
+def best_of(folder: Path) -> Best | None:
+    """The best evaluation of a run; None where it keeps none that can be read."""
+    with contextlib.suppress(UsageError):
+        return read_best(folder)
+    return None
 
 
 def _place(name: str) -> int:

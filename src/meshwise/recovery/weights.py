@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save
@@ -11,12 +12,13 @@ from meshwise.records.files import write_with
 from meshwise.recovery.collect import collected
 
 
-def save_weights(model: nn.Module, path: Path) -> None:
+def save_weights(model: nn.Module, path: Path, header: Mapping[str, str] | None = None) -> None:
     """Write the model's state_dict on rank 0, whole under any plan. Collective.
 
-    Tensors that share memory (tied weights) are written once under each name.
+    header: what the file says beside its tensors. Tensors that share memory (tied weights) are written once under each
+    name.
     """
     state = collected(model.state_dict(keep_vars=True))
     if state is not None:
         tensors = {name: tensor.contiguous().clone() for name, tensor in state.items()}
-        write_with(path, lambda file: file.write(save(tensors, metadata={"format": "pt"})))
+        write_with(path, lambda file: file.write(save(tensors, metadata={"format": "pt", **(header or {})})))

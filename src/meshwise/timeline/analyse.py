@@ -84,7 +84,7 @@ def report_of(
 
 def _about(facts: Mapping[str, Any]) -> dict[str, str]:
     """What was run, for whoever reads the report later."""
-    found = {name: str(facts.get(name) or "") for name in ("args", "plan", "command", "commit", "metric")}
+    found = {name: str(facts.get(name) or "") for name in ("args", "plan", "command", "commit", "metric", "best")}
     return {name: text for name, text in found.items() if text}
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from meshwise.records import folder as names
 from meshwise.records.files import read_lines
-from meshwise.records.run_list import args_of, metrics_of, plan_of
+from meshwise.records.run_list import args_of, best_of, metrics_of, plan_of
 from meshwise.spec.units import plural, seconds_text
 from meshwise.timeline.align import ClockFit, causal_shifts, fit_clock, widened
 from meshwise.timeline.arrivals import arrival_table
@@ -59,6 +59,7 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None) -> Timeline:
     last = {name: values[-1] for name, values in metrics_of(folder).items()}
     metric = next((f"{name} {value:.6g}" for name, value in last.items()), "")
     facts |= {"plan": plan_of(folder), "args": args_of(facts), "metric": metric, "metrics": last}
+    facts["best"] = str(best_of(folder) or "")
     missing: list[str] = []
     logs: list[RankLog] = []
     for path in sorted((folder / names.SPANS).glob("rank*.jsonl"), key=rank_of):

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshwise.records.best import Best
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -16,6 +18,7 @@ class RunSummary:
     status: "finished" or "stopped". seconds: wall time of it all; train_seconds: of training and evaluating.
     phases: seconds of each phase, a rank each; "communication" is the part that no computing hid.
     memory: peak bytes a rank, None unknown. folder: where its records lie, "" for nowhere. verdict: what limited it.
+    best: the best evaluation, where the job says what that is: its weights are in best.safetensors.
     """
 
     job: str
@@ -34,3 +37,4 @@ class RunSummary:
     folder: str
     notes: tuple[str, ...]
     verdict: str = ""
+    best: Best | None = None

@@ -24,6 +24,25 @@ REDUCTIONS = ("mean", "sum")
 
 
 @dataclass(frozen=True)
+class EpochEnd:
+    """What a job's callbacks get after an epoch, on every rank.
+
+    epoch: from 1. step: optimizer steps so far. loss: of the last step, over all ranks. metrics: of the evaluation
+    after this epoch, empty where there was none. best: whether it was the best so far. model, optimizer: those that
+    train; the model is in training mode afterwards, whatever a callback made of it.
+    """
+
+    epoch: int
+    epochs: int
+    step: int
+    loss: float | None
+    metrics: Mapping[str, float]
+    best: bool
+    model: nn.Module
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True)
 class Job:
     """A training program: what is trained on what, with which loss and optimizer.
 
@@ -45,6 +64,10 @@ class Job:
     batch_size: samples of the *global* batch, on any number of devices.
     clip_norm: the norm to which the gradient of the whole step is clipped.
     loader_workers: processes that a DataLoader reads with, on each rank.
+    validate_every: epochs from one evaluation to the next; the last epoch has one too.
+    best: which evaluation is the best, `max accuracy` or `min loss`: its weights are kept as best.safetensors.
+    patience: the training ends after so many evaluations that were no better than the best.
+    callbacks: called on every rank after each epoch and its evaluation, with an `EpochEnd`.
     log: where losses and metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, or functions of your
         own, `track(values, step)`, called on rank 0. `--log` adds to it. One that fails ends no training.
     """
@@ -64,6 +87,10 @@ class Job:
     clip_norm: float | None = None
     loader_workers: int = 0
     reduction: Literal["mean", "sum"] = "mean"
+    validate_every: int = 1
+    best: str | None = None
+    patience: int | None = None
+    callbacks: Sequence[Callable[[EpochEnd], object]] = ()
     log: str | Tracker | Sequence[str | Tracker] = ()
 
     def __post_init__(self) -> None:
@@ -74,12 +101,19 @@ class Job:
             given = getattr(self, name)
             if given is not None and _is_dataset(given):
                 object.__setattr__(self, name, functools.partial(_same, given))
-        for name, least in (("batch_size", 1), ("epochs", 1), ("seed", 0), ("loader_workers", 0)):
+        if callable(self.callbacks):
+            object.__setattr__(self, "callbacks", (self.callbacks,))
+        counts = {"batch_size": 1, "epochs": 1, "seed": 0, "loader_workers": 0, "validate_every": 1}
+        for name, least in (counts | ({} if self.patience is None else {"patience": 1})).items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise UsageError(f"job '{self.name}': {name}={value!r} must be a whole number of at least {least}.")
         if self.seed >= 2**31:
             raise UsageError(f"job '{self.name}': seed={self.seed} is too large. Use a seed below 2**31.")
+        if self.best is not None:
+            _check_best(self.name, self.best, self.test)
+        elif self.patience is not None:
+            raise UsageError(f"job '{self.name}': patience={self.patience} needs a measure. Add best='max accuracy'.")
         check_trackers([name for name in self.trackers if isinstance(name, str)])
         check_known(f"job '{self.name}': reduction", self.reduction, REDUCTIONS)
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -98,6 +132,16 @@ class Job:
             return self
         bound = (key for key, value in vars(sys.modules["__main__"]).items() if value is self and key[0] != "_")
         return replace(self, name=name or next(bound, "job"))
+
+
+def _check_best(job: str, best: str, test: Any) -> None:
+    """Raises UsageError for a measure that is not `max NAME` or `min NAME`, or that no test set gives."""
+    direction, _, metric = best.partition(" ")
+    if direction not in ("max", "min") or not metric.strip():
+        word = best.split()[-1] if best.split() else "accuracy"
+        raise UsageError(f"job '{job}': best={best!r} does not say what is better. Use 'max {word}' or 'min {word}'.")
+    if test is None:
+        raise UsageError(f"job '{job}': best={best!r} is of an evaluation, and there is no test set. Add test=...")
 
 
 def _is_dataset(given: Any) -> bool:

@@ -26,9 +26,10 @@ from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import bytes_text
 from meshwise.timeline.recorder import Recorder, current
+from meshwise.training.best import BestEpoch
 from meshwise.training.engine import Engine, Part
 from meshwise.training.evaluate import evaluate
-from meshwise.training.job import Job
+from meshwise.training.job import EpochEnd, Job
 from meshwise.training.keyed import ExactDraws
 from meshwise.training.metrics_log import MetricsLog, Send
 from meshwise.training.model_stream import seed_draws
@@ -63,6 +64,7 @@ class _Run:
     engine: Engine
     state: RunState
     log: MetricsLog
+    best: BestEpoch
     train: Data
     test: Data | None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -106,9 +108,14 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
         "steps": run.state.step,
         "samples": recording.recorder.samples,
         "metrics": run.metrics,
+        "best": run.best.found,
         "losses": log.losses,
         "memory": peak_bytes(session.world.device),
-        "notes": tuple(filter(None, (*engine.notes, engine.draws.note() if engine.draws else ""))),
+        "notes": tuple(
+            filter(
+                None, (run.best.why_over(run.state.epoch), *engine.notes, engine.draws.note() if engine.draws else "")
+            )
+        ),
     }
 
 
@@ -129,7 +136,10 @@ def _prepare(
     if options.resume is not None and folder is not None:
         unpack(state, load_checkpoint(folder / names.CHECKPOINTS))
     log.begin(state.step)
-    run = _Run(job, session, options, plan, folder, engine, state, log, train, test)
+    best = BestEpoch(job, folder, resumed=options.resume is not None)
+    run = _Run(job, session, options, plan, folder, engine, state, log, best, train, test)
+    if test is not None and job.best:  # one batch, since a wrong name is to be known before an epoch is over
+        best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
     run.saved_step = state.step if options.resume is not None else -1
     log.send("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
     return run
@@ -167,14 +177,25 @@ def open_data(job: Job, data: Any, what: str) -> Data:
 def _train(run: _Run) -> None:
     state, job = run.state, run.job
     state.model.train()
-    while state.epoch < job.epochs:
+    while state.epoch < job.epochs and not run.best.is_over(state.epoch):
         run.stopped = _train_epoch(run)
         if run.stopped:
             break
         state.epoch, state.index = state.epoch + 1, 0
-        if run.test is not None:
-            run.metrics = evaluate(run.engine, job, state.model, _test_batches(run, run.test))
-            run.log.add_evaluation(state.epoch - 1, job.epochs, state.step, run.metrics)
+        _end_epoch(run)
+
+
+def _end_epoch(run: _Run) -> None:
+    """Evaluate, where it is time, keep what is best, and call the job's callbacks."""
+    state, job, metrics, best = run.state, run.job, {}, False
+    if run.test is not None and (state.epoch % job.validate_every == 0 or state.epoch == job.epochs):
+        run.metrics = metrics = evaluate(run.engine, job, state.model, _test_batches(run, run.test.samples))
+        best = run.best.take(metrics, state.epoch, state.step, state.model)
+        run.log.add_evaluation(state.epoch - 1, job.epochs, state.step, metrics, best=best)
+    facts = (state.epoch, job.epochs, state.step, run.log.last_loss, metrics, best, state.model, state.optimizer)
+    for callback in job.callbacks:
+        callback(EpochEnd(*facts))
+        state.model.train()
 
 
 def _train_epoch(run: _Run) -> bool:
@@ -244,9 +265,11 @@ def _train_batches(run: _Run) -> Iterator[list[Part]]:
         yield [next(pairs) for _ in step]
 
 
-def _test_batches(run: _Run, test: Data) -> Iterator[Part]:
-    slices = sequential_slices(test.samples, run.job.batch_size, run.engine.world)
-    return read_parts(test, slices, 0, run.engine.world.device)
+def _test_batches(run: _Run, samples: int) -> Iterator[Part]:
+    """The first samples of the test set."""
+    assert run.test is not None
+    slices = sequential_slices(samples, run.job.batch_size, run.engine.world)
+    return read_parts(run.test, slices, 0, run.engine.world.device)
 
 
 def read_parts(data: Data, slices: Iterable[BatchSlice], epoch: int, device: str) -> Iterator[Part]:

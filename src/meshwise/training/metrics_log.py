@@ -90,12 +90,14 @@ class MetricsLog:
         self.tracking.write(records, points)
         return stop
 
-    def add_evaluation(self, epoch: int, epochs: int, step: int, metrics: dict[str, float]) -> None:
+    def add_evaluation(
+        self, epoch: int, epochs: int, step: int, metrics: dict[str, float], *, best: bool = False
+    ) -> None:
         """Write and send the metrics of an evaluation."""
         point = {f"test/{name}": value for name, value in metrics.items()}, step
         self.tracking.write([{"epoch": epoch + 1, "step": step, "test": metrics}], [point])
         if self._world.rank == 0:
-            self.send("evaluated", epoch=epoch + 1, epochs=epochs, metrics=metrics)
+            self.send("evaluated", epoch=epoch + 1, epochs=epochs, metrics=metrics, best=best)
 
     def send(self, kind: str, **facts: Any) -> None:
         """Send a message to whoever shows the run, if anybody does."""

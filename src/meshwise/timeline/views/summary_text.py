@@ -14,6 +14,7 @@ from statistics import fmean, median
 from rich.console import RenderableType
 from rich.text import Text
 
+from meshwise.records.folder import BEST
 from meshwise.spec.units import bytes_text, count_text, percent_text, plural, seconds_text
 from meshwise.terminal.screen import Drawn, Screen
 from meshwise.terminal.table import table_lines, width_of
@@ -58,6 +59,8 @@ def _head(s: RunSummary) -> list[Text]:
     facts = [metric_text(name, value) for name, value in s.metrics.items()]
     if facts:
         lines.append(Text("test        " + "   ".join(facts)))
+    if s.best is not None:
+        lines.append(Text(f"best        {metric_text(s.best.metric, s.best.value)} in epoch {s.best.epoch}"))
     lines.append(
         Text(f"throughput  {count_text(s.samples_per_second)} samples/s on {plural(len(s.devices), 'device')}")
     )
@@ -81,6 +84,8 @@ def _end(s: RunSummary) -> list[Text]:
     # Paths are never cut where they are printed with soft_wrap, so that they can be copied.
     lines.append(Text(f"records     {s.folder}"))
     lines.append(Text(f"more with   meshwise report {shlex.quote(s.folder)}"))
+    if s.best is not None:
+        lines.append(Text(f"best        {s.folder.rstrip('/')}/{BEST}"))
     if s.status == "stopped":
         return [*lines, Text(f"go on with  meshwise run --resume {shlex.quote(s.folder)}")]
     return [*lines, Text(f"weights     {s.folder.rstrip('/')}/weights.safetensors")]

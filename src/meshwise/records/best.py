@@ -1,0 +1,48 @@
+"""The best evaluation of a run: `best.safetensors` has its weights and, in its header, which epoch it was. No torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from meshwise.records.folder import BEST
+from meshwise.spec.errors import CheckpointError
+
+KEY = "meshwise_best"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation of a run: `direction` (min or max) of `metric`. epoch: from 1."""
+
+    metric: str
+    direction: str
+    value: float
+    epoch: int
+    step: int
+
+    def is_beaten_by(self, value: float) -> bool:
+        """Whether another value is better; one that is not a number never is."""
+        return value < self.value if self.direction == "min" else value > self.value
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.value:.6g} in epoch {self.epoch}"
+
+    def header(self) -> dict[str, str]:
+        """What the file's header says of it."""
+        return {KEY: json.dumps(asdict(self))}
+
+
+def read_best(folder: Path) -> Best | None:
+    """The best evaluation of the run in `folder`, None where it keeps none. CheckpointError for a damaged file."""
+    path = folder / BEST
+    if not path.exists():
+        return None
+    from safetensors import safe_open  # here: listing runs does not wait for it
+
+    try:
+        with safe_open(path, "np") as file:
+            return Best(**json.loads(file.metadata()[KEY]))
+    except Exception as error:  # of safetensors, the system, or a file of another program's
+        raise CheckpointError(f"{path}: cannot be read ({error}). Remove it to begin with another best.") from None
