@@ -119,10 +119,10 @@ def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[li
     return samples, rows
 
 
-def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer, *, divided: bool) -> None:
+def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None, *, divided: bool) -> None:
     """Complete `step`, of which each rank knows its own part, with what it has left behind. Collective.
 
-    divided: each rank has the optimizer's state of some parameters only.
+    optimizer: None for an update by hand. divided: each rank has the optimizer's state of some parameters only.
     """
     step.outputs = [output for outputs in to_rank_0(step.outputs) for output in outputs]
     ranks = enumerate(gather_objects(step.modified_between_backwards))
@@ -130,7 +130,7 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer, *, div
     step.rank_losses = [loss for own in gather_objects(step.rank_losses) for loss in own]
     step.rng_mismatch = any(gather_objects(step.rng_mismatch))
     step.parameters, step.buffers = parameters_of(model), buffers_of(model)
-    state = optimizer_state_of(optimizer, model)
+    state = {} if optimizer is None else optimizer_state_of(optimizer, model)
     step.rank_divergence |= {
         **tensors_diverge("gradients", step.gradients),
         **tensors_diverge("clipped gradients", step.clipped_gradients, divided=divided),
@@ -147,6 +147,7 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer, *, div
 def collect_run(trace: Trace) -> None:
     """Complete `trace` with what the whole run drew, and how ranks evaluate. Collective."""
     trace.unkeyed = set().union(*gather_objects(trace.unkeyed))
+    trace.drawn_alike = set().union(*gather_objects(trace.drawn_alike))
     trace.random_modules = set().union(*gather_objects(trace.random_modules))
     trace.evaluation_draws = max(gather_objects(trace.evaluation_draws))
     trace.rank_divergence |= numbers_diverge("evaluation", trace.evaluation)

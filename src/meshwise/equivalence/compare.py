@@ -23,6 +23,7 @@ from meshwise.equivalence.outputs import output_difference
 from meshwise.equivalence.tolerance import FLOOR, LIMIT, finite, largest, ratio
 from meshwise.equivalence.trace import Divergence, Named, Output, StepTrace, Trace
 from meshwise.spec.words import some
+from meshwise.training.keyed import GENERATOR
 
 NOISE = 1e-8  # of the largest gradient
 
@@ -119,7 +120,7 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
     by_kind = {kind: [d for d in found if d.kind == kind] for kind in KINDS}
     kinds = tuple(_compared(kind, differences) for kind, differences in by_kind.items() if differences)
     first = next((d for d in found if d.fault), None)
-    left_out = tuple(_left_out(not_compared, noise, reference.unkeyed | actual.unkeyed))
+    left_out = tuple(_left_out(not_compared, noise, reference.unkeyed | actual.unkeyed, actual.drawn_alike))
     return Comparison(kinds, tuple(found), first, reference.modules, left_out)
 
 
@@ -286,7 +287,7 @@ def _note_noise(noise: Named, mine: Named, others: Named) -> None:
             noise[name] = small | noise[name] if name in noise else small
 
 
-def _left_out(not_compared: Counter[str], noise: Named, unkeyed: set[str]) -> Iterator[str]:
+def _left_out(not_compared: Counter[str], noise: Named, unkeyed: set[str], alike: set[str]) -> Iterator[str]:
     for where, calls in not_compared.items():
         yield f"outputs of {where} ({calls} call{'s' * (calls > 1)})."
     small = {name: int(mask.sum()) for name, mask in noise.items() if bool(mask.any())}
@@ -299,4 +300,10 @@ def _left_out(not_compared: Counter[str], noise: Named, unkeyed: set[str]) -> It
             "their gradients are so small that rounding is much of them."
         )
     for name in sorted(unkeyed):
-        yield f"draws of {name}: it is not keyed, so ranks draw different numbers."
+        differ = "ranks draw what theirs holds" if name.endswith(GENERATOR) else "ranks draw different numbers"
+        yield f"draws of {name}: it is not keyed, so {differ}."
+    for name in sorted(alike):
+        yield (
+            f"draws of {name} after mw.split, for the rows of a rank: in a run every rank draws the same numbers. Draw "
+            "them for the whole batch, and give them to mw.split with it."
+        )

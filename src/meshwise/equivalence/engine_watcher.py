@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from meshwise.compat.reducer import default_store
 from meshwise.equivalence import across_ranks
 from meshwise.equivalence.diagnose_evaluation import UNSUMMED
-from meshwise.equivalence.model_state import gradients_of, learning_rates_of, scheduler_numbers
+from meshwise.equivalence.model_state import gradients_of, learning_rates_of, local_sum, scheduler_numbers
 from meshwise.equivalence.model_tracer import ModelTracer
 from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds, ShortLoops
@@ -60,8 +60,9 @@ class EngineWatcher:
         self._model: nn.Module = nn.Module()
         self._batch: tuple[Rows, list[list[int]]] | None = None
         self._forward: contextlib.ExitStack | None = None
-        self._stepped: tuple[Optimizer, StepTrace] | None = None  # the last step, until the next backward
-        self._in_step = False
+        self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, until the next backward
+        self._in_step = self._split = False
+        self._reduced = 0.0  # a sum of the parameters when gradients were reduced last
         self._meetings = self._sums = 0
 
     def choose_plan(self, plan: Plan, world: World) -> Plan:
@@ -90,12 +91,14 @@ class EngineWatcher:
         """How many samples that may have."""
         return self._loops.limit(batch_size)
 
-    def batch_given(self, part: BatchSlice) -> None:
+    def batch_given(self, part: BatchSlice, *, split: bool = False) -> None:
         """It has its batch: what the last step has left behind is complete. Collective."""
-        self._wait_for_ranks("the next batch of a loader")
+        self._wait_for_ranks("mw.split" if split else "the next batch of a loader")
         if self.tracer is None:
             self._start()
+        self._see_update_by_hand()
         self.complete_step()
+        self._split = split
         (samples,), (rows,) = across_ranks.slices_of_ranks([part], self._world)
         self._batch = rows, samples
         self._loops.batch_given()
@@ -124,7 +127,7 @@ class EngineWatcher:
         self._end_forward(discard=True)
         if self._batch is not None and self.tracer is not None:
             self._forward = contextlib.ExitStack()
-            self._forward.enter_context(self.tracer.forward(self._batch[0]))
+            self._forward.enter_context(self.tracer.forward(self._batch[0], alike=self._split))
 
     def _end_forward(self, *, discard: bool) -> None:
         """discard: it had no backward."""
@@ -154,6 +157,7 @@ class EngineWatcher:
         self.tracer.step.samples.append(self._batch[1])
         if reduce:
             self.tracer.step.gradients = gradients_of(self._model)
+            self._reduced = local_sum(self._model)
         if self._job is None:
             self._begin_forward()
 
@@ -192,11 +196,22 @@ class EngineWatcher:
             )
         self._end_forward(discard=True)
         self._in_step = False
-        self._loops.step_made()
-        self._stepped = (optimizer, self.tracer.step) if self._loops.made <= self._spec.steps else None
-        self.tracer.begin(self._loops.made)
+        self._made_step(optimizer)
         if self._job is None:
             self._begin_forward()
+
+    def _see_update_by_hand(self) -> None:
+        """Parameters that have changed since their gradients were reduced, by no optimizer. Collective."""
+        if self._job is not None or self.tracer is None or self._stepped is not None or not self.tracer.step.gradients:
+            return
+        if any(gather_objects(local_sum(self._model) != self._reduced)):
+            self._made_step(None)
+
+    def _made_step(self, optimizer: Optimizer | None) -> None:
+        if self.tracer is not None:
+            self._loops.step_made()
+            self._stepped = (optimizer, self.tracer.step) if self._loops.made <= self._spec.steps else None
+            self.tracer.begin(self._loops.made)
 
     def complete_step(self) -> None:
         """Collect what the last step has left behind; the scheduler again, until the next backward. Collective."""
@@ -211,9 +226,9 @@ class EngineWatcher:
         step.scheduler = self._scheduler_of(optimizer) or step.scheduler  # the program may have let it go
         step.rank_divergence |= across_ranks.numbers_diverge("scheduler", step.scheduler)
 
-    def _scheduler_of(self, optimizer: Optimizer) -> dict[str, float]:
+    def _scheduler_of(self, optimizer: Optimizer | None) -> dict[str, float]:
         """Numbers of the schedulers of an optimizer that are known."""
-        known = [scheduler for scheduler in self._engine.schedulers if scheduler.optimizer is optimizer]
+        known = [] if optimizer is None else [s for s in self._engine.schedulers if s.optimizer is optimizer]
         found: dict[str, float] = {}
         for scheduler in sorted(known, key=lambda scheduler: type(scheduler).__name__):
             name = f"{type(scheduler).__name__}." if len(known) > 1 else ""
@@ -243,6 +258,7 @@ class EngineWatcher:
         self._wait_for_ranks("the end of the script")
         trace = self.found.trace
         if trace is not None:
+            self._see_update_by_hand()
             self.complete_step()
             across_ranks.collect_run(trace)
             for place in self._engine.unsummed.places:

@@ -5,6 +5,7 @@ All are collective where a plan has divided what they copy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,12 @@ def local_norms(model: nn.Module) -> dict[str, float]:
     """The length of each gradient that this rank has, or of its part of it."""
     gradients = {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
     return {n: float((g.to_local() if isinstance(g, DTensor) else g).norm()) for n, g in gradients.items()}
+
+
+def local_sum(model: nn.Module) -> float:
+    """Of the parameters that this rank has, or its parts of them: another after each update."""
+    own = (p.to_local() if isinstance(p, DTensor) else p for _, p in named_parameters(model))
+    return math.fsum(float(p.detach().double().sum()) for p in own)
 
 
 def tied_in(model: nn.Module) -> list[tuple[str, ...]]:

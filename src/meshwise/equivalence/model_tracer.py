@@ -23,7 +23,7 @@ from meshwise.equivalence.sketches import sketches
 from meshwise.equivalence.trace import Draws, Output, StepTrace, Trace
 from meshwise.equivalence.upcast import upcast
 from meshwise.parallel.recompute import recomputed
-from meshwise.training.keyed import KeyedDraws, Rows, by_reference, by_rows, on_one_device
+from meshwise.training.keyed import DrawLayout, KeyedDraws, Rows, by_reference, by_rows, on_one_device
 from meshwise.transfer.sharded import full_tensor
 
 
@@ -41,6 +41,7 @@ class ModelTracer:
         self.step = StepTrace()
         self._model, self._seed, self._reference, self._upcast = model, seed, reference, upcast
         self._at = 0, -1  # the step that began last, its newest microbatch
+        self._forwards = 0  # of microbatches, and of batches that became none
         self._rows: Rows  # of that microbatch, as its draws
         self._draws: KeyedDraws
         self._calls: dict[str, int] = {}
@@ -60,13 +61,17 @@ class ModelTracer:
         return self.step
 
     @contextlib.contextmanager
-    def forward(self, rows: Rows) -> Iterator[None]:
-        """The forward of the next microbatch of the step, of which this rank has `rows`."""
+    def forward(self, rows: Rows, *, alike: bool = False) -> Iterator[None]:
+        """The forward of the next microbatch of the step, of which this rank has `rows`.
+
+        alike: in a run, ranks draw the same numbers outside of the modules.
+        """
         step, number = self._at
-        self._at, self._rows = (step, number + 1), rows
-        layout = on_one_device if self._reference is None else by_reference(self._reference.get(self._at, ()), rows)
-        self._draws = KeyedDraws((self._seed, *self._at), rows, layout)
-        self.trace.draws[self._at] = self._draws.log
+        self._at, self._rows, count = (step, number + 1), rows, self._forwards
+        layout = on_one_device if self._reference is None else by_reference(self._reference.get(count, ()), rows)
+        self._draws = KeyedDraws((self._seed, count, 0), rows, self._noting(layout) if alike else layout)
+        self.trace.draws[count] = self._draws.log
+        self._forwards += 1
         self._calls, self._in_forward, self._open_calls = {}, True, []
         of_numpy = np.random.get_state()
         try:
@@ -79,10 +84,21 @@ class ModelTracer:
 
     def discard(self) -> None:
         """Forget the newest microbatch: it was none, no backward came."""
-        self.trace.evaluation_draws += len(self.trace.draws.pop(self._at))
+        self.trace.evaluation_draws += len(self._draws.log)
         step, number = self._at
         self._at = step, number - 1
         self.step.outputs = [output for output in self.step.outputs if output.microbatch < number]
+
+    def _noting(self, layout: DrawLayout) -> DrawLayout:
+        """Note draws outside of the modules that are for this rank's rows."""
+
+        def noted(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
+            found = layout(call, operator, shape)
+            if found is not None and found[1] is not None and not self._open_calls:
+                self.trace.drawn_alike.add(f"{operator} of shape {shape}")
+            return found
+
+        return noted
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:

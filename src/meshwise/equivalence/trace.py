@@ -16,8 +16,8 @@ from meshwise.training.order import BatchSlice, epoch_order
 Named = dict[str, Tensor]
 Divergence = dict[tuple[str, str], float]
 """(kind of a difference, name) -> how much ranks differ from each other in it, relative to its size."""
-Draws = Mapping[tuple[int, int], Sequence[Draw]]
-"""(step from 0, microbatch) -> random draws."""
+Draws = Mapping[int, Sequence[Draw]]
+"""Forward of a batch, from 0 -> random draws."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,10 @@ class StepTrace:
 class Trace:
     """All that one side did.
 
-    modules: name -> class. tied: groups of names that are one parameter. draws: of all steps that were made. evaluated:
+    modules: name -> class. tied: groups of names that are one parameter. draws: of all forwards. evaluated:
     indices of the test set that counted. rank_divergence: before the first step and in the evaluation. unkeyed: random
-    operators that could not be keyed, so that ranks draw different numbers. numpy_draws: whether a forward drew from
+    operators that could not be keyed, so that ranks draw different numbers. drawn_alike: draws
+    for a rank's own rows that in a run are the same on every rank. numpy_draws: whether a forward drew from
     numpy's own generator. random_modules: modules that draw, without those that contain them. recomputed_modules:
     modules that run again in the backward. evaluation_draws: random draws in the evaluation.
     metric_sums: sum and weight of each metric. single_sample_metrics: metric -> sample -> its mean and weight alone, of
@@ -125,10 +126,11 @@ class Trace:
     initial_parameters: Named
     initial_buffers: Named
     steps: list[StepTrace] = field(default_factory=list)
-    draws: dict[tuple[int, int], Sequence[Draw]] = field(default_factory=dict)
+    draws: dict[int, Sequence[Draw]] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluated: list[int] = field(default_factory=list)
     unkeyed: set[str] = field(default_factory=set)
+    drawn_alike: set[str] = field(default_factory=set)
     numpy_draws: bool = False
     notes: tuple[str, ...] = ()
     rank_divergence: Divergence = field(default_factory=dict)

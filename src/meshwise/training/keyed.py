@@ -56,6 +56,7 @@ class Rows:
     samples: int
 
 
+GENERATOR = " from a generator of the program's own"
 DrawLayout = Callable[[int, str, tuple[int, ...]], tuple[tuple[int, ...], int | None] | None]
 """(call, operator, shape) -> the shape of the draw on one device, and the dim of it of which this rank has a part, None
 where it has all. None: not known, and the rank draws on its own."""
@@ -101,8 +102,9 @@ class KeyedDraws:
         draw = DRAWS.get(name)
         if torch.Tag.nondeterministic_seeded not in func.tags and draw is None:
             return func(*args, **kwargs)
-        if kwargs.get("generator") is not None or any(isinstance(a, DTensor) for a in args):
-            self.unkeyed.add(name)
+        own = kwargs.get("generator") is not None
+        if own or any(isinstance(a, DTensor) for a in args):
+            self.unkeyed.add(name + own * GENERATOR)
             return func(*args, **kwargs)
         if name.startswith("_scaled_dot_product"):  # taken apart in float64, into operators of DRAWS
             return func(*args, **kwargs)

@@ -28,8 +28,8 @@ class Watcher(Protocol):
     def batch_limit(self, batch_size: int) -> int | None:
         """How many samples that may have; 0 ends the loop, None leaves it as it is."""
 
-    def batch_given(self, part: BatchSlice) -> None:
-        """A microbatch begins: its forward comes."""
+    def batch_given(self, part: BatchSlice, *, split: bool = False) -> None:
+        """A microbatch begins: its forward comes. split: it is of `mw.split`, not of a loader."""
 
     def loop_ends(self) -> None:
         """It is over, or was left."""

@@ -1,0 +1,43 @@
+"""`meshwise check` of programs that cut their batches with `mw.split`: those of docs/loops.md, and what they may do.
+
+Of equivalence/engine_watcher.py and equivalence/model_tracer.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.equivalence.script_sides import as_it_was, proof  # noqa: F401
+
+LOOPS = Path(__file__).parents[2] / "examples" / "loops"
+QUICK = ("regression", "reinforce")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(p.stem, marks=[pytest.mark.slow] * (p.stem not in QUICK)) for p in sorted(LOOPS.glob("*.py"))]
+)
+def test_each_program_of_the_docs_is_equal_and_nothing_false_is_said(name: str, pool: Any) -> None:
+    found = proof((LOOPS / f"{name}.py").read_text(), pool)
+    assert found.equal, (found.comparison.first, found.cause)
+    assert len(found.batches) == 3, "an update by hand is a step too"
+    own = "from a generator of the program's own: it is not keyed, so ranks draw what theirs holds."
+    assert not [text for text in found.comparison.left_out if "draws" in text and not text.endswith(own)]
+
+
+def test_a_batch_that_is_read_ahead_leaves_the_draws_of_the_one_before(pool: Any) -> None:
+    text = (LOOPS / "get_batch.py").read_text()
+    assert text.count("dropout=0.0") == 1
+    found = proof(text.replace("dropout=0.0", "dropout=0.2"), pool)
+    assert found.equal, (found.comparison.first, found.cause)
+
+
+def test_noise_for_the_rows_of_a_rank_is_said_to_be_alike_on_all(pool: Any) -> None:
+    text = (LOOPS / "vae.py").read_text()
+    right = "x, noise = mw.split(data[rows], torch.randn(len(rows), 3))"
+    assert text.count(right) == 1
+    found = proof(text.replace(right, "x = mw.split(data[rows]); noise = torch.randn(len(x), 3)"), pool)
+    said = [said for said in found.comparison.left_out if "draws of randn of shape (4, 3) after mw.split" in said]
+    assert said and "give them to mw.split with it" in said[0]
