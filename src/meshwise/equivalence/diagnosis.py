@@ -111,9 +111,9 @@ def _sum_and_mean(evidence: Evidence) -> str:
 def _pairs_samples(evidence: Evidence) -> str:
     """A loss of pairs of samples, or one that no weighting of the ranks' own gives."""
     one, plan = evidence.steps
-    places = [place for place in pairs_of_both(one.pairs, plan.pairs) if place]
+    places = pairs_of_both(one.pairs, plan.pairs)
     if _outputs_are_equal(evidence) and places:
-        return f"{places[0]} compares the samples of a batch with each other; the loss is {evidence.both_numbers()}."
+        return f"{places[0]}; the loss is {evidence.both_numbers()}."
     ranks, number = plan.rank_losses, evidence.first.facts["one device"]
     summed = near(sum(ranks), plan.loss) or near(sum(ranks), number)
     if summed or len(plan.samples) > 1 or len(ranks) < 2 or not _outputs_are_equal(evidence):

@@ -75,7 +75,8 @@ class ModelTracer:
         self._calls, self._in_forward, self._open_calls = {}, True, []
         of_numpy = np.random.get_state()
         try:
-            with upcast(self._upcast), self._draws.forward(), noting_pairs(rows.count, self.step.pairs):
+            pairs = noting_pairs(rows.count, self.step.pairs, lambda: bool(self._open_calls))
+            with upcast(self._upcast), self._draws.forward(), pairs:
                 yield
         finally:
             self._in_forward = False

@@ -45,9 +45,11 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
     try:
         inside = spec.in_float64
         with upcast(inside), called_in_float64(inside), contextlib.suppress(ScriptEnds):
-            _run(script)
+            try:
+                _run(script)
+            finally:
+                watcher.stop()  # a forward may be open, in the precision that begins here
     finally:
-        watcher.stop()
         engine.watcher = None
     found = watcher.end()
     return found if engine.world.rank == 0 else None
