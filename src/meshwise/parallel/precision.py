@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,7 +111,8 @@ def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None
         raise PlanError(f"{_lacks(device, computed)}: this GPU is older than it. {_instead(computed)}")
     with_lstm = model is not None and any(isinstance(part, nn.LSTM) for part in model.modules())
     for kind_of, wrong in _tried(device, computed, with_lstm):
-        raise PlanError(f"{_lacks(device, computed)}: {kind_of} fails ({wrong}). {_instead(computed)}")
+        instead = "fp32" if _tried(device, "bf16", with_lstm) else "bf16"
+        raise PlanError(f"{_lacks(device, computed)}: {kind_of} fails ({wrong}). {_use(instead)}")
 
 
 @functools.cache
@@ -125,7 +127,7 @@ def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]
                     result = part.to(device)(torch.ones(2, 1, 1, device=device))
                 (result if isinstance(result, Tensor) else result[0]).float().sum().backward()
             except RuntimeError as error:
-                failed.append((type(part).__name__, str(error).splitlines()[0][:100]))
+                failed.append((type(part).__name__, textwrap.shorten(str(error), 100, placeholder=" …")))
     return failed
 
 
@@ -134,7 +136,11 @@ def _lacks(device: str, computed: str) -> str:
 
 
 def _instead(computed: str) -> str:
-    return f"Use precision='{'bf16' if computed == 'fp16' else 'fp32'}', or a device that has it."
+    return _use("bf16" if computed == "fp16" else "fp32")
+
+
+def _use(precision: str) -> str:
+    return f"Use precision='{precision}', or a device that has it."
 
 
 def _check(plan: Plan, world: World) -> None:
