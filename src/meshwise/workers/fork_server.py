@@ -14,6 +14,7 @@ Tested in tests/workers/test_fork_server.py.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -115,6 +116,7 @@ def serve(line: socket.socket, work: Callable[[], int]) -> int:
 
     Returns, in a worker, its exit code; in the server 0.
     """
+    gc.freeze()  # what is imported is no garbage: a worker's collections leave it alone, and its pages shared
     children: dict[int, int] = {}
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)
