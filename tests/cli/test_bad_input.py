@@ -43,6 +43,7 @@ def command(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         cli.main()
     shown = capsys.readouterr()
     assert "Traceback" not in shown.out + shown.err
+    assert ended.value.code or "more with   meshwise report runs/" in shown.out  # a run that is fine says where to look
     lines = [line for line in shown.err.strip().splitlines() if not line.startswith("starting    ")]
     return int(ended.value.code or 0), "\n".join(lines)
 

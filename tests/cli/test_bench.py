@@ -182,6 +182,7 @@ def test_other_signals_end_it_as_a_ctrl_c_does(number: signal.Signals, code: int
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_fork_server")
 def test_a_worker_that_dies_ends_it_with_1_and_what_was_measured() -> None:
     words = ["bench", "--links", "--devices", "2xcpu", "--sizes", "1K:16K", "--seconds", "60"]

@@ -20,29 +20,9 @@ from meshwise.spec.units import seconds_text
 Report = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Path:
-    """One run on two workers, its blocks recorded."""
-    out = tmp_path_factory.mktemp("runs")
-    command = [
-        sys.executable,
-        "-m",
-        "meshwise",
-        "run",
-        "mnist-mlp",
-        "--epochs",
-        "1",
-        "--batch-size",
-        "2000",
-        "--blocks",
-    ]
-    done = subprocess.run(
-        [*command, "--devices", "2xcpu", "--out", str(out)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    (folder,) = out.iterdir()
-    assert f"meshwise report {folder}" in done.stdout
-    return folder
+@pytest.fixture
+def run(mnist_run: tuple[Path, str, str]) -> Path:
+    return mnist_run[0]
 
 
 @pytest.fixture
@@ -66,7 +46,7 @@ def test_one_screen_has_the_verdict_every_device_and_a_step(run: Path, report: R
     assert code == 0 and "mnist-mlp finished" in shown and "rank 0" in shown and "rank 1" in shown
     assert plain["verdict"].split(":")[0] in shown and seconds_text(plain["step_seconds"]) in shown
     assert all(len(line) <= 80 for line in shown.splitlines())
-    assert plain["steps"] == 30 and plain["missing"] == []
+    assert plain["steps"] == 60 and plain["missing"] == []
     assert sum(part["share"] for part in plain["goodput"]) == pytest.approx(1)
     names = {bar["name"] for view in plain["views"] for bar in view["bars"] if bar["lane"] == "blocks"}
     assert names  # --blocks
@@ -121,7 +101,7 @@ def test_without_a_name_the_newest_run_is_meant(run: Path, report: Report, monke
         (["RUN", "nowhere"], "nowhere: no run folder"),
         (["RUN", "--steps", "b"], "--steps b: give the first and the last step"),
         (["RUN", "--steps", "9:3"], "--steps 9:3: give the first and the last step"),
-        (["RUN", "--steps", "900"], "the run has no such steps; it has 1 to 30"),
+        (["RUN", "--steps", "900"], "the run has no such steps; it has 1 to 60"),
         (["RUN", "--html", "--to", "FILE"], "cannot be written"),
         (["RUN", "--pdf"], "No such option"),
         (["RUN", "RUN", "--steps", "3"], "two runs are compared as text or with --json alone"),

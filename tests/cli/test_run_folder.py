@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,18 +13,12 @@ from meshwise.spec.plan import Plan, plan_from_toml
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.spans import KINDS
 
-COMMAND = [sys.executable, "-m", "meshwise", "run", "mnist-mlp", "--epochs", "1", "--batch-size", "1000", "--json"]
 
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory, processes: None) -> tuple[Path, dict[str, object], str]:
-    """One run on two workers: its folder, its JSON summary, what it showed beside it."""
-    out = tmp_path_factory.mktemp("runs")
-    command = [*COMMAND, "--devices", "2xcpu", "--log-every", "20", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    (folder,) = out.iterdir()
-    return folder, json.loads(done.stdout), done.stderr
+@pytest.fixture
+def ran(mnist_run: tuple[Path, str, str]) -> tuple[Path, dict[str, object], str]:
+    """Its folder, its JSON summary, what it showed beside it."""
+    folder, shown, beside = mnist_run
+    return folder, json.loads(shown), beside
 
 
 def test_the_summary_is_that_of_the_folder(ran: tuple[Path, dict[str, object], str]) -> None:

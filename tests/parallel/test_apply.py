@@ -49,7 +49,14 @@ def losses(plan: Plan) -> list[float]:
     return run_job(job, RunOptions(plan=plan, log_every=1), folder=None)["losses"]
 
 
-@pytest.mark.parametrize("more", [{"recompute": "full"}, {"recompute": "selective"}, {"offload": ("activations",)}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"recompute": "full"}, marks=pytest.mark.slow),
+        {"recompute": "selective"},
+        {"offload": ("activations",)},
+    ],
+)
 def test_a_training_loop_runs_what_needs_nothing_of_it(more: Any, pool: Any) -> None:
     want = losses(Plan(precision="fp64"))
     assert len(want) == 3

@@ -67,7 +67,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=repr)
+@pytest.mark.parametrize("plan", [pytest.param(PLANS[0], marks=pytest.mark.slow), *PLANS[1:]], ids=repr)
 def test_blocks_of_a_class_share_one_graph_and_compute_what_one_device_does(plan: Plan, pool: Any) -> None:
     want, graphs, _ = trained(Plan())
     assert graphs == 0
@@ -109,7 +109,7 @@ def distributed_compiled(how: str) -> tuple[bool, list[str], tuple[str, ...], fl
     return applied.model is given and sharded, [k for k in given.state_dict() if k not in keys], applied.notes, apart
 
 
-@pytest.mark.parametrize("how", ["wrapped", "in place"])
+@pytest.mark.parametrize("how", ["wrapped", pytest.param("in place", marks=pytest.mark.slow)])
 def test_a_model_compiled_whole_is_compiled_block_by_block_and_it_says_so(how: str, pool: Any) -> None:
     for same, other_keys, notes, apart in pool(2).run(distributed_compiled, how):
         assert same and not other_keys and apart < 1e-9

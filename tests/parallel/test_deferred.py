@@ -76,7 +76,10 @@ def all_laid(plan: Plan, names: list[str]) -> dict[str, tuple[list[str], bool, i
 
 
 PLANS = [Plan(shard=2), Plan(shard=3), Plan(data=2), Plan(data=2, shard=2)]
-OURS = [pytest.param(plan, list(CONSTRUCTORS), id=repr(plan)) for plan in PLANS]
+OURS = [
+    pytest.param(plan, list(CONSTRUCTORS), id=repr(plan), marks=[pytest.mark.slow] * (plan == Plan(shard=2)))
+    for plan in PLANS
+]
 THEIRS = [
     pytest.param(plan, list(OF_TRANSFORMERS), id=f"transformers-{plan}", marks=pytest.mark.slow) for plan in PLANS[:2]
 ]

@@ -103,8 +103,16 @@ def computes_lstm(precision: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["transformer", "mlp", "lstm"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *(("transformer", "bf16"), ("mlp", "fp16"), ("lstm", "bf16")),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("transformer", "fp16"), ("mlp", "bf16"), ("lstm", "fp16"))
+        ),
+    ],
+)
 def test_a_shard_gathers_weights_as_autocast_casts_them_and_computes_the_same_bits(
     name: str, precision: str, pool: Any
 ) -> None:
@@ -199,14 +207,20 @@ def scaled_steps(plan: Plan, clip: bool) -> list[tuple[list[float], float, list[
     return found
 
 
-@pytest.mark.parametrize("clip", [False, True])
+SCALED = [
+    Plan(shard=2, precision="fp16"),
+    Plan(shard=2, precision="fp16", accumulate=2),
+    Plan(data=2, precision="fp16"),
+    Plan(data=2, precision="fp16", zero1=True, accumulate=2),
+]
+
+
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "clip"),
     [
-        Plan(shard=2, precision="fp16"),
-        Plan(shard=2, precision="fp16", accumulate=2),
-        Plan(data=2, precision="fp16"),
-        Plan(data=2, precision="fp16", zero1=True, accumulate=2),
+        pytest.param(plan, clip, marks=[pytest.mark.slow] * (clip == (number in (0, 3))))
+        for number, plan in enumerate(SCALED)
+        for clip in (False, True)
     ],
     ids=repr,
 )

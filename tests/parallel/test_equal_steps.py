@@ -155,7 +155,11 @@ def test_a_weighed_backward_leaves_the_gradients_of_what_it_does_not_reach(pool:
     assert pool(2).run(kept_by_the_second) == [[True], [True]]
 
 
-@pytest.mark.parametrize("plan", [Plan(shard=2), Plan(data=2, shard=2), Plan(data=2, zero1=True)], ids=repr)
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(Plan(shard=2), marks=pytest.mark.slow), Plan(data=2, shard=2), Plan(data=2, zero1=True)],
+    ids=repr,
+)
 def test_clipping_is_that_of_one_device(plan: Plan, pool: Any) -> None:
     want = one_device("transformer", clip=0.1)
     assert want[0]["norm"] > 0.1

@@ -162,8 +162,15 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("plan", PLANS, ids=repr)
+@pytest.mark.parametrize(
+    ("plan", "clip"),
+    [
+        pytest.param(plan, clip, marks=[pytest.mark.slow] * ((number % 2 == 0) == (clip is None)))
+        for number, plan in enumerate(PLANS)
+        for clip in (None, 0.1)
+    ],
+    ids=repr,
+)
 def test_steps_are_those_of_one_device(plan: Plan, clip: float | None, pool: Any) -> None:
     losses, parameters, _ = trained(Plan(), False, clip)
     for got, found, elsewhere in pool(2).run(trained, plan, plan.shard > 1, clip):

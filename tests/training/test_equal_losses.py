@@ -8,6 +8,7 @@ shown so far.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -98,19 +99,14 @@ def ours(name: str, plan: Plan) -> list[float]:
     return run_job(small_job(name), RunOptions(plan=plan, log_every=17), folder=None)["losses"][:STEPS]
 
 
-def cases() -> list[Any]:
-    """Every job on every number of devices, with every accumulation, in both precisions.
+QUICK = {("mlp", 4, 1, "fp64"), ("mnist-cnn", 2, 4, "fp64"), ("mnist-mlp", 3, 2, "fp32")}
 
-    `make test` runs each job on each number of devices once or less, in one precision; `make suite` runs all.
-    """
+
+def cases() -> list[Any]:
+    """Every job on every number of devices, with every accumulation, in both precisions; `make test` runs `QUICK`."""
     found = []
-    for j, name in enumerate(sorted(SAMPLES)):
-        for devices in (1, 2, 3, 4):
-            for k, accumulate in enumerate((1, 2, 4)):
-                for p, precision in enumerate(("fp32", "fp64")):
-                    quick = (j + devices + k + p) % 3 == 0 and (j + devices + p) % 2 == 0 and p == j % 2
-                    marks = [] if quick and name != "gpt" else [pytest.mark.slow]
-                    found.append(pytest.param(name, devices, accumulate, precision, marks=marks))
+    for case in itertools.product(sorted(SAMPLES), (1, 2, 3, 4), (1, 2, 4), ("fp32", "fp64")):
+        found.append(pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]))
     return found
 
 

@@ -124,7 +124,7 @@ def quick(name: str, among: tuple[str, ...]) -> Any:
     return pytest.param(name, marks=[] if name in among else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", [quick(name, ("shard", "zero1", "both")) for name in list(PLANS)[1:]])
+@pytest.mark.parametrize("name", [quick(name, ("zero1", "both")) for name in list(PLANS)[1:]])
 def test_a_plan_trains_evaluates_and_saves_what_one_device_does(
     name: str, pool: Any, one_device: Any, tmp_path: Path
 ) -> None:
@@ -159,9 +159,9 @@ def test_weights_that_the_loss_knows_are_right_with_batch_norm_over_all_ranks(na
 
 
 PAIRS = [
-    ("one", "shard"),
     ("zero1", "both"),
     ("shard", "one"),
+    ("one", "shard"),
     ("shard", "shard3"),
     ("both", "zero1"),
     ("data", "shard"),
@@ -172,7 +172,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [pytest.param(*pair, marks=[pytest.mark.slow] * (number > 2)) for number, pair in enumerate(PAIRS)],
+    [pytest.param(*pair, marks=[pytest.mark.slow] * (number > 1)) for number, pair in enumerate(PAIRS)],
 )
 def test_a_run_saved_under_one_plan_goes_on_under_another(
     before: str, after: str, pool: Any, one_device: Any, tmp_path: Path

@@ -126,7 +126,10 @@ def train(plan: mw.Plan | None, batch_size: int = 5) -> Any:
     return (losses, norms, wholes(model.named_parameters()), scheduler.get_last_lr()), state_of(optimizer, model)
 
 
-@pytest.mark.parametrize("name", PLANS)
+ALONE = ("recompute", "offload", "kept gathered")  # `make test` runs them with others, in the other plans
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALONE)) for n in PLANS])
 def test_losses_norms_weights_and_the_optimizers_state_are_those_of_one_device(name: str, pool: Any) -> None:
     (want, state), results = both(train, pool, PLANS[name])
     held = set()
@@ -241,12 +244,17 @@ def made_when(plan: mw.Plan | None, when: str) -> Any:
     return wholes(model.named_parameters())
 
 
-@pytest.mark.parametrize("when", ["after", "optimizer first", "given later"])
-def test_an_optimizer_made_afterwards_or_given_in_a_call_of_its_own_works(when: str, pool: Any) -> None:
-    for plan in (PLANS["shard"], PLANS["zero1"]):
-        want, results = both(made_when, pool, plan, when)
-        for got in results:
-            same(got, want)
+ORDERS = [("shard", "after"), ("shard", "optimizer first"), ("shard", "given later"), ("zero1", "given later")]
+OTHER_ORDERS = [("zero1", "after"), ("zero1", "optimizer first")]
+
+
+@pytest.mark.parametrize(
+    ("plan", "when"), [*ORDERS, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHER_ORDERS)]
+)
+def test_an_optimizer_made_afterwards_or_given_in_a_call_of_its_own_works(plan: str, when: str, pool: Any) -> None:
+    want, results = both(made_when, pool, PLANS[plan], when)
+    for got in results:
+        same(got, want)
 
 
 def test_an_optimizer_of_parameters_that_were_replaced_is_refused(pool: Any) -> None:
@@ -475,8 +483,17 @@ def files(plan: mw.Plan | None, folder: str, begin: bool) -> Any:
 
 
 ONE, SHARD, ZERO1, DATA = None, PLANS["shard"], PLANS["zero1"], mw.Plan(data=2)
-PAIRS = [(ONE, SHARD), (SHARD, ONE), (SHARD, ZERO1), (ZERO1, SHARD), (ZERO1, ONE)]
-MORE = [(ONE, ZERO1), (SHARD, SHARD), (ZERO1, ZERO1), (SHARD, DATA), (ZERO1, DATA), (ONE, DATA)]
+PAIRS = [(ONE, SHARD), (SHARD, ZERO1), (ZERO1, ONE)]
+MORE = [
+    (SHARD, ONE),
+    (ZERO1, SHARD),
+    (ONE, ZERO1),
+    (SHARD, SHARD),
+    (ZERO1, ZERO1),
+    (SHARD, DATA),
+    (ZERO1, DATA),
+    (ONE, DATA),
+]
 
 
 @pytest.mark.parametrize(
@@ -529,12 +546,17 @@ def gan(plan: mw.Plan | None, calls: int) -> Any:
     return wholes([*maker.named_parameters(), *judge.named_parameters()])
 
 
-@pytest.mark.parametrize("calls", [1, 2])
-def test_two_models_that_train_in_turns_are_those_of_one_device(calls: int, pool: Any) -> None:
-    for plan in (mw.Plan(data=2), PLANS["zero1"], PLANS["offload"], *([PLANS["shard"]] if calls == 1 else [])):
-        want, results = both(gan, pool, plan, calls)
-        for got in results:
-            same(got, want)
+IN_TURNS = [(PLANS["shard"], 1), (PLANS["zero1"], 1), (mw.Plan(data=2), 2)]
+MORE_IN_TURNS = [(mw.Plan(data=2), 1), (PLANS["offload"], 1), (PLANS["zero1"], 2), (PLANS["offload"], 2)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "calls"), [*IN_TURNS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_IN_TURNS)], ids=str
+)
+def test_two_models_that_train_in_turns_are_those_of_one_device(plan: mw.Plan, calls: int, pool: Any) -> None:
+    want, results = both(gan, pool, plan, calls)
+    for got in results:
+        same(got, want)
 
 
 def test_a_second_model_under_shard_belongs_into_the_first_call(pool: Any) -> None:
@@ -654,20 +676,20 @@ def test_a_backward_of_a_model_that_was_not_distributed_is_refused(pool: Any) ->
     assert "the model was never given" in refused(pool, never_given)
 
 
+IN_A_ROW = [(mw.Plan(data=2), 20), (mw.Plan(data=2, zero1=True), 20), (mw.Plan(shard=2), 20)]
+
+
 @pytest.mark.parametrize(
-    "plan",
-    [
-        *(pytest.param(p, marks=pytest.mark.slow) for p in (mw.Plan(data=2), mw.Plan(data=2, zero1=True))),
-        mw.Plan(shard=2),
-    ],
-    ids=repr,
+    ("plan", "models"),
+    [(mw.Plan(shard=2), 5), *(pytest.param(*each, marks=pytest.mark.slow) for each in IN_A_ROW)],
+    ids=str,
 )
-def test_models_one_after_the_other_take_the_memory_of_one(plan: mw.Plan, pool: Any) -> None:
+def test_models_one_after_the_other_take_the_memory_of_one(plan: mw.Plan, models: int, pool: Any) -> None:
     """Counted as tensors that are alive, whatever the allocator keeps."""
 
     def case() -> tuple[int, int]:
         alive = []
-        for _ in range(20):
+        for _ in range(models):
             step_under(plan, width=1000)
             gc.collect()  # what is garbage is not held, whenever the collector comes
             alive.append(sum(t.nbytes for t in gc.get_objects() if isinstance(t, Tensor)))

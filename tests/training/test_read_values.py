@@ -223,8 +223,14 @@ def regularised(plan: Plan, weighed: bool) -> Any:
         return losses, [p.tolist() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("weighed", [False, True])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "weighed"),
+    [
+        *(("shard", True), ("zero1", False)),
+        *(pytest.param(*p, marks=pytest.mark.slow) for p in (("shard", False), ("zero1", True))),
+        *(pytest.param("both", weighed, marks=pytest.mark.slow) for weighed in (False, True)),
+    ],
+)
 def test_a_penalty_of_parameters_trains_as_on_one_device(plan: str, weighed: bool, pool: Any) -> None:
     want = regularised(Plan(), weighed)
     for got in pool(PLANS[plan].devices).run(regularised, PLANS[plan], weighed):
@@ -253,7 +259,7 @@ def job_with_penalty(accumulate: int, plan: Plan) -> Any:
     return run_job(job, options, None)["losses"]
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_jobs_penalty_is_that_of_one_device(accumulate: int, pool: Any) -> None:
     want = job_with_penalty(accumulate, Plan())
     for got in pool(2).run(job_with_penalty, accumulate, PLANS["shard"]):
