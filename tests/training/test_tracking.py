@@ -190,7 +190,7 @@ def test_wandb_is_offline_and_knows_what_was_run(wandb: Any, tmp_path: Path) -> 
     tracked.open(0)
     tracked.write([], [({"train/loss": 0.5}, 7), ({"test/loss": 0.4}, 3)])
     tracked.close()
-    facts = {"job": "line", "epochs": 2, "args": "lr=0.1", "commit": None}
+    facts = {"job": "line", "epochs": 2, "args": "lr=0.1"}
     (_, settings), (_, mode, given), define, *logged = wandb.said
     assert mode == "offline" and settings["console"] == "off"
     assert given["config"] == facts and given["id"] == given["name"] == "20261121-line" and given["dir"] == run

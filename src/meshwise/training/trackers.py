@@ -99,8 +99,8 @@ def _facts(folder: Path) -> dict[str, Any]:
     if not (folder / names.RUN).is_file():
         return {}
     run = names.read_run(folder)
-    given = {name: value for name, value in (run.get("request") or {}).items() if value not in (None, [], False)}
-    return given | {"job": run.get("job"), "args": args_of(run), "commit": run.get("commit")}
+    facts = (run.get("request") or {}) | {"job": run.get("job"), "args": args_of(run), "commit": run.get("commit")}
+    return {name: value for name, value in facts.items() if value not in (None, [], False, "")}
 
 
 TRACKERS: Mapping[str, Callable[[Path, int], OpenTracker]] = {
