@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from meshwise.spec.plan import Plan
+from meshwise.training.trackers import TRACKERS
 
 BUILT_IN = ("gpt", "mlp", "mnist-cnn", "mnist-mlp")
 
@@ -66,5 +67,6 @@ OF_OPTIONS: dict[str, Callable[[str], list[str]]] = {
     "devices": devices,
     "plan": plan_files,
     "resume": run_folders,
+    "log": lambda incomplete: _those(TRACKERS, incomplete),
 }
 """Fields of options of a run and a check -> what completes them."""
