@@ -99,3 +99,13 @@ def test_a_loss_that_couples_samples_is_seen_with_its_line(loss: Loss) -> None:
 @pytest.mark.parametrize("loss", [weighted_classes, masked, of_each_sample], ids=lambda loss: loss.__name__)
 def test_a_loss_that_weighs_samples_is_not_taken_for_one(loss: Loss) -> None:
     assert _found(loss) == []
+
+
+def test_other_operators_are_let_through() -> None:
+    found: Pairs = {}
+    with noting_pairs(4, found, in_model=lambda: False):
+        torch.empty(4).copy_(torch.ones(4)).clamp_(0.0, 1.0)
+        torch.ones(4).index_select(0, torch.tensor([1]))
+        torch.ones(4, 3)[:, torch.tensor([1, 2])].sum()
+        torch._foreach_add([torch.ones(4)], 1.0)
+    assert found == {}

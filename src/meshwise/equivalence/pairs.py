@@ -30,6 +30,7 @@ OVER_ROWS = {"mean", "sum", "logsumexp", "linalg_vector_norm", "amax", "amin", "
 SPREAD = {"var", "std", "var_mean", "std_mean"}  # of one number too
 CURVED = {"sqrt", "rsqrt", "log", "pow"}  # of a mean over samples: no mean over samples
 ALONG_ROWS = {"topk", "sort", "kthvalue", "median", "max", "min", "roll", "flip"}
+TOGETHER = OVER_ROWS | SPREAD | CURVED | ALONG_ROWS | {"mm", "index"}
 
 
 def noting_pairs(rows: int, found: Pairs, in_model: Callable[[], bool]) -> AbstractContextManager[Any]:
@@ -38,19 +39,17 @@ def noting_pairs(rows: int, found: Pairs, in_model: Callable[[], bool]) -> Abstr
     calls: Counter[str] = Counter()
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = operator(*args, **kwargs)
+        result, name = operator(*args, **kwargs), operator_name(operator)
         if rows > 1 and isinstance(result, Tensor) and result.dim() > 1:
-            name = operator_name(operator)
             calls[name] += 1
             dims = tuple((d, size / rows) for d, size in enumerate(result.shape) if size and size % rows == 0)
             if len(dims) > 1:
                 found.setdefault((name, calls[name], dims), user_place())
-        if rows > 1 and not in_model() and args and isinstance(args[0], Tensor):
-            name = operator_name(operator)
+        if rows > 1 and name in TOGETHER and not in_model() and args and isinstance(args[0], Tensor):
             calls[f"{name} of rows"] += 1
             if name in CURVED and args[0].is_floating_point() and args[0].dim() == 0:
                 found.setdefault((name, calls[f"{name} of rows"], ((STATISTIC, 0.0),)), user_place())
-            if size := _rows_taken_together(name, result, named_arguments(operator, args, kwargs), rows):
+            if size := _rows_taken_together(name, args[0], result, named_arguments(operator, args, kwargs), rows):
                 key = name, calls[f"{name} of rows"], ((STATISTIC, size / rows),)
                 found.setdefault(key, user_place())
         return result
@@ -58,9 +57,8 @@ def noting_pairs(rows: int, found: Pairs, in_model: Callable[[], bool]) -> Abstr
     return intercept_operators(note)
 
 
-def _rows_taken_together(name: str, result: Any, given: dict[str, Any], rows: int) -> int:
-    """How many rows, some times `rows`, an operator makes something of, that is no sum of numbers; else 0."""
-    tensor: Tensor = given["self"] if "self" in given else next(iter(given.values()))
+def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str, Any], rows: int) -> int:
+    """How many rows of a tensor, some times `rows`, an operator takes together, but to one sum; else 0."""
     if not tensor.is_floating_point() or tensor.dim() == 0:
         return 0
     size = len(tensor)
@@ -77,8 +75,8 @@ def _rows_taken_together(name: str, result: Any, given: dict[str, Any], rows: in
         taken = any(dim % tensor.dim() == 0 for dim in ([dims] if isinstance(dims, int) else dims))
         taken &= "dim" in given or "dims" in given
     else:
-        indices = given.get("indices") or () if name == "index" else ()
-        taken = [(each.dtype, each.numel()) for each in indices] == [(torch.int64, size)]
+        indices = given.get("indices") or ()
+        taken = [(each.dtype, each.numel()) for each in indices if each is not None] == [(torch.int64, size)]
     return size if taken and size % rows == 0 else 0
 
 
