@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
 import meshwise as mw
+from meshwise.api.supervise import summarise
+from meshwise.records import folder as names
+from meshwise.spec.devices import WorkerSlot
+from meshwise.spec.json_values import json_value
 from meshwise.spec.plan import Plan
+from meshwise.timeline.views.summary_text import summary_text
 from meshwise.training.loop import run_job
 from meshwise.training.run_options import RunOptions
 
@@ -103,3 +112,21 @@ def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(tmp_path: Path) 
     other = replace(dropout_job(), model=lambda: nn.Linear(6, 1))
     with pytest.raises(mw.CheckpointError, match=r"of another model: it lacks bias, weight; it has 0\.bias"):
         run_job(other, RunOptions(plan=Plan(), resume=tmp_path), tmp_path)
+
+
+def test_the_summary_of_a_resumed_run_is_of_this_session(tmp_path: Path) -> None:
+    results = []
+    for epochs, resume in ((1, None), (3, tmp_path)):
+        names.begin_session(tmp_path, time.time(), job="dropout", world=1)
+        results = [run_job(dropout_job(epochs), RunOptions(resume=resume, log_every=1), tmp_path)]
+        names.end_session(tmp_path, "finished")
+    summary = summarise(results, "Plan()", [WorkerSlot("cpu", None, (), 1)], tmp_path)
+    assert (summary.epochs, summary.steps, summary.samples) == (2, 12, 86)
+    assert summary.whole is not None and (summary.whole.epochs, summary.whole.steps) == (3, 18)
+    assert summary.whole.sessions == 2 and summary.seconds < summary.whole.seconds
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(summary_text(summary, None))
+    text = console.export_text()
+    assert "finished after 2 epochs and 12 steps more in" in text
+    assert re.search(r"in all +3 epochs and 18 steps in 2 sessions, \d", text)
+    assert json_value(summary)["whole"]["steps"] == 18

@@ -21,7 +21,7 @@ from meshwise.spec.errors import WorkerFailed
 from meshwise.terminal.screen import fitted
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
-from meshwise.timeline.run_summary import RunSummary
+from meshwise.timeline.run_summary import RunSummary, WholeRun
 from meshwise.timeline.views.live_progress import LiveView, Progress
 from meshwise.timeline.views.summary_text import metric_text
 from meshwise.workers.channel import Message
@@ -140,16 +140,22 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
 
 
 def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[WorkerSlot], folder: Path) -> RunSummary:
-    """What a run did, from the facts that each rank returned and the records in its folder."""
-    report = report_of(read_timeline(folder), str(folder))
-    first = results[0]
+    """What a run did since it was started or resumed, from the facts that each rank returned and the records in its
+    folder."""
+    timeline = read_timeline(folder)
+    report, first = report_of(timeline.newest_session(), str(folder)), results[0]
+    began, sessions = first["began"], len(timeline.sessions)
+    whole = None
+    if sessions > 1:
+        seconds = sum(session.ended - session.began for session in timeline.sessions) / 1e9
+        whole = WholeRun(sessions, first["epochs"], first["steps"], seconds)
     return RunSummary(
         job=first["job"],
         plan=plan,
         devices=tuple(slot.name for slot in slots),
         status=first["status"],
-        epochs=first["epochs"],
-        steps=first["steps"],
+        epochs=first["epochs"] - began["epoch"],
+        steps=first["steps"] - began["step"],
         samples=first["samples"],
         seconds=report.wall_seconds,
         train_seconds=min((sum(rank.seconds.values()) for rank in report.ranks), default=0.0),
@@ -161,4 +167,5 @@ def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[W
         memory=tuple(result["memory"] for result in results),
         folder=str(folder),
         notes=tuple(first["notes"]),
+        whole=whole,
     )

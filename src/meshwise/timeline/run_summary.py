@@ -12,13 +12,26 @@ from meshwise.records.best import Best
 
 
 @dataclass(frozen=True)
+class WholeRun:
+    """A run that was resumed, over all its sessions. steps: without those that were done again. seconds: wall time of
+    the sessions."""
+
+    sessions: int
+    epochs: int
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class RunSummary:
-    """What a run did. As JSON (`json_value`) a metric that is not a finite number is null.
+    """What a run did; of one that was resumed, what its newest session did. As JSON (`json_value`) a metric that is not
+    a finite number is null.
 
     status: "finished" or "stopped". seconds: wall time of it all; train_seconds: of training and evaluating.
     phases: seconds of each phase, a rank each; "communication" is the part that no computing hid.
     memory: peak bytes a rank, None unknown. folder: where its records lie, "" for nowhere. verdict: what limited it.
     best: the best evaluation, where the job says what that is: its weights are in best.safetensors.
+    whole: all sessions of a resumed run.
     """
 
     job: str
@@ -38,3 +51,4 @@ class RunSummary:
     notes: tuple[str, ...]
     verdict: str = ""
     best: Best | None = None
+    whole: WholeRun | None = None

@@ -5,7 +5,7 @@ Tested in tests/timeline/test_stragglers.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,10 @@ class Counter:
     step: NDArray[np.int64]
     phase: NDArray[np.int64]
     value: NDArray[np.float64]
+
+    def where(self, kept: NDArray[np.bool_]) -> Counter:
+        """Those of its values."""
+        return Counter(self.rank, self.name, self.time[kept], self.step[kept], self.phase[kept], self.value[kept])
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,16 @@ class Timeline:
         sessions = self.facts.get("sessions") or [{}]
         began = sessions[0].get("began")
         return float(began) if isinstance(began, int | float) else None
+
+    def newest_session(self) -> Timeline:
+        """What was recorded since the newest session began."""
+        if len(self.sessions) < 2:
+            return self
+        newest = self.sessions[-1]
+        later = [(counter, counter.time >= newest.began) for counter in self.counters]
+        counters = tuple(counter.where(kept) for counter, kept in later if kept.any())
+        spans = self.spans[self.spans["start"] >= newest.began]
+        return replace(self, spans=spans, counters=counters, sessions=(newest,))
 
     def of_steps(self, first: int, last: int) -> Spans:
         """The spans of the steps from `first` to `last`, both included."""

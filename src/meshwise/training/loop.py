@@ -70,6 +70,8 @@ class _Run:
     metrics: dict[str, float] = field(default_factory=dict)
     stopped: bool = False
     saved_step: int = -1
+    began: dict[str, int] = field(default_factory=dict)
+    """The epochs and steps that were done before this session."""
 
 
 def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | None = None) -> dict[str, Any]:
@@ -104,6 +106,7 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
     return {
         "job": job.name,
         "status": status,
+        "began": run.began,
         "epochs": run.state.epoch,
         "steps": run.state.step,
         "samples": recording.recorder.samples,
@@ -138,6 +141,7 @@ def _prepare(
     log.begin(state.step)
     best = BestEpoch(job, folder, resumed=options.resume is not None)
     run = _Run(job, session, options, plan, folder, engine, state, log, best, train, test)
+    run.began = {"epoch": state.epoch, "step": state.step}
     if test is not None and job.best:  # one batch, since a wrong name is to be known before an epoch is over
         best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
     run.saved_step = state.step if options.resume is not None else -1

@@ -55,7 +55,11 @@ def metric_value(name: str, value: float) -> str:
 
 def _head(s: RunSummary) -> list[Text]:
     done = f"{plural(s.epochs, 'epoch')} and {plural(s.steps, 'step')}"
-    lines = [Text(f"{s.job} {s.status} after {done} in {seconds_text(s.seconds)}", style="bold")]
+    since = " more" if s.whole else ""
+    lines = [Text(f"{s.job} {s.status} after {done}{since} in {seconds_text(s.seconds)}", style="bold")]
+    if s.whole:
+        whole = f"{plural(s.whole.epochs, 'epoch')} and {plural(s.whole.steps, 'step')} in {s.whole.sessions} sessions"
+        lines.append(Text(f"in all      {whole}, {seconds_text(s.whole.seconds)}"))
     facts = [metric_text(name, value) for name, value in s.metrics.items()]
     if facts:
         lines.append(Text("test        " + "   ".join(facts)))
