@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from meshwise.records.files import keep_lines
+from meshwise.records.metrics import Metrics
 from meshwise.records.run_list import find_run, run_entry, run_list
 from meshwise.spec.errors import UsageError
 
@@ -99,3 +101,31 @@ def test_a_run_is_named_by_its_name_a_part_of_it_or_its_path(tmp_path: Path) -> 
     }.items():
         with pytest.raises(UsageError, match=said):
             find_run(tmp_path, word)
+
+
+def test_metrics_are_read_on_from_where_the_last_look_ended(tmp_path: Path) -> None:
+    folder, path = made(tmp_path, "a"), tmp_path / "a" / "metrics.jsonl"
+    metrics = Metrics(folder)
+    metrics.read_on()
+    assert metrics.by_name() == {} and metrics.offset == 0
+    path.write_text('{"step": 1, "loss": 4.0}\n{"step": 2, "lo')
+    metrics.read_on()
+    assert metrics.losses == {1: 4.0} and metrics.offset == len('{"step": 1, "loss": 4.0}\n')
+    with path.open("a") as file:
+        file.write('ss": 3.0}\n{"epoch": 1, "test": {"accuracy": 0.5}}')
+    metrics.read_on()
+    metrics.read_on()
+    assert metrics.by_name() == {"accuracy": [0.5], "loss": [4.0, 3.0]} and metrics.offset == path.stat().st_size
+    with path.open("r+b") as file:  # what was read is not read again
+        file.write(b"x" * 10)
+    metrics.read_on()
+    assert metrics.by_name()["loss"] == [4.0, 3.0]
+
+
+def test_metrics_of_a_file_that_was_written_anew_are_read_anew(tmp_path: Path) -> None:
+    folder, path = made(tmp_path, "a", metrics='{"step": 1, "loss": 4.0}\n{"step": 2, "loss": 3.0}\n'), tmp_path / "a"
+    metrics = Metrics(folder)
+    metrics.read_on()
+    keep_lines(path / "metrics.jsonl", lambda record: record["step"] < 2)
+    metrics.read_on()
+    assert metrics.losses == {1: 4.0}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import shlex
 import time
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 from meshwise.records import folder as names
 from meshwise.records.best import Best, read_best
-from meshwise.records.files import read_lines
+from meshwise.records.metrics import metrics_of
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.plan import plan_from_toml
 
@@ -98,38 +97,11 @@ def find_run(parent: Path, word: str) -> Path:
     raise UsageError(f"{word}: no such run in {parent}/.{nearest(word, known)} See meshwise runs.")
 
 
-def metrics_of(folder: Path) -> dict[str, list[float]]:
-    """The metrics of a run by name, and their values in their order. The first stands for the run: of its tests, else
-    what `mw.log` got of a validation or an accuracy, else the loss."""
-    try:
-        lines = [line for line in read_lines(folder / names.METRICS) if isinstance(line, dict)]
-    except OSError:
-        return {}
-    found: dict[tuple[int, str], list[float]] = {}
-    for line in lines:
-        test = line.get("test")
-        tested = test if isinstance(test, dict) else {}
-        for name, value in {**line, **tested}.items():
-            if name not in ("epoch", "step", "test") and _is_number(value):
-                found.setdefault((0 if name in tested else _place(name), name), []).append(float(value))
-    return {name: found[place, name] for place, name in sorted(found, key=lambda key: key[0])}
-
-
 def best_of(folder: Path) -> Best | None:
     """The best evaluation of a run; None where it keeps none that can be read."""
     with contextlib.suppress(UsageError):
         return read_best(folder)
     return None
-
-
-def _place(name: str) -> int:
-    """How likely a metric of a program's own stands for its run: the least."""
-    words = (("val", "test", "eval"), ("acc",), ("loss",), ("",))
-    return next(place for place, some in enumerate(words, 1) if any(word in name.lower() for word in some))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def args_of(facts: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from meshwise.records import folder as names
-from meshwise.records.files import read_lines
-from meshwise.records.run_list import args_of, best_of, metrics_of, plan_of
+from meshwise.records.metrics import Metrics
+from meshwise.records.run_list import args_of, best_of, plan_of
 from meshwise.spec.units import plural, seconds_text
 from meshwise.timeline.align import ClockFit, causal_shifts, fit_clock, widened
 from meshwise.timeline.arrivals import arrival_table
@@ -50,13 +50,15 @@ class _Aligned:
         return int(self.moments(np.array([time]))[0])
 
 
-def read_timeline(folder: Path, *, last_blocks: int | None = None) -> Timeline:
+def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metrics | None = None) -> Timeline:
     """The timeline of the run in `folder`. Raises UsageError when it is no run folder.
 
-    last_blocks: read only so many of the newest blocks of spans a rank, to follow a run.
+    last_blocks: read only so many of the newest blocks of spans a rank, to follow a run. metrics: what was read of its
+    metrics before: only what has come since is read.
     """
-    facts = names.read_run(folder)
-    last = {name: values[-1] for name, values in metrics_of(folder).items()}
+    facts, metrics = names.read_run(folder), metrics or Metrics(folder)
+    metrics.read_on()
+    last = {name: values[-1] for name, values in metrics.by_name().items()}
     metric = next((f"{name} {value:.6g}" for name, value in last.items()), "")
     facts |= {"plan": plan_of(folder), "args": args_of(facts), "metric": metric, "metrics": last}
     facts["best"] = str(best_of(folder) or "")
@@ -79,7 +81,7 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None) -> Timeline:
     missing += _missing(facts, logs, spans, ranks)
     counters = _counters(aligned)
     if all(counter.name != "loss" for counter in counters):  # a script's is of the engine, whatever it logs
-        counters += _losses(folder, spans)
+        counters += _losses(metrics.losses, spans)
     return Timeline(
         spans, tuple(kinds), tuple(counters), tuple(ranks), tuple(clocks), tuple(sessions), tuple(missing), facts
     )
@@ -244,13 +246,11 @@ def _counter(rank: int, name: str, rows: list[Row]) -> Counter:
     return Counter(rank, name, time, step, phase, np.array(value, dtype=np.float64))
 
 
-def _losses(folder: Path, spans: Spans) -> list[Counter]:
+def _losses(losses: Mapping[int, float], spans: Spans) -> list[Counter]:
     """The losses of a job, each at the time when its step ended on the lowest rank that has spans."""
-    records = [(record.get("step"), record.get("loss")) for record in read_lines(folder / names.METRICS)]
-    losses = {step: loss for step, loss in records if isinstance(step, int) and isinstance(loss, int | float)}
     if not losses or not len(spans):
         return []
     first = spans[(spans["rank"] == spans["rank"][0]) & (spans["kind"] == KIND["optimizer"])]
     ended = dict(zip(first["step"].tolist(), first["end"].tolist(), strict=True))  # of a step done twice, the last time
-    rows = [(ended[step], step, NO_PHASE, loss) for step, loss in losses.items() if step in ended]
+    rows = [(end, step, NO_PHASE, losses[step]) for step, end in ended.items() if step in losses]
     return [_counter(int(spans["rank"][0]), "loss", rows)] if rows else []

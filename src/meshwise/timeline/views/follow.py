@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from meshwise.records import folder as names
+from meshwise.records.metrics import Metrics
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import count_text, seconds_text, whole_seconds_text
 from meshwise.terminal.kind_marks import printable
@@ -40,12 +41,14 @@ UNREADABLE = (UsageError, OSError, ValueError, LookupError, TypeError)  # of fil
 @dataclass(frozen=True)
 class Snapshot:
     """What was seen of a run: its report (None: nothing could be read yet), whether run.json has it as running, and the
-    sizes of its files by when they changed (ns since 1970). window: seconds that the report is about, None for all."""
+    sizes of its files by when they changed (ns since 1970). window: seconds that the report is about, None for all.
+    metrics: what was read of its metrics so far."""
 
     report: Report | None
     running: bool
     files: Mapping[Path, tuple[int, int]]
     window: float | None = None
+    metrics: Metrics | None = None
 
 
 def follow(
@@ -119,16 +122,16 @@ def _in_lines(polls: Iterator[Snapshot], view: LiveView) -> bool:
 
 def poll(folder: Path, before: Snapshot | None = None) -> Snapshot:
     """What there is to see now; files that cannot be read at the moment leave what was seen `before`."""
-    files = _files(folder)
+    files, metrics = _files(folder), before.metrics if before is not None and before.metrics else Metrics(folder)
     if before is not None and files == before.files and before.report is not None:
         return before
     try:
         running = names.read_run(folder).get("status") == "running"
-        timeline = read_timeline(folder, last_blocks=BLOCKS)
+        timeline = read_timeline(folder, last_blocks=BLOCKS, metrics=metrics)
         report, window = _of_now(timeline, report_of(timeline, str(folder)), running)
     except UNREADABLE:
-        return dataclasses.replace(before or Snapshot(None, True, files), files=files)
-    return Snapshot(report, running, files, window)
+        return dataclasses.replace(before or Snapshot(None, True, files), files=files, metrics=metrics)
+    return Snapshot(report, running, files, window, metrics)
 
 
 def _files(folder: Path) -> dict[Path, tuple[int, int]]:

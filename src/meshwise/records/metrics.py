@@ -1,0 +1,87 @@
+"""The metrics of a run, out of metrics.jsonl: read once, or again and again while the file grows.
+
+Tested in tests/records/test_run_list.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from meshwise.records import folder as names
+
+
+class Metrics:
+    """What metrics.jsonl holds; `read_on` reads what has come since the last time.
+
+    losses: by step.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / names.METRICS
+        self.offset = 0
+        """Bytes that were read so far."""
+        self._forget(0)
+
+    def _forget(self, file: int) -> None:
+        self.offset, self._file = 0, file
+        self._values: dict[tuple[int, str], list[float]] = {}
+        self.losses: dict[int, float] = {}
+
+    def read_on(self) -> None:
+        """Read what has come; everything, where the file is another one now, as when a run was resumed."""
+        if not self._path.is_file():  # a pipe would be read for ever
+            self._forget(0)
+            return
+        try:
+            with self._path.open("rb") as file:
+                facts = self._path.stat()
+                if facts.st_ino != self._file or facts.st_size < self.offset:
+                    self._forget(facts.st_ino)
+                file.seek(self.offset)
+                for line in file:
+                    if self._take(line):
+                        self.offset += len(line)
+        except OSError:
+            self._forget(0)
+
+    def by_name(self) -> dict[str, list[float]]:
+        """Each metric with its values in their order. The first stands for the run: of its tests, else what `mw.log`
+        got of a validation or an accuracy, else the loss."""
+        return {name: self._values[place, name] for place, name in sorted(self._values, key=lambda key: key[0])}
+
+    def _take(self, line: bytes) -> bool:
+        """Add what a line has. Whether it is whole: the last one may still be written."""
+        try:
+            record = json.loads(line.decode(errors="replace"))
+        except ValueError:
+            return line.endswith(b"\n")
+        if not isinstance(record, dict):
+            return True
+        test, step, loss = (record.get(name) for name in ("test", "step", "loss"))
+        tested = test if isinstance(test, dict) else {}
+        for name, value in {**record, **tested}.items():
+            if name not in ("epoch", "step", "test") and _is_number(value):
+                self._values.setdefault((0 if name in tested else _place(name), name), []).append(float(value))
+        if isinstance(step, int) and isinstance(loss, int | float):
+            self.losses[step] = loss
+        return True
+
+
+def metrics_of(folder: Path) -> dict[str, list[float]]:
+    """The metrics of a run by name, see `Metrics.by_name`."""
+    metrics = Metrics(folder)
+    metrics.read_on()
+    return metrics.by_name()
+
+
+def _place(name: str) -> int:
+    """How likely a metric of a program's own stands for its run: the least."""
+    words = (("val", "test", "eval"), ("acc",), ("loss",), ("",))
+    return next(place for place, some in enumerate(words, 1) if any(word in name.lower() for word in some))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
