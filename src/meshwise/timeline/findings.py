@@ -16,6 +16,7 @@ import numpy as np
 
 from meshwise.spec.units import bytes_text, percent_text, seconds_text
 from meshwise.timeline.advice import TRY, TRY_FOR_STRAGGLER, advised, for_communication
+from meshwise.timeline.one_device import one_device_seconds
 from meshwise.timeline.run_report import COMPUTING, MEMORY, CollectiveReport, Finding, GoodputPart
 from meshwise.timeline.spans import KINDS
 from meshwise.timeline.step_table import StepTable
@@ -82,7 +83,7 @@ def findings_of(
     shares = _Shares(int(steady.sum()), seconds, float(table.step_seconds()[steady].mean()), program)
     stragglers = list(_stragglers(table, shares, error_seconds))
     found = [*stragglers, *_input(shares), *_communication(table, shares, collectives, stragglers)]
-    slower = list(_slower_than_one(table, shares))
+    slower = list(_slower_than_one(table, shares, collectives))
     found += [*_imbalance(shares, stragglers), *_idle(shares), *_of_run(goodput, program), *_stalls(table)]
     return [*slower, *sorted(found, key=lambda finding: -finding.share), _computing(shares), *_memory(counters)]
 
@@ -117,26 +118,22 @@ def _stragglers(table: StepTable, shares: _Shares, error_seconds: float) -> Iter
         )
 
 
-def _slower_than_one(table: StepTable, shares: _Shares) -> Iterator[Finding]:
-    """One device would take at most the sum of what the ranks compute and read: it has no other rank to wait for, and
-    larger batches do not compute slower. Said where even that sum is clearly less than a step; else nothing is known.
-    """
+def _slower_than_one(table: StepTable, shares: _Shares, collectives: Sequence[CollectiveReport]) -> Iterator[Finding]:
+    """Said where the most that one device can need is clearly less than a step; else nothing is known."""
     ranks = len(table.ranks)
     if ranks < 2 or shares.steps < FEWEST:
         return
-    own = [KINDS.index(kind) for kind in (*COMPUTING, "data", "transfer")]
-    of_steps = table.seconds[table.steady]
-    alone = float(np.median(of_steps[:, :, own].sum(axis=(1, 2)) + shares.seconds["idle"]))
+    least, most = one_device_seconds(table, collectives)
     step = float(np.median(table.step_seconds()[table.steady]))
-    if alone > SLOWER * step:
+    if most > SLOWER * step:
         return
     headline = f"{ranks} devices are slower than one."
     sentence = (
-        f"{ranks} devices are slower than one: a step takes {seconds_text(step)}, and one device would need at most "
-        f"{seconds_text(alone)} (estimated: all that the ranks compute and read, one after the other)."
+        f"{ranks} devices are slower than one: a step takes {seconds_text(step)}, and one device would need "
+        f"{seconds_text(least)} to {seconds_text(most)} (estimated from what the ranks compute and read)."
     )
     advice = advised(TRY["slower"], shares.program)
-    yield Finding("slower", headline, sentence, advice, 1 - alone / step, step - alone)
+    yield Finding("slower", headline, sentence, advice, 1 - most / step, step - most)
 
 
 def _input(shares: _Shares) -> Iterator[Finding]:
