@@ -16,6 +16,7 @@ from meshwise.timeline.run_report import Report
 from meshwise.timeline.run_summary import RunSummary
 from meshwise.timeline.step_table import step_table_of
 from meshwise.timeline.views.registry import VIEWS
+from meshwise.timeline.views.replay import replay_script
 from meshwise.timeline.views.report_text import report_text
 from meshwise.timeline.views.run_comparison_text import run_comparison_text
 
@@ -80,6 +81,11 @@ def report_views(
             raise UsageError(text) from None
         written.append(to / view.file)
     return found, printed, written
+
+
+def replay(folder: Path, what: str) -> str:
+    """A script that repeats one collective of a run, such as `collective:1`. Raises UsageError where it has none."""
+    return replay_script(report_of(read_timeline(folder), str(folder)), what)
 
 
 def run_folder(run: str | Path | None) -> Path:

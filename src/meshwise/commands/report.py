@@ -38,6 +38,9 @@ def report(
     to: Annotated[str | None, typer.Option(metavar="DIR", help="where files are written; default: RUN")] = None,
     live: Annotated[bool, typer.Option("--live", help="follow a running one")] = False,
     steps: Annotated[str | None, typer.Option(metavar="A:B", help="show these steps span by span")] = None,
+    replay: Annotated[
+        str | None, typer.Option(metavar="collective:N", help="print a script that repeats the Nth collective by time")
+    ] = None,
     fail_above: Annotated[
         str | None, typer.Option(metavar="5%", help="exit with 1 where a step of RUN2 is clearly slower by more")
     ] = None,
@@ -51,15 +54,20 @@ def report(
     meshwise report RUN --live         follow a running one
     meshwise report --steps 100:104    these steps, span by span
     meshwise report A B --fail-above 5%   exit code 1 where B is slower
+    meshwise report RUN --replay collective:1 > replay.py   its slowest collective alone
     """
     console, run, span = Console(), api.report.run_folder(folder), api.report.step_range(steps)
     most = None if fail_above is None else _share(fail_above)
     if most is not None and other is None:
         raise UsageError("--fail-above compares two runs. Use: meshwise report RUN RUN2 --fail-above 5%")
     wanted = [name for name, given in vars(views).items() if given]
-    _refuse_together([*wanted, *["live"] * live, *["steps"] * (span is not None)], other)
+    _refuse_together(
+        [*wanted, *["live"] * live, *["steps"] * (span is not None), *["replay"] * (replay is not None)], other
+    )
     to_folder = Path(to) if to else run
-    if live:
+    if replay is not None:
+        print(api.report.replay(run, replay), end="")
+    elif live:
         also = partial(api.report.report_views, run, wanted, to_folder) if wanted else None
         timeline.views.follow.follow(run, console, also=also)
     elif other is not None:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 Before = Callable[["Group"], None]
-Around = Callable[[str, int, dist.ProcessGroup], contextlib.AbstractContextManager[None]]
+Around = Callable[..., contextlib.AbstractContextManager[None]]
 
 
 class _Surrounded:
@@ -31,7 +30,8 @@ class _Surrounded:
         return getattr(self._real, name)
 
     def __call__(self, **given: Any) -> Any:
-        with self._around(self._kind, given[self._of].nbytes, given["group"]):
+        moved = given[self._of]
+        with self._around(self._kind, moved.nbytes, given["group"], dtype=moved.dtype):
             return self._real(**given)
 
 
@@ -57,8 +57,8 @@ class Group:
         return {id(part._unsharded_param): part.sharded_param for part in parts}
 
     def around_collectives(self, around: Around) -> None:
-        """Enter `around(kind, bytes, group)` around each all-gather and reduce-scatter of the group. Bytes are those of
-        the whole tensor."""
+        """Enter `around(kind, bytes, group, dtype=...)` around each all-gather and reduce-scatter of the group. Bytes
+        are those of the whole tensor."""
         for name, kind, of in (
             ("_all_gather_comm", "all-gather of parameters", "output_tensor"),
             ("_reduce_scatter_comm", "reduce-scatter of gradients", "input_tensor"),

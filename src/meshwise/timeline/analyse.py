@@ -166,8 +166,9 @@ def _collectives(timeline: Timeline, arrivals: Arrivals) -> list[CollectiveRepor
         operation, of = operation_and_source(timeline.names[name])
         known = operation in FACTORS and size and seconds > 0
         bus = bus_bandwidth(operation, len(arrivals.ranks), size, seconds) if known else None
+        dtype = timeline.dtypes.get((timeline.names[name], size), "")
         share, skew = float(takes[which].sum() / max(takes.sum(), 1e-9)), float(np.median(skews[which]))
-        reports.append(CollectiveReport(operation, of, size, int(which.sum()), seconds, skew, share, bus))
+        reports.append(CollectiveReport(operation, of, size, int(which.sum()), seconds, skew, share, bus, dtype))
     return sorted(reports, key=lambda report: -report.share)[:12]
 
 

@@ -36,6 +36,8 @@ class RankLog:
     kinds: list[Kind] = field(default_factory=list)
     counters: list[tuple[int, int, int, str, float]] = field(default_factory=list)
     round_trips: list[tuple[int, int, int]] = field(default_factory=list)
+    dtypes: dict[tuple[str, int], str] = field(default_factory=dict)
+    """What collectives moved, by their name and bytes."""
     end: int | None = None
     overhead_seconds: float = 0.0
     dropped: int = 0
@@ -124,6 +126,8 @@ def _begun(line: dict[str, Any]) -> RankLog:
 def _take(log: RankLog, line: dict[str, Any]) -> None:
     if "spans" in line:
         log.kinds += [(str(kind), str(lane), str(name)) for kind, lane, name in line.get("names", [])]
+        for code, size, dtype in line.get("dtypes", []):
+            log.dtypes[log.kinds[code][2], int(size)] = str(dtype)
         log.dropped = int(line.get("dropped", log.dropped))
         log.packed.append((int(line["spans"]), str(line["data"])))
     elif "counters" in line:

@@ -82,9 +82,9 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metr
     counters = _counters(aligned)
     if all(counter.name != "loss" for counter in counters):  # a script's is of the engine, whatever it logs
         counters += _losses(metrics.losses, spans)
-    return Timeline(
-        spans, tuple(kinds), tuple(counters), tuple(ranks), tuple(clocks), tuple(sessions), tuple(missing), facts
-    )
+    dtypes = {key: dtype for log in logs for key, dtype in log.dtypes.items()}
+    lists = tuple(kinds), tuple(counters), tuple(ranks), tuple(clocks), tuple(sessions), tuple(missing)
+    return Timeline(spans, *lists, facts, dtypes=dtypes)
 
 
 def _aligned(logs: Sequence[RankLog], began: Sequence[float]) -> list[_Aligned]:

@@ -37,6 +37,8 @@ class Recorder:
         self.clock = clock
         self.names: list[tuple[str, str, str]] = []
         """(kind, lane, name) of each code."""
+        self.dtypes: dict[tuple[int, int], Any] = {}
+        """The dtype of what a collective moved, by its code and bytes, where it is known."""
         self.dropped = 0
         self.samples = 0
         """Samples of the global batches that this rank has worked on."""
@@ -116,9 +118,15 @@ class Recorder:
         """Where what runs in a stream of its own is drawn: on the main lane when it is the host that computes."""
         return "main" if self._device is None else "communication"
 
-    def collective(self, name: str, bytes: int, lane: str = "main", *, numbered: bool = True) -> _Blocking:
-        """Record the body of a with-statement as a collective that this rank waits for. numbered: one of all ranks."""
-        return _Blocking(self, self.code("communication", name, lane), bytes, numbered)
+    def collective(
+        self, name: str, bytes: int, lane: str = "main", *, numbered: bool = True, dtype: Any = None
+    ) -> _Blocking:
+        """Record the body of a with-statement as a collective that this rank waits for. numbered: one of all ranks.
+        dtype: of what it moves, where that is known."""
+        code = self.code("communication", name, lane)
+        if dtype is not None:
+            self.dtypes[code, bytes] = dtype
+        return _Blocking(self, code, bytes, numbered)
 
     def drain(self) -> tuple[list[int], list[Count]]:
         """Take what was recorded since the last time: span rows of WIDTH numbers each, flat, and counters.

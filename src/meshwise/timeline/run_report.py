@@ -107,7 +107,7 @@ class CollectiveReport:
 
     seconds: median from the last arrival to the last end: pure communication. skew_seconds: median from the first to
     the last arrival: what the first rank waits. share: of the time of all collectives. bus_bandwidth: bytes a second by
-    nccl-tests' definition, None where it has none.
+    nccl-tests' definition, None where it has none. dtype: of what it moves, "" unknown.
     """
 
     name: str
@@ -118,6 +118,7 @@ class CollectiveReport:
     skew_seconds: Seconds
     share: Share
     bus_bandwidth: Bandwidth | None
+    dtype: str = ""
 
 
 @dataclass(frozen=True)

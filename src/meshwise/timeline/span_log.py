@@ -39,7 +39,7 @@ class SpanLog:
         failed: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._path, self._recorder, self._sample_clock, self._failed = path, recorder, sample_clock, failed
-        self._names = 0
+        self._names = self._dtypes = 0
         self._samples = 0
         self._broken = False
         self._closed = threading.Event()
@@ -94,6 +94,10 @@ class SpanLog:
             if names:
                 line["names"] = names
                 self._names += len(names)
+            dtypes = list(recorder.dtypes.items())[self._dtypes :]
+            if dtypes:
+                line["dtypes"] = [[*key, str(dtype).removeprefix("torch.")] for key, dtype in dtypes]
+                self._dtypes += len(dtypes)
             if recorder.dropped:
                 line["dropped"] = recorder.dropped
             lines.append(line)

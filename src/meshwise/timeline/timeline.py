@@ -5,6 +5,7 @@ Tested in tests/timeline/test_stragglers.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,6 +78,7 @@ class Timeline:
     """All ranks on one clock: 0 is where the first session began.
 
     spans: sorted by rank, then start. names: what the column `name` counts. missing: sentences on what is not there.
+    dtypes: what collectives moved, by their name and bytes, where that was recorded.
     facts: the contents of run.json of a measured run (job, plan, devices, versions), or of a prediction.
     """
 
@@ -89,6 +91,7 @@ class Timeline:
     missing: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     source: str = "measured"
+    dtypes: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
     def of_rank(self, rank: int) -> Spans:
         """The spans of one rank, in the order in which they began. A view, not a copy."""

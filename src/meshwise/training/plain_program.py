@@ -229,6 +229,8 @@ class PlainProgram:
             return None
         lane = "main" if call.blocking else "communication"
         code, start = recorder.code("communication", collective_name(call.kind, call.of), lane), recorder.mark()
+        if call.dtype:
+            recorder.dtypes[code, call.bytes] = call.dtype
         return lambda: recorder.add(code, start, recorder.mark(), call.bytes, number)
 
     def _waits(self) -> Ended | None:

@@ -91,6 +91,7 @@ def _begin_sum(tensor: Tensor, of: str) -> Future[Tensor]:
     recorder = current()
     number, start = recorder.arrive(), recorder.mark()
     code = recorder.code("communication", collective_name("all-reduce", of), "communication")
+    recorder.dtypes[code, tensor.nbytes] = tensor.dtype
     watch = Stopwatch(tensor.is_cuda) if OPEN else None
     took: list[Seconds] = []
 
@@ -228,12 +229,15 @@ def broadcast_object(value: Any) -> Any:
 
 
 @contextmanager
-def recorded(kind: str, size: int, group: Group, lane: str | None = None) -> Iterator[None]:
+def recorded(
+    kind: str, size: int, group: Group, lane: str | None = None, dtype: torch.dtype | None = None
+) -> Iterator[None]:
     """Record the body of a with-statement as a collective that this rank waits for: on an accelerator in another
     stream, unless `lane` says otherwise."""
     _enter(group)
     everyone = world_size(group) == world_size()
-    with _ours(), current().collective(kind, size, lane or current().overlapped_lane, numbered=everyone):
+    where = lane or current().overlapped_lane
+    with _ours(), current().collective(kind, size, where, numbered=everyone, dtype=dtype):
         yield
 
 
@@ -254,7 +258,8 @@ def _run(
     if None in ends:
         _enter(group)
     numbered = None in ends and world_size(group) == world_size()
-    with _ours(), current().collective(collective_name(kind, of), size, numbered=numbered):
+    dtype = moved[0].dtype if moved else None
+    with _ours(), current().collective(collective_name(kind, of), size, numbered=numbered, dtype=dtype):
         call()
     if watch is not None:
         _log(kind, size, device, group, watch.stop(), ends)
