@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,14 @@ class Program:
     """What a run runs.
 
     plan: None leaves it to a script. call: what each worker calls with the run folder. record: what run.json keeps.
+    sees_all: whether each worker sees the accelerators of all workers of its host, as under torchrun.
     """
 
     name: str
     plan: Plan | None
     call: Callable[[Path], Any]
     record: Mapping[str, Any]
+    sees_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ def start(make: Callable[[World], Program], options: RunOptions, began: float) -
     nodes = options.rendezvous(len(slots)) if several else None
     size = nodes.size if nodes else len(slots)
     program = make(World(size=size, device=slots[0].device))
+    if program.sees_all:
+        every = tuple(slot.index for slot in slots if slot.index is not None)
+        slots = [replace(slot, sees=every) for slot in slots]
     return opened(program, options, slots, nodes, began)
 
 

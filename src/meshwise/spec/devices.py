@@ -82,12 +82,14 @@ class WorkerSlot:
     index: which accelerator of the host, as the driver counts; None for a CPU worker.
     cores: processor cores that it is bound to; empty when it is not bound.
     threads: threads that its operators use.
+    sees: accelerators of the host that it sees; empty for its own alone.
     """
 
     device: str
     index: int | None
     cores: tuple[int, ...]
     threads: int
+    sees: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:

@@ -167,7 +167,7 @@ class _Launcher:
         )
 
     def _environment(self, rank: int, local_rank: int, port: int, slot: WorkerSlot) -> dict[str, str]:
-        visible = "" if slot.index is None else _visible(slot.index)
+        visible = ",".join(map(_visible, slot.sees or ([] if slot.index is None else [slot.index])))
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.size),
