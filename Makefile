@@ -29,7 +29,7 @@ quick: lint types  ## lint, format, types, and the tests that start no process: 
 
 test: lint types  ## what CI runs: lint, format, types, and all tests but the slow ones
 	$(PY) -m pytest -q -n 2 -m "not workers and not seconds and not slow"
-	$(PY) -m pytest -q -m "(workers or seconds) and not slow"
+	$(PY) -m pytest -q -n 2 --dist loadfile -m "(workers or seconds) and not slow"
 
 check: test  ## the same as test
 
