@@ -156,6 +156,19 @@ def test_a_batch_with_two_optimizers_is_one_step(run_folder: Path) -> None:
     assert [kind for step, kind in spans(timeline) if step == 2] == wanted
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_a_program_that_updates_by_hand_has_a_step_a_batch_in_the_end(read: bool, run_folder: Path) -> None:
+    def by_hand() -> None:
+        net = model()
+        for x, _ in loader(80) if read else ((torch.randn(2, 4), None) for _ in range(80)):
+            net(x).sum().backward()
+            for p in net.parameters():
+                p.data.add_(p.grad, alpha=-0.1)
+                p.grad = None
+
+    assert recorded(by_hand, run_folder)[2].steps == 80 - plain_program.MOST_ACCUMULATED + 1
+
+
 def closures() -> None:
     net = model()
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)

@@ -10,7 +10,7 @@ optimizer.step                                           optimizer; a step ends 
 
 Not known: samples and losses; a backward by `torch.autograd.grad`; steps of optimizers that are not torch's; processes
 that the program starts itself. A step is a batch with all optimizers' steps on it; without a DataLoader, each step of
-an optimizer is one.
+an optimizer is one. What never steps an optimizer has a step a batch, after its first 64 backwards.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from meshwise.training.recording import Clocks, Recording, record_script
 from meshwise.workers.join import made_process_group, rank_context
 
 PATIENCE = timedelta(seconds=10)  # for rank 0's clock: without it the records go on
+MOST_ACCUMULATED = 64
+"""Backwards without any optimizer's step after which each batch (without a loader: each backward) is a step."""
 BETWEEN_RANKS = ("send", "receive")
 _programs: list[PlainProgram] = []
 """The program of this process, until it uses one of our verbs."""
@@ -68,6 +70,8 @@ class PlainProgram:
         """Whether it has a batch; a backward since that, or since model.eval(); a step since that; and has called
         model.eval()."""
         self._optimizer: Mark | None = None
+        self._optimizers_known = False
+        self._backwards = 0
         self._optimizers: set[int] = set()
         """Those that have made a step since the batch was read."""
         self._ends = [
@@ -128,6 +132,11 @@ class PlainProgram:
         with recorder.span("backward"), self._within():
             yield
         self._trained = True
+        self._backwards += 1
+        if not self._optimizers_known and self._backwards >= MOST_ACCUMULATED:  # it updates its parameters by hand
+            self._stepped = True
+            if not self._read:
+                self._new_step()
 
     def _step_begins(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if threading.get_ident() != self._thread:
@@ -143,6 +152,7 @@ class PlainProgram:
         recorder.add(recorder.code("optimizer"), self._optimizer, recorder.mark())
         recorder.phase_ends("optimizer")
         self._optimizer, self._stepped, self._since = None, recorder.on, recorder.mark()
+        self._optimizers_known = True
         if id(optimizer) in self._optimizers:  # its batch is no step: it was read once for many
             self._read = False
         self._optimizers.add(id(optimizer))
