@@ -6,7 +6,9 @@ Each command is a file of `commands`, read when it is typed: torch alone takes a
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -27,6 +29,9 @@ EXIT_CODES = {
     "3": "bench: a device or a path is far slower than its model usually is",
     "129, 130, 143": "stopped by a closed terminal, Ctrl-C, SIGTERM; the state is saved",
 }
+
+
+LONG_WORD = re.compile(r"(\S{100})\S{200,}(\S{20})")  # shown by its ends
 
 
 class Commands(TyperGroup):
@@ -72,10 +77,15 @@ def main() -> None:
     except typer.Exit as exit:
         code = exit.exit_code
     except OSError as error:
-        if error.filename is not None:
+        if error.filename is not None and error.errno != errno.ENAMETOOLONG:
             raise
-        _print_error(MeshwiseError(f"the output cannot be written: {error.strerror}."))
-        code = 1
+        long = error.filename is not None
+        _print_error(
+            UsageError(f"{error.filename}: too long for the name of a file. Name a shorter one.")
+            if long
+            else MeshwiseError(f"the output cannot be written: {error.strerror}.")
+        )
+        code = 2 if long else 1
     except Exception as error:
         if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
             raise
@@ -87,7 +97,7 @@ def main() -> None:
 
 
 def _print_error(error: MeshwiseError) -> None:
-    text = str(error)
+    text = LONG_WORD.sub(r"\1…\2", str(error))
     if text:
         name = "" if isinstance(error, WorkerFailed) else f"{type(error).__name__}: "
         with contextlib.suppress(OSError):  # the terminal may be gone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import shlex
 import shutil
 import sys
@@ -200,3 +201,30 @@ def test_an_errors_text_has_no_control_characters(
     (here / "loud.py").write_text("raise ValueError('\\x1b[31mred\\a' + 'x' * 9000)")
     code, shown = command(["run", "loud.py:job"], monkeypatch, capsys)
     assert code == 2 and "ValueError: redxxx" in shown and "more characters)" in shown and len(shown) < 2300
+
+
+@pytest.mark.parametrize("words", [["run", "X.py"], ["run", "X.py:job"], ["check", "X.py"], ["devices", "X"]])
+def test_a_name_that_no_file_can_have_is_one_sentence_that_fits(
+    words: list[str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = command([word.replace("X", "x" * 5000) for word in words], monkeypatch, capsys)
+    assert code == 2 and "too long for the name of a file" in said.replace("\n", " ")
+    assert "…" in said and len(said) < 400
+
+
+@pytest.mark.parametrize("text", ["x = " + "[" * 5000 + "]" * 5000, "x = " + "{a=" * 5000 + "1" + "}" * 5000])
+@pytest.mark.parametrize("verb", ["run", "check"])
+def test_a_plan_of_tables_within_tables_is_refused(
+    verb: str, text: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("deep.toml").write_text(text)
+    code, said = command([verb, "mine.py:job", "--plan", "deep.toml"], monkeypatch, capsys)
+    assert code == 2 and "within too many others" in said
+
+
+def test_a_plan_that_is_a_pipe_is_not_waited_for(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo("pipe.toml")
+    code, said = command(["check", "mine.py:job", "--plan", "pipe.toml"], monkeypatch, capsys)
+    assert code == 2 and "it is a pipe" in said

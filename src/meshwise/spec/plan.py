@@ -212,7 +212,9 @@ def plan_values(text: str) -> dict[str, Any]:
     """The fields that a plan file names. Raises PlanError when the text is not TOML or names an unknown one."""
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise PlanError("tables or lists within too many others. A plan is lines such as shard = 2.") from None
+    except ValueError as error:  # TOMLDecodeError, or a number that Python refuses to read
         raise PlanError(f"the plan file is not TOML: {error}.") from None
     for name in values:
         _check_name(name)

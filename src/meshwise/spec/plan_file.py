@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 from meshwise.spec.errors import PlanError
@@ -11,6 +12,8 @@ from meshwise.spec.plan import Plan, plan_from_toml, plan_values
 def plan_text(file: str | Path) -> str:
     """The text of a plan file. Raises PlanError, with the file's name, when it cannot be read or has other fields."""
     try:
+        if stat.S_ISFIFO(Path(file).stat().st_mode) and not str(file).startswith("/dev/fd/"):  # `<(…)` has a writer
+            raise OSError(0, "it is a pipe, which would be waited for")
         text = Path(file).read_text(encoding="utf-8-sig")  # some editors put a mark before the text
         plan_values(text)
     except (OSError, UnicodeDecodeError) as error:
