@@ -38,6 +38,7 @@ from meshwise.training.plan_choice import choose_plan
 from meshwise.training.session import default_engine
 from meshwise.training.split_batch import Splits
 from meshwise.training.split_loader import LoaderSpec, split_loader
+from meshwise.training.wrapped_loader import Wrapper, loader_inside, read_through
 from meshwise.transfer.prefetch import prefetch
 from meshwise.transfer.splitmix import mixed
 from meshwise.workers.join import rank_context
@@ -60,8 +61,9 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     """Put models, optimizers and loaders on all devices; gives them back in the same order (one object, as itself).
 
     Models and optimizers are changed in place: class, hooks and state_dict keys stay; start values are those of rank 0.
-    Loaders are new, with the same `len`; their `batch_size` is global, their order that of torch's own. Schedulers pass
-    through. On one device only the loaders are replaced, so that a loop goes on on any number of devices.
+    Loaders are new, with the same `len`; their `batch_size` is global, their order that of torch's own. A loader around
+    a DataLoader, which may read ahead (timm's PrefetchLoader), stays and reads the new one. Schedulers pass through. On
+    one device only the loaders are replaced, so that a loop goes on on any number of devices.
 
     plan: a Plan or a plan file; by default that of `meshwise run --plan` or of the file that MESHWISE_PLAN names, else
     replicas. Optimizers made before go on with what it makes of the parameters.
@@ -94,8 +96,15 @@ def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
         if spec.note:
             engine.notify(spec.note)
         return DistributedLoader(thing, spec, seed, engine)
+    if (name := loader_inside(thing)) is not None:
+        inner = _distributed(getattr(thing, name), seed, engine, streams)
+        inner.wrapper = read_through(thing, name, inner)
+        return thing
+    if isinstance(getattr(thing, "optimizer", None), Optimizer) and callable(getattr(thing, "step", None)):
+        return thing  # a scheduler that is not torch's, such as timm's
     raise UsageError(
-        f"mw.distribute takes models, optimizers, schedulers and DataLoaders; this is a {type(thing).__name__}."
+        "mw.distribute takes models, optimizers, schedulers, DataLoaders, and loaders that hold one DataLoader; "
+        f"this is a {type(thing).__name__}."
     )
 
 
@@ -120,6 +129,8 @@ class DistributedLoader:
         self._number = next(_loaders)
         own_batches = type(loader.batch_sampler) is not BatchSampler
         self._whole_batches = loader.drop_last or own_batches  # what the program relies on
+        self.wrapper: Wrapper | None = None
+        """What the program reads this loader through."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -153,6 +164,11 @@ class DistributedLoader:
             self._generators.set_states(unpacked(state["generators"]))
 
     def __iter__(self) -> Iterator[Any]:
+        fed = None if self.wrapper is None else self.wrapper.take()
+        return self.begin_loop() if fed is None else fed
+
+    def begin_loop(self) -> Iterator[Any]:
+        """An epoch, or the rest of it."""
         if self._running:  # the loop before this one was left early: its epoch is over
             self._epoch, self._index, self._order = self._epoch + 1, 0, None
         self._running = True
@@ -193,7 +209,8 @@ class DistributedLoader:
         if limit is not None and self._whole_batches:
             limit = sys.maxsize
         draws = None if self._keyed else self._draws()
-        return prefetch(self._spec.pairs(draws, self._epoch, self._index, limit), self._engine.program.device)
+        pairs = prefetch(self._spec.pairs(draws, self._epoch, self._index, limit), self._engine.program.device)
+        return pairs if self.wrapper is None else self.wrapper.pairs(pairs)
 
     def _draws(self) -> Draws:
         """How the order of this epoch is drawn; if it is, from the generators of rank 0. Collective then, the first

@@ -137,7 +137,8 @@ def check_loss(loss: Tensor, part: BatchSlice | None) -> BatchSlice:
         raise UsageError(
             "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. "
             "Give the loader to mw.distribute too, and call mw.backward inside its loop. A program without a loader "
-            "writes x, y = mw.split(x, y)."
+            "writes x, y = mw.split(x, y). A loader of your own that reads ahead from a DataLoader is given to "
+            "mw.distribute itself, instead of the DataLoader inside it."
         )
     if loss.numel() != 1:
         raise UsageError(f"mw.backward needs one number; this loss has shape {tuple(loss.shape)}. Take its mean first.")
