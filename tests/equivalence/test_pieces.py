@@ -5,6 +5,7 @@ Of equivalence/grouped.py too.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -346,3 +347,11 @@ def test_a_model_that_memory_does_not_hold_is_refused_with_numbers(monkeypatch: 
     ):
         one_device(plain(), CheckSpec(Plan(), 3))
     one_device(plain(), CheckSpec(Plan(), 2))
+
+
+def test_a_module_that_was_made_before_can_be_copied_under_upcast() -> None:
+    # as an average of weights is made: timm's ModelEmaV3
+    norm = nn.BatchNorm1d(3)
+    with upcast():
+        copied = copy.deepcopy(norm)
+    torch.testing.assert_close(copied.running_var, norm.running_var, check_dtype=False)

@@ -25,6 +25,7 @@ from meshwise.equivalence.grouped import grouped_product
 
 LOWER = (torch.float32, torch.float16, torch.bfloat16)
 FACTORIES = {"rand", "randn", "rand_like", "randn_like"}
+SHAPED_LIKE = {"new_empty", "new_empty_strided"}  # reads no number: copy.deepcopy sets its storage
 OF_A_SCALER = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"}
 
 
@@ -90,7 +91,7 @@ def _read_as_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     tensors = [t for each in given for t in (each if isinstance(each, list) else [each]) if isinstance(t, Tensor)]
     if operator.namespace != "aten" or all(tensor.dtype not in LOWER for tensor in tensors):
         return args, kwargs
-    if gives_view(operator):
+    if gives_view(operator) or operator_name(operator) in SHAPED_LIKE:
         return args, kwargs
     written = {id(tensor): tensor.dtype for tensor in tensors_in(written_arguments(operator, args, kwargs))}
     wanted = next((dtype for dtype in LOWER if dtype in written.values()), torch.float64)
