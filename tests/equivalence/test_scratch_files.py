@@ -49,9 +49,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     np.save(folder / "array.npy", np.arange(4))
     monkeypatch.chdir(folder)
     before = _all_files(folder)
-    with tempfile.TemporaryDirectory(prefix="meshwise-check-") as scratch:  # short: a socket's path has 107 characters
-        with scratch_files(Path(scratch)):
-            yield folder
+    short = tempfile.TemporaryDirectory(prefix="meshwise-check-")  # a socket's path has 107 characters at most
+    with short as scratch, scratch_files(Path(scratch)):
+        yield folder
     assert _all_files(folder) == before
     assert open is io.open and os.getcwd() == str(folder)
 
