@@ -28,8 +28,8 @@ class LoggedValues:
         shown = " and ".join(f"{of[names[0]]:.6g} on rank {at}" for at, of in sorted([(other, first), (rank, values)]))
         more = f" ({', '.join(names[1:])} too)" if names[1:] else ""
         return (
-            f"{where}: mw.log gets {names[0]} {shown}{more}, and keeps rank 0's. For that of the whole batch log what "
-            "mw.backward returns, or mw.mean(value)."
+            f"{where}: mw.log gets {names[0]} {shown}{more}, and keeps rank 0's: something in it counts this rank's "
+            "samples alone. Log what mw.backward returns, or mw.sum(total) / mw.sum(count)."
         )
 
 
