@@ -252,7 +252,7 @@ def test_a_draw_that_cannot_be_keyed_is_reported() -> None:
     with draws.forward():
         torch.rand(3, generator=torch.Generator().manual_seed(1))
         torch.randperm(4)
-    assert draws.unkeyed == {"rand"}, "a generator of its own"
+    assert draws.unkeyed == {"rand from a generator of the program's own"}
     half = Rows(0, 2, 4, 2)
     own = KeyedDraws((0, 0, 0), half, by_reference(draws.log, half))
     with own.forward():

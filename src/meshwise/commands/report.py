@@ -54,7 +54,7 @@ def report(
     meshwise report RUN --live         follow a running one
     meshwise report --steps 100:104    these steps, span by span
     meshwise report A B --fail-above 5%   exit code 1 where B is slower
-    meshwise report RUN --replay collective:1 > replay.py   its slowest collective alone
+    meshwise report --replay collective:1 > one.py   the slowest collective alone
     """
     console, run, span = Console(), api.report.run_folder(folder), api.report.step_range(steps)
     most = None if fail_above is None else _share(fail_above)

@@ -247,6 +247,11 @@ class EngineWatcher:
             where = f"[{place}]" if len(numbers) > 1 else ""
             self.found.trace.evaluation[f"mw.sum {self._sums}{where}, after step {self._loops.made}"] = number
 
+    def shown(self, where: str, text: str) -> None:
+        """What `mw.print` or `mw.log` shows."""
+        if self.found.trace is not None:
+            self.found.trace.shown.append((where, text))
+
     def stop(self) -> None:
         """The program has ended, or failed, maybe in the middle of a forward."""
         self._end_forward(discard=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.compare import Comparison, compare
 from meshwise.equivalence.diagnosis import cause_of, module_of
+from meshwise.equivalence.shown import shown_otherwise
 from meshwise.equivalence.trace import CheckSpec, Trace
 from meshwise.parallel.data import DROPOUT_NOTE
 from meshwise.spec.plan import Plan
@@ -36,7 +37,7 @@ class Proof:
     batches: samples of each step. comparison: everything that was compared; `comparison.first` is the first difference
     in the order in which things happen, None when there is none. module: that of the first difference; empty where it
     has none. cause: the likely cause of it, with the evidence. rounding: of each side in the plan's own precision;
-    empty where it was not asked for. notes: what the plan says of itself.
+    empty where it was not asked for. notes: what the plan says of itself, and lines that show other numbers.
     """
 
     job: str
@@ -70,7 +71,10 @@ def prove(
         module_of(first, comparison) if first is not None else "",
         cause_of(comparison, reference, actual, spec.plan),
         tuple(_rounding(reference, rounded)),
-        tuple(note for note in actual.notes if note != DROPOUT_NOTE),  # it is keyed in a check
+        (
+            *(note for note in actual.notes if note != DROPOUT_NOTE),  # it is keyed in a check
+            *shown_otherwise(reference.shown, actual.shown, devices),
+        ),
     )
 
 

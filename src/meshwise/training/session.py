@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+from meshwise.spec.user_code import user_place
 from meshwise.timeline.recorder import current
 from meshwise.training import plain_program
 from meshwise.training.engine import Engine
@@ -31,6 +32,13 @@ def default_engine() -> Engine:
         _engines[0].phases.go_on(current().step)
         atexit.register(program_ends)
     return _engines[-1]
+
+
+def show(text: str) -> None:
+    """Tell who looks on what the program's own line shows."""
+    watcher = _engines[-1].watcher if _engines else None
+    if watcher is not None:
+        watcher.shown(user_place(), text)
 
 
 def process_engine() -> Engine:

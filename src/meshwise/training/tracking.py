@@ -119,6 +119,7 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
     (MESHWISE_RUN, MESHWISE_LOG) nothing is kept. UsageError for what is no number.
     """
     numbers = {name: _number(name, value) for name, value in ({**(values or {}), **named}).items()}
+    session.show(", ".join(f"{name} {value!r}" for name, value in numbers.items()))
     place, context = user_place(), rank_context()
     _calls[place] += 1
     if context.channel is not None and context.world.size > 1 and _calls[place] <= COMPARED:

@@ -15,6 +15,7 @@ import torch
 
 from meshwise.machine.memory import peak_bytes, used_bytes
 from meshwise.spec.units import bytes_text
+from meshwise.training import session
 from meshwise.transfer import collectives
 from meshwise.workers.join import join, rank_context
 from meshwise.workers.verb_log import came_to
@@ -50,6 +51,7 @@ def main_first() -> Iterator[None]:
 
 def print(*values: Any, **options: Any) -> None:
     """Python's `print`, on rank 0 alone. Values are computed on every rank: a collective among them is right."""
+    session.show(" ".join(map(str, values)))
     if is_main():
         builtins.print(*values, **options)
 

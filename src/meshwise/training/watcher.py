@@ -48,3 +48,6 @@ class Watcher(Protocol):
 
     def summed(self, value: Tensor | float) -> None:
         """What `mw.sum` gives."""
+
+    def shown(self, where: str, text: str) -> None:
+        """What `mw.print` or `mw.log` shows of the program, at a line of it."""
