@@ -319,7 +319,7 @@ class Engine:
                 )
         if self.watcher is not None:
             own = total_of(weights.losses)
-            total, weighed = collectives.all_reduce(own).unbind()
+            total, weighed = collectives.all_reduce(own.clone()).unbind()
             self.watcher.loss_known(total / weighed, own[0] / own[1])
         return weights.losses
 
