@@ -129,7 +129,9 @@ def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
     one, plan = ([sum(map(len, ranks)) for ranks in step.samples] for step in evidence.steps)
     devices, counts = evidence.plan.devices, [len(part) for part in evidence.steps[1].samples[0]]
     even = max(counts) - min(counts) <= 1
-    if devices == 1 or not even or plan[0] not in (one[0] // devices, -(-one[0] // devices), one[0] * devices):
+    read = [sample for part in evidence.steps[1].samples[0] for sample in part]
+    scaled = plan[0] in (one[0] // devices, -(-one[0] // devices), one[0] * devices)
+    if devices == 1 or not even or not scaled or len(set(read)) < len(read):  # repeated samples are no larger batch
         return ""
     return (
         f"a batch has {plan[0]} samples on {devices} devices, and {one[0]} on one. Give the loader the same batch_size "
