@@ -203,7 +203,7 @@ def test_run_shows_its_options_to_people_and_to_editors() -> None:
 
 
 @pytest.mark.slow
-def test_a_type_checker_refuses_a_wrong_option_of_run(tmp_path: Path) -> None:
+def test_a_type_checker_refuses_a_wrong_option_of_run(processes: None, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import meshwise as mw\n"
