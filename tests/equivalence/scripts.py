@@ -67,6 +67,10 @@ for epoch in range(options.epochs):
 WRONG = {
     "plain backward": ("mw.backward(loss, weight=torch.tensor([0.4, 0.6])[y].sum())", "loss.backward()"),
     "evaluation of one share": ("correct += mw.sum(right)", "correct += right"),
+    "a loader not given": (
+        "mw.distribute(model, optimizer, scheduler, loader, held_out)",
+        "*mw.distribute(model, optimizer, scheduler, loader), held_out",
+    ),
     "mean over the rank's own samples": (", weight=torch.tensor([0.4, 0.6])[y].sum())", ")"),
     "divided by the rank's own count": (
         "loss = criterion(model(x), y)",

@@ -62,6 +62,7 @@ FOUND = {
     "a seed for each rank": ("module outputs", "dropout masks"),
     "a scheduler for each rank": ("scheduler", "scheduler ticks twice"),
     "weights changed on one rank": ("parameters", "optimizer step"),
+    "a loader not given": ("evaluation", "loader without mw.distribute"),
 }
 """Mistakes of a user that run without an error: the first difference, and its cause."""
 

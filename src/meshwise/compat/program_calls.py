@@ -26,6 +26,21 @@ def around_batches(around: Around) -> End:
     return _replace([_BaseDataLoaderIter], "__next__", around)
 
 
+def after_batches(given: Callable[[Any, Any], None]) -> End:
+    """Call `given(iterator, batch)` for each batch that a DataLoader gives, in the frame of who asked for it."""
+
+    def telling(plain: Any) -> Any:
+        @functools.wraps(plain)
+        def tells(iterator: Any) -> Any:
+            batch = plain(iterator)
+            given(iterator, batch)
+            return batch
+
+        return tells
+
+    return _put([_BaseDataLoaderIter], "__next__", telling)
+
+
 def around_backwards(around: Around) -> End:
     """Enter `around()` around each `loss.backward()`."""
     return _replace([torch.autograd], "backward", around)
@@ -47,19 +62,26 @@ def around_trains(around: Around) -> End:
 
 
 def _replace(owners: list[Any], name: str, around: Around) -> End:
+    def surrounding(plain: Any) -> Any:
+        @functools.wraps(plain)
+        def surrounded(*arguments: Any, **named: Any) -> Any:
+            with around():
+                return plain(*arguments, **named)
+
+        return surrounded
+
+    return _put(owners, name, surrounding)
+
+
+def _put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
     plain: Any = getattr(owners[0], name)
-
-    @functools.wraps(plain)
-    def surrounded(*arguments: Any, **named: Any) -> Any:
-        with around():
-            return plain(*arguments, **named)
-
+    put = made_of(plain)
     for owner in owners:
-        setattr(owner, name, surrounded)
+        setattr(owner, name, put)
 
     def end() -> None:
         for owner in owners:
-            if getattr(owner, name) is surrounded:
+            if getattr(owner, name) is put:
                 setattr(owner, name, plain)
 
     return end

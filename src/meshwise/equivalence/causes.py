@@ -34,6 +34,7 @@ class CauseKind(Enum):
     BACKWARD = "backward", "the backward of a module gives another gradient for the same forward"
     OPTIMIZER_STEP = "optimizer step", "the optimizer makes another update from the same gradients"
     EVALUATION = "evaluation", "the metrics differ although parameters and samples are the same"
+    UNDISTRIBUTED = "loader without mw.distribute", "every rank reads all of a loader, and mw.sum counts it once a rank"
     MISSING_SUM = "evaluation without mw.sum", "what a loop counts is of each rank's own samples only"
 
     def __init__(self, title: str, meaning: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from meshwise.equivalence.causes import CauseKind as K
 from meshwise.equivalence.evidence import Evidence, Rule, near, says
 
@@ -42,6 +44,13 @@ def _is_random_under_the_plan(evidence: Evidence) -> bool:
     return evidence.actual.evaluation_draws > 0 and not evidence.reference.evaluation_draws
 
 
+def _is_read_by_every_rank(evidence: Evidence) -> str:
+    """A loop of which every rank has read the whole, and mw.sum has counted it once a rank."""
+    one, plan = (evidence.first.facts.get(side, math.nan) for side in ("one device", "the plan"))
+    said = evidence.actual.counted_again if near(plan, one * evidence.plan.devices) else []
+    return f"{evidence.first.name} is {evidence.both_numbers()}. {said[0]}" if said else ""
+
+
 EQUAL_BEFORE = "parameters and buffers are equal; {name} is {both}"
 EVALUATION_RULES: tuple[Rule, ...] = (
     says(
@@ -49,6 +58,7 @@ EVALUATION_RULES: tuple[Rule, ...] = (
         "{name} had no mw.backward either, so each rank has the figure of its own samples.",
         _is_not_summed,
     ),
+    says(K.UNDISTRIBUTED, _is_read_by_every_rank),
     says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
     says(
         K.EVALUATION,

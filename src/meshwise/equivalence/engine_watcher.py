@@ -266,6 +266,8 @@ class EngineWatcher:
             self._see_update_by_hand()
             self.complete_step()
             across_ranks.collect_run(trace)
+            if self._engine.undistributed is not None:
+                trace.counted_again = self._engine.undistributed.said
             for place in self._engine.unsummed.places:
                 trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan  # on one device it needs none
         return self.found

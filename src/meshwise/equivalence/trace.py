@@ -118,7 +118,8 @@ class Trace:
     modules that run again in the backward. evaluation_draws: random draws in the evaluation.
     metric_sums: sum and weight of each metric. single_sample_metrics: metric -> sample -> its mean and weight alone, of
     samples at the ends of batches. padding_ranks: first sample of an evaluated batch -> how many ranks had no sample of
-    it. shown: lines of a script, and what each printed or logged.
+    it. shown: lines of a script, and what each printed or logged. counted_again: sentences on loops of which every rank
+    has read the whole, and mw.sum counts them once a rank.
     """
 
     modules: dict[str, str]
@@ -133,6 +134,7 @@ class Trace:
     drawn_alike: set[str] = field(default_factory=set)
     numpy_draws: bool = False
     notes: tuple[str, ...] = ()
+    counted_again: list[str] = field(default_factory=list)
     shown: list[tuple[str, str]] = field(default_factory=list)
     rank_divergence: Divergence = field(default_factory=dict)
     random_modules: set[str] = field(default_factory=set)

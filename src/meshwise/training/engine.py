@@ -45,6 +45,7 @@ from meshwise.training.recording import Recording
 from meshwise.training.script_steps import note_steps
 from meshwise.training.settings import settings_of
 from meshwise.training.split_batch import Splits
+from meshwise.training.undistributed import UndistributedLoops
 from meshwise.training.unsummed import UnsummedLoops
 from meshwise.training.watcher import Watcher
 from meshwise.training.weighing import (
@@ -121,6 +122,7 @@ class Engine:
         several = script and world.size > 1
         self.unsummed = UnsummedLoops(lambda: self.program.models, self.notify, on=several)
         """Evaluations of a script of which each rank has its own figures."""
+        self.undistributed = UndistributedLoops(self.reads, world, self.notify) if several else None
         self.phases = Phases()
         self._hooks = [subscribe(Order.GUARD, self.program.check_step)]
         if script:
@@ -139,6 +141,8 @@ class Engine:
         for hook in self._hooks:
             hook.remove()
         self.program.close()
+        if self.undistributed is not None:
+            self.undistributed.close()
         if self.splits is not None:
             self.splits.stream.close()
         self.part, self.watcher = None, None

@@ -26,6 +26,19 @@ class LoopRead:
     part: BatchSlice | None = None
 
 
+@dataclass(eq=False)
+class WholeRead:
+    """What every rank has read alone in a loop over a loader that is not distributed.
+
+    place: the user's line. total: of what it has read. compared: how often values of it were, over the ranks.
+    """
+
+    place: str
+    batches: int = 0
+    total: float = 0.0
+    compared: int = 0
+
+
 class Loops:
     """The loops of a script that are open, one inside the other or side by side."""
 
@@ -36,6 +49,8 @@ class Loops:
         self._alone: BatchSlice | None = None  # what the program has split itself, outside of loops
         self.ended: LoopRead | None = None
         """The loop that has ended since the last batch was given, or the last backward: values are of it as a whole."""
+        self.whole: WholeRead | None = None
+        """The loop that gave the newest batch, where its loader is not distributed."""
 
     def begin(self, part: BatchSlice, read: LoopRead) -> None:
         """A loop gives a batch."""
@@ -46,12 +61,12 @@ class Loops:
             self._open.remove(read)
         self._open.append(read)
         self._round = [read] if read in self._round else [*self._round, read]
-        self.ended = None
+        self.ended = self.whole = None
 
     def split(self, part: BatchSlice) -> None:
         """The program splits a batch itself."""
         self._alone = None if self._open else part
-        self.ended = None
+        self.ended = self.whole = None
 
     def end(self, read: LoopRead) -> BatchSlice | None:
         """A loop is over: gives the batch that the program was at around it."""
@@ -83,6 +98,6 @@ class Loops:
 
     def backward(self) -> None:
         """The script trains on the batch that it is at: values that follow are of that."""
-        self._round = []
+        self._round, self.whole = [], None
         if self._open or self._alone is not None:
             self.ended = None

@@ -6,6 +6,7 @@ no sample of a batch got one as padding, and what it found there counts for noth
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -32,10 +33,18 @@ def _sum(engine: Engine, value: Number) -> Number:
     if _is_of_whole_batch(engine):
         return value
     counts = 0 if _samples_of(engine, "mw.sum", weighed=True) == 0 else 1
-    if isinstance(value, Tensor):
-        return collectives.all_reduce(value.detach().clone() * counts, of="mw.sum")
     dtype = torch.int64 if isinstance(value, int) else torch.float64
-    return type(value)(collectives.all_reduce(torch.tensor(value, dtype=dtype) * counts, of="mw.sum").item())
+    mine = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
+    with _adding(engine, "mw.sum", mine):
+        total = collectives.all_reduce(mine * counts, of="mw.sum")
+    return total if isinstance(value, Tensor) else type(value)(total.item())
+
+
+def _adding(engine: Engine, verb: str, value: Any) -> contextlib.AbstractContextManager[None]:
+    """Around a collective that adds up `value`, or rows, over the ranks."""
+    if engine.undistributed is None or engine.reads.whole is None:
+        return contextlib.nullcontext()
+    return engine.undistributed.adding(verb, value)
 
 
 def mean_over_ranks(engine: Engine, value: float | Tensor, weight: float | Tensor | None) -> float | Tensor:
@@ -76,6 +85,7 @@ def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
         raise UsageError(
             f"{verb} was called after a loop in which a batch had fewer samples than the {engine.world.size} ranks: "
             f"some rank's value counts a padding sample. Call {verb} inside the loop, on each batch's value."
+            f"{_of_another_loop(engine)}"
         )
     return sum(ended.samples)
 
@@ -92,12 +102,13 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
     counts = _counts_of(engine, tensors)
     mine = (counts, [(tuple(t.shape), t.dtype) for t in tensors])
     ranks = collectives.gather_objects(mine) if engine.world.size > 1 else [mine]
-    _check_rows(ranks)
+    _check_rows(ranks, _of_another_loop(engine))
     table = torch.tensor([counts for counts, _ in ranks])  # samples of each rank in each batch
     if engine.world.size == 1 or _is_of_whole_batch(engine):
         result = map_tensors(Tensor.detach, values)
     else:
-        result = map_tensors(lambda tensor: _gather(tensor.detach(), table, engine.world.rank), values)
+        with _adding(engine, "mw.gather_samples", values):
+            result = map_tensors(lambda tensor: _gather(tensor.detach(), table, engine.world.rank), values)
     for tensor in all_leaves(result):
         _joined(engine, tensor)
     return result
@@ -119,7 +130,15 @@ def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
     return None
 
 
-def _check_rows(ranks: Sequence[tuple[list[int] | None, Sequence[tuple[tuple[int, ...], torch.dtype]]]]) -> None:
+def _of_another_loop(engine: Engine) -> str:
+    """What to write where the value is of a loop whose loader is not distributed."""
+    whole = engine.reads.whole
+    return "" if whole is None else f" For values of the loop at {whole.place}: give its loader to mw.distribute."
+
+
+def _check_rows(
+    ranks: Sequence[tuple[list[int] | None, Sequence[tuple[tuple[int, ...], torch.dtype]]]], advice: str
+) -> None:
     """Raises UsageError, on every rank, for tensors whose rows are no samples, or do not fit those of other ranks."""
     kinds = [[(shape[1:], dtype) for shape, dtype in tensors] for _, tensors in ranks]
     batches = {None if counts is None else len(counts) for counts, _ in ranks}
@@ -132,6 +151,7 @@ def _check_rows(ranks: Sequence[tuple[list[int] | None, Sequence[tuple[tuple[int
     raise UsageError(
         f"mw.gather_samples: {what} (shapes {shown}). Give a row for each sample of this rank's batch, in the loop or "
         "after it for all its batches together (torch.cat), with the same further dimensions and dtype on every rank."
+        f"{advice}"
     )
 
 
