@@ -52,7 +52,7 @@ PRIVATE_OF_THE_STANDARD_LIBRARY = {"_exit", "_getframe", "_current_frames", "_fi
 ASKED_FOR_BY_NOTEBOOKS = {"_repr_html_"}
 # Files of parallel/ that techniques may import: a floor that they share, itself no technique.
 SHARED_BY_TECHNIQUES = {"technique", "blocks", "buckets", "mesh", "op_record", "op_replay", "rebind", "reduction"}
-SHARED_BY_TECHNIQUES |= {"shard_units", "step_hooks"}
+SHARED_BY_TECHNIQUES |= {"shard_units", "step_hooks", "trial"}
 JOIN_TECHNIQUES = {"apply"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "manager", "managers", "base", "misc"}
 
@@ -62,7 +62,7 @@ MOST_PARAMETERS = 8
 # What must be longer, and why: "room/file.py", "room/file.py:function", or for parameters "room/file.py:function()".
 LONGER: dict[str, str] = {}
 
-MOST_CODE_LINES = 23_650
+MOST_CODE_LINES = 23_850
 """Lines of the package without blank lines, comments and docstrings. What adds more makes something else simpler."""
 MOST_UNTESTED = 125
 """Modules without a test file of their name and not named in the docstring of one. May only fall."""

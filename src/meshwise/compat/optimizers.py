@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,5 +27,30 @@ def _hooks_beside(hook: RemovableHandle) -> Any:
 def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     """The `step` of the optimizer's class, without the hooks that torch has put around it."""
     step: Any = type(optimizer).step
-    unhooked: Callable[[Optimizer], Any] = step.__wrapped__
+    unhooked: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
     return unhooked
+
+
+def after_method(optimizer: Optimizer, name: str, then: Callable[[], None]) -> None:
+    """Call `then` after each call of this method of the optimizer, if it has such a method."""
+    method = getattr(optimizer, name, None)
+    if not callable(method):
+        return
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        then()
+        return result
+
+    setattr(optimizer, name, called)
+
+
+def is_hooks(name: str) -> bool:
+    """Whether an optimizer keeps hooks in the attribute of this name."""
+    return name.startswith("_optimizer_") and name.endswith("_hooks")
+
+
+def takes_hooks(optimizer: Optimizer) -> bool:
+    """Whether torch knows the optimizer: one that wraps another may leave out `Optimizer.__init__`."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")

@@ -23,6 +23,7 @@ from meshwise.compat.sharding import with_local
 from meshwise.parallel.buckets import buckets_of, local
 from meshwise.parallel.step_hooks import Order, has_closure, subscribe
 from meshwise.parallel.technique import Technique
+from meshwise.parallel.trial import unlike_by_parameters
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
@@ -34,6 +35,11 @@ class OffloadedState:
     """Keeps the state of `optimizer` in the host's memory between its steps, in place."""
 
     def __init__(self, optimizer: Optimizer, bucket: int = BUCKET) -> None:
+        if why := unlike_by_parameters(optimizer):
+            raise PlanError(
+                f"offload='optimizer': {type(optimizer).__name__} may not step each parameter by itself, and they are "
+                f"stepped some at a time: {why}. Use another optimizer, or leave its state on the device."
+            )
         self._bucket = bucket
         self._gradients: dict[Tensor, Tensor] = {}
         self._last: list[Tensor] = []

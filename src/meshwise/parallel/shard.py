@@ -19,20 +19,25 @@ import functools
 import itertools
 import re
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Optimizer
 
 from meshwise.compat import sharding
+from meshwise.compat.optimizers import takes_hooks
 from meshwise.compat.reducer import default_store
 from meshwise.compat.whole_values import plain_loss, read_whole
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.shard_units import check_can_be_sharded, make_contiguous, roots_of, units_of
+from meshwise.parallel.step_hooks import held_parameters
 from meshwise.parallel.technique import Setup, Technique
+from meshwise.parallel.trial import unlike_by_parameters, unlike_on_parts
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
@@ -44,7 +49,7 @@ from meshwise.transfer.reading import look_out, meet, together
 _made = itertools.count()  # every rank shards its models in the same order
 FIRST = 1800.0  # seconds in which all ranks must come to the first reduction: as long as gloo waits in a collective
 GRACE = 60.0  # seconds for a later one in an order that is new: a rank with a known order does not say so
-OVER_WHOLE_PARAMETERS = {"LBFGS": "vectors of all parameters", "Adafactor": "rows and columns of a parameter"}
+_tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that step parts as they step whole parameters
 
 
 class Sharded:
@@ -305,14 +310,23 @@ def _apply(setup: Setup) -> None:
 
 def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
     """Raises PlanError for an optimizer whose step on the parts of parameters is another one, or none."""
-    if plan is None or not plan.parameters_divided:
+    if plan is None or not plan.parameters_divided or optimizer in _tried:
         return
-    kind = next((k.__name__ for k in type(optimizer).__mro__ if k.__name__ in OVER_WHOLE_PARAMETERS), None)
-    if kind is not None:
+    name, divided = type(optimizer).__name__, any(isinstance(p, DTensor) for p in held_parameters(optimizer))
+    if isinstance(optimizer, LBFGS):
+        why = "it computes over one vector of all parameters"
+    elif takes_hooks(optimizer):
+        why = unlike_on_parts(optimizer) if divided else ""
+    else:
+        why = "it wraps another one, and is none of torch's itself"
+    if why:
+        alone = isinstance(optimizer, LBFGS) or not takes_hooks(optimizer) or unlike_by_parameters(optimizer)
         raise PlanError(
-            f"shard: {kind} computes over whole {OVER_WHOLE_PARAMETERS[kind]}, and each rank holds a part of it. Use "
-            f"another optimizer, or shard=1{', such as --set zero1=true' if kind == 'Adafactor' else ''}."
+            f"shard: {name} may make another step where each rank holds a part of every parameter: {why}. Use another "
+            f"optimizer, or shard=1{'' if alone else ', such as --set zero1=true'}."
         )
+    if divided:
+        _tried.add(optimizer)
 
 
 def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwise.compat.optimizers import after_method, takes_hooks
 from meshwise.parallel.buckets import buckets_of
 from meshwise.parallel.step_hooks import Order, has_closure, held_parameters, subscribe
 from meshwise.parallel.technique import Technique
+from meshwise.parallel.trial import unlike_by_parameters
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
@@ -37,6 +39,16 @@ class DividedOptimizer:
             raise PlanError(
                 "zero1 divides the optimizer by parameters, and LBFGS steps all of them as one. Use data alone."
             )
+        if not takes_hooks(optimizer):
+            raise PlanError(
+                f"zero1 divides the optimizer, and {type(optimizer).__name__} wraps another one and is none of torch's "
+                "itself. Use data alone."
+            )
+        if size > 1 and (why := unlike_by_parameters(optimizer)):
+            raise PlanError(
+                f"zero1: {type(optimizer).__name__} may not step each parameter by itself, and each rank would step "
+                f"some of them: {why}. Use data alone, or another optimizer."
+            )
         self._rank = rank
         self._owned = owners(held_parameters(optimizer), size)
         self._owner = {id(p): owner for owner, held in enumerate(self._owned) for p in held}
@@ -44,6 +56,8 @@ class DividedOptimizer:
         for p in [p for p in optimizer.state if self._owner.get(id(p), rank) != rank]:
             del optimizer.state[p]
         optimizer.register_load_state_dict_pre_hook(self._own_part)
+        for switch in ("train", "eval"):  # of schedule-free ones, which keep two sets of parameters
+            after_method(optimizer, switch, self._send)
         subscribe(Order.ZERO1, self._before, self._after, self._give_back, optimizer=optimizer)
 
     def _own_part(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
@@ -70,6 +84,9 @@ class DividedOptimizer:
     def _after(self, optimizer: Optimizer) -> None:
         """Give the gradients back, and send every parameter from its owner to all."""
         self._give_back(optimizer)
+        self._send()
+
+    def _send(self) -> None:
         for owner, held in enumerate(self._owned):
             for bucket in buckets_of([p for p in held if p.requires_grad], BUCKET):
                 _broadcast(bucket, owner, own=owner == self._rank)

@@ -1,0 +1,182 @@
+"""An optimizer tried on small matrices, before a plan lets it step a part of the parameters, or parts of each.
+
+Most optimizers treat every number by itself, and torch's own ones are known (`BY_NUMBERS`). Another one may compute a
+norm over all gradients (AdaGC), over a matrix (LARS), or the whole of it (Muon, Shampoo, SOAP): what it does with a
+part may be another step, without an error. So a copy with the same settings steps small parameters both ways, a few
+times in float64, and both must come to the same numbers. It draws nothing from the program's random generators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from meshwise.compat.optimizers import is_hooks, step_without_hooks
+from meshwise.transfer import foreign
+from meshwise.transfer.reading import together
+from meshwise.transfer.sharded import full_tensor
+
+_KNOWN: list[type[Any]] = [
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.SGD,
+    optim.SparseAdam,
+]
+BY_NUMBERS = {inspect.unwrap(kind.step) for kind in _KNOWN}
+STEPS = 8
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+ROWS, COLUMNS = 5, 3
+Place = Callable[[Tensor, Tensor], Tensor]
+"""(a small tensor, the parameter that it stands for) -> the small one as it is held."""
+Reached = Callable[[int], bool]
+"""Whether the small parameter of this number has a gradient."""
+
+
+def is_by_numbers(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is known to treat every number by itself."""
+    return inspect.unwrap(type(optimizer).step) in BY_NUMBERS
+
+
+def unlike_by_parameters(optimizer: Optimizer) -> str:
+    """Why stepping some of the parameters is not what happens to them where all are stepped; empty where it is."""
+    return "" if is_by_numbers(optimizer) else _first_that_runs(optimizer, _by_parameters)
+
+
+def unlike_on_parts(optimizer: Optimizer) -> str:
+    """Why a step on the parts of divided parameters is not that on whole ones; empty where it is. Collective."""
+    return "" if is_by_numbers(optimizer) else _first_that_runs(optimizer, _on_parts)
+
+
+def _first_that_runs(optimizer: Optimizer, compare: Callable[[Optimizer, torch.dtype], str]) -> str:
+    why = ""
+    for dtype in TOLERANCE:
+        try:
+            with _own_random_numbers(), torch.enable_grad():
+                return compare(optimizer, dtype)
+        except Exception as error:  # whatever an optimizer of others raises
+            first = str(error).strip().partition("\n")[0][:100]
+            why = why or f"a trial on small matrices raised {type(error).__name__}: {first}"
+    return why
+
+
+def _by_parameters(optimizer: Optimizer, dtype: torch.dtype) -> str:
+    whole = _stepped(optimizer, dtype, _as_it_is, lambda number: True)
+    even = _stepped(optimizer, dtype, _as_it_is, lambda number: number % 2 == 0)
+    odd = _stepped(optimizer, dtype, _as_it_is, lambda number: number % 2 == 1)
+    return _difference(whole, [(even, odd)[number % 2][number] for number in range(len(whole))], dtype)
+
+
+def _on_parts(optimizer: Optimizer, dtype: torch.dtype) -> str:
+    whole = _stepped(optimizer, dtype, _as_it_is, lambda number: True)
+    with together(), foreign.ours():
+        parts = _stepped(optimizer, dtype, _divided, lambda number: True)
+        return _difference(whole, [full_tensor(part) for part in parts], dtype)
+
+
+def _difference(whole: Sequence[Tensor], other: Sequence[Tensor], dtype: torch.dtype) -> str:
+    far = max((float((a - b).abs().max() / a.abs().max().clamp(min=1)) for a, b in zip(whole, other, strict=True)))
+    return "" if far <= TOLERANCE[dtype] else f"tried on small matrices, its numbers differ by {far:.0e}"
+
+
+def _as_it_is(value: Tensor, stands_for: Tensor) -> Tensor:
+    return value.to(stands_for.device)
+
+
+def _divided(value: Tensor, stands_for: Any) -> Tensor:
+    if not isinstance(stands_for, DTensor):
+        return _as_it_is(value, stands_for)
+    there = distribute_tensor(value, stands_for.device_mesh, stands_for.placements, src_data_rank=None)
+    return there if there.device == stands_for.device else there.to(stands_for.device)
+
+
+def _stepped(optimizer: Optimizer, dtype: torch.dtype, place: Place, reached: Reached) -> list[Tensor]:
+    """Small parameters after some steps of a copy of the optimizer."""
+    torch.manual_seed(0)
+    numbers = torch.Generator().manual_seed(1)
+
+    def drawn(shape: torch.Size) -> Tensor:
+        return torch.randn(shape, dtype=dtype, generator=numbers)
+
+    clone, small = _copied(optimizer, lambda p: nn.Parameter(place(drawn(_small_shape(p)), p), p.requires_grad))
+    switches = callable(getattr(clone, "train", None)) and callable(getattr(clone, "eval", None))
+    if switches:  # a schedule-free one
+        clone.train()
+    step = step_without_hooks(clone)
+    for number in range(STEPS):
+        for index, (p, stands_for) in enumerate(small):
+            gradient = place(drawn(p.shape) * 10.0 ** (1 - number % 3), stands_for)
+            p.grad = gradient if p.requires_grad and reached(index) else None
+        step(clone)
+    if switches:
+        clone.eval()
+    return [p.detach() for p, _ in small]
+
+
+def _copied(
+    optimizer: Optimizer, small_of: Callable[[Tensor], nn.Parameter]
+) -> tuple[Any, list[tuple[nn.Parameter, Tensor]]]:
+    """A copy without state that holds small parameters, and those, each with one that it stands for: two of each shape
+    in groups that are told apart."""
+    clone: Any = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): clone}
+    kinds: dict[object, list[nn.Parameter]] = {}
+    small: list[tuple[nn.Parameter, Tensor]] = []
+    for group in optimizer.param_groups:
+        told = tuple((k, v) for k, v in group.items() if isinstance(v, bool | str))
+        for p in group["params"]:
+            alike = kinds.setdefault((told, _small_shape(p), p.requires_grad), [])
+            if len(alike) < 2:
+                alike.append(small_of(p))
+                small.append((alike[-1], p))
+            memo[id(p)] = alike[-1]
+    left = {k: v for k, v in vars(optimizer).items() if k not in ("state", "step") and not is_hooks(k)}
+    vars(clone).update(copy.deepcopy(left, memo), state=defaultdict(dict))
+    vars(clone).update({k: OrderedDict() for k in vars(optimizer) if is_hooks(k)})
+    for holder in [clone, *vars(clone).values()]:
+        if isinstance(holder, Optimizer):
+            _hold_each_once(holder)
+    return clone, small
+
+
+def _hold_each_once(optimizer: Optimizer) -> None:
+    held: set[int] = set()
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if not (id(p) in held or held.add(id(p)))]  # type: ignore[func-returns-value]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+
+
+def _small_shape(p: Tensor) -> torch.Size:
+    """Of as many dims: the first is not divided evenly, and is larger than the second where the parameter's is."""
+    ranks = p.device_mesh.size() if isinstance(p, DTensor) else 1
+    tall = p.ndim < 2 or p.shape[0] >= p.shape[1]
+    rows, columns = (ROWS * ranks - 1, COLUMNS) if tall else (2 * ranks - 1, 2 * ranks + 2)
+    return torch.Size((rows, columns, *[2] * (p.ndim - 2))[: p.ndim])
+
+
+@contextlib.contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    before = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            numpy.random.set_state(before[1])
