@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,3 +125,58 @@ def test_an_option_of_meshwise_behind_a_script_is_noted_once(
     shown = capsys.readouterr().err
     assert shown.count("Note: ") == bool(noted)
     assert not noted or f"train.py gets {noted}, which follows its name" in shown
+
+
+OWN = {
+    "argparse": 'parser.add_argument("--devices", default=2)',
+    "click": "@click.option('-d', '--devices/--no-devices')",
+    "transformers": "@dataclass\nclass Own:\n    devices: int = field(default=2)\n",
+    "typer": "def main(lr: float = 0.1, devices: int = 2): ...",
+}
+OTHERS = {
+    "docstring": '"""Run it with meshwise run --devices 2xcpu train.py."""',
+    "longer": 'parser.add_argument("--devices-per-host")',
+    "variable": "devices = 2\nif devices: pass\n",
+}
+
+
+@pytest.mark.parametrize("kind", [*OWN, *OTHERS])
+def test_an_option_that_the_script_has_itself_is_not_noted(
+    kind: str,
+    typed: Callable[[Sequence[str]], Typed],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text((OWN | OTHERS)[kind])
+    typed(["train.py", "--devices", "2"])
+    assert ("Note: " in capsys.readouterr().err) == (kind in OTHERS)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--resume {run} train.py --lr 1",
+            "loads what it saved itself (mw.load).*Leave --resume out",
+        ),
+        ("--epochs 3 train.py", "this is an option of jobs"),
+        ("absent.py", "no such file"),
+        ("--resume {run}", "is a script, which loads its own state"),
+        ("--resume absent", "no run folder"),
+    ],
+)
+def test_what_cannot_start_is_refused_before_it_is_said_to_start(
+    words: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text('{"job": "train.py"}')
+    monkeypatch.setattr(sys, "argv", ["meshwise", "run", *words.format(run="run").split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and "starting" not in shown
+    assert all(part in " ".join(shown.split()) for part in said.split(".*"))

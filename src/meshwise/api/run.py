@@ -78,16 +78,23 @@ def run(options: RunOptions) -> RunSummary:
     return start_job(options, Console())[0]
 
 
-def start_job(options: RunOptions, console: Console, began: float | None = None) -> tuple[RunSummary, int]:
+def start_job(
+    options: RunOptions,
+    console: Console,
+    began: float | None = None,
+    starts: Callable[[RunOptions], object] = lambda options: None,
+) -> tuple[RunSummary, int]:
     """Run the job of the options: in workers of our own, or in this process where another launcher started it.
 
-    began: when the user asked for it (seconds since 1970), if that was earlier than now.
+    began: when the user asked for it (seconds since 1970), if that was earlier than now. starts: called once the
+    options hold.
     Returns the summary and the exit code: 0, or 128 and the number of the signal that stopped the run.
     """
     if options.resume is not None:
         options = options.resumed(names.read_run(Path(options.resume)))
     if options.job is None:
         raise UsageError("no job is given. Use meshwise run mnist-mlp, or meshwise run file.py:name.")
+    starts(options)
     if started_by_launcher():
         return _run_joined(options, console), 0
     job = _job_of(options)  # here too: what is wrong is reported before any worker starts

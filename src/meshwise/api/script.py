@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,12 +28,23 @@ from meshwise.training.run_options import RunOptions
 from meshwise.workers.environment import EXACT_RANDOM, LOG, PLAN_FILE, read_world, started_by_launcher
 
 
-def start_script(arguments: Sequence[str], options: RunOptions, console: Console, began: float | None = None) -> int:
+def start_script(
+    arguments: Sequence[str],
+    options: RunOptions,
+    console: Console,
+    began: float | None = None,
+    starts: Callable[[RunOptions], object] = lambda options: None,
+) -> int:
     """Run a script on every device, as `python script.py` runs it on one. Returns the exit code.
 
-    arguments: the script's own. Raises WorkerFailed when a worker fails.
+    arguments: the script's own. starts: called once the options hold. Raises WorkerFailed when a worker fails.
     """
     script = Path(str(options.job))
+    if options.resume is not None:
+        raise UsageError(
+            f"--resume {options.resume}: {script.name} is a script, which loads what it saved itself (mw.load). Leave "
+            f"--resume out, and name the file to load behind {script.name}, by an option of its own."
+        )
     refuse_options_of_jobs(script.name, options)
     if not script.is_file():
         raise UsageError(f"{script}: no such file. Name a Python file.")
@@ -45,6 +56,7 @@ def start_script(arguments: Sequence[str], options: RunOptions, console: Console
             )
         _script_in_worker(script, arguments, options, None)
         return 0
+    starts(options)
     started = start(partial(_script_program, script, arguments, options), options, began or time.time())
     _, code = supervised(started, console)
     report = report_of(read_timeline(started.folder), str(started.folder))

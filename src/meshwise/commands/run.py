@@ -39,18 +39,21 @@ def run(
     """
     if as_json and is_script(options.job):
         raise UsageError(f"--json is the summary of a job; {options.job} is a script. Use meshwise report --json.")
-    if "RANK" not in os.environ:
-        print(f"starting    {_workers(options.devices)}", file=sys.stderr, flush=True)
     console = Console(stderr=as_json)
     import psutil  # here: the help has no use for it
 
     began: float = psutil.Process().create_time()  # when the command was typed, near enough
     if is_script(options.job):
-        raise typer.Exit(api.script.start_script(context.args, options, console, began))
-    summary, code = api.run.start_job(options, console, began)
+        raise typer.Exit(api.script.start_script(context.args, options, console, began, _say_starting))
+    summary, code = api.run.start_job(options, console, began, _say_starting)
     if as_json:
         print(json.dumps(json_value(summary), indent=2))
     raise typer.Exit(code)
+
+
+def _say_starting(options: RunOptions) -> None:
+    if "RANK" not in os.environ:
+        print(f"starting    {_workers(options.devices)}", file=sys.stderr, flush=True)
 
 
 def _workers(devices: str | None) -> str:
