@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import sys
 import time
@@ -71,6 +72,8 @@ def test_a_stop_saves_the_state_and_says_how_to_go_on(number: signal.Signals, co
     assert run.wait() == code, run.output
     folder = run_folder(tmp_path)
     assert f"meshwise run --resume {folder}" in run.output
+    by = {130: "Ctrl-C", 143: "SIGTERM", 129: "a closed terminal"}[code]
+    assert re.search(rf"^stopped by {by} after step \d+ \(epoch 1\)$", run.output, re.MULTILINE)
     assert read_run(folder)["status"] == "stopped"
     assert (folder / "checkpoint" / "latest.json").exists()
     assert run.left_over() == []
@@ -106,7 +109,45 @@ def test_a_script_that_is_stopped_ends_on_all_ranks_and_keeps_its_records(tmp_pa
     folder = run_folder(tmp_path)
     report = mw.report(folder)
     assert report.status == "stopped" and report.missing == [] and report.steps > 10
+    assert f"stopped by Ctrl-C after step {report.steps} (epoch 1)" in run.output
     assert len({rank.steps for rank in report.ranks}) == 1
+    assert run.left_over() == []
+
+
+PLAIN = """
+import time, torch, torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+print("no step yet", flush=True)
+if "late" in FAULTS:
+    time.sleep(100)
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+batches = DataLoader(TensorDataset(torch.ones(8000, 4)), batch_size=8)
+for step, (x,) in enumerate(batches if "loader" in FAULTS else [(torch.ones(8, 4),)] * 1000):
+    model(x).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 10:
+        print("ten steps", flush=True)
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["late", "loader", "no loader"])
+def test_a_script_that_knows_nothing_of_meshwise_is_stopped_too(kind: str, tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(f"FAULTS = {[kind]}{PLAIN}")
+    run = CommandRun("--devices", "2xcpu", "--out", str(tmp_path / "runs"), str(script), out=tmp_path)
+    run.wait_for("no step yet" if kind == "late" else "ten steps")
+    run.send(signal.SIGINT)
+    assert run.wait() == 130, run.output
+    assert "Traceback" not in run.output
+    folder = run_folder(tmp_path)
+    after = "" if kind == "late" else f" after step {mw.report(folder).steps}"
+    assert f"stopped by Ctrl-C{after}\n" in run.output
+    assert read_run(folder)["status"] == "stopped"
     assert run.left_over() == []
 
 

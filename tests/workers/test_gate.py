@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +23,10 @@ class Line:
         self.answers: queue.Queue[int] = queue.Queue()
 
     def send(self, kind: str, **facts: Any) -> None:
-        assert kind == "halting"
-        self.answers.put(facts["begun"])
+        if kind == "halting":
+            self.answers.put(facts["begun"])
+        else:
+            self.said = kind, facts
 
     def halt(self) -> int:
         self.listeners["halt"]({"kind": "halt"})
@@ -144,3 +147,22 @@ def test_without_a_channel_every_step_begins() -> None:
     gate = StepGate()
     assert all(gate.begin() for _ in range(100))
     assert gate.wanted is False
+
+
+def test_a_stopped_loop_says_after_which_step() -> None:
+    ranks = Ranks(1)
+    assert isinstance(ranks.gates[0].stop(12, 3), KeyboardInterrupt)
+    assert ranks.lines[0].said == ("stopping", {"step": 12, "epoch": 3})
+
+
+@pytest.mark.parametrize("interrupts", [True, False])
+def test_a_script_that_has_come_to_no_step_is_interrupted(interrupts: bool) -> None:
+    ranks = Ranks(1)
+    ranks.gates[0].interrupts = interrupts
+    came = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.set())
+    try:
+        threading.Thread(target=ranks.halt, daemon=True).start()
+        assert came.wait(PATIENCE if interrupts else 0.1) == interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -28,12 +28,15 @@ from meshwise.workers.channel import Message
 from meshwise.workers.launch import Halt, Listeners, launch
 from meshwise.workers.nodes import Nodes
 
+SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", getattr(signal, "SIGHUP", 1): "a closed terminal"}
+
 
 class Viewer:
     """Turns the messages of a run into what a person sees."""
 
-    def __init__(self, view: LiveView, devices: Sequence[str], *, live: bool) -> None:
-        self._view, self._live = view, live
+    def __init__(self, view: LiveView, devices: Sequence[str], *, live: bool, halt: Halt | None = None) -> None:
+        self._view, self._live, self._halt = view, live, halt
+        self.stopped = ""
         self._devices = tuple(devices)
         self._memory: list[int | None] = [None] * len(devices)
         self._job = ""
@@ -48,8 +51,18 @@ class Viewer:
             self._view.update(self._progress(message))
         elif kind == "evaluated":
             self._view.print(metrics_line(message))
+        elif kind == "stopping" and rank == 0:
+            epoch = "" if message["epoch"] is None else f" (epoch {message['epoch']})"
+            self.stops(f" after step {message['step']}{epoch}")
         elif kind == "note":
             self._view.print(fitted(message["text"], sys.stdout))
+
+    def stops(self, where: str = "") -> None:
+        """Say once that the run is stopped, by what, and where it stood."""
+        if not self.stopped:
+            number = self._halt.signal if self._halt else signal.SIGINT
+            self.stopped = f"stopped by {SIGNALS.get(number, f'signal {number}')}{where}"
+            self._view.print(self.stopped)
 
     def send(self, kind: str, **facts: Any) -> None:
         """A message of this very process: for a run that joined another launcher."""
@@ -74,10 +87,11 @@ class Viewer:
 
 
 def metrics_line(message: Mapping[str, Any]) -> str:
-    """`epoch 1/5  test accuracy 95.20 %  loss 0.1612  best so far`."""
+    """`epoch 1/5  test accuracy 95.20 %  loss 0.1612  best so far`; in its middle `epoch 1/5, step 500  test …`."""
+    step = f", step {message['inside']}" if "inside" in message else ""
     parts = [metric_text(name, value) for name, value in message["metrics"].items()]
     parts += ["best so far"] if message["best"] else []
-    return f"epoch {message['epoch']}/{message['epochs']}  test {'  '.join(parts)}"
+    return f"epoch {message['epoch']}/{message['epochs']}{step}  test {'  '.join(parts)}"
 
 
 PRELOAD = ("meshwise.training.distribute", "meshwise.training.loop", "torch._dynamo")
@@ -100,7 +114,8 @@ def supervise(
     halt = Halt()
     keeps = folder if folder is not None and names.is_kept_by(folder, nodes.node_rank if nodes else 0) else None
     with LiveView(console) as view, forwarded_signals(halt, view):
-        viewer = Viewer(view, [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], live=view.draws)
+        devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)]
+        viewer = Viewer(view, devices, live=view.draws, halt=halt)
         listeners = Listeners(message=viewer.message, output=viewer.output)
         try:
             results = launch(
@@ -110,7 +125,9 @@ def supervise(
             if keeps:
                 names.end_session(keeps, "stopped" if error.rank is None else "failed", str(error))
             raise
-    stopped = halt.wanted.is_set()
+        stopped = halt.wanted.is_set()
+        if stopped:
+            viewer.stops()
     if keeps:
         names.end_session(keeps, "stopped" if stopped else "finished")
     return results, 128 + halt.signal if stopped else 0

@@ -199,7 +199,7 @@ class DistributedLoader:
                     loop.first_batch_ends()
                 came_to(BATCH, self._number, self._epoch, given + 1)
         if engine.stopped:
-            raise KeyboardInterrupt("the run was asked to stop; every rank stops before the same batch")
+            raise engine.gate.stop(engine.phases.step, self._epoch + 1)
         self._epoch, self._index, self._order, self._running = self._epoch + 1, 0, None, False
 
     def _read(self, limit: int | None) -> Iterator[tuple[Any, Any]]:
@@ -268,7 +268,7 @@ def _begin_split(engine: Engine, part: BatchSlice) -> None:
         return
     engine.phases.batch_asked()
     if not engine.gate.begin():
-        raise KeyboardInterrupt("the run was asked to stop; every rank stops before the same batch")
+        raise engine.gate.stop(engine.phases.step)
     engine.phases.batch_given(None)
     if engine.watcher is not None:
         engine.watcher.batch_asked()

@@ -44,7 +44,9 @@ _programs: list[PlainProgram] = []
 def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = None) -> None:
     """Watch this process from now on. say: takes a line for the user. own_group: called when the program makes a
     process group, which only those do that do not use our verbs."""
-    _programs.append(PlainProgram(rank_context().world, own_group, say))
+    context = rank_context()
+    context.gate.interrupts = True
+    _programs.append(PlainProgram(context.world, own_group, say))
 
 
 def end() -> Recording | None:
@@ -99,6 +101,7 @@ class PlainProgram:
         if self._is_inside():
             yield
             return
+        self._pass_gate()
         recorder = self._recorder
         if self._since is not None and not self._trained and (self._read or self._evaluates):
             recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
@@ -141,6 +144,8 @@ class PlainProgram:
     def _step_begins(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if threading.get_ident() != self._thread:
             return
+        if not self._read:
+            self._pass_gate()
         if any(p.grad is not None for p in held_parameters(optimizer)):
             self._begin()
         self._since = self._optimizer = self._recorder.mark()
@@ -184,6 +189,12 @@ class PlainProgram:
         if self._stepped:
             self._recorder.begin_step(self._recorder.step + 1)
             self._stepped = False
+
+    def _pass_gate(self) -> None:
+        """Stop here, where the run was asked to."""
+        gate = rank_context().gate
+        if not gate.begin():
+            raise gate.stop(max(0, self._recorder.step - (not self._stepped)))
 
     def _is_inside(self) -> bool:
         """Whether this is inside another call that is known, or in another thread."""

@@ -3,6 +3,8 @@
 On a halt the channel thread of each worker freezes the beginning of further steps and answers with the last step begun.
 The launcher takes the largest answer as the last step and tells everyone. Ranks behind it catch up, ranks at it stop:
 no rank waits in a collective for one that stopped earlier. Nothing is paid while nobody asks.
+
+Where no rank has begun a step, a script may never come to one: it gets the signal of a Ctrl-C, as it would alone.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ class StepGate:
         self._frozen = False
         self._last: int | None = None
         self.wanted = False
+        self.interrupts = False
+        """Whether the program is interrupted where no rank has begun a step."""
+        self._channel = channel
         if channel is not None:
             channel.listeners["halt"] = lambda message: channel.send("halting", begun=self._freeze())
             channel.listeners["last"] = lambda message: self._set_last(int(message["step"]))
@@ -30,6 +35,17 @@ class StepGate:
     def stopped(self) -> bool:
         """Whether the agreed last step is behind this rank."""
         return self._last is not None and self._begun >= self._last
+
+    @property
+    def halted(self) -> bool:
+        """Whether the run was asked to stop: a peer that is gone is then no fault."""
+        return self._frozen
+
+    def stop(self, step: int, epoch: int | None = None) -> KeyboardInterrupt:
+        """What a script's loop raises once `begin` was False. The launcher says after which step that was."""
+        if self._channel is not None:
+            self._channel.send("stopping", step=step, epoch=epoch)
+        return KeyboardInterrupt("the run was asked to stop; every rank stops before the same batch")
 
     def want(self, number: int, frame: object) -> None:
         """A signal handler that asks for a stop at the next log step; the same signal again ends the process."""
@@ -56,3 +72,5 @@ class StepGate:
         with self._changed:
             self._last = step
             self._changed.notify_all()
+        if step == 0 and self.interrupts:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

@@ -85,11 +85,12 @@ def run_task(task: Path, rank: int, channel: WorkerChannel) -> int:
     except SystemExit as exit:
         return _exited(exit, rank, channel)
     except BaseException as error:
-        if not (isinstance(error, KeyboardInterrupt) and join.rank_context().gate.stopped):
+        by_stop = isinstance(error, KeyboardInterrupt) or failure.is_communication_error(error)
+        if not (by_stop and join.rank_context().gate.halted):
             add_hint(error)
             channel.send("failed", failure=asdict(failure.by_error(rank, error)))
             return 1
-        _save_result(result_path(task, rank), None)  # a script that was asked to stop, and did, after the same batch
+        _save_result(result_path(task, rank), None)  # a script that was asked to stop, and did
     channel.send("done")
     return 0
 
