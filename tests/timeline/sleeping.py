@@ -100,11 +100,17 @@ class _Sgd(torch.optim.SGD):
 
 
 def measured(
-    run: Any, folder: Path, steps: int, more: Mapping[int, Mapping[str, float]], ranks: int, size: int = 1000
+    run: Any,
+    folder: Path,
+    steps: int,
+    more: Mapping[int, Mapping[str, float]],
+    ranks: int,
+    size: int = 1000,
+    machines: int = 1,
 ) -> tuple[Timeline, Report, Sequence[Slept]]:
     """`run(function, *arguments)` calls it on every rank: the timeline, its report, what each rank slept."""
     folder.mkdir(parents=True, exist_ok=True)
-    begin_session(folder, time.time(), job="sleeping", devices=["cpu"] * ranks)
+    begin_session(folder, time.time(), job="sleeping", devices=["cpu"] * (ranks // machines), world=ranks)
     slept = run(sleeping_run, str(folder), steps, more, size)
     end_session(folder, "finished")
     timeline = read_timeline(folder)

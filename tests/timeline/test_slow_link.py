@@ -96,7 +96,7 @@ def run(
 ) -> tuple[Report, dict[str, Finding]]:
     """The report of three ranks with links of this rate and late by so many ms; its findings by kind."""
     with hosts(3, rate, AHEAD) as cluster:
-        _, report, _ = measured(partial(run_on, cluster), folder, steps, late, ranks=3, size=size)
+        _, report, _ = measured(partial(run_on, cluster), folder, steps, late, ranks=3, size=size, machines=3)
     assert report.missing == [] and report.steps == steps
     return report, {finding.kind: finding for finding in report.findings}
 

@@ -48,7 +48,13 @@ def report_of(
     collectives = _collectives(timeline, table.arrivals)
     error = max((clock.error for clock in timeline.clocks), default=0.0) / 1e9
     findings = findings_of(
-        table, error, goodput, collectives, timeline.counters, str(timeline.facts.get("program", "job"))
+        table,
+        error,
+        goodput,
+        collectives,
+        timeline.counters,
+        str(timeline.facts.get("program", "job")),
+        links=_have_links(timeline),
     )
     seconds = table.step_seconds()[table.trained]
     kinds = table.kind_seconds()[table.counted].sum(axis=0)
@@ -80,6 +86,13 @@ def report_of(
         counters=[_thinned(counter) for counter in timeline.counters],
         views=step_windows(timeline, table, steps, findings[0].rank if findings else None),
     )
+
+
+def _have_links(timeline: Timeline) -> bool:
+    """Whether links may lie between the ranks: not between CPU workers of one machine."""
+    facts, ranks = timeline.facts, timeline.ranks
+    several = int(facts.get("world") or 0) > len(facts.get("devices") or ()) or len({rank.host for rank in ranks}) > 1
+    return several or any(not rank.device.startswith("cpu") for rank in ranks)
 
 
 def _about(facts: Mapping[str, Any]) -> dict[str, str]:

@@ -72,9 +72,12 @@ def findings_of(
     collectives: Sequence[CollectiveReport],
     counters: Sequence[Counter],
     program: str = "job",
+    *,
+    links: bool = True,
 ) -> list[Finding]:
     """What limits a step, the largest share first; then how much of it is computing; then growing memory. program: the
-    kind that the advice is for, see `advice.WORDS`."""
+    kind that the advice is for, see `advice.WORDS`. links: whether there are any between the ranks: CPU workers of one
+    machine have none."""
     steady = table.steady
     if not steady.any():
         return []
@@ -82,7 +85,7 @@ def findings_of(
     seconds = dict(zip(KINDS, mean.tolist(), strict=True))
     shares = _Shares(int(steady.sum()), seconds, float(table.step_seconds()[steady].mean()), program)
     stragglers = list(_stragglers(table, shares, error_seconds))
-    found = [*stragglers, *_input(shares), *_communication(table, shares, collectives, stragglers)]
+    found = [*stragglers, *_input(shares), *_communication(table, shares, collectives, stragglers, links)]
     slower = list(_slower_than_one(table, shares, collectives))
     found += [*_imbalance(shares, stragglers), *_idle(shares), *_of_run(goodput, program), *_stalls(table)]
     return [*slower, *sorted(found, key=lambda finding: -finding.share), _computing(shares), *_memory(counters)]
@@ -145,19 +148,24 @@ def _input(shares: _Shares) -> Iterator[Finding]:
 
 
 def _communication(
-    table: StepTable, shares: _Shares, collectives: Sequence[CollectiveReport], stragglers: Sequence[Finding]
+    table: StepTable,
+    shares: _Shares,
+    collectives: Sequence[CollectiveReport],
+    stragglers: Sequence[Finding],
+    links: bool,
 ) -> Iterator[Finding]:
     share = shares.share("communication")
     if share < LEAST["communication"]:
         return
     delays = table.sync_points.delay
     why = f" on (ranks arrive within {seconds_text(float(np.median(delays)) if len(delays) else 0.0)})"
+    slow = "the links are slow" if links else "gloo sends on the cores that compute"
     if shares.share("waiting") < share / 2:
-        why += ": the links are slow, not a rank"
+        why += f": {slow}, not a rank" if links else f": no rank is late, {slow}"
     if len(table.arrivals.ranks) < 2:
         why = ", or waiting for ranks that left no log: the two cannot be told apart"
     elif stragglers:
-        why = f" on, besides what rank {', '.join(str(found.rank) for found in stragglers)} costs: the links are slow"
+        why = f" on, besides what rank {', '.join(str(found.rank) for found in stragglers)} costs: {slow}"
     sentence = (
         f"{shares.bound('Communication', share)}: {shares.of_step(share)} is exposed communication (not overlapped "
         f"with computing), from the last rank's arrival{why}.{_most_expensive(collectives, shares.steps)}"
