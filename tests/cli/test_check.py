@@ -127,6 +127,29 @@ def test_what_cannot_be_is_two(words: tuple[object, ...], says: str, check: Chec
     assert code == 2 and says in err and not out, err
 
 
+def test_passes_and_steps_are_shown_from_the_first_moment_on(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwise.commands.check.QUIET_SECONDS", -1)
+    code, _, err = check("train.py:job", "--steps", "2")
+    shown = [line.removeprefix("train.py:job  ") for line in err.splitlines()]
+    plan = "Plan(data=2) on 2xcpu"
+    assert code == 0 and shown == [
+        "a check of 2 steps",
+        "pass 1 of 4: one device, in float64",
+        "pass 2 of 4: one device, in the plan's own precision",
+        f"pass 3 of 4: {plan}, in float64",
+        "pass 3 of 4, step 1 of 2",
+        "pass 3 of 4, step 2 of 2",
+        f"pass 4 of 4: {plan}, in the plan's own precision",
+        "pass 4 of 4, step 1 of 2",
+        "pass 4 of 4, step 2 of 2",
+    ]
+
+
+def test_what_is_refused_later_has_said_at_once_that_it_began(check: Check) -> None:
+    _, _, err = check("absent.py")
+    assert err.startswith("absent.py  a check of 3 steps\n")
+
+
 def test_the_old_name_of_notify_is_known_for_a_release() -> None:
     said = list[str]()
     with pytest.warns(DeprecationWarning, match="notify="):

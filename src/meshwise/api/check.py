@@ -24,6 +24,7 @@ from meshwise.compat.compiling import uncompile, unwrapped
 from meshwise.equivalence.file_view import free_folders
 from meshwise.equivalence.locked_files import can_lock, lock_files
 from meshwise.equivalence.one_device import one_device
+from meshwise.equivalence.passes import Passes, say_next_pass
 from meshwise.equivalence.program_trace import ProgramTrace, check_same_steps, trace_to_compare
 from meshwise.equivalence.programs import watch_job, watch_script
 from meshwise.equivalence.proof import Proof, prove
@@ -48,7 +49,7 @@ from meshwise.training.tracking import nowhere
 from meshwise.workers.environment import PLAN_FILE, started_by_launcher
 from meshwise.workers.failure import user_traceback
 from meshwise.workers.join import join
-from meshwise.workers.launch import launch
+from meshwise.workers.launch import Listeners, launch
 
 shown_by(Proof, check_text)
 
@@ -111,17 +112,23 @@ def check_options(options: CheckOptions) -> Proof:
         program = (
             _script(Path(script), options, plan, slots, Path(folder)) if script else _job(options, slots, Path(folder))
         )
-        options.notify(f"one device, {options.steps} steps")
-        ones = _traces(program, [(spec, None) for spec in specs], slots[:1])
+        passes = Passes(_passes(specs, plan, devices), options.steps, options.notify, options.progress)
+        ones = _traces(program, [(spec, None) for spec in specs], slots[:1], passes)
         one = trace_to_compare(ones[0], program.name)
         drawn = [found.trace.draws if found.trace is not None else {} for found in ones]
-        options.notify(f"{plan or 'the plan of the script'}, {devices}")
-        many = _traces(program, list(zip(specs, drawn, strict=True)), slots)
+        many = _traces(program, list(zip(specs, drawn, strict=True)), slots, passes)
     actual = trace_to_compare(many[0], program.name)
     check_same_steps(one, actual, program.name)
     spec = replace(specs[0], plan=many[0].plan or specs[0].plan)
     rounded = [found[-1].trace for found in (ones, many)] if len(specs) > 1 else []
     return prove(program.name, spec, devices, one, actual, [trace for trace in rounded if trace is not None])
+
+
+def _passes(specs: Sequence[CheckSpec], plan: Plan | None, devices: str) -> list[str]:
+    """What each pass runs, in words."""
+    words = ["in float64" if spec.in_float64 else "in the plan's own precision" for spec in specs]
+    sides = ["one device", f"{plan or 'the plan of the script'} on {devices}"]
+    return [f"{side}, {precision}" for side in sides for precision in words]
 
 
 def _plan(options: CheckOptions) -> Plan:
@@ -144,15 +151,16 @@ def uncompiled_plan(plan: Plan, notify: Callable[[str], None]) -> Plan:
 
 
 def _traces(
-    program: Program, passes: Sequence[tuple[CheckSpec, Draws | None]], slots: Sequence[WorkerSlot]
+    program: Program, wanted: Sequence[tuple[CheckSpec, Draws | None]], slots: Sequence[WorkerSlot], passes: Passes
 ) -> list[ProgramTrace]:
     """What the program did in each pass: what is checked, and the random draws that it follows."""
-    if not program.alone and slots[0].device == "cpu" and passes[0][1] is None:
-        return [_in_this_process(program, spec) for spec, _ in passes]
-    groups = [[each] for each in passes] if program.alone else [passes]
-    return [
-        found for group in groups for found in launch(_in_worker, (program.trace, group), slots, preload=PRELOAD)[0]
-    ]
+    if not program.alone and slots[0].device == "cpu" and wanted[0][1] is None:
+        return [_in_this_process(program, spec, passes) for spec, _ in wanted]
+    listeners, found = Listeners(passes.received), list[ProgramTrace]()
+    for group in [[each] for each in wanted] if program.alone else [wanted]:
+        passes.begin()
+        found += launch(_in_worker, (program.trace, group), slots, listeners=listeners, preload=PRELOAD)[0]
+    return found
 
 
 def _in_worker(
@@ -160,11 +168,17 @@ def _in_worker(
     passes: Sequence[tuple[CheckSpec, Draws | None]],
 ) -> list[ProgramTrace | None]:
     join()
-    return [trace(spec, draws) for spec, draws in passes]
+    found = list[ProgramTrace | None]()
+    for spec, draws in passes:
+        if found:
+            say_next_pass()
+        found.append(trace(spec, draws))
+    return found
 
 
-def _in_this_process(program: Program, spec: CheckSpec) -> ProgramTrace:
+def _in_this_process(program: Program, spec: CheckSpec, passes: Passes) -> ProgramTrace:
     """One device. Raises WorkerFailed, as a worker would, where the user's program raises."""
+    passes.begin()
     try:
         found = program.trace(spec, None)
         assert found is not None
@@ -180,7 +194,7 @@ def _in_this_process(program: Program, spec: CheckSpec) -> ProgramTrace:
 
 def _job(options: CheckOptions, slots: Sequence[WorkerSlot], folder: Path) -> Program:
     name = _find_job(options).name  # here too: what is wrong is reported before any worker starts
-    plain = replace(options, notify=_ignore, tell=None)
+    plain = replace(options, notify=_ignore, progress=_ignore, tell=None)
     return Program(name, partial(_trace_job, plain, slots[0].device == "cpu", folder), alone=False)
 
 

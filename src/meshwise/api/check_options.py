@@ -22,7 +22,8 @@ DEFAULT_DEVICES = "2xcpu"
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """The options of a check. arguments: of a script. notify: takes a line for the user."""
+    """The options of a check. arguments: of a script. notify: takes a line for the user. progress: takes where the
+    check stands, again and again: `pass 2 of 4, step 1 of 3`."""
 
     job: Annotated[
         Job | str,
@@ -50,6 +51,7 @@ class CheckOptions:
     rounding: Annotated[bool, Option("run both sides in the plan's own precision too")] = True
     arguments: Sequence[str] = ()
     notify: Callable[[str], None] = lambda text: None
+    progress: Callable[[str], None] = lambda text: None
     tell: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:

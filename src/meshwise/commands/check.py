@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated
 
@@ -13,7 +16,10 @@ from meshwise import api
 from meshwise.api.check_options import CheckOptions
 from meshwise.commands.command_line import ScriptCommand, from_dataclass
 from meshwise.equivalence import views
+from meshwise.spec.units import plural
 
+QUIET_SECONDS = 10
+"""Without a line, before steps are lines too where nothing can be drawn."""
 app = typer.Typer(add_completion=False)
 
 
@@ -33,14 +39,33 @@ def check(
     meshwise check train.py:job --set shard=4   a Job under any plan
     meshwise check gpt --plan plan.toml --json  every figure
     """
-    console = Console(stderr=True)
-
-    def notify(text: str) -> None:
-        console.print(f"{options.job}  {text}", style="dim", markup=False, highlight=False, soft_wrap=True)
-
-    proof = api.check.check_options(replace(options, arguments=context.args, notify=notify))
+    with _progress_shown(str(options.job)) as (notify, progress):
+        notify(f"a check of {plural(options.steps, 'step')}")  # at once: torch is still to be imported
+        given = replace(options, arguments=context.args, notify=notify, progress=progress)
+        proof = api.check.check_options(given)
     if as_json:
         print(json.dumps(views.check_dict.check_dict(proof), indent=2))
     else:
         Console().print(views.check_text.check_text(proof), soft_wrap=True)
     raise typer.Exit(0 if proof.equal else 1)
+
+
+@contextmanager
+def _progress_shown(job: str) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
+    """What takes a line, and what takes where the check stands: on a terminal a line that changes, below the others."""
+    console, last = Console(stderr=True), time.monotonic()
+
+    def line(text: str) -> None:
+        nonlocal last
+        last = time.monotonic()
+        console.print(f"{job}  {text}", style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    def seldom(text: str) -> None:
+        if time.monotonic() - last > QUIET_SECONDS:
+            line(text)
+
+    if not console.is_terminal:
+        yield line, seldom
+        return
+    with console.status("checking") as status:
+        yield line, status.update

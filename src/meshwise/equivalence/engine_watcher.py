@@ -18,6 +18,7 @@ from meshwise.equivalence import across_ranks
 from meshwise.equivalence.diagnose_evaluation import UNSUMMED
 from meshwise.equivalence.model_state import gradients_of, learning_rates_of, local_sum, scheduler_numbers
 from meshwise.equivalence.model_tracer import ModelTracer
+from meshwise.equivalence.passes import say_step
 from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds, ShortLoops
 from meshwise.equivalence.trace import CheckSpec, Draws, StepTrace
@@ -223,6 +224,7 @@ class EngineWatcher:
             divided = plan.state_divided and not plan.parameters_divided
             across_ranks.collect_step(step, self._model, optimizer, divided=divided)
             steps.append(step)
+            say_step(len(steps))
         step.scheduler = self._scheduler_of(optimizer) or step.scheduler  # the program may have let it go
         step.rank_divergence |= across_ranks.numbers_diverge("scheduler", step.scheduler)
 
