@@ -37,6 +37,7 @@ from meshwise.training.job import Job as Job
 from meshwise.training.run_options import RunOptions as RunOptions
 from meshwise.training.session import session as session
 from meshwise.training.tracking import log as log
+from meshwise.training.tracking import log_to as log_to
 from meshwise.training.verbs import Memory as Memory
 from meshwise.training.verbs import barrier as barrier
 from meshwise.training.verbs import empty_cache as empty_cache

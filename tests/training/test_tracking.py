@@ -117,6 +117,37 @@ def test_without_a_folder_nothing_is_kept_and_nothing_fails(folder: Path, monkey
     assert not list(Path().iterdir())
 
 
+def test_a_script_may_have_a_tracker_of_its_own(folder: Path, wandb: Any) -> None:
+    seen: list[Any] = []
+
+    def track(values: Mapping[str, float], step: int) -> None:
+        seen.append((dict(values), step))
+
+    def fails(values: Mapping[str, float], step: int) -> None:
+        raise OSError("full")
+
+    mw.log(loss=3.0, step=1)
+    mw.log_to(track, "wandb", fails)
+    mw.log_to(track)  # once
+    for step in (2, 3):
+        mw.log(loss=float(step), step=step)
+    assert seen == [({"loss": 2.0}, 2), ({"loss": 3.0}, 3)]
+    assert ("log", {"loss": 3.0, "step": 3}) in wandb.said and wandb.said[1][:2] == ("init", "offline")
+    assert [line["step"] for line in lines(folder)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("wanted", "says"), [(3, "3 is no tracker"), ("wandbb", "Did you mean 'wandb'")])
+def test_what_is_no_tracker_is_refused(wanted: Any, says: str, folder: Path) -> None:
+    with pytest.raises(UsageError, match=says):
+        mw.log_to(wanted)
+
+
+def test_a_check_calls_no_tracker(folder: Path) -> None:
+    with nowhere():
+        mw.log_to(lambda values, step: pytest.fail("called"))
+        mw.log(loss=1.0)
+
+
 def test_what_is_checked_logs_nothing(folder: Path) -> None:
     with nowhere():
         mw.log(loss=1.0)

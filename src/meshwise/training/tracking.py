@@ -42,7 +42,16 @@ class Tracking:
 
     def open(self, step: int) -> None:
         """Open the trackers. step: the last one that the run has behind it."""
-        for wanted in self._wanted:
+        self._open_now(self._wanted, step)
+
+    def add(self, trackers: Iterable[str | Tracker], step: int) -> None:
+        """Open these too, but for those that it has."""
+        new = [tracker for tracker in dict.fromkeys(trackers) if tracker not in self._wanted]
+        self._wanted += new
+        self._open_now(new, step)
+
+    def _open_now(self, trackers: Iterable[str | Tracker], step: int) -> None:
+        for wanted in trackers:
             with self._optional(wanted if isinstance(wanted, str) else "tracker"):
                 self._open.append(open_tracker(wanted, self._folder or Path(), step))
 
@@ -75,10 +84,11 @@ class Tracking:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where `mw.log` writes. step: the step that is worked on, None where that is not known."""
+    """Where `mw.log` writes. step: the one that is worked on, None where that is not known. kept: whether it writes."""
 
     tracking: Tracking
     step: Callable[[], int | None]
+    kept: bool = True
 
 
 _targets: list[_Target] = []
@@ -87,9 +97,9 @@ _calls: Counter[str] = Counter()
 
 
 @contextlib.contextmanager
-def log_into(tracking: Tracking, step: Callable[[], int | None]) -> Iterator[None]:
+def log_into(tracking: Tracking, step: Callable[[], int | None], *, kept: bool = True) -> Iterator[None]:
     """`mw.log` in the with-body writes to `tracking`."""
-    target = _Target(tracking, step)
+    target = _Target(tracking, step, kept)
     _targets.append(target)
     try:
         yield
@@ -99,7 +109,7 @@ def log_into(tracking: Tracking, step: Callable[[], int | None]) -> Iterator[Non
 
 def nowhere() -> contextlib.AbstractContextManager[None]:
     """`mw.log` in the with-body writes nothing."""
-    return log_into(Tracking(None, (), lambda text: None), lambda: None)
+    return log_into(Tracking(None, (), lambda text: None), lambda: None, kept=False)
 
 
 def has_logged() -> bool:
@@ -124,12 +134,33 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
     _calls[place] += 1
     if context.channel is not None and context.world.size > 1 and _calls[place] <= COMPARED:
         context.channel.send("logged", where=place, call=_calls[place], values=numbers)
-    if not _targets:
-        _targets.append(_of_script(context.world.rank == 0))
+    target = _target()
     if context.world.rank == 0:
-        at = _targets[-1].step() if step is None else step
+        at = target.step() if step is None else step
         at = _calls[place] if at is None else at
-        _targets[-1].tracking.write([{**numbers, "step": at}], [(numbers, at)])
+        target.tracking.write([{**numbers, "step": at}], [(numbers, at)])
+
+
+def log_to(*trackers: str | Tracker) -> None:
+    """What `mw.log` is given from now on goes there too: `mw.log_to(track)`, `mw.log_to("wandb")`.
+
+    trackers: functions of your own, `track(values, step)`, called on rank 0 with a dict of numbers by name, or
+    `tensorboard`, `wandb`, `mlflow`, as with `meshwise run --log`. Call it on every rank. One that fails is said once
+    and left out. UsageError for a name of no tracker, and for one that is not installed.
+    """
+    for tracker in trackers:
+        if not (isinstance(tracker, str) or callable(tracker)):
+            raise UsageError(f"mw.log_to: {tracker!r} is no tracker. Use a function track(values, step), or 'wandb'.")
+    check_trackers([tracker for tracker in trackers if isinstance(tracker, str)])
+    target = _target()
+    if target.kept and rank_context().world.rank == 0:
+        target.tracking.add(trackers, target.step() or 0)
+
+
+def _target() -> _Target:
+    if not _targets:
+        _targets.append(_of_script(rank_context().world.rank == 0))
+    return _targets[-1]
 
 
 def _of_script(first: bool) -> _Target:
