@@ -90,7 +90,7 @@ def main() -> None:
         if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
             raise
         text = error.format_message()
-        _print_error(UsageError(f"{text} See meshwise --help." if text else ""))
+        _print_error(UsageError(f"{text.rstrip('.')}. See meshwise --help." if text else ""))
         code = error.exit_code
     _flush()
     sys.exit(code)

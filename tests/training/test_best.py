@@ -93,6 +93,67 @@ def test_evaluations_now_and_then_and_at_the_end(tmp_path: Path) -> None:
     assert evaluated(tmp_path / "patience") == [2, 4] and result["epochs"] == 4
 
 
+STEPS = [0.1, 0.8, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 0.1, 0.2]
+"""What the job below is worth after each step, where it is asked after each second one, or third."""
+
+
+def by_step(**given: Any) -> mw.Job:
+    """The job above, of five epochs of two steps."""
+
+    def metrics(model: nn.Module, batch: Any) -> Any:
+        step = round(-10 * float(model.weight.detach().sum()))
+        return {"accuracy": torch.tensor(STEPS[step - 1] if step else 0.0)}
+
+    return replace(job([0.0] * 5), **{"metrics": metrics, "best": "max accuracy"} | given)
+
+
+def evaluated_at(folder: Path) -> list[int]:
+    lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if "test" in line]
+
+
+def test_evaluations_may_be_counted_in_steps(tmp_path: Path) -> None:
+    ends: list[tuple[int, float | None, bool]] = []
+
+    def keep(end: mw.EpochEnd) -> None:
+        ends.append((end.step, end.metrics.get("accuracy"), end.best))
+
+    result = ran(by_step(validate_every="3 steps", callbacks=keep), tmp_path)
+    assert evaluated_at(tmp_path) == [3, 6, 9, 10]  # and at the end
+    assert result["best"] == Best("accuracy", "max", pytest.approx(0.5), 3, 6)
+    fifth = pytest.approx(0.5), True
+    assert ends == [(2, None, False), (4, None, False), (6, *fifth), (8, None, False), (10, pytest.approx(0.2), False)]
+    assert load_file(tmp_path / "best.safetensors")["weight"].item() == pytest.approx(-0.6)
+
+
+def test_patience_counts_evaluations_in_the_middle_of_an_epoch_too(tmp_path: Path) -> None:
+    result = ran(by_step(validate_every="1 step", patience=3), tmp_path)
+    assert (result["steps"], result["epochs"], result["status"]) == (5, 2, "finished")
+    assert evaluated_at(tmp_path) == [1, 2, 3, 4, 5]
+    assert result["notes"] == ("Ended after step 5: accuracy has not been better since step 2 (patience=3).",)
+    assert load_file(tmp_path / "weights.safetensors")["weight"].item() == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5, 6, 7])
+@pytest.mark.parametrize("every", ["2 steps", "3 steps"])
+def test_a_resumed_run_is_evaluated_after_the_same_steps(every: str, stop: int, tmp_path: Path) -> None:
+    program = by_step(validate_every=every, patience=3)
+    whole = ran(program, tmp_path / "whole")
+    calls = iter(range(100))
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        if next(calls) == stop:
+            raise InterruptedError
+        return program.loss(model, batch)
+
+    with pytest.raises(InterruptedError):
+        ran(replace(program, loss=loss), tmp_path / "cut", save_every=1)
+    result = ran(program, tmp_path / "cut", resume=tmp_path / "cut")
+    assert evaluated_at(tmp_path / "cut") == evaluated_at(tmp_path / "whole")
+    for name in ("best", "steps", "epochs", "metrics", "notes"):
+        assert result[name] == whole[name]
+
+
 @pytest.mark.parametrize("stop", [2, 6, 8])
 def test_a_resumed_run_has_the_best_that_it_had(stop: int, tmp_path: Path) -> None:
     calls: list[int] = []
@@ -157,6 +218,8 @@ def test_callbacks_get_the_epoch_and_the_model_trains_on(tmp_path: Path) -> None
         ({"patience": 3}, r"patience=3 needs a measure\. Add best='max accuracy'"),
         ({"best": "max accuracy", "patience": 0}, "patience=0 must be a whole number of at least 1"),
         ({"validate_every": 0.5}, r"validate_every=0\.5 must be a whole number of at least 1"),
+        ({"validate_every": "0 steps"}, r"validate_every='0 steps' must be a whole number of at least 1"),
+        ({"validate_every": "often"}, r"validate_every='often' .* in epochs, or steps such as \"500 steps\""),
     ],
 )
 def test_what_says_nothing_is_refused(given: Any, says: str) -> None:

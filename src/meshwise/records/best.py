@@ -37,7 +37,7 @@ class Best:
 def read_best(folder: Path) -> Best | None:
     """The best evaluation of the run in `folder`, None where it keeps none. CheckpointError for a damaged file."""
     path = folder / BEST
-    if not path.exists():
+    if not path.is_file():  # a pipe would be read for ever
         return None
     from safetensors import safe_open  # here: listing runs does not wait for it
 

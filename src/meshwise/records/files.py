@@ -62,10 +62,10 @@ def read_lines(path: Path) -> list[Record]:
         return []
     records = []
     for line in path.read_text(errors="replace").splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                records.append(record)
     return records
 
 

@@ -20,6 +20,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -27,8 +28,18 @@ from typing import Any
 
 from meshwise.records.files import write_text
 from meshwise.spec.errors import UsageError
+from meshwise.spec.words import error_text, printable
 
 RUN, PLAN, METRICS, SUMMARY, WEIGHTS = "run.json", "plan.toml", "metrics.jsonl", "summary.json", "weights.safetensors"
+_TYPES: Mapping[str, type] = {
+    **dict.fromkeys(("job", "started", "status", "ended", "error", "command", "commit"), str),
+    **dict.fromkeys(("devices", "sessions", "arguments"), list),
+    **dict.fromkeys(("versions", "request"), dict),
+    **dict.fromkeys(("world", "machine"), int),
+}
+"""What run.json says of a run, each of this type where it is there."""
+MOST_RANKS, LATEST = 1_000_000, 4e9
+"""Above these a number is no count of ranks, and no time in seconds since 1970."""
 CHECKPOINTS, SPANS, TENSORBOARD, BEST = "checkpoint", "spans", "tensorboard", "best.safetensors"
 
 
@@ -65,7 +76,15 @@ def newest_run(parent: Path) -> Path:
     runs = [path.parent for path in parent.glob(f"*/{RUN}")]
     if not runs:
         raise UsageError(f"there is no run in {parent}/. Make one with `meshwise run`, or name its folder.")
-    return max(runs, key=lambda folder: (str(read_run(folder).get("started", "")), folder.name))
+    return max(runs, key=lambda folder: (_started(folder), folder.name))
+
+
+def _started(folder: Path) -> str:
+    """When a run began; nothing of one whose record is damaged."""
+    try:
+        return str(read_run(folder).get("started", ""))
+    except UsageError:
+        return ""
 
 
 def is_kept_by(folder: Path, machine: int) -> bool:
@@ -118,14 +137,45 @@ def read_run(folder: Path) -> dict[str, Any]:
     try:
         if (folder / RUN).exists() and not (folder / RUN).is_file():  # a pipe would be read for ever
             raise ValueError("it is not a file")
-        facts = json.loads((folder / RUN).read_text())
+        facts = _cleaned(json.loads((folder / RUN).read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UsageError(
             f"{folder}: no run folder (there is no {RUN} in it). Name a folder that `meshwise run` made."
         ) from None
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else error_text(error).partition(": ")[2]
         raise UsageError(f"{folder / RUN}: cannot be read ({why}). Name a folder that `meshwise run` made.") from None
     if not isinstance(facts, dict):
         raise UsageError(f"{folder / RUN}: not the facts of a run.")
-    return facts
+    if wrong := _wrong(facts):
+        raise UsageError(f"{folder / RUN}: {wrong}, so it is damaged. Name a folder that `meshwise run` made.")
+    return {name: value for name, value in facts.items() if value is not None or _TYPES.get(name) in (None, str, dict)}
+
+
+def _wrong(facts: Mapping[str, Any]) -> str:
+    """Which of the facts is of another type, or no number of its kind; "" for none."""
+    for name, kind in _TYPES.items():
+        value = facts.get(name)
+        if value is not None and not isinstance(value, kind):
+            return f"'{name}' is no {kind.__name__}"
+        if kind is int and value is not None and not 0 <= value <= MOST_RANKS:
+            return f"'{name}' is out of range"
+    for session in facts.get("sessions") or ():
+        if not (isinstance(session, dict) and _is_time(session.get("began")) and _is_time(session.get("ended") or 0)):
+            return "one of its 'sessions' does not say when it was"
+    return (
+        "" if all(isinstance(name, str) for name in facts.get("devices") or ()) else "one of its 'devices' has no name"
+    )
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= LATEST
+
+
+def _cleaned(value: Any) -> Any:
+    """A value of a file without what a terminal would obey or could not show."""
+    if isinstance(value, dict):
+        return {_cleaned(key): _cleaned(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(each) for each in value]
+    return printable(value) if isinstance(value, str) else value

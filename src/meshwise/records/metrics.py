@@ -6,11 +6,12 @@ Tested in tests/records/test_run_list.py.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any
 
 from meshwise.records import folder as names
+from meshwise.spec.words import printable
 
 
 class Metrics:
@@ -56,7 +57,7 @@ class Metrics:
         """Add what a line has. Whether it is whole: the last one may still be written."""
         try:
             record = json.loads(line.decode(errors="replace"))
-        except ValueError:
+        except (ValueError, RecursionError):
             return line.endswith(b"\n")
         if not isinstance(record, dict):
             return True
@@ -64,8 +65,9 @@ class Metrics:
         tested = test if isinstance(test, dict) else {}
         for name, value in {**record, **tested}.items():
             if name not in ("epoch", "step", "test") and _is_number(value):
-                self._values.setdefault((0 if name in tested else _place(name), name), []).append(float(value))
-        if isinstance(step, int) and isinstance(loss, int | float):
+                place = 0 if name in tested else _place(name)
+                self._values.setdefault((place, printable(name)), []).append(float(value))
+        if isinstance(step, int) and (_is_number(loss) or isinstance(loss, float)):
             self.losses[step] = loss
         return True
 
@@ -84,4 +86,4 @@ def _place(name: str) -> int:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -116,7 +116,7 @@ def plan_of(folder: Path) -> str:
     try:
         text = (folder / names.PLAN).read_text(encoding="utf-8") if (folder / names.PLAN).is_file() else ""
         plan = plan_from_toml(text) if text else None
-    except (OSError, ValueError, UsageError):
+    except (OSError, ValueError, RecursionError, UsageError):
         return ""
     return str(plan or "").removeprefix("Plan(").removesuffix(")")
 

@@ -29,6 +29,11 @@ def without_control(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
+def printable(text: str) -> str:
+    """A text of a file without control characters, and without halves of characters, which no terminal takes."""
+    return without_control(text.encode("utf-8", "replace").decode("utf-8"))
+
+
 def error_text(error: BaseException) -> str:
     """`ValueError: no such layer`, readable; an error that cannot say what it is has its name alone."""
     try:

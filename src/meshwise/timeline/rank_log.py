@@ -11,9 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwise.records import folder as names
 from meshwise.records.files import read_lines
+from meshwise.spec.words import printable
 from meshwise.timeline.pack import VERSION, Column, unpack
 
+MOST = 1 << 60
+"""Nanoseconds, steps and bytes are fewer: sums of them fit in 64 bits."""
+MOST_PACKED = 200
+"""Spans a character of their text: zlib makes no more of it."""
 Kind = tuple[str, str, str]
 """Kind, lane and name of a span."""
 
@@ -84,7 +90,7 @@ def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[Rank
                 other = "1"
             elif logs and not other:
                 _take(logs[-1], line)
-        except (TypeError, ValueError, KeyError):
+        except (TypeError, ValueError, LookupError, OverflowError, AttributeError):
             if logs:
                 logs[-1].damaged += 1
     if last_blocks is not None and logs:
@@ -100,6 +106,22 @@ def rank_of(path: Path) -> int:
     return int(match[0]) if match else 0
 
 
+def _whole(value: Any, most: int = MOST) -> int:
+    """A count or a time. ValueError for what is none."""
+    number = int(value)
+    if not 0 <= number <= most:
+        raise ValueError(f"{number} is out of range")
+    return number
+
+
+def _seconds(value: Any) -> float:
+    """Seconds since 1970. ValueError for what is none."""
+    number = float(value)
+    if not 0 <= number <= names.LATEST:
+        raise ValueError(f"{number} is out of range")
+    return number
+
+
 def _unread(path: Path, other: str, logs: list[RankLog]) -> str:
     if other:
         return (
@@ -113,29 +135,31 @@ def _unread(path: Path, other: str, logs: list[RankLog]) -> str:
 
 def _begun(line: dict[str, Any]) -> RankLog:
     return RankLog(
-        rank=int(line["rank"]),
-        world=int(line["world"]),
-        device=str(line.get("device", "")),
-        host=str(line.get("host", "")),
-        unix=float(line["unix"]),
-        clock=int(line["clock"]),
+        rank=_whole(line["rank"], names.MOST_RANKS),
+        world=_whole(line["world"], names.MOST_RANKS),
+        device=printable(str(line.get("device", ""))),
+        host=printable(str(line.get("host", ""))),
+        unix=_seconds(line["unix"]),
+        clock=_whole(line["clock"]),
         program=str(line.get("program", "")),
     )
 
 
 def _take(log: RankLog, line: dict[str, Any]) -> None:
     if "spans" in line:
-        log.kinds += [(str(kind), str(lane), str(name)) for kind, lane, name in line.get("names", [])]
+        log.kinds += [(str(kind), str(lane), printable(str(name))) for kind, lane, name in line.get("names", [])]
         for code, size, dtype in line.get("dtypes", []):
-            log.dtypes[log.kinds[code][2], int(size)] = str(dtype)
-        log.dropped = int(line.get("dropped", log.dropped))
-        log.packed.append((int(line["spans"]), str(line["data"])))
+            log.dtypes[log.kinds[code][2], _whole(size)] = str(dtype)
+        log.dropped = _whole(line.get("dropped", log.dropped))
+        text = str(line["data"])
+        log.packed.append((_whole(line["spans"], MOST_PACKED * len(text)), text))
     elif "counters" in line:
         for time, step, phase, name, value in line["counters"]:
             if value is not None:
-                log.counters.append((int(time), int(step), int(phase), str(name), float(value)))
+                where = _whole(time), _whole(step), max(_whole(int(phase) + 1, 1000) - 1, -1)
+                log.counters.append((*where, printable(str(name)), float(value)))
     elif "clock" in line:
-        log.round_trips += [(int(sent), int(theirs), int(received)) for sent, theirs, received in line["clock"]]
+        log.round_trips += [(_whole(sent, back), _whole(theirs), _whole(back)) for sent, theirs, back in line["clock"]]
     elif "end" in line:
-        log.end = int(line["end"])
+        log.end = _whole(line["end"])
         log.overhead_seconds = float(line.get("cost", {}).get("cpu_seconds", 0.0))

@@ -1,4 +1,4 @@
-"""The best epoch of a job: its weights are kept, and when none has been better for long, the training ends.
+"""The best evaluation of a job: its weights are kept, and when none has been better for long, the training ends.
 
 The file of the weights says itself which epoch it is of: a resumed run reads from it what the best was.
 """
@@ -13,6 +13,7 @@ from torch import nn
 
 from meshwise.records import folder as names
 from meshwise.records.best import Best, read_best
+from meshwise.recovery.state import RunState
 from meshwise.recovery.weights import save_weights
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.timeline.recorder import current
@@ -50,7 +51,7 @@ class BestEpoch:
         if not self._metric:
             return False
         value = metrics[self._metric]
-        again = self.found is not None and (self.found.epoch, self.found.value) == (epoch, value)  # after a resume
+        again = self.found is not None and (self.found.step, self.found.value) == (step, value)  # after a resume
         if math.isnan(value) or not (self.found is None or again or self.found.is_beaten_by(value)):
             return False
         self.found = Best(self._metric, self._direction, value, epoch, step)
@@ -59,18 +60,18 @@ class BestEpoch:
                 save_weights(model, self._folder / names.BEST, self.found.header())
         return True
 
-    def is_over(self, epochs: int) -> bool:
-        """Whether, after so many epochs, the job's patience has ended."""
-        since = epochs - (self.found.epoch if self.found is not None else 0)
-        return self._job.patience is not None and since >= self._job.patience * self._job.validate_every
+    def is_over(self, state: RunState) -> bool:
+        """Whether the job's patience has ended."""
+        every, unit = self._job.evaluates
+        since = getattr(state, unit[:-1]) - (getattr(self.found, unit[:-1]) if self.found is not None else 0)
+        return self._job.patience is not None and since >= self._job.patience * every
 
-    def why_over(self, epochs: int) -> str:
-        """Why a run ended after so many epochs, where that is before its last; else nothing."""
-        if epochs >= self._job.epochs or not self.is_over(epochs):
+    def why_over(self, state: RunState) -> str:
+        """Why a run ended, where that is before its last epoch; else nothing."""
+        if state.epoch >= self._job.epochs or not self.is_over(state):
             return ""
-        since = (
-            f"has not been better since epoch {self.found.epoch}" if self.found is not None else "was never a number"
-        )
-        return (
-            f"Ended after epoch {epochs} of {self._job.epochs}: {self._metric} {since} (patience={self._job.patience})."
-        )
+        after, then = f"epoch {state.epoch} of {self._job.epochs}", f"epoch {self.found.epoch}" if self.found else ""
+        if self._job.evaluates[1] == "steps":
+            after, then = f"step {state.step}", f"step {self.found.step}" if self.found else ""
+        since = f"has not been better since {then}" if then else "was never a number"
+        return f"Ended after {after}: {self._metric} {since} (patience={self._job.patience})."

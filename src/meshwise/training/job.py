@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +65,8 @@ class Job:
     batch_size: samples of the *global* batch, on any number of devices.
     clip_norm: the norm to which the gradient of the whole step is clipped.
     loader_workers: processes that a DataLoader reads with, on each rank.
-    validate_every: epochs from one evaluation to the next; the last epoch has one too.
+    validate_every: epochs from one evaluation to the next, or optimizer steps: `"500 steps"`, counted from the start of
+        the run. The end of the training has one too.
     best: which evaluation is the best, `max accuracy` or `min loss`: its weights are kept as best.safetensors.
     patience: the training ends after so many evaluations that were no better than the best.
     callbacks: called on every rank after each epoch and its evaluation, with an `EpochEnd`.
@@ -87,7 +89,7 @@ class Job:
     clip_norm: float | None = None
     loader_workers: int = 0
     reduction: Literal["mean", "sum"] = "mean"
-    validate_every: int = 1
+    validate_every: int | str = 1
     best: str | None = None
     patience: int | None = None
     callbacks: Sequence[Callable[[EpochEnd], object]] = ()
@@ -103,11 +105,16 @@ class Job:
                 object.__setattr__(self, name, functools.partial(_same, given))
         if callable(self.callbacks):
             object.__setattr__(self, "callbacks", (self.callbacks,))
-        counts = {"batch_size": 1, "epochs": 1, "seed": 0, "loader_workers": 0, "validate_every": 1}
+        counts = {"batch_size": 1, "epochs": 1, "seed": 0, "loader_workers": 0}
         for name, least in (counts | ({} if self.patience is None else {"patience": 1})).items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise UsageError(f"job '{self.name}': {name}={value!r} must be a whole number of at least {least}.")
+        if self.evaluates[0] < 1:
+            raise UsageError(
+                f"job '{self.name}': validate_every={self.validate_every!r} must be a whole number of at least 1, in "
+                'epochs, or steps such as "500 steps".'
+            )
         if self.seed >= 2**31:
             raise UsageError(f"job '{self.name}': seed={self.seed} is too large. Use a seed below 2**31.")
         if self.best is not None:
@@ -125,6 +132,15 @@ class Job:
     def trackers(self) -> tuple[str | Tracker, ...]:
         """What `log` names."""
         return (self.log,) if isinstance(self.log, str) or callable(self.log) else tuple(self.log)
+
+    @property
+    def evaluates(self) -> tuple[int, str]:
+        """`validate_every` as a count and its unit: `(500, "steps")`; a count of 0 is none."""
+        text = str(self.validate_every) if isinstance(self.validate_every, int | str) else ""
+        found = re.fullmatch(r"([\d_,]+)\s*(epoch|step)s?|(\d+)", text.strip())
+        if found is None or isinstance(self.validate_every, bool):
+            return 0, "epochs"
+        return int((found[1] or found[3]).replace(",", "")), f"{found[2] or 'epoch'}s"
 
     def named(self, name: str = "") -> Job:
         """This job; one without a name gets this one, or that of the variable of the program that it is bound to."""

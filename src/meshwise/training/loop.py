@@ -5,7 +5,6 @@ A short loop on the engine: read the microbatches of a step, compute, update; ev
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, tee
@@ -14,26 +13,26 @@ from typing import Any
 
 import torch
 
-from meshwise.machine.memory import memory_facts, peak_bytes
+from meshwise.machine.memory import peak_bytes
 from meshwise.parallel.apply import check_fits
 from meshwise.parallel.deferred import constructed
-from meshwise.parallel.shard import note_what_was_not_gathered
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint, save_checkpoint
 from meshwise.recovery.state import RunState, pack, unpack
 from meshwise.recovery.weights import save_weights
-from meshwise.spec.errors import MeshwiseError, UsageError
+from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
-from meshwise.spec.units import bytes_text
-from meshwise.timeline.recorder import Recorder, current
+from meshwise.timeline.recorder import current
 from meshwise.training.best import BestEpoch
 from meshwise.training.engine import Engine, Part
 from meshwise.training.evaluate import evaluate
+from meshwise.training.explain import explain
 from meshwise.training.job import EpochEnd, Job
 from meshwise.training.keyed import ExactDraws
 from meshwise.training.metrics_log import MetricsLog, Send
 from meshwise.training.model_stream import seed_draws
 from meshwise.training.order import BatchSlice, epoch_order, epoch_slices, sequential_slices
+from meshwise.training.pace import Pace
 from meshwise.training.recording import Recording
 from meshwise.training.run_options import LOG_EVERY, RunOptions
 from meshwise.training.source import LoaderSettings, Reader, count_samples, read_slices, reader
@@ -70,6 +69,8 @@ class _Run:
     metrics: dict[str, float] = field(default_factory=dict)
     stopped: bool = False
     saved_step: int = -1
+    evaluated: tuple[int, bool] = (-1, False)
+    """The step after which it was evaluated last, and whether that was the best."""
     began: dict[str, int] = field(default_factory=dict)
     """The epochs and steps that were done before this session."""
 
@@ -97,7 +98,7 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
         _finish(run)
         status = "stopped" if run.stopped else "finished"
     except BaseException as error:
-        _explain(error, session, run, recording.recorder)
+        explain(error, session.world, None if run is None else run.state.step, recording.recorder)
         raise
     finally:
         engine.close()
@@ -116,10 +117,22 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
         "memory": peak_bytes(session.world.device),
         "notes": tuple(
             filter(
-                None, (run.best.why_over(run.state.epoch), *engine.notes, engine.draws.note() if engine.draws else "")
+                None,
+                (
+                    run.best.why_over(run.state),
+                    *engine.notes,
+                    engine.draws.note() if engine.draws else "",
+                ),
             )
         ),
     }
+
+
+def _notes(run: _Run) -> Iterator[str]:
+    yield run.best.why_over(run.state)
+    yield from run.engine.notes
+    if run.engine.draws:
+        yield run.engine.draws.note()
 
 
 def make_engine(
@@ -181,25 +194,45 @@ def open_data(job: Job, data: Any, what: str) -> Data:
 def _train(run: _Run) -> None:
     state, job = run.state, run.job
     state.model.train()
-    while state.epoch < job.epochs and not run.best.is_over(state.epoch):
+    while state.epoch < job.epochs and not run.best.is_over(state):
         run.stopped = _train_epoch(run)
-        if run.stopped:
+        if run.stopped or (state.index < run.train.samples and run.best.is_over(state)):
             break
         state.epoch, state.index = state.epoch + 1, 0
         _end_epoch(run)
 
 
 def _end_epoch(run: _Run) -> None:
-    """Evaluate, where it is time, keep what is best, and call the job's callbacks."""
-    state, job, metrics, best = run.state, run.job, {}, False
-    if run.test is not None and (state.epoch % job.validate_every == 0 or state.epoch == job.epochs):
-        run.metrics = metrics = evaluate(run.engine, job, state.model, _test_batches(run, run.test.samples))
-        best = run.best.take(metrics, state.epoch, state.step, state.model)
-        run.log.add_evaluation(state.epoch - 1, job.epochs, state.step, metrics, best=best)
+    """Evaluate, where it is time, and call the job's callbacks."""
+    state, job = run.state, run.job
+    known = _evaluation_is_due(run, "steps")  # and written: where not by this process, before the state was saved
+    if run.evaluated[0] != state.step and (known or _evaluation_is_due(run, "epochs")):
+        _evaluate(run, state.epoch, write=not known)
+    here = run.evaluated[0] == state.step
+    metrics, best = run.metrics if here else {}, here and run.evaluated[1]
     facts = (state.epoch, job.epochs, state.step, run.log.last_loss, metrics, best, state.model, state.optimizer)
     for callback in job.callbacks:
         callback(EpochEnd(*facts))
         state.model.train()
+
+
+def _evaluation_is_due(run: _Run, unit: str) -> bool:
+    """Whether it is time after this step, or at the end of this epoch; and at the end of the training."""
+    every, of = run.job.evaluates
+    done = run.state.step if unit == "steps" else run.state.epoch
+    last = unit == "epochs" and run.state.epoch == run.job.epochs
+    return run.test is not None and (last or (of == unit and done % every == 0))
+
+
+def _evaluate(run: _Run, epoch: int, *, write: bool = True) -> None:
+    """Evaluate in this epoch (from 1), and keep what is best. Collective."""
+    state, job = run.state, run.job
+    assert run.test is not None
+    run.metrics = evaluate(run.engine, job, state.model, _test_batches(run, run.test.samples))
+    run.evaluated = state.step, run.best.take(run.metrics, epoch, state.step, state.model)
+    if write:
+        facts = {"best": run.evaluated[1], "inside": epoch > state.epoch}
+        run.log.add_evaluation(epoch - 1, job.epochs, state.step, run.metrics, **facts)
 
 
 def _train_epoch(run: _Run) -> bool:
@@ -207,7 +240,7 @@ def _train_epoch(run: _Run) -> bool:
     state, job, log = run.state, run.job, run.log
     in_epoch = -(-state.index // job.batch_size)
     steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size)
-    pace = _Pace(run.train.samples * job.epochs, current().samples)
+    pace = Pace(run.train.samples * job.epochs, current().samples)
     wanted, log_every = False, run.options.log_every or LOG_EVERY
     # Held by this frame: a rank that leaves inside the loop is still in the middle of an epoch when it is asked.
     batches = run.engine.batches("an epoch", _train_batches(run), job.batch_size, step=lambda: state.step + 1)
@@ -216,17 +249,22 @@ def _train_epoch(run: _Run) -> bool:
         in_epoch += 1
         state.index = min(state.index + job.batch_size, run.train.samples)
         log.add(state.epoch, state.step, losses)
-        if in_epoch % log_every == 0 or in_epoch == steps:
+        due = _evaluation_is_due(run, "steps")
+        if due or in_epoch % log_every == 0 or in_epoch == steps:
             wanted = log.sync(run.session.gate.wanted)
             log.send_memory()
             _send_progress(run, "log", pace, in_epoch, steps)
-            if wanted:
+            if due:
+                _evaluate(run, state.epoch + 1)
+            if wanted or (due and run.best.is_over(state)):
                 break
         elif log.live_is_due():
             _send_progress(run, "progress", pace, in_epoch, steps)
         if run.options.save_every and state.step % run.options.save_every == 0:
             _save(run)
     log.sync()
+    if run.engine.stopped:
+        log.send("stopping", step=state.step, epoch=state.epoch + 1)
     return wanted or run.engine.stopped
 
 
@@ -282,22 +320,7 @@ def read_parts(data: Data, slices: Iterable[BatchSlice], epoch: int, device: str
     return pairs if device == "cpu" else prefetch(pairs, device)
 
 
-class _Pace:
-    """How fast the run goes now, and how long it still takes."""
-
-    def __init__(self, samples: int, done: int) -> None:
-        self._all = samples
-        self._since, self._samples = time.perf_counter(), done
-
-    def facts(self, done_now: int, behind: int) -> dict[str, float | None]:
-        now = time.perf_counter()
-        rate = (done_now - self._samples) / max(now - self._since, 1e-9)
-        if now - self._since > 1.0:
-            self._since, self._samples = now, done_now
-        return {"samples_per_second": rate, "seconds_left": (self._all - behind) / rate if rate > 0 else None}
-
-
-def _send_progress(run: _Run, kind: str, pace: _Pace, in_epoch: int, steps: int) -> None:
+def _send_progress(run: _Run, kind: str, pace: Pace, in_epoch: int, steps: int) -> None:
     if run.engine.world.rank != 0:
         return
     state = run.state
@@ -325,24 +348,3 @@ def _finish(run: _Run) -> None:
         save_weights(run.state.model, run.folder / names.WEIGHTS)
     if run.session.channel is None:
         barrier()  # without a launcher nobody waits for rank 0's files
-
-
-def _explain(error: BaseException, session: RankContext, run: _Run | None, recorder: Recorder) -> None:
-    """Add to an error what its traceback does not say: rank, step, phase, and for memory how much of it."""
-    if isinstance(error, MeshwiseError):
-        return
-    step = f"step {run.state.step + 1}" if run is not None else "before the first step"
-    note_what_was_not_gathered(error)
-    error.add_note(f"rank {session.world.rank}, {step}, phase {recorder.phase}")
-    if is_out_of_memory(error):
-        facts = ", ".join(f"{name} {bytes_text(value)}" for name, value in memory_facts(session.world.device).items())
-        error.add_note(
-            f"out of memory on {session.world.device}: {facts}. Use a smaller --batch-size or a larger --accumulate."
-        )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that a device or this host had no memory left."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -91,13 +91,14 @@ class MetricsLog:
         return stop
 
     def add_evaluation(
-        self, epoch: int, epochs: int, step: int, metrics: dict[str, float], *, best: bool = False
+        self, epoch: int, epochs: int, step: int, metrics: dict[str, float], *, best: bool = False, inside: bool = False
     ) -> None:
-        """Write and send the metrics of an evaluation."""
+        """Write and send the metrics of an evaluation. inside: in the middle of the epoch."""
         point = {f"test/{name}": value for name, value in metrics.items()}, step
         self.tracking.write([{"epoch": epoch + 1, "step": step, "test": metrics}], [point])
         if self._world.rank == 0:
-            self.send("evaluated", epoch=epoch + 1, epochs=epochs, metrics=metrics, best=best)
+            where = {"inside": step} if inside else {}
+            self.send("evaluated", epoch=epoch + 1, epochs=epochs, metrics=metrics, best=best, **where)
 
     def send(self, kind: str, **facts: Any) -> None:
         """Send a message to whoever shows the run, if anybody does."""

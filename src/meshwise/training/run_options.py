@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from meshwise.spec.arguments import Plain, argument_texts
 from meshwise.spec.errors import UsageError
@@ -149,6 +150,9 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
     known = {name for name, _, option in options_of(RunOptions) if option.recorded}
     left = {name: value for name, value in earlier.items() if name in known and value is not None}
     left |= {name: tuple(value) for name, value in left.items() if isinstance(value, list)}
+    for name, annotation, _ in options_of(RunOptions):
+        if name in left and not _is_of(left[name], annotation) and (name, type(left[name])) != ("settings", str):
+            raise UsageError(f"the record of the run to resume is damaged: its {name} is {left[name]!r}.")
     if given.plan is not None:  # another plan: what changed the earlier one does not change this one
         left = {name: value for name, value in left.items() if name not in (*OF_THE_PLAN, "settings")}
     left = {name: value for name, value in left.items() if name not in map(_field, given.settings)}
@@ -157,6 +161,15 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
     by_options = {name for name in OF_THE_PLAN if name in left or getattr(given, name) is not None}
     left["settings"] = tuple(setting for setting in settings if _field(setting) not in by_options)
     return left | ({"plan": PlanText(left["plan"])} if "plan" in left else {})
+
+
+def _is_of(value: Any, annotation: Any) -> bool:
+    """Whether a value of a record is of one of the types of an option."""
+    several = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds = [get_origin(kind) or kind for kind in several]
+    if isinstance(value, tuple):
+        return tuple in kinds and all(isinstance(each, str) for each in value)
+    return type(value) in kinds
 
 
 def _field(setting: str) -> str:

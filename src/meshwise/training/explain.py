@@ -1,0 +1,36 @@
+"""What an error in a run is told with. Tested in tests/faults/test_faults.py."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwise.machine.memory import memory_facts
+from meshwise.parallel.shard import note_what_was_not_gathered
+from meshwise.spec.errors import MeshwiseError
+from meshwise.spec.units import bytes_text
+from meshwise.spec.world import World
+from meshwise.timeline.recorder import Recorder
+
+
+def explain(error: BaseException, world: World, steps: int | None, recorder: Recorder) -> None:
+    """Add to an error what its traceback does not say: rank, step, phase, and for memory how much of it.
+
+    steps: that are done; None before there is anything to train.
+    """
+    if isinstance(error, MeshwiseError):
+        return
+    step = f"step {steps + 1}" if steps is not None else "before the first step"
+    note_what_was_not_gathered(error)
+    error.add_note(f"rank {world.rank}, {step}, phase {recorder.phase}")
+    if is_out_of_memory(error):
+        facts = ", ".join(f"{name} {bytes_text(value)}" for name, value in memory_facts(world.device).items())
+        error.add_note(
+            f"out of memory on {world.device}: {facts}. Use a smaller --batch-size or a larger --accumulate."
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that a device or this host had no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
