@@ -195,6 +195,15 @@ def test_options_without_effect_are_refused(
     assert code == 2 and sentence in shown and len(shown.splitlines()) == 1
 
 
+@pytest.mark.parametrize("word", ["reads.py:job", "reads.py:"])
+def test_a_file_that_exits_when_it_is_imported_is_one_sentence(
+    word: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "reads.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    code, shown = command(["run", word], monkeypatch, capsys)
+    assert code == 2 and "reads.py: exits while it is imported (exit code 2)" in " ".join(shown.split())
+
+
 def test_an_errors_text_has_no_control_characters(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

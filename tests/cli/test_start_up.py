@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise import cli
+from meshwise import api, cli
 from meshwise.timeline.views.registry import VIEWS
 
 OLD = Path(__file__).parents[1] / "old" / "runs"
@@ -85,9 +85,12 @@ def test_the_help_of_a_command_has_examples(
     ],
 )
 def test_run_says_at_once_that_it_starts(
-    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nothing.py").touch()
+    monkeypatch.setattr(api.script, "start", lambda *_: sys.exit(7))
     monkeypatch.setattr(sys, "argv", ["meshwise", "run", *words.split()])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="7"):
         cli.main()
     assert capsys.readouterr().err.splitlines()[0] == said

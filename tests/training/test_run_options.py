@@ -223,7 +223,8 @@ def test_a_type_checker_refuses_a_wrong_option_of_run(processes: None, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("devices", 2), ("epochs", "3"), ("log", [1]), ("plan", 7), ("exact_random", "yes"), ("seed", {})]
+    ("name", "value"),
+    [("devices", 2), ("epochs", "3"), ("log", [1]), ("plan", 7), ("exact_random", "yes")],
 )
 def test_a_damaged_record_is_not_resumed(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"the record of the run to resume is damaged: its {name} is"):

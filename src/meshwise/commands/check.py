@@ -18,6 +18,7 @@ from meshwise.commands.command_line import ScriptCommand, from_dataclass
 from meshwise.equivalence import views
 from meshwise.spec.units import plural
 
+LONGEST_NAME = 80
 QUIET_SECONDS = 10
 """Without a line, before steps are lines too where nothing can be drawn."""
 app = typer.Typer(add_completion=False)
@@ -53,6 +54,7 @@ def check(
 @contextmanager
 def _progress_shown(job: str) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
     """What takes a line, and what takes where the check stands: on a terminal a line that changes, below the others."""
+    job = job if len(job) <= LONGEST_NAME else f"…{job[-LONGEST_NAME:]}"
     console, last = Console(stderr=True), time.monotonic()
 
     def line(text: str) -> None:

@@ -120,6 +120,12 @@ def import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
+    except SystemExit as error:
+        sys.modules.pop(name, None)
+        raise UsageError(
+            f"{path}: exits while it is imported (exit code {error.code}). Read its command line and train under "
+            f"`if __name__ == '__main__':`, or run it as a script: meshwise run {path}."
+        ) from None
     except Exception as error:
         sys.modules.pop(name, None)
         if isinstance(error, UsageError):

@@ -158,7 +158,7 @@ def _wrong(facts: Mapping[str, Any]) -> str:
         value = facts.get(name)
         if value is not None and not isinstance(value, kind):
             return f"'{name}' is no {kind.__name__}"
-        if kind is int and value is not None and not 0 <= value <= MOST_RANKS:
+        if kind is int and isinstance(value, int) and not 0 <= value <= MOST_RANKS:
             return f"'{name}' is out of range"
     for session in facts.get("sessions") or ():
         if not (isinstance(session, dict) and _is_time(session.get("began")) and _is_time(session.get("ended") or 0)):

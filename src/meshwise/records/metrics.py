@@ -67,8 +67,8 @@ class Metrics:
             if name not in ("epoch", "step", "test") and _is_number(value):
                 place = 0 if name in tested else _place(name)
                 self._values.setdefault((place, printable(name)), []).append(float(value))
-        if isinstance(step, int) and (_is_number(loss) or isinstance(loss, float)):
-            self.losses[step] = loss
+        if isinstance(step, int) and isinstance(loss, int | float) and (_is_number(loss) or isinstance(loss, float)):
+            self.losses[step] = float(loss)
         return True
 
 

@@ -67,7 +67,7 @@ def _indexed(words: str, kind: str, indices: tuple[int, ...]) -> DeviceRequest:
 
 def _known(words: str, kind: str) -> str:
     if kind not in DEVICE_KINDS:
-        hint = nearest(kind, (*DEVICE_KINDS, "all"))
+        hint = " Did you mean 'cuda'?" if kind == "gpu" else nearest(kind, (*DEVICE_KINDS, "all"))
         raise UsageError(
             f"--devices {words}: unknown kind of device '{kind}'.{hint} Use one of {', '.join(DEVICE_KINDS)}."
         )

@@ -93,7 +93,7 @@ class NodeOptions:
         host, _, port = (self.rdzv or "").rpartition(":")
         if not host or not port.isdigit():
             raise UsageError(
-                f"--rdzv {self.rdzv}: give where machine 0 is reached, the same on every machine, "
+                f"--rdzv {self.rdzv or 'is missing'}: give where machine 0 is reached, the same on every machine, "
                 "for instance --rdzv node0:29500."
             )
         try:
