@@ -68,7 +68,7 @@ SENTENCES = {
     "unfinished.py:job": "unfinished.py: does not import. SyntaxError",
     "mine.py:jbo": "mine.py has no 'jbo'. Did you mean 'job'?",
     "mine.py:number": "mine.py:number is a int",
-    "mine.py:job --devices 2xgpu": "unknown kind of device 'gpu'. Did you mean 'xpu'? Use one of cpu, cuda, xpu, mps.",
+    "mine.py:job --devices 2xgpu": "unknown kind of device 'gpu'. Did you mean 'cuda'? Use one of cpu, cuda, xpu, mps.",
     "mine.py:job --devices 0xcpu": "at least one device",
     "mine.py:job --devices 4000xcpu": "at most 256 CPU workers",
     "mine.py:job --devices cpu:0,1": "CPU workers have no indices. Use 2xcpu.",
