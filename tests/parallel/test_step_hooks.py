@@ -95,7 +95,7 @@ def test_a_step_is_one_whatever_it_calls(kind: type[Optimizer], everyone: Any) -
 
 def test_the_order_is_the_stated_one_and_reversed_afterwards(everyone: Any) -> None:
     optimizer, calls = optimizer_of(SGD), list[str]()
-    for order in (Order.PHASE, Order.GUARD, Order.WATCH):
+    for order in (Order.PHASE, Order.GUARD, Order.DRAWS, Order.WATCH):
         everyone(**noting(calls, order.name, order))
     for order in (Order.OFFLOAD, Order.ZERO1):
         subscribe(**noting(calls, order.name, order, optimizer=optimizer))

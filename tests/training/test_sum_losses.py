@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
-from meshwise.compat.loss_graph import has_penalty, summed_loss
+from meshwise.compat.loss_graph import has_penalty, summed_loss, uneven_mean
 from meshwise.spec.errors import UsageError
 from meshwise.training.loop import run_job
+from meshwise.training.order import BatchSlice
 from meshwise.training.run_options import RunOptions
 from meshwise.training.session import default_engine, end_sessions
+from meshwise.training.weighing import said_of
 
 F = nn.functional
 ROWS, CLASSES = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
@@ -45,6 +47,31 @@ NO_SUMS = {
 def test_the_graph_tells_a_sum_from_a_mean() -> None:
     assert all(summed_loss(loss) for loss in SUMS.values())
     assert [name for name, loss in NO_SUMS.items() if summed_loss(loss)] == []
+
+
+HALF = torch.tensor([0, 1, -100, -100])
+MASK = torch.tensor([1.0, 0, 1, 1])
+UNEVEN = {
+    "class_weights[y].sum()": F.cross_entropy(ROWS, CLASSES, torch.tensor([1.0, 2, 3]), label_smoothing=0.1),
+    "(y != -100).sum()": F.cross_entropy(ROWS, HALF) / 2,
+    "…": (F.cross_entropy(ROWS, CLASSES, reduction="none") * MASK).sum() / MASK.sum(),
+}
+EVEN = {
+    "a mean": F.cross_entropy(ROWS, CLASSES),
+    "equal weights": F.cross_entropy(ROWS, CLASSES, torch.ones(3)),
+    "of two targets a sample": F.cross_entropy(ROWS.repeat(2, 1), CLASSES.repeat(2)) + ROWS.square().mean(),
+    "a sum over the samples": F.cross_entropy(ROWS, CLASSES, reduction="none").sum() / 4,
+    "a root": ROWS.square().sum() / ROWS.norm(),
+}
+
+
+def test_the_graph_tells_a_mean_over_something_else_than_samples() -> None:
+    assert {weight: uneven_mean(loss, 4) for weight, loss in UNEVEN.items()} == {weight: weight for weight in UNEVEN}
+    assert [name for name, loss in EVEN.items() if uneven_mean(loss, 4)] == []
+    part = BatchSlice(torch.arange(4), 4, 8)
+    said = said_of(UNEVEN["…"], None, "mean", part, 2)
+    assert "test_sum_losses.py" in said and "mw.backward(loss, weight=…)" in said
+    assert said_of(UNEVEN["…"], 3.0, "mean", part, 2) == ""
 
 
 W, B = torch.randn(2, 3, requires_grad=True), torch.randn(2, requires_grad=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-SUM = 2  # aten/src/ATen/core/Reduction.h
+MEAN, SUM = 1, 2  # aten/src/ATen/core/Reduction.h
 KNOWN = {
     "NllLossBackward0": "cross entropy",
     "NllLoss2DBackward0": "cross entropy",
@@ -52,6 +52,39 @@ def summed_loss(loss: Tensor) -> str:
             if below is not None and below.name() in OF_ROWS:
                 return OF_ROWS[below.name()]
     return ""
+
+
+def uneven_mean(loss: Tensor, samples: int) -> str:
+    """The weight that a mean in `loss` is over, as code; empty where it is over equally many items of each of the
+    `samples` samples, or the graph does not tell. Reads a value: on an accelerator it waits."""
+    open_nodes: list[Any] = [loss.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop(0)
+        kind = "" if node is None else node.name()
+        if kind.startswith("NllLoss") and getattr(node, "_saved_reduction", None) == MEAN:
+            weights, ignored = node._saved_weight, node._saved_ignore_index
+            if weights is not None and weights.min() != weights.max():
+                return "class_weights[y].sum()"
+            if weights is None and float(node._saved_total_weight) % max(samples, 1):
+                return f"(y != {_signed(ignored)}).sum()"
+        if kind == "DivBackward0" and _is_divided_sum(node, samples):
+            return "…"
+        if kind in SUMS or kind in FACTORS or kind == "MulBackward1":
+            open_nodes += [following for following, _ in node.next_functions]
+    return ""
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _is_divided_sum(node: Any, samples: int) -> bool:
+    """Whether a sum is divided by a number of items that is no multiple of the samples."""
+    above, below = (following for following, _ in node.next_functions)
+    number = node._saved_other
+    if above is None or above.name() != "SumBackward0" or below is not None or number is None or number.numel() != 1:
+        return False
+    return float(number) > 1 and float(number) % max(samples, 1) != 0
 
 
 def has_penalty(loss: Tensor, ranks: int) -> bool:

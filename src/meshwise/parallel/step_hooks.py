@@ -35,9 +35,10 @@ class Order(enum.IntEnum):
 
     GUARD = 1  # first: refuses a step before anybody has changed something for it
     WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
-    PHASE = 3  # around the techniques: what they cost belongs to the optimizer's span
-    ZERO1 = 4  # before offload, which gets state only for parameters that this rank steps
-    OFFLOAD = 5  # last: it steps all but its last bucket itself
+    DRAWS = 3  # what an optimizer draws is for parameters, not for a rank's samples
+    PHASE = 4  # around the techniques: what they cost belongs to the optimizer's span
+    ZERO1 = 5  # before offload, which gets state only for parameters that this rank steps
+    OFFLOAD = 6  # last: it steps all but its last bucket itself
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import random
 from collections import OrderedDict, defaultdict
@@ -52,7 +53,12 @@ Reached = Callable[[int], bool]
 
 def is_by_numbers(optimizer: Optimizer) -> bool:
     """Whether the optimizer is known to treat every number by itself."""
-    return inspect.unwrap(type(optimizer).step) in BY_NUMBERS
+    return _is_by_numbers(type(optimizer).step)
+
+
+@functools.cache
+def _is_by_numbers(step: Any) -> bool:
+    return inspect.unwrap(step) in BY_NUMBERS
 
 
 def unlike_by_parameters(optimizer: Optimizer) -> str:

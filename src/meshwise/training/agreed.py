@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
+from meshwise.training.replicas import BUFFER, PARAMETERS, parted
 from meshwise.training.settings import Settings, settings_differ
 from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed_bits
@@ -44,10 +45,11 @@ class Batches(Protocol):
 
 
 class Agreed:
-    """Compares what the ranks hold. settings: gives those of optimizers and schedulers that are in use now."""
+    """Compares what the ranks hold. settings: gives those of optimizers and schedulers that are in use now, and sums of
+    parameters. notify: takes a line for the user; an empty one says nothing."""
 
-    def __init__(self, world: World, settings: Callable[[], Settings]) -> None:
-        self._world, self.settings = world, settings
+    def __init__(self, world: World, settings: Callable[[], Settings], notify: Callable[[str], None]) -> None:
+        self._world, self.settings, self.notify = world, settings, notify
         self.batches: Batches | None = None
         self._now: Settings = ()
         self._crc = 0
@@ -100,7 +102,9 @@ class Agreed:
             return
         told = None if self.batches is None else self.batches.told(held[0])
         ranks = collectives.gather_objects((told, held[1]))
-        text = settings_differ([settings for _, settings in ranks])
+        held_by = [settings for _, settings in ranks]
+        self.notify(parted(held_by, BUFFER))
+        text = settings_differ(held_by) or parted(held_by, PARAMETERS)
         if not text and self.batches is not None:
             text = self.batches.explain([batches for batches, _ in ranks])
         if text:

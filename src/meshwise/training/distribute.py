@@ -37,7 +37,7 @@ from meshwise.training.over_ranks import Number, gather_over_ranks, mean_over_ra
 from meshwise.training.plan_choice import choose_plan
 from meshwise.training.session import default_engine
 from meshwise.training.split_batch import Splits
-from meshwise.training.split_loader import LoaderSpec, split_loader
+from meshwise.training.split_loader import LoaderSpec, check_same_data, split_loader
 from meshwise.training.wrapped_loader import Wrapper, loader_inside, read_through
 from meshwise.transfer.prefetch import prefetch
 from meshwise.transfer.splitmix import mixed
@@ -92,6 +92,7 @@ def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
         return thing
     if isinstance(thing, DataLoader):
         own_seed = seed if thing.generator is None else thing.generator.initial_seed() % 2**31
+        check_same_data(thing.dataset, engine.world)
         spec = split_loader(thing, own_seed, engine.world, streams)
         if spec.note:
             engine.notify(spec.note)
@@ -189,6 +190,7 @@ class DistributedLoader:
                 self._index += part.total
                 batch = engine.cast(batch)
                 engine.begin(part, read)
+                engine.step_draws.key = key
                 try:
                     with drawing(None if engine.watcher else engine.draws, engine.world, key, part):
                         yield batch

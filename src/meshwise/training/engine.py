@@ -38,12 +38,13 @@ from meshwise.training.generators import ProgramGenerator
 from meshwise.training.job import REDUCTIONS
 from meshwise.training.keyed import ExactDraws
 from meshwise.training.loops import LoopRead, Loops
+from meshwise.training.model_stream import StepDraws
 from meshwise.training.order import BatchSlice
 from meshwise.training.phases import Phases
 from meshwise.training.program import Program
 from meshwise.training.recording import Recording
+from meshwise.training.replicas import held_alike
 from meshwise.training.script_steps import note_steps
-from meshwise.training.settings import settings_of
 from meshwise.training.split_batch import Splits
 from meshwise.training.undistributed import UndistributedLoops
 from meshwise.training.unsummed import UnsummedLoops
@@ -54,11 +55,10 @@ from meshwise.training.weighing import (
     check_loss,
     check_sum_alone,
     mean_of_sum,
-    penalty_of_sum,
+    said_of,
     split_weight,
     total_of,
     unpadded,
-    unsaid_sum,
 )
 from meshwise.transfer import collectives
 from meshwise.workers.gate import StepGate
@@ -102,10 +102,11 @@ class Engine:
         self.watcher: Watcher | None = None
         self.schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
         """Those that were given to `mw.distribute`."""
-        self.agreed = Agreed(world, lambda: settings_of(self.program.in_use, self.schedulers))
+        self.agreed = Agreed(world, lambda: held_alike(self.program, self.schedulers), self.notify)
         """Compares what the ranks hold, with the loss of a script."""
         self.part: BatchSlice | None = None
         """The microbatch that this rank works on."""
+        self.step_draws = StepDraws(world)
         self._by_hand = HandUpdates(self.program)
         self.reads = Loops(world.size)
         """What this rank reads in them."""
@@ -124,7 +125,7 @@ class Engine:
         """Evaluations of a script of which each rank has its own figures."""
         self.undistributed = UndistributedLoops(self.reads, world, self.notify) if several else None
         self.phases = Phases()
-        self._hooks = [subscribe(Order.GUARD, self.program.check_step)]
+        self._hooks = [subscribe(Order.GUARD, self.program.check_step), self.step_draws.subscribe(self.program)]
         if script:
             note_scaling()
             self._hooks += note_steps(self.program, self.phases, lambda: self.part is not None, self.notify)
@@ -242,11 +243,9 @@ class Engine:
     def backward(self, loss: Tensor, weight: Tensor | float | None = None, reduction: str = "mean") -> Tensor:
         """Add to `.grad` what one device would add for the whole batch; returns the global loss. See `mw.backward`."""
         check_known("reduction", reduction, REDUCTIONS)
-        if reduction == "sum":
-            check_sum_alone(weight, "mw.backward")
-        if self.world.size > 1 and self.program.backwards < LOOKED_AT and not (self.part and self.part.whole):
-            told = penalty_of_sum if reduction == "sum" else unsaid_sum
-            self.notify(told(unscaled(loss), self.world.size))
+        check_sum_alone(weight if reduction == "sum" else None, "mw.backward")
+        if self.world.size > 1 and self.program.backwards < LOOKED_AT:
+            self.notify(said_of(unscaled(loss), weight, reduction, self.part, self.world.size))
         self.program.begin_backward()
         if self.unsummed.expects_backward:
             self.unsummed.backward()
@@ -304,6 +303,7 @@ class Engine:
         for its random draws. scale: of a loss scaler. reduction: of the loss, which is a mean or a `sum`.
         """
         self.program.begin_backward()
+        self.step_draws.key = key
         recorder, weights = current(), StepWeights(self.world.size, self.program.coupled_gradients)
         recorder.samples += parts[0][1].total
         for number, (batch, part) in enumerate(parts):

@@ -15,16 +15,21 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from meshwise.parallel.step_hooks import Order, Subscription
+from meshwise.parallel.trial import is_by_numbers
 from meshwise.spec.world import World
 from meshwise.training.generators import GLOBAL
 from meshwise.training.keyed import ExactDraws, KeyedDraws
 from meshwise.training.order import BatchSlice
+from meshwise.training.program import Program
 from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed
 
@@ -76,6 +81,37 @@ def drawing(
         return exact.of_microbatch((*key, 0), part).forward()
     seed_draws(world, *key)
     return contextlib.nullcontext()
+
+
+class StepDraws:
+    """What an optimizer draws in its step is for parameters: alike on every rank, where draws are keyed by rank."""
+
+    def __init__(self, world: World) -> None:
+        self._world = replace(world, rank=0)
+        self.key: tuple[int, int] | None = None
+        """Of the batch that is worked on; None before the first whose draws are keyed: the program draws alike."""
+        self._last: tuple[int, int] | None = None
+        self._steps = 0  # of this batch
+        self._before: Tensor | None = None
+
+    def subscribe(self, program: Program) -> Subscription:
+        """Come around the steps of the program's optimizers."""
+        return program.at_steps(Order.DRAWS, self.begins, self.ends)
+
+    def begins(self, optimizer: Optimizer) -> None:
+        """A step begins: torch's own optimizers draw nothing."""
+        key = self.key
+        if key is None or is_by_numbers(optimizer):
+            return
+        self._last, self._steps = key, self._steps + 1 if key == self._last else 0
+        self._before = torch.get_rng_state()
+        seed_draws(self._world, *key, 2**20 + self._steps)
+
+    def ends(self, optimizer: Optimizer) -> None:
+        """It is over: draws go on as they were."""
+        if self._before is not None:
+            torch.set_rng_state(self._before)
+            self._before = None
 
 
 class ModelStream:

@@ -17,6 +17,7 @@ Settings: TypeAlias = tuple[tuple[str, str, Any], ...]
 """(name of the setting, whose it is, value)"""
 NAMES = {"lr": "lr", "momentum": "momentum", "betas": "betas", "weight_decay": "weight decay"}
 PLATEAU = "best value"
+NAMED = {*NAMES.values(), PLATEAU}
 
 
 def settings_of(optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler]) -> Settings:
@@ -45,7 +46,7 @@ def settings_differ(ranks: Sequence[Settings]) -> str:
         if len(settings) != len(ranks[0]):  # what the program has let go is not garbage on all ranks at once
             continue
         for mine, other in zip(ranks[0], settings, strict=True):
-            if mine != other:
+            if mine != other and mine[0] in NAMED:
                 return _sentence(rank, other, mine)
     return ""
 

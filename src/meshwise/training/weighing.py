@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.loss_graph import has_penalty, summed_loss
+from meshwise.compat.loss_graph import has_penalty, summed_loss, uneven_mean
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import user_place
 from meshwise.training.order import BatchSlice
@@ -145,12 +145,32 @@ def check_loss(loss: Tensor, part: BatchSlice | None) -> BatchSlice:
     return part
 
 
+def said_of(loss: Tensor, weight: object, reduction: str, part: BatchSlice | None, ranks: int) -> str:
+    """What to say of a script's loss that its graph knows to be taken for something else; empty of others."""
+    if part is not None and part.whole:
+        return ""
+    if reduction == "sum":
+        return penalty_of_sum(loss, ranks)
+    unknown = weight is None and part is not None and part.samples > 0
+    return unsaid_sum(loss, ranks) or (unsaid_weight(loss, part.samples) if part is not None and unknown else "")
+
+
 def unsaid_sum(loss: Tensor, ranks: int) -> str:
     """What to say of a loss that is given as a mean and is known to be a sum over samples; empty of another."""
     kind = summed_loss(loss)
     return kind and (
         f"{user_place()}: this loss is a sum over samples ({kind}, reduction='sum'), and mw.backward takes it for a "
         f"mean: gradients are those of one device divided by {ranks}. Use mw.backward(loss, reduction='sum')."
+    )
+
+
+def unsaid_weight(loss: Tensor, samples: int) -> str:
+    """What to say of a mean that is known to be over other items than samples; empty of another."""
+    weight = uneven_mean(loss, samples)
+    return weight and (
+        f"{user_place()}: this loss is not a mean over samples (classes have weights, targets are ignored, or it is "
+        "divided by a count of its own), and the ranks have unequal parts of what it is over. Say how much this rank's "
+        f"is over: mw.backward(loss, weight={weight})."
     )
 
 

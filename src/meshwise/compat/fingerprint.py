@@ -1,0 +1,14 @@
+"""What Hugging Face's data sets keep to themselves: the fingerprint of their content and of what was done to it.
+
+Read in datasets 5.2: `arrow_dataset.py`. Tested in tests/training/test_replicas.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def fingerprint(data: Any) -> str | None:
+    """Of a data set of Hugging Face's; None of another."""
+    found = getattr(data, "_fingerprint", None)
+    return found if isinstance(found, str) else None

@@ -1,0 +1,70 @@
+"""What replicas hold is alike on every rank: sums of parameters and buffers, which are compared now and then.
+
+Gradients are reduced, so parameters part only where something changes them apart: noise that each rank draws for
+itself, or a rule that looks at this rank's samples. The sums travel with the loss (agreed.py) at backward 2, 4, 8 …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from meshwise.spec.user_code import user_place
+from meshwise.training.program import Program
+from meshwise.training.settings import Settings, settings_of
+
+PARAMETERS, BUFFER = "sum of parameters", "sum of a buffer"
+FAR = 1e-6  # of a sum: devices of different kinds may round a step otherwise
+_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (*_BATCH, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def held_alike(program: Program, schedulers: Iterable[LRScheduler]) -> Settings:
+    """What all ranks must hold alike: settings of the optimizers in use, and sums, where it is time for them."""
+    return settings_of(program.in_use, schedulers) + sums_of(program)
+
+
+def sums_of(program: Program) -> Settings:
+    """Sums of what the program's replicas hold, where it is time to compare them."""
+    count = program.backwards
+    if count < 2 or count & (count - 1) or program.plan is None or program.plan.parameters_divided:
+        return ()
+    named = [
+        (f"{place}.{name}".lstrip("."), buffer)
+        for model in program.models
+        for place, module in model.named_modules()
+        if not isinstance(module, NORMS)
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point()
+    ]
+    parameters = (PARAMETERS, "", _sum(program.named_parameters().values()))
+    return parameters, *((BUFFER, name, _sum([buffer])) for name, buffer in named)
+
+
+def _sum(tensors: Iterable[Tensor]) -> float:
+    return float(torch.stack([t.detach().abs().sum(dtype=torch.float64) for t in tensors]).sum())
+
+
+def parted(ranks: Sequence[Settings], kind: str) -> str:
+    """Where the ranks' parameters, or one of their buffers, differ: one sentence; empty where they do not."""
+    for rank, settings in enumerate(ranks):
+        for (name, whose, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
+            if name == kind and abs(value - of_rank_0) > FAR * abs(of_rank_0):
+                sums = f"the sum of their sizes is {value:.9g} on rank {rank} and {of_rank_0:.9g} on rank 0"
+                return f"{user_place()}: {(_PARTED if kind == PARAMETERS else _BUFFER).format(name=whose, sums=sums)}"
+    return ""
+
+
+_PARTED = (
+    "the ranks' parameters have parted: {sums}. Between mw.backward and the next batch something changes parameters or "
+    "gradients on each rank apart: random numbers, of which each rank draws its own in the loop over a loader, or what "
+    "depends on this rank's samples. Draw noise for parameters alike: torch.randn(p.shape, generator=g), where g is a "
+    "torch.Generator that is seeded alike on every rank."
+)
+_BUFFER = (
+    "the ranks' buffers {name} differ: the model updates it from this rank's samples alone, so it is not that of one "
+    "device, and rank 0's is saved. Let the model compute it from sums over the ranks (mw.sum)."
+)
