@@ -7,7 +7,8 @@ script, `bench/ports/NAME.base.ed` makes the plain script for one device (small 
 an epoch; clipping and the best checkpoint where there are none), and `NAME.PORT.ed` a port from that. They are ed
 scripts, which hold the new lines alone. Lines changed: those added and removed, without blank lines and comments. The
 data is made here. accelerate and Fabric run on two gloo processes with half of the batch size, the nearest that they
-have to one device.
+have to one device. `nudged` runs are the plain script with each start weight moved by one rounding, up or down: how far
+they end from it is how well one device knows its own numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Numbers = list[dict[str, float]]
 
 @dataclass(frozen=True)
 class Script:
-    """option, batch: of the batch size."""
+    """option, batch: of the batch size. stopped, resumed: options of the two starts of a run that is resumed."""
 
     source: str
     commit: str
@@ -49,9 +50,11 @@ class Script:
     option: str
     batch: int
     arguments: str
+    stopped: str = ""
+    resumed: str = ""
 
 
-IMAGES = "-j 0 --epochs 4 --seed 0 --lr 0.01 -a resnet18 {data}/images"
+IMAGES = "-j 0 --epochs 3 --seed 0 --lr 0.01 -a resnet18 {data}/images"
 GLUE = (
     "--model_name_or_path {data}/bert-{dtype} --train_file {data}/train.csv --validation_file {data}/validation.csv "
     "--seed 0 --num_train_epochs 6 --learning_rate 2e-3 --num_warmup_steps 5 --output_dir out "
@@ -69,8 +72,10 @@ SCRIPTS = {
         "imagenet/main.py",
         "f67ca2cd730bf91afe0504694abf07b88cbd03ac8c8a0426023620d29175c158",
         "-b",
-        32,
+        16,
         IMAGES,
+        "--epochs 2",
+        "--resume checkpoint.pth.tar",
     ),
     "glue": Script(
         "huggingface/transformers",
@@ -91,16 +96,35 @@ SCRIPTS = {
         TIMM,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Run:
+    """port: of the script. devices: 0 is plain Python. threads: of each process that meshwise does not start. nudged: a
+    seed, 0 for none. then: devices of a second start, which goes on where the first stopped after two epochs."""
+
+    port: str
+    dtype: str
+    devices: int = 0
+    threads: int = 1
+    nudged: int = 0
+    then: int | None = None
+
+
 RUNS = {
-    # name: (port, dtype, threads, devices); 0 devices: plain Python
-    "plain": ("base", "float64", 1, 0),
-    "plain, 2 threads": ("base", "float64", 2, 0),
-    **{f"meshwise, {n}": ("meshwise", "float64", 1, n) for n in (1, 2, 3)},
-    "accelerate, 2": ("accelerate", "float64", 1, 2),
-    "fabric, 2": ("fabric", "float64", 1, 2),
-    "plain, float32": ("base", "float32", 1, 0),
-    "plain, float32, 2 threads": ("base", "float32", 2, 0),
-    **{f"meshwise, float32, {n}": ("meshwise", "float32", 1, n) for n in (1, 2, 3)},
+    "plain": Run("base", "float64"),
+    **{f"meshwise, {n}": Run("meshwise", "float64", n) for n in (1, 2, 3)},
+    "accelerate, 2": Run("accelerate", "float64", 2),
+    "fabric, 2": Run("fabric", "float64", 2),
+    "plain, float32": Run("base", "float32"),
+    **{f"plain, float32, {n} threads": Run("base", "float32", threads=n) for n in (2, 3)},
+    "plain, float32, nudged": Run("base", "float32", nudged=1),
+    **{f"meshwise, float32, {n}": Run("meshwise", "float32", n) for n in (1, 2, 3)},
+}
+RESUMED = {
+    "plain, nudged": Run("base", "float64", nudged=1),
+    "plain, resumed": Run("base", "float64", then=0),
+    "meshwise, resumed, 2 then 3": Run("meshwise", "float64", 2, then=3),
 }
 
 
@@ -150,7 +174,7 @@ def make_data(folder: Path) -> None:
 
     draw = numpy.random.default_rng(0)
     y, x = numpy.mgrid[0:40, 0:40] / 40
-    for split, count in (("train", 203), ("val", 61)):
+    for split, count in (("train", 61), ("val", 25)):
         for number in range(count):
             kind = number % 6
             shown = kind if draw.random() > 0.15 else int(draw.integers(6))
@@ -162,7 +186,7 @@ def make_data(folder: Path) -> None:
             Image.fromarray(picture.clip(0, 255).astype("uint8")).save(file)
     made = random.Random(0)
     words = [f"w{i}" for i in range(60)]
-    for split, count in (("train", 203), ("validation", 61)):
+    for split, count in (("train", 107), ("validation", 37)):
         with (folder / f"{split}.csv").open("w", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(["sentence1", "sentence2", "label"])
@@ -199,47 +223,62 @@ def _make_bert(folder: Path, words: list[str]) -> None:
         BertTokenizerFast(str(vocabulary)).save_pretrained(folder / f"bert-{dtype}")
 
 
+def runs_of(name: str) -> dict[str, Run]:
+    """The runs of a script, those that can be compared first."""
+    return RUNS | (RESUMED if SCRIPTS[name].resumed else {})
+
+
+def folder_of(folder: Path, name: str, label: str) -> Path:
+    """Where a run is."""
+    return folder / name / label.replace(", ", "-").replace(" ", "-")
+
+
 def run(name: str, label: str, folder: Path) -> str:
     """One run; gives the end of its output where it fails."""
-    script, (port, dtype, threads, devices) = SCRIPTS[name], RUNS[label]
-    out = folder / name / label.replace(", ", "-").replace(" ", "-")
-    out.mkdir(parents=True)
-    shutil.copytree(folder / "accuracy", out / "accuracy")
-    batch = script.batch // devices if port in ("accelerate", "fabric") else script.batch
-    told = f"{script.arguments} {script.option} {batch}".format(data=folder, dtype=dtype, batch=batch).split()
-    start = {
+    script, asked = SCRIPTS[name], runs_of(name)[label]
+    out = folder_of(folder, name, label)
+    if asked.then is None:
+        return started(name, asked, asked.devices, folder, out, "")
+    first = started(name, asked, asked.devices, folder, out, script.stopped)
+    return first or started(name, asked, asked.then, folder, out, script.resumed)
+
+
+def command(port: str, devices: int) -> list[str]:
+    """What stands before a script's name."""
+    fabric = ["-m", "lightning_fabric.cli", "--accelerator", "cpu", "--strategy", "ddp", f"--devices={devices}"]
+    return {
         "base": [],
         "meshwise": ["-m", "meshwise", "run", "--devices", f"{devices}xcpu"],
+        "check": ["-m", "meshwise", "check", "--devices", f"{devices}xcpu"],
         "accelerate": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)],
-        "fabric": [
-            "-m",
-            "lightning_fabric.cli",
-            "--accelerator",
-            "cpu",
-            "--strategy",
-            "ddp",
-            f"--devices={devices}",
-        ],
+        "fabric": fabric,
     }[port]
-    offline = {
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "HF_HOME": str(out / "hf"),
-    }
+
+
+def started(name: str, asked: Run, devices: int, folder: Path, out: Path, more: str) -> str:
+    """A script is started and ends: the end of its output where it fails, and of a check in any case."""
+    script, port = SCRIPTS[name], asked.port
+    if not out.exists():
+        out.mkdir(parents=True)
+        shutil.copytree(folder / "accuracy", out / "accuracy")
+    batch = script.batch // devices if port in ("accelerate", "fabric") else script.batch
+    arguments = f"{script.arguments} {script.option} {batch} {more}"
     environment = {
         **os.environ,
-        **offline,
+        **dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1"),
+        "HF_HOME": str(out / "hf"),
         "PYTHONPATH": os.pathsep.join([str(PORTS), os.environ.get("PYTHONPATH", "")]),
         "PORTS_OUT": str(out),
-        "PORTS_DTYPE": dtype,
-        "OMP_NUM_THREADS": str(threads),
+        "PORTS_DTYPE": asked.dtype,
+        "PORTS_NUDGED": str(asked.nudged),
+        "OMP_NUM_THREADS": str(asked.threads),
         "OMP_WAIT_POLICY": "passive",
         "ACCELERATE_USE_CPU": "true",
     }
-    file = folder / name / f"with_{port}.py"
+    file = folder / name / f"with_{'meshwise' if port == 'check' else port}.py"
+    told = arguments.format(data=folder, dtype=asked.dtype, batch=batch).split()
     done = subprocess.run(
-        [sys.executable, *start, str(file), *told],
+        [sys.executable, *command(port, devices), str(file), *told],
         cwd=out,
         env=environment,
         capture_output=True,
@@ -247,7 +286,7 @@ def run(name: str, label: str, folder: Path) -> str:
         check=False,
     )
     (out / "log").write_text(done.stdout + done.stderr)
-    return "" if done.returncode == 0 else (done.stdout + done.stderr)[-600:]
+    return "" if done.returncode == 0 and port != "check" else (done.stdout + done.stderr)[-600:]
 
 
 def history(out: Path) -> Numbers:
@@ -262,11 +301,12 @@ def difference(one: Path, other: Path) -> dict[str, Any]:
     a, b = history(one), history(other)
     if [line.keys() for line in a] != [line.keys() for line in b]:
         return {"numbers": None, "why": f"{len(a)} and {len(b)} lines"}
-    pairs = [(x[k], y[k]) for x, y in zip(a, b, strict=True) for k in x if x[k] is not None]
+    pairs = [(x[k], y[k]) for x, y in zip(a, b, strict=True) for k in x if not isinstance(x[k], bool | None)]
     p, q = ({k.removeprefix("module."): v for k, v in torch.load(out / "weights.pt").items()} for out in (one, other))
+    apart = [(p[k].double() - q[k].double()).abs().max() for k in p if p[k].numel() and k in q]
     return {
         "numbers": max(abs(x - y) / max(1, abs(x)) for x, y in pairs),
-        "weights": max(float((p[k].double() - q[k].double()).abs().max()) for k in p if p[k].numel()),
+        "weights": float(max(apart)) if p.keys() == q.keys() else None,
         "same_best_epochs": best_epochs(a) == best_epochs(b),
     }
 
@@ -276,28 +316,38 @@ def best_epochs(lines: Numbers) -> list[Any]:
     return [line.get("best_epoch", line.get("epoch")) for line in lines if line.get("is_best") or "best_epoch" in line]
 
 
+def reference(asked: Run) -> str:
+    """The run with which a run is compared."""
+    return "plain, resumed" if asked.then is not None else "plain" if asked.dtype == "float64" else "plain, float32"
+
+
 def measure(name: str, originals: Path, folder: Path, at_once: int) -> dict[str, Any]:
-    """All runs of a script."""
+    """All runs of a script, and `meshwise check`."""
     ports = ports_of(name, originals)
     (folder / name).mkdir()
     for port, lines in ports.items():
         (folder / name / f"with_{port}.py").write_text("\n".join(lines) + "\n")
+    runs = runs_of(name)
     with ThreadPoolExecutor(at_once) as pool:
-        failed = dict(zip(RUNS, pool.map(lambda label: run(name, label, folder), RUNS), strict=True))
+        check = pool.submit(started, name, Run("check", "float32"), 2, folder, folder / name / "check", "")
+        failed = dict(zip(runs, pool.map(lambda label: run(name, label, folder), runs), strict=True))
     found: dict[str, Any] = {}
     for label, why in failed.items():
-        plain = "plain, float32" if RUNS[label][1] == "float32" else "plain"
-        outs = [folder / name / word.replace(", ", "-").replace(" ", "-") for word in (plain, label)]
-        found[label] = {"failed": why} if why or failed[plain] else difference(outs[0], outs[1])
+        against = reference(runs[label])
+        outs = [folder_of(folder, name, word) for word in (against, label)]
+        found[label] = {"failed": why} if why or failed[against] else difference(outs[0], outs[1])
         print(name, label, found[label], flush=True)
+    checked = check.result()
+    print(name, checked, flush=True)
     script = SCRIPTS[name]
     return {
         "source": f"{script.source} {script.path} at {script.commit}",
         "lines": sum(map(is_code, ports["original"])),
         "lines_of_base": sum(map(is_code, ports["base"])),
         "changed": {tool: changed(ports["base"], ports[tool]) for tool in TOOLS},
-        "epochs": history(folder / name / "plain") if not failed["plain"] else [],
+        "epochs": [] if failed["plain"] else history(folder / name / "plain"),
         "runs": found,
+        "check": checked.splitlines(),
     }
 
 
@@ -319,9 +369,8 @@ def main() -> None:
     told["machine"] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     told["versions"] = {name: installed(name) for name in LIBRARIES} | {"python": platform.python_version()}
     for name in names:
-        told.setdefault("scripts", {})[name] = measure(
-            name, originals, folder, int(os.environ.get("PORTS_AT_ONCE", "1"))
-        )
+        at_once = int(os.environ.get("PORTS_AT_ONCE", "1"))
+        told.setdefault("scripts", {})[name] = measure(name, originals, folder, at_once)
         RESULTS.write_text(json.dumps(told, indent=1) + "\n")
 
 

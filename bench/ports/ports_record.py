@@ -12,6 +12,22 @@ import torch
 torch.set_default_dtype(getattr(torch, os.environ["PORTS_DTYPE"]))
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 SMALL = {224: 32, 256: 36}
+NUDGED = int(os.environ.get("PORTS_NUDGED", "0"))
+begin = torch.optim.Optimizer.__init__
+
+
+def nudged(self: torch.optim.Optimizer, *args: Any, **options: Any) -> None:
+    """An optimizer whose parameters are first moved by one rounding each, up or down."""
+    begin(self, *args, **options)
+    draw = torch.Generator().manual_seed(NUDGED)
+    with torch.no_grad():
+        for parameter in [p for group in self.param_groups for p in group["params"]]:
+            sign = 2 * torch.randint(2, parameter.shape, generator=draw) - 1
+            parameter.mul_(1 + sign * torch.finfo(parameter.dtype).eps)
+
+
+if NUDGED:
+    torch.optim.Optimizer.__init__ = nudged
 
 
 def record(model: torch.nn.Module | None = None, **values: Any) -> None:

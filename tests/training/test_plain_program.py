@@ -5,6 +5,7 @@ With compat/program_calls.py, compat/collective_calls.py and timeline/advice.py.
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
+from meshwise.api import script
 from meshwise.compat import program_calls
 from meshwise.records import folder as names
 from meshwise.timeline import advice
@@ -28,6 +31,7 @@ from meshwise.timeline.run_report import Report
 from meshwise.timeline.spans import KINDS
 from meshwise.timeline.timeline import Timeline
 from meshwise.training import plain_program
+from meshwise.training.run_options import RunOptions
 from meshwise.training.session import end_sessions
 from meshwise.workers.environment import RUN_FOLDER
 
@@ -282,3 +286,33 @@ def test_ddp_and_fully_shard_run_as_under_torchrun_and_are_recorded(processes: N
     assert {("all-reduce", "gradients"), ("broadcast", "buffers"), ("all-gather", "parameters")} <= found
     assert ("reduce-scatter", "gradients") in found and all(rank.complete for rank in report.ranks)
     assert report.error_seconds < 0.1
+
+
+def test_training_in_processes_of_its_own_is_not_recorded_and_said(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    plain_program.begin(lines.append)
+    plain_program.tell_if_unseen("train.py")
+    assert lines == []
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    monkeypatch.setattr(resource, "getrusage", lambda who: type(spent)([12.0, *spent[1:]]))
+    plain_program.tell_if_unseen("train.py")
+    (line,) = lines
+    assert line.startswith("train.py: no step was recorded.") and "(mp.spawn, subprocess)" in line and " 12" in line
+    ordinary(epochs=1)
+    plain_program.tell_if_unseen("train.py")
+    assert lines == [line]
+
+
+def test_a_script_whose_ranks_another_launcher_started_is_told_that_it_keeps_no_records(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_folder / "ddp.py").write_text("ran = True\n")
+    monkeypatch.setattr(script, "_script_in_worker", lambda *given: None)
+    for rank in "0", "1":
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert script.start_script([], RunOptions(str(run_folder / "ddp.py")), Console()) == 0
+    said = capsys.readouterr().err
+    assert said.count("no records are kept") == 1 and "meshwise run --devices 2xcpu ddp.py" in said

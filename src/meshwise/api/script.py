@@ -25,7 +25,14 @@ from meshwise.spec.world import World
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.training.run_options import RunOptions
-from meshwise.workers.environment import EXACT_RANDOM, LOG, PLAN_FILE, read_world, started_by_launcher
+from meshwise.workers.environment import (
+    EXACT_RANDOM,
+    LOG,
+    PLAN_FILE,
+    derived_ranks,
+    read_world,
+    started_by_launcher,
+)
 
 
 def start_script(
@@ -54,6 +61,11 @@ def start_script(
                 f"--plan and --set have no effect under torchrun, srun or mpirun. Set {PLAN_FILE}=plan.toml in the "
                 "environment of the script instead."
             )
+        if read_world(os.environ | derived_ranks(os.environ)).rank == 0:
+            text = (
+                f"{script.name}: another launcher started its ranks, so no records are kept. For a report: meshwise run"
+            )
+            print(f"{text} --devices 2xcpu {script.name}", file=sys.stderr, flush=True)
         _script_in_worker(script, arguments, options, None)
         return 0
     starts(options)
@@ -93,6 +105,7 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
     finally:
         if "meshwise.training.session" in sys.modules:  # else it has used none of our verbs
             training.session.program_ends()
+    training.plain_program.tell_if_unseen(script.name)
     refuse_untrained_job(script, variables)
     if options.gives_plan:
         api.plans.tell_if_unused(script.name)

@@ -110,6 +110,8 @@ def opened(
             **names.what_was_typed(),
             **program.record,
         }
+        if isinstance(options.job, str | Path):  # of a Job that is given the source is not known
+            facts["source"] = names.source_of(str(options.job))
         names.begin_session(folder, began, **facts)
     if program.plan is not None:  # on every machine: a script's workers read it in their own folder
         write_text(folder / names.PLAN, plan_to_toml(program.plan))

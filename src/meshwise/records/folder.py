@@ -14,6 +14,7 @@ tensorboard/          the metrics as TensorBoard events, where tensorboard is in
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import re
@@ -125,6 +126,15 @@ def what_was_typed() -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         commit = ""
     return {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "commit": commit}
+
+
+def source_of(word: str) -> str:
+    """What the program of a run was written in, to tell whether two ran the same: a digest of its file `train.py` or
+    `train.py:job`, or the version of meshwise that a built-in job is of."""
+    file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
+    if file.suffix == ".py" and file.is_file():
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    return f"meshwise {version('meshwise')}"
 
 
 def _text(time: float) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shlex
 import time
 from collections.abc import Mapping
@@ -119,6 +120,11 @@ def plan_of(folder: Path) -> str:
     except (OSError, ValueError, RecursionError, UsageError):
         return ""
     return str(plan or "").removeprefix("Plan(").removesuffix(")")
+
+
+def fields_of(plan: str) -> dict[str, str]:
+    """The fields in what `plan_of` says."""
+    return dict(re.findall(r"(\w+)=((?:\([^)]*\)|'[^']*'|[^,'(])+)", plan))
 
 
 def _seconds(sessions: Any) -> float | None:

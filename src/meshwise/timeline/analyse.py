@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from meshwise.timeline.arrivals import ABSENT, Arrivals
 from meshwise.timeline.attribution import Whole
 from meshwise.timeline.findings import findings_of, verdict_of
 from meshwise.timeline.goodput import goodput_of
+from meshwise.timeline.one_device import measured_alone
 from meshwise.timeline.run_report import (
     MEMORY,
     NOT_MEMORY,
@@ -55,6 +57,7 @@ def report_of(
         timeline.counters,
         str(timeline.facts.get("program", "job")),
         links=_have_links(timeline),
+        alone=measured_alone(timeline, Path(folder)) if folder else None,
     )
     seconds = table.step_seconds()[table.trained]
     kinds = table.kind_seconds()[table.counted].sum(axis=0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.records.run_list import fields_of
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import seconds_text
 from meshwise.timeline.run_report import Report
@@ -131,11 +131,12 @@ def _settings(report: Report) -> dict[str, str]:
     """What was run, by name: fields of the plan, devices, versions, options, and what else the record holds."""
     facts = report.facts
     found = {"job": facts.get("job"), "devices": facts.get("world"), "commit": facts.get("commit")}
+    found["source"] = facts.get("source")
     for group in ("versions", "request"):
         found |= facts.get(group) or {}
     found |= dict(text.partition("=")[::2] for text in found.pop("args", None) or ())
     found |= {"arguments": shlex.join(map(str, facts.get("arguments") or ()))}
-    found |= dict(re.findall(r"(\w+)=((?:\([^)]*\)|'[^']*'|[^,'(])+)", str(facts.get("plan") or "")))
+    found |= fields_of(str(facts.get("plan") or ""))
     said = {name: str(value) for name, value in found.items() if value not in (None, "", [], False)}
     return {name: text for name, text in said.items() if name not in ("settings", "plan")}  # the plan's fields say it
 

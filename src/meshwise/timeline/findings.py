@@ -16,7 +16,7 @@ import numpy as np
 
 from meshwise.spec.units import bytes_text, percent_text, seconds_text
 from meshwise.timeline.advice import TRY, TRY_FOR_STRAGGLER, advised, for_communication
-from meshwise.timeline.one_device import one_device_seconds
+from meshwise.timeline.one_device import Alone, one_device_seconds
 from meshwise.timeline.run_report import COMPUTING, MEMORY, CollectiveReport, Finding, GoodputPart
 from meshwise.timeline.spans import KINDS
 from meshwise.timeline.step_table import StepTable
@@ -26,8 +26,8 @@ from meshwise.timeline.timeline import Counter
 LEAST = {"straggler": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0.10, "idle": 0.10, "stalls": 0.10}
 LEAST_OF_RUN = {"checkpoint": 0.10, "evaluation": 0.30}
 STALL = 3.0
-SLOWER = 0.9
-"""One device is called faster where its step is estimated to take at most this share of a step of all."""
+SLOWER, SLOWER_MEASURED = 0.9, 0.95
+"""One device is called faster where its step takes at most this share of a step of all: estimated, or measured."""
 FEWEST = 10
 """Steps below which a run is too short to name a straggler."""
 GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
@@ -74,10 +74,11 @@ def findings_of(
     program: str = "job",
     *,
     links: bool = True,
+    alone: Alone | None = None,
 ) -> list[Finding]:
     """What limits a step, the largest share first; then how much of it is computing; then growing memory. program: the
     kind that the advice is for, see `advice.WORDS`. links: whether there are any between the ranks: CPU workers of one
-    machine have none."""
+    machine have none. alone: the same on one device, where that was measured."""
     steady = table.steady
     if not steady.any():
         return []
@@ -86,7 +87,7 @@ def findings_of(
     shares = _Shares(int(steady.sum()), seconds, float(table.step_seconds()[steady].mean()), program)
     stragglers = list(_stragglers(table, shares, error_seconds))
     found = [*stragglers, *_input(shares), *_communication(table, shares, collectives, stragglers, links)]
-    slower = list(_slower_than_one(table, shares, collectives))
+    slower = list(_slower_than_one(table, shares, collectives, alone))
     found += [*_imbalance(shares, stragglers), *_idle(shares), *_of_run(goodput, program), *_stalls(table)]
     return [*slower, *sorted(found, key=lambda finding: -finding.share), _computing(shares), *_memory(counters)]
 
@@ -121,20 +122,21 @@ def _stragglers(table: StepTable, shares: _Shares, error_seconds: float) -> Iter
         )
 
 
-def _slower_than_one(table: StepTable, shares: _Shares, collectives: Sequence[CollectiveReport]) -> Iterator[Finding]:
-    """Said where the most that one device can need is clearly less than a step; else nothing is known."""
+def _slower_than_one(
+    table: StepTable, shares: _Shares, collectives: Sequence[CollectiveReport], alone: Alone | None
+) -> Iterator[Finding]:
+    """Said where one device was faster, or the most that it can need is clearly less than a step."""
     ranks = len(table.ranks)
     if ranks < 2 or shares.steps < FEWEST:
         return
-    least, most = one_device_seconds(table, collectives)
+    least, most = (alone.seconds,) * 2 if alone else one_device_seconds(table, collectives)
     step = float(np.median(table.step_seconds()[table.steady]))
-    if most > SLOWER * step:
+    if most > (SLOWER_MEASURED if alone else SLOWER) * step:
         return
     headline = f"{ranks} devices are slower than one."
-    sentence = (
-        f"{ranks} devices are slower than one: a step takes {seconds_text(step)}, and one device would need "
-        f"{seconds_text(least)} to {seconds_text(most)} (estimated from what the ranks compute and read)."
-    )
+    one = f"would need {seconds_text(least)} to {seconds_text(most)} (estimated from what the ranks compute and read)"
+    one = f"took {seconds_text(most)} (measured in {alone.run})" if alone else one
+    sentence = f"{ranks} devices are slower than one: a step takes {seconds_text(step)}, and one device {one}."
     advice = advised(TRY["slower"], shares.program)
     yield Finding("slower", headline, sentence, advice, 1 - most / step, step - most)
 

@@ -1,24 +1,99 @@
-"""How long one device would need for a step of several, estimated from what each of them computes and reads.
+"""How long one device needs for a step of several: measured in an earlier run, else estimated from what each of them
+computes and reads.
 
-At most all of it, one after the other: it waits for no other rank, and larger batches do not compute slower. What all
-ranks do alike, it does once: the optimizer's step, where every rank steps all parameters. At least what one rank
-computes: it has all its samples, and more.
+The estimate. At most all of it, one after the other: one device waits for no other rank, and larger batches do not
+compute slower. What all ranks do alike, it does once: the optimizer's step, where every rank steps all parameters. At
+least what one rank computes: it has all its samples, and more.
 
-Measured against the truth by bench/speedup.py; tested in tests/timeline/test_findings.py.
+Measured against the truth by bench/speedup.py; tested in tests/timeline/test_findings.py and test_alone.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from meshwise.records import folder as names
+from meshwise.records.run_list import fields_of, plan_of
+from meshwise.spec.errors import UsageError
+from meshwise.timeline.read import read_timeline
 from meshwise.timeline.run_report import CollectiveReport
 from meshwise.timeline.spans import KIND
-from meshwise.timeline.step_table import StepTable
+from meshwise.timeline.step_table import StepTable, step_table_of
+from meshwise.timeline.timeline import Timeline
 
 SAMPLES = [KIND[kind] for kind in ("forward", "backward", "data", "transfer")]
 """Kinds of time that go with the samples of a rank."""
+DIVIDES = ("data", "shard", "zero1", "offload", "reshard", "batch_norm", "bucket_mb")
+"""Fields of a plan that say how devices divide the work: on one device another plan of the same work has others."""
+FEWEST = 10
+"""Steps below which a run is too short to say how long one takes."""
+MOST_READ, BLOCKS = 5, 40
+"""Of how many runs, and how many blocks of spans (about a second each) of their end are read."""
+SAME_BATCH = 0.1
+"""Mean samples a step that differ by at most this share are of the same batch size: a log may end within a step."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A step of an earlier run of the same program on one device: the run's folder, and seconds (median)."""
+
+    run: str
+    seconds: float
+
+
+def measured_alone(timeline: Timeline, folder: Path) -> Alone | None:
+    """The newest run beside `folder` of the same source, arguments and batch size, on one device of the same machine,
+    where there is one and this run is over."""
+    facts = timeline.facts
+    if len(timeline.ranks) < 2 or facts.get("status") == "running":
+        return None
+    mine, work = _place_and_batch(timeline), _work(facts, folder)
+    for other in list(_of_one_device(folder, work))[:MOST_READ] if mine and work else ():
+        alone = read_timeline(other, last_blocks=BLOCKS)
+        table, theirs = step_table_of(alone), _place_and_batch(alone)
+        alike = mine and theirs and theirs[0] == mine[0] and abs(theirs[1] / mine[1] - 1) <= SAME_BATCH
+        if alike and table.steady.sum() >= FEWEST:
+            return Alone(str(other), float(np.median(table.step_seconds()[table.steady])))
+    return None
+
+
+def _of_one_device(folder: Path, work: Mapping[str, Any]) -> Iterator[Path]:
+    """The runs beside a folder that did the same work on one device, the newest first."""
+    for run in sorted((path.parent for path in folder.parent.glob(f"*/{names.RUN}")), reverse=True):
+        try:
+            facts = names.read_run(run)
+        except UsageError:
+            continue
+        if facts.get("world") == 1 and facts.get("status") != "running" and _work(facts, run) == work:
+            yield run
+
+
+def _work(facts: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
+    """What a step of a run does, as its record says it; None where that is not known."""
+    request = facts.get("request")
+    asked = request if isinstance(request, dict) else {}
+    known = {name: asked.get(name) for name in ("batch_size", "args", "data", "exact_random")}
+    known |= {"source": facts.get("source"), "arguments": facts.get("arguments"), "versions": facts.get("versions")}
+    known["job"] = str(asked.get("job")).rpartition(":")[2]
+    known["devices"] = {str(device).partition(":")[0] for device in facts.get("devices") or ()}
+    known["plan"] = {name: text for name, text in fields_of(plan_of(folder)).items() if name not in DIVIDES}
+    return known if facts.get("source") else None
+
+
+def _place_and_batch(timeline: Timeline) -> tuple[set[str], float] | None:
+    """The hosts of a run, and the samples of a step; None where they were not counted, as in a plain program."""
+    counter = timeline.newest_session().counter("samples")
+    if counter is None or not counter.step[-1] or timeline.facts.get("program") == "plain":
+        return None
+    steps, samples = counter.step[-1], counter.value[-1]
+    if len(counter.step) > 1 and steps > counter.step[0]:
+        steps, samples = steps - counter.step[0], samples - counter.value[0]
+    return {rank.host for rank in timeline.ranks}, max(float(samples / steps), 1e-9)
 
 
 def one_device_seconds(table: StepTable, collectives: Sequence[CollectiveReport]) -> tuple[float, float]:

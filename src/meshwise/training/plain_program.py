@@ -16,6 +16,7 @@ an optimizer is one. What never steps an optimizer has a step a batch, after its
 from __future__ import annotations
 
 import contextlib
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -27,6 +28,7 @@ from torch.optim import Optimizer
 from meshwise.compat import program_calls
 from meshwise.compat.collective_calls import Call, Ended, watch
 from meshwise.parallel.step_hooks import Order, held_parameters, subscribe
+from meshwise.spec.units import seconds_text
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import Mark, Recorder, current, make_current
 from meshwise.timeline.spans import NO_COLLECTIVE, collective_name
@@ -36,6 +38,8 @@ from meshwise.workers.join import made_process_group, rank_context
 PATIENCE = timedelta(seconds=10)  # for rank 0's clock: without it the records go on
 MOST_ACCUMULATED = 64
 """Backwards without any optimizer's step after which each batch (without a loader: each backward) is a step."""
+UNSEEN = 1.0
+"""Seconds that child processes compute before they are worth a line."""
 BETWEEN_RANKS = ("send", "receive")
 _programs: list[PlainProgram] = []
 """The program of this process, until it uses one of our verbs."""
@@ -54,14 +58,26 @@ def end() -> Recording | None:
     return _programs.pop().close() if _programs else None
 
 
+def tell_if_unseen(script: str) -> None:
+    """Say it where nothing of a program was recorded and processes of its own have computed. Once it has ended."""
+    program = _programs[-1] if _programs else None
+    theirs = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    if program is not None and program.recording is None and theirs >= UNSEEN:
+        program.say(
+            f"{script}: no step was recorded. Processes that it starts itself (mp.spawn, subprocess) are not watched, "
+            f"and they computed for {seconds_text(theirs)}. To record its ranks, let meshwise start them: call what it "
+            "spawns with RANK and WORLD_SIZE of the environment, and use --devices 2xcpu."
+        )
+
+
 class PlainProgram:
     """A process that is watched from outside, and where its loop stands."""
 
     def __init__(self, world: World, own_group: Callable[[], None] | None, say: Callable[[str], None]) -> None:
-        self._world, self._own_group, self._say = world, own_group, say
+        self._world, self._own_group, self.say = world, own_group, say
         self._recorder = Recorder(world.device, on=False)
         self._before = make_current(self._recorder)
-        self._recording: Recording | None = None
+        self.recording: Recording | None = None
         self._clocks: Clocks | None = None
         self._thread = threading.get_ident()  # what other threads read or compute is none of the loop's
         self._inside = False
@@ -88,11 +104,11 @@ class PlainProgram:
         """Watch no more. Gives the records, if they have begun: they go on."""
         while self._ends:
             self._ends.pop()()
-        if self._recording is None and current() is self._recorder:
+        if self.recording is None and current() is self._recorder:
             make_current(self._before)
             if self._clocks is not None:
                 self._clocks.close()
-        return self._recording
+        return self.recording
 
     # The loop.
 
@@ -212,10 +228,10 @@ class PlainProgram:
 
     def _begin(self) -> None:
         """The first backward, or step with gradients: the records begin, with the batch that was read for it."""
-        if self._recording is not None:
+        if self.recording is not None:
             return
-        self._recording = record_script(
-            self._world, foreign=False, say=self._say, recorder=self._recorder, clocks=self._clocks
+        self.recording = record_script(
+            self._world, foreign=False, say=self.say, recorder=self._recorder, clocks=self._clocks
         )
         self._recorder.on = True
         self._recorder.begin_step(1)
@@ -238,7 +254,7 @@ class PlainProgram:
         try:
             self._ends.append(watch(self._collective, self._waits))
         except AttributeError as missing:
-            self._say(f"collectives are not recorded: this torch has other names for them ({missing}).")
+            self.say(f"collectives are not recorded: this torch has other names for them ({missing}).")
         with contextlib.suppress(RuntimeError, OSError):  # no clock of rank 0
             self._clocks = Clocks(self._world, self._recorder.clock, PATIENCE)
 
