@@ -54,7 +54,7 @@ class Script:
     resumed: str = ""
 
 
-IMAGES = "-j 0 --epochs 3 --seed 0 --lr 0.01 -a resnet18 {data}/images"
+IMAGES = "-j 0 --epochs 4 --seed 0 --lr 0.01 -a resnet18 {data}/images"
 GLUE = (
     "--model_name_or_path {data}/bert-{dtype} --train_file {data}/train.csv --validation_file {data}/validation.csv "
     "--seed 0 --num_train_epochs 6 --learning_rate 2e-3 --num_warmup_steps 5 --output_dir out "
@@ -101,7 +101,7 @@ SCRIPTS = {
 @dataclass(frozen=True)
 class Run:
     """port: of the script. devices: 0 is plain Python. threads: of each process that meshwise does not start. nudged: a
-    seed, 0 for none. then: devices of a second start, which goes on where the first stopped after two epochs."""
+    seed, 0 for none. then: devices of a second start, which goes on where the first stopped after some epochs."""
 
     port: str
     dtype: str
@@ -174,7 +174,7 @@ def make_data(folder: Path) -> None:
 
     draw = numpy.random.default_rng(0)
     y, x = numpy.mgrid[0:40, 0:40] / 40
-    for split, count in (("train", 61), ("val", 25)):
+    for split, count in (("train", 107), ("val", 37)):
         for number in range(count):
             kind = number % 6
             shown = kind if draw.random() > 0.15 else int(draw.integers(6))
@@ -186,7 +186,7 @@ def make_data(folder: Path) -> None:
             Image.fromarray(picture.clip(0, 255).astype("uint8")).save(file)
     made = random.Random(0)
     words = [f"w{i}" for i in range(60)]
-    for split, count in (("train", 107), ("validation", 37)):
+    for split, count in (("train", 203), ("validation", 61)):
         with (folder / f"{split}.csv").open("w", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(["sentence1", "sentence2", "label"])
@@ -256,7 +256,7 @@ def command(port: str, devices: int) -> list[str]:
 
 
 def started(name: str, asked: Run, devices: int, folder: Path, out: Path, more: str) -> str:
-    """A script is started and ends: the end of its output where it fails, and of a check in any case."""
+    """A script is started and ends: the end of its output where it fails, or what a check found."""
     script, port = SCRIPTS[name], asked.port
     if not out.exists():
         out.mkdir(parents=True)
@@ -286,7 +286,9 @@ def started(name: str, asked: Run, devices: int, folder: Path, out: Path, more: 
         check=False,
     )
     (out / "log").write_text(done.stdout + done.stderr)
-    return "" if done.returncode == 0 and port != "check" else (done.stdout + done.stderr)[-600:]
+    if done.returncode:
+        return (done.stdout + done.stderr)[-600:]
+    return done.stdout.partition("\n\n")[0] if port == "check" else ""
 
 
 def history(out: Path) -> Numbers:
@@ -295,19 +297,24 @@ def history(out: Path) -> Numbers:
 
 
 def difference(one: Path, other: Path) -> dict[str, Any]:
-    """The largest difference of all recorded numbers (relative above 1), of the weights, and the best epochs."""
+    """The largest difference of all recorded numbers and of the losses alone (relative above 1), and of the weights;
+    whether the best epochs are the same, of which there must be some."""
     import torch
 
     a, b = history(one), history(other)
     if [line.keys() for line in a] != [line.keys() for line in b]:
         return {"numbers": None, "why": f"{len(a)} and {len(b)} lines"}
-    pairs = [(x[k], y[k]) for x, y in zip(a, b, strict=True) for k in x if not isinstance(x[k], bool | None)]
+    apart = {
+        k: max(abs(x[k] - y[k]) / max(1, abs(x[k])) for x, y in zip(a, b, strict=True) if x.get(k) is not None)
+        for k in {k for line in a for k, value in line.items() if not isinstance(value, bool | None)}
+    }
     p, q = ({k.removeprefix("module."): v for k, v in torch.load(out / "weights.pt").items()} for out in (one, other))
-    apart = [(p[k].double() - q[k].double()).abs().max() for k in p if p[k].numel() and k in q]
+    weights = [(p[k].double() - q[k].double()).abs().max() for k in p if p[k].numel() and k in q]
     return {
-        "numbers": max(abs(x - y) / max(1, abs(x)) for x, y in pairs),
-        "weights": float(max(apart)) if p.keys() == q.keys() else None,
-        "same_best_epochs": best_epochs(a) == best_epochs(b),
+        "numbers": max(apart.values()),
+        "losses": max(value for k, value in apart.items() if "loss" in k),
+        "weights": float(max(weights)) if p.keys() == q.keys() else None,
+        "same_best_epochs": bool(best_epochs(a)) and best_epochs(a) == best_epochs(b),
     }
 
 
@@ -347,8 +354,28 @@ def measure(name: str, originals: Path, folder: Path, at_once: int) -> dict[str,
         "changed": {tool: changed(ports["base"], ports[tool]) for tool in TOOLS},
         "epochs": [] if failed["plain"] else history(folder / name / "plain"),
         "runs": found,
-        "check": checked.splitlines(),
+        "check": " ".join(checked.split()),
     }
+
+
+def figures(found: dict[str, Any]) -> str:
+    """A run's cell in the tables of docs/ports.md: numbers, losses and weights; and the best epochs."""
+    if "failed" in found or found["numbers"] is None:
+        return "failed" if "failed" in found else str(found["why"])
+    values = [found[name] for name in ("numbers", "losses", "weights")]
+    text = ", ".join("other names" if value is None else f"{value:.0e}".replace("e-0", "e-") for value in values)
+    return text + (", same" if found["same_best_epochs"] else ", other best epochs")
+
+
+def tables(scripts: dict[str, Any]) -> str:
+    """Those tables."""
+    lines = []
+    for names in ([n for n in RUNS if "32" not in n], [n for n in RUNS if "32" in n], RESUMED):
+        lines += ["", "| script | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+        for script, found in scripts.items():
+            cells = [figures(found["runs"][name]) if name in found["runs"] else "" for name in names]
+            lines += [f"| {script} | " + " | ".join(cells) + " |"] if any(cells) else []
+    return "\n".join(lines)
 
 
 def installed(name: str) -> str:
@@ -372,6 +399,7 @@ def main() -> None:
         at_once = int(os.environ.get("PORTS_AT_ONCE", "1"))
         told.setdefault("scripts", {})[name] = measure(name, originals, folder, at_once)
         RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+    print(tables(told["scripts"]))
 
 
 if __name__ == "__main__":
