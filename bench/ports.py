@@ -266,7 +266,7 @@ def started(name: str, asked: Run, devices: int, folder: Path, out: Path, more: 
     environment = {
         **os.environ,
         **dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1"),
-        "HF_HOME": str(out / "hf"),
+        "HF_HOME": str(folder / name / "meshwise-1" / "hf" if port == "check" else out / "hf"),
         "PYTHONPATH": os.pathsep.join([str(PORTS), os.environ.get("PYTHONPATH", "")]),
         "PORTS_OUT": str(out),
         "PORTS_DTYPE": asked.dtype,
@@ -336,15 +336,15 @@ def measure(name: str, originals: Path, folder: Path, at_once: int) -> dict[str,
         (folder / name / f"with_{port}.py").write_text("\n".join(lines) + "\n")
     runs = runs_of(name)
     with ThreadPoolExecutor(at_once) as pool:
-        check = pool.submit(started, name, Run("check", "float32"), 2, folder, folder / name / "check", "")
         failed = dict(zip(runs, pool.map(lambda label: run(name, label, folder), runs), strict=True))
     found: dict[str, Any] = {}
     for label, why in failed.items():
         against = reference(runs[label])
         outs = [folder_of(folder, name, word) for word in (against, label)]
-        found[label] = {"failed": why} if why or failed[against] else difference(outs[0], outs[1])
+        complete = all((out / "weights.pt").exists() for out in outs)
+        found[label] = ({"failed": why} if why else {}) | (difference(outs[0], outs[1]) if complete else {})
         print(name, label, found[label], flush=True)
-    checked = check.result()
+    checked = started(name, Run("check", "float32"), 2, folder, folder / name / "check", "")
     print(name, checked, flush=True)
     script = SCRIPTS[name]
     return {
@@ -360,11 +360,12 @@ def measure(name: str, originals: Path, folder: Path, at_once: int) -> dict[str,
 
 def figures(found: dict[str, Any]) -> str:
     """A run's cell in the tables of docs/ports.md: numbers, losses and weights; and the best epochs."""
-    if "failed" in found or found["numbers"] is None:
-        return "failed" if "failed" in found else str(found["why"])
+    if found.get("numbers") is None:
+        return str(found.get("why", "failed"))
     values = [found[name] for name in ("numbers", "losses", "weights")]
     text = ", ".join("other names" if value is None else f"{value:.0e}".replace("e-0", "e-") for value in values)
-    return text + (", same" if found["same_best_epochs"] else ", other best epochs")
+    text += ", same" if found["same_best_epochs"] else ", other best epochs"
+    return text + (", then an error" if "failed" in found else "")
 
 
 def tables(scripts: dict[str, Any]) -> str:
