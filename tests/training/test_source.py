@@ -229,6 +229,55 @@ def test_worker_processes_read_the_same_samples() -> None:
     assert here == there
 
 
+class ReadyRows(Squares):
+    """Gives the rows of a batch at once, as one whose collate_fn has nothing to do; `noise` draws for them."""
+
+    noise = False
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("torch asks for whole batches")
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        rows = torch.tensor(indices)
+        return rows, rows + torch.rand(len(rows)) if self.noise else rows * rows
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_data_set_that_gives_ready_batches_is_asked_for_them(several: bool) -> None:
+    settings = LoaderSettings(collate=as_it_is, several=several)
+    (rows, squares), _ = reader(ReadyRows(), settings)([torch.tensor([3, 1]), torch.tensor([2])], 0)
+    assert rows.tolist() == [3, 1] and squares.tolist() == [9, 1]
+
+
+def test_ready_batches_whose_draws_would_depend_on_the_devices_are_refused() -> None:
+    data = ReadyRows()
+    data.noise = True
+    assert len(list(reader(data, LoaderSettings(collate=as_it_is))([torch.tensor([1])], 0))) == 1
+    with pytest.raises(DataError, match=r"ReadyRows.__getitems__ gives a ready batch and draws random numbers"):
+        next(reader(data, LoaderSettings(collate=as_it_is, several=True))([torch.tensor([1])], 0))
+
+
+class ByItems(Dataset[Any]):
+    """Gives lists of samples alone, augmented with one draw for each."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(*draws(), index) for index in indices]
+
+
+@pytest.mark.parametrize("data", [ByItems(), Subset(Noisy(), range(10))], ids=["alone", "subset"])
+def test_samples_that_come_in_lists_are_augmented_alike_in_any_batch(data: Any) -> None:
+    whole = by_sample(list(reader(data, LoaderSettings(seed=1))([torch.arange(10)], 0)))
+    alone = by_sample(list(reader(data, LoaderSettings(seed=1))([torch.tensor([i]) for i in (7, 2, 9)], 0)))
+    assert alone == {i: whole[i] for i in (7, 2, 9)}
+
+
 class OfFour(TensorDataset):
     """A class of data sets is a function that gives one."""
 

@@ -187,7 +187,7 @@ def loss_scaler(device: str, plan: Plan) -> torch.amp.GradScaler:
 
 def open_data(job: Job, data: Any, what: str) -> Data:
     """A data set of the job: `what` it is, in errors."""
-    settings = LoaderSettings(job.collate, job.loader_workers, job.seed)
+    settings = LoaderSettings(job.collate, job.loader_workers, job.seed, several=True)
     return Data(count_samples(data, f"the {what} of job '{job.name}'"), reader(data, settings))
 
 

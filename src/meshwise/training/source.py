@@ -27,12 +27,16 @@ Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """What a user's DataLoader would be told. `extra` holds its other keyword arguments."""
+    """What a user's DataLoader would be told. `extra` holds its other keyword arguments.
+
+    several: whether several ranks may read a batch, each its rows.
+    """
 
     collate: Callable[[list[Any]], Any] | None = None
     workers: int = 0
     seed: int = 0
     extra: Mapping[str, Any] | None = None
+    several: bool = False
 
 
 def count_samples(data: Any, what: str) -> int:
@@ -99,14 +103,40 @@ def _gives_batches(data: Any) -> bool:
 
 
 class KeyedDataset(Dataset[Any]):
-    """A data set asked by (epoch, index), whose random draws depend on the key alone."""
+    """A data set asked by (epoch, index), whose random draws depend on the key alone.
 
-    def __init__(self, data: Any, seed: int) -> None:
-        self.data, self.seed = data, seed
+    One with `__getitems__` may give ready batches for its indices, as torch's DataLoader lets it.
+    """
+
+    def __init__(self, data: Any, seed: int, several: bool = False) -> None:
+        self.data, self.seed, self.several = data, seed, several
+        self._batched = getattr(data, "__getitems__", None)
+        self._alone = self._batched is not None and not _gives_samples(type(data))
+        self._ready: bool | None = None if self._batched else False
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         with seeded_by(self.seed, *key):
-            return self.data[key[1]]
+            return self._batched([key[1]])[0] if self._alone and self._batched else self.data[key[1]]
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
+        if self._ready is not False:
+            with seeded_by(self.seed, *keys[0]) as draws:
+                got = self._batched([index for _, index in keys])  # type: ignore[misc]
+                drawn = draws.has_drawn()
+            self._ready = not (isinstance(got, list) and len(got) == len(keys))
+            if self._ready:
+                if drawn and self.several:
+                    raise DataError(
+                        f"{type(self.data).__name__}.__getitems__ gives a ready batch and draws random numbers for it, "
+                        "which would be others on another number of devices. Draw them in the training loop, or give "
+                        "single samples in __getitem__, whose draws meshwise keys by (seed, epoch, index)."
+                    )
+                return got
+        return [self[key] for key in keys]
+
+
+def _gives_samples(kind: type) -> bool:
+    return getattr(kind, "__getitem__", None) not in (None, Dataset.__getitem__)
 
 
 class seeded_by:
@@ -115,12 +145,22 @@ class seeded_by:
     def __init__(self, *key: int) -> None:
         self._key = key
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> seeded_by:
         self._states = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
-        seed = int(numpy.random.SeedSequence(self._key).generate_state(1)[0])
+        self._seed = seed = int(numpy.random.SeedSequence(self._key).generate_state(1)[0])
         torch.default_generator.manual_seed(seed)
         numpy.random.seed(seed)
         random.seed(seed)
+        return self
+
+    def has_drawn(self) -> bool:
+        """Whether anything was drawn since the body began."""
+        unused, fresh = torch.Generator().manual_seed(self._seed), numpy.random.RandomState(self._seed)
+        return (
+            not torch.equal(torch.get_rng_state(), unused.get_state())
+            or numpy.random.get_state()[2] != fresh.get_state()[2]
+            or random.getstate() != random.Random(self._seed).getstate()
+        )
 
     def __exit__(self, *_: object) -> None:
         torch.set_rng_state(self._states[0])
@@ -149,7 +189,7 @@ def _loader_reader(data: Any, settings: LoaderSettings) -> Reader:
             "multiprocessing_context": "spawn" if torch.cuda.is_available() else None,
         } | extra
     loader: DataLoader[Any] = DataLoader(
-        KeyedDataset(data, settings.seed),
+        KeyedDataset(data, settings.seed, settings.several),
         batch_sampler=keys,
         collate_fn=settings.collate,
         num_workers=settings.workers,

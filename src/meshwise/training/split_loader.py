@@ -122,9 +122,9 @@ def _rows(data: Any) -> Any:
     return [data[index] for index in range(len(data))] if isinstance(data, (tuple, dict)) else data
 
 
-def _settings(loader: DataLoader[Any], seed: int) -> LoaderSettings:
+def _settings(loader: DataLoader[Any], seed: int, world: World) -> LoaderSettings:
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
-    return LoaderSettings(collate, loader.num_workers, seed, _kept(loader))
+    return LoaderSettings(collate, loader.num_workers, seed, _kept(loader), several=world.size > 1)
 
 
 def _kept(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _ordered(
     come to its end, and takes nothing of it, which moves a generator of its own."""
     samples, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
     whole = samples - samples % size if loader.drop_last else samples
-    read = reader(_rows(loader.dataset), _settings(loader, seed))
+    read = reader(_rows(loader.dataset), _settings(loader, seed, world))
 
     def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
         order = order_of(draws, epoch)[:whole]
@@ -173,7 +173,7 @@ def _ordered(
 
 def _foreign(loader: DataLoader[Any], seed: int, world: World) -> LoaderSpec:
     """The user's own sampler, run whole on every rank."""
-    read = reader(_rows(loader.dataset), _settings(loader, seed))
+    read = reader(_rows(loader.dataset), _settings(loader, seed, world))
     batch_sampler: Iterable[list[int]] = loader.batch_sampler  # type: ignore[assignment]
 
     def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
