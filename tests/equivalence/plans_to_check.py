@@ -77,6 +77,8 @@ LATER_QUICK = {"offload parameters": "mnist-mlp", "offload optimizer": "two-towe
 """The model for which `make test` runs a technique of `LATER`."""
 
 STEPS = 5
+STEPS_QUICK = 3
+"""Of a case that `make test` runs: two whole batches and a ragged one."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,11 @@ class Case:
     label: str
     plan: Plan
     quick: bool
+
+    @property
+    def steps(self) -> int:
+        """How many steps a check of it takes."""
+        return STEPS_QUICK if self.quick else STEPS
 
     @property
     def refused(self) -> str:

@@ -17,7 +17,7 @@ from meshwise.spec.plan import Plan
 from tests.equivalence import effects
 from tests.equivalence.effects import Effect, effect_of
 from tests.equivalence.jobs_to_check import checked, job_named
-from tests.equivalence.plans_to_check import NAMES, REFUSED, STEPS, Case, cases
+from tests.equivalence.plans_to_check import NAMES, REFUSED, Case, cases
 from tests.pool import CaseFailed
 
 EFFECTS: dict[str, tuple[Callable[[list[Effect], Effect], None], Plan]] = {
@@ -50,7 +50,7 @@ def without(name: str, plan: Plan, pool: Any) -> Effect:
 
 
 def proved(case: Case, pool: Any) -> Proof:
-    return checked(pool, case.model, case.plan, steps=STEPS, rounding=case.plan.precision == "bf16")
+    return checked(pool, case.model, case.plan, steps=case.steps, rounding=case.plan.precision == "bf16")
 
 
 def test_a_check_leaves_the_compiler_out_and_reports_it() -> None:
@@ -73,7 +73,7 @@ def test_a_plan_computes_what_one_device_computes(case: Case, pool: Any) -> None
     assert proof.equal, (proof.comparison.first, proof.cause)
     counts = {compared.kind: compared.count for compared in proof.comparison.kinds}
     assert {"module outputs", "gradients", "gradient norm", "parameters", "evaluation"} <= counts.keys()
-    assert len(proof.batches) == STEPS
+    assert len(proof.batches) == case.steps
     for rounding in proof.rounding:  # how many of a few are right is another number at the least rounding
         assert rounding.kind == "evaluation" or rounding.plan <= 10 * rounding.one_device, rounding
     if case.label in EFFECTS:

@@ -122,10 +122,10 @@ class KeyedDataset(Dataset[Any]):
         if self._ready is not False:
             with seeded_by(self.seed, *keys[0]) as draws:
                 got = self._batched([index for _, index in keys])  # type: ignore[misc]
-                drawn = draws.has_drawn()
+                drawn = self.several and draws.has_drawn()
             self._ready = not (isinstance(got, list) and len(got) == len(keys))
             if self._ready:
-                if drawn and self.several:
+                if drawn:
                     raise DataError(
                         f"{type(self.data).__name__}.__getitems__ gives a ready batch and draws random numbers for it, "
                         "which would be others on another number of devices. Draw them in the training loop, or give "
