@@ -16,14 +16,16 @@ import meshwise as mw
 from meshwise.compat.loss_graph import has_penalty, summed_loss, uneven_mean
 from meshwise.spec.errors import UsageError
 from meshwise.training.loop import run_job
-from meshwise.training.order import BatchSlice
 from meshwise.training.run_options import RunOptions
 from meshwise.training.session import default_engine, end_sessions
-from meshwise.training.weighing import said_of
+from meshwise.training.weighing import unsaid_weight
 
 F = nn.functional
-ROWS, CLASSES = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
-TARGETS = torch.rand(4, 3)
+W, B = torch.randn(3, 3, requires_grad=True), torch.randn(3, requires_grad=True)
+TARGETS, CLASSES = torch.rand(4, 3), torch.tensor([0, 1, 2, 0])
+ROWS = F.linear(TARGETS, W, B)
+CONVOLVED = F.conv2d(torch.rand(2, 3, 4, 4), torch.randn(3, 3, 1, 1, requires_grad=True))
+EACH = F.cross_entropy(ROWS, CLASSES, reduction="none")
 SUMS = {
     "cross entropy": F.cross_entropy(ROWS, CLASSES, reduction="sum"),
     "of pixels": F.cross_entropy(torch.randn(2, 3, 4, 4, requires_grad=True), torch.zeros(2, 4, 4).long(), None, None,
@@ -33,6 +35,15 @@ SUMS = {
     "binary": F.binary_cross_entropy_with_logits(ROWS, TARGETS, reduction="sum"),
     "an autoencoder's": F.binary_cross_entropy(ROWS.sigmoid(), TARGETS, reduction="sum")
     - 0.5 * (1 + ROWS - ROWS.exp()).sum(),
+    "each, then summed": EACH.sum(),
+    "tokens, then summed": EACH.view(2, 2).sum(),
+    "pixels, then summed twice": F.mse_loss(CONVOLVED, torch.rand(2, 3, 4, 4), reduction="none").sum((1, 2, 3)).sum(),
+    "squares by hand": ((ROWS - TARGETS) ** 2).sum(),
+    "absolute by hand": (TARGETS - ROWS.relu()).abs().sum(),
+    "likelihood by hand": -F.log_softmax(ROWS, 1)[torch.arange(4), CLASSES].sum(),
+    "gathered likelihood": -F.log_softmax(ROWS, 1).gather(1, CLASSES[:, None]).sum(),
+    "chosen rows": EACH[CLASSES > 0].sum(),
+    "beside a mean": F.cross_entropy(ROWS, CLASSES) + (ROWS - TARGETS).pow(2).sum(),
 }  # fmt: skip
 NO_SUMS = {
     "a mean": F.cross_entropy(ROWS, CLASSES),
@@ -40,12 +51,25 @@ NO_SUMS = {
     "a mean of sums": F.mse_loss(ROWS, TARGETS, reduction="none").sum(1).mean(),
     "two means": F.cross_entropy(ROWS, CLASSES) + 0.1 * F.mse_loss(ROWS, TARGETS),
     "a sum of means": torch.stack([F.cross_entropy(ROWS, CLASSES), ROWS.mean()]).sum(),
-    "a leaf": ROWS,
+    "a leaf": W,
+    "each, summed and divided": EACH.sum() / len(EACH),
+    "each divided, then summed": (EACH / 4).sum(),
+    "summed over classes, then a mean": ((ROWS - TARGETS) ** 2).sum(dim=1).mean(),
+    "a mean of samples, then summed": ((ROWS - TARGETS) ** 2).mean(0).sum(),
+    "masked, divided by a count": (EACH * (CLASSES > 0)).sum() / (CLASSES > 0).sum(),
+    "weights that add up to one": (EACH * torch.full((4,), 0.25)).sum(),
+    "attention": (ROWS.softmax(0) * ROWS).sum(),
+    "means of devices": F.cross_entropy(ROWS, CLASSES).unsqueeze(0).sum(),
+    "correlations": (ROWS.T @ ROWS - torch.eye(3)).pow(2).sum(),
+    "a penalty": F.cross_entropy(ROWS, CLASSES) + W.pow(2).sum(),
+    "a penalty of a distance": F.cross_entropy(ROWS, CLASSES) + F.mse_loss(W, torch.zeros(3, 3), reduction="sum"),
+    "a penalty of absolutes": F.cross_entropy(ROWS, CLASSES) + (W - torch.eye(3)).abs().sum(),
+    "an orthogonality penalty": F.cross_entropy(ROWS, CLASSES) + (W @ W.T - torch.eye(3)).pow(2).sum(),
 }
 
 
 def test_the_graph_tells_a_sum_from_a_mean() -> None:
-    assert all(summed_loss(loss) for loss in SUMS.values())
+    assert [name for name, loss in SUMS.items() if not summed_loss(loss)] == []
     assert [name for name, loss in NO_SUMS.items() if summed_loss(loss)] == []
 
 
@@ -68,14 +92,12 @@ EVEN = {
 def test_the_graph_tells_a_mean_over_something_else_than_samples() -> None:
     assert {weight: uneven_mean(loss, 4) for weight, loss in UNEVEN.items()} == {weight: weight for weight in UNEVEN}
     assert [name for name, loss in EVEN.items() if uneven_mean(loss, 4)] == []
-    part = BatchSlice(torch.arange(4), 4, 8)
-    said = said_of(UNEVEN["…"], None, "mean", part, 2)
+    said = unsaid_weight(UNEVEN["…"], 4)
     assert "test_sum_losses.py" in said and "mw.backward(loss, weight=…)" in said
-    assert said_of(UNEVEN["…"], 3.0, "mean", part, 2) == ""
+    assert unsaid_weight(EVEN["a mean"], 4) == ""
 
 
-W, B = torch.randn(2, 3, requires_grad=True), torch.randn(2, requires_grad=True)
-SUMMED = F.mse_loss(F.linear(TARGETS, W, B), TARGETS[:, :2], reduction="sum")
+SUMMED = F.mse_loss(ROWS, TARGETS, reduction="sum")
 PENALTIES = {
     "squares": 0.01 * sum(p.pow(2).sum() for p in (W, B)),
     "norms": sum((p.norm() for p in (W, B)), torch.zeros(())) / 10,
@@ -87,7 +109,7 @@ NO_PENALTIES = {
     "of two ranks already": PENALTIES["squares"] / 2,
     "rows weighed": (W[0] * TARGETS).sum(),
     "beside data": (TARGETS - W[0]).pow(2).sum(),
-    "another loss": F.l1_loss(F.linear(TARGETS, W), TARGETS[:, :2], reduction="sum"),
+    "another loss": F.l1_loss(F.linear(TARGETS, W), TARGETS, reduction="sum"),
 }
 
 
@@ -174,17 +196,25 @@ def test_a_sum_under_shard(pool: Any) -> None:
         assert got == pytest.approx(alone(5, "")[0], rel=1e-10)
 
 
-def test_a_known_sum_that_is_taken_for_a_mean_is_said_once_with_its_line(pool: Any) -> None:
-    def case() -> Any:
+def test_a_known_sum_of_which_nothing_is_said_is_refused_with_its_line(pool: Any) -> None:
+    def case(said: Any, by_hand: bool) -> Any:
         model, loader = mw.distribute(net(), DataLoader(samples(), batch_size=4))
         for x, y in loader:
-            mw.backward(F.cross_entropy(model(x), y, reduction="sum"))
-            mw.backward(F.cross_entropy(model(x), y))
+            loss = F.cross_entropy(model(x), y, reduction="none" if by_hand else "sum")
+            loss = loss.sum() if by_hand else loss
+            try:
+                mw.backward(loss, reduction=said)
+            except UsageError as error:
+                return str(error)
         return default_engine().notes
 
-    for notes in pool(2).run(case):
-        (said,) = notes
-        assert "test_sum_losses.py:" in said and "divided by 2. Use mw.backward(loss, reduction='sum')" in said
+    for by_hand, what in ((False, ", reduction='sum'"), (True, " of each sample, then .sum()")):
+        for text in pool(2).run(case, None, by_hand):
+            assert "test_sum_losses.py:" in text and f"(cross entropy{what})" in text
+            assert "divided by 2. Write mw.backward(loss, reduction='sum'), or reduction='mean'" in text
+    assert pool(2).run(case, "mean", False) == pool(2).run(case, "sum", True) == [[], []]
+    assert case(None, True) == [], "on one device it is what it is"
+    end_sessions()
 
 
 def test_a_sum_has_no_weight_and_reductions_are_two() -> None:
@@ -221,6 +251,23 @@ def test_a_job_whose_loss_is_a_sum(pool: Any) -> None:
         results = [ran(1, accumulate)] if devices == 1 else pool(devices).run(ran, devices, accumulate)
         for got in results:
             assert got[0] == pytest.approx(losses, rel=1e-10) and got[1] == pytest.approx(test_loss, rel=1e-10)
+
+
+def test_a_job_whose_sum_is_not_said_is_refused(pool: Any) -> None:
+    def case(reduction: Any) -> str:
+        unsaid = mw.Job(**{**vars(job()), "reduction": reduction})
+        try:
+            run_job(unsaid, RunOptions(plan=mw.Plan(data=2)), folder=None)
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    for text in pool(2).run(case, None):
+        assert (
+            "the loss of job 'sums': this loss is a sum over samples" in text
+            and "Write Job(…, reduction='sum')" in text
+        )
+    assert pool(2).run(case, "mean") == ["", ""]
 
 
 def test_a_jobs_reduction_is_one_of_two() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-MEAN, SUM = 1, 2  # aten/src/ATen/core/Reduction.h
+NONE, MEAN, SUM = 0, 1, 2  # aten/src/ATen/core/Reduction.h
 KNOWN = {
     "NllLossBackward0": "cross entropy",
     "NllLoss2DBackward0": "cross entropy",
@@ -23,35 +23,78 @@ KNOWN = {
     "BinaryCrossEntropyWithLogitsBackward0": "binary cross entropy",
 }
 """Losses whose node keeps its reduction."""
-OF_ROWS = {"AbsBackward0": "an L1 loss", "CtcLossBackward0": "a CTC loss"}
-"""Losses that are a sum over what these nodes give."""
 
 SUMS = ("AddBackward0", "SubBackward0")
 FACTORS = ("MulBackward0", "DivBackward0")
 OF_ONE = {"AbsBackward0", "PowBackward0", "SqrtBackward0", "SumBackward0", "MeanBackward0", "NormBackward0",
           "LinalgVectorNormBackward0", "CatBackward0", "StackBackward0", "ViewBackward0", "TBackward0"}  # fmt: skip
 """What penalties are made of, beside sums and factors."""
+OF_EACH = {"PowBackward0", "AbsBackward0", "NegBackward0", "LogBackward0", "SumBackward1", "ToCopyBackward0",
+           "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
+           "IndexBackward0", "GatherBackward0", *SUMS}  # fmt: skip
+"""What a hand-written loss is made of, element by element: with no factor, which may be one over a count."""
+OF_ROWS = {"SigmoidBackward0", "TanhBackward0", "ReluBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0",
+           "ConvolutionBackward0", "CtcLossBackward0"}  # fmt: skip
+"""What gives a row for each sample; so do products with a parameter."""
+PRODUCTS = ("AddmmBackward0", "MmBackward0", "MvBackward0")
 LEAF = "torch::autograd::AccumulateGrad"
 
 
 def summed_loss(loss: Tensor) -> str:
-    """Which known loss `loss` is a sum of, without a division behind it; empty where the graph does not tell.
+    """What `loss` is a sum over samples of, without a division behind it; empty where the graph does not tell.
 
     Terms that are added are looked at one by one: one that is a sum makes the whole depend on the number of samples.
     """
     open_nodes: list[Any] = [loss.grad_fn]
     while open_nodes:
         node = open_nodes.pop()
-        kind = "" if node is None else node.name()
+        kind, below = ("", []) if node is None else (node.name(), _below(node))
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == SUM:
-            return KNOWN[kind]
-        if kind in SUMS:
-            open_nodes += [following for following, _ in node.next_functions]
-        elif kind == "SumBackward0":
-            below = node.next_functions[0][0]
-            if below is not None and below.name() in OF_ROWS:
-                return OF_ROWS[below.name()]
+            if not all(_is_of_leaves(each, 0) for each in below):
+                return f"{KNOWN[kind]}, reduction='sum'"
+        elif kind in (*SUMS, "NegBackward0"):
+            open_nodes += below
+        elif kind in ("SumBackward0", "SumBackward1") and (what := _of_each(below[0])) and _reads_data(node):
+            return f"{what} of each sample, then .sum()"
     return ""
+
+
+def _below(node: Any) -> list[Any]:
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def _of_each(node: Any) -> str:
+    """What these elements are of the rows that a model gives; empty where anything else may have been done to them."""
+    open_nodes, what = [node], "a loss"
+    while open_nodes:
+        node = open_nodes.pop()
+        kind, below = node.name(), _below(node)
+        if kind in KNOWN and getattr(node, "_saved_reduction", None) in (NONE, SUM):
+            what = KNOWN[kind]
+        elif kind in OF_EACH:
+            open_nodes += below
+        elif kind not in OF_ROWS and not (kind in PRODUCTS and any(map(_is_parameter, below))):
+            return ""
+    return what
+
+
+def _is_parameter(node: Any) -> bool:
+    return bool((_below(node)[0] if node.name() == "TBackward0" else node).name() == LEAF)
+
+
+def _reads_data(node: Any) -> bool:
+    """Whether something below is a product of a parameter and a tensor that needs no gradient, or an embedding."""
+    open_nodes, seen = [node], set()
+    while open_nodes:
+        node = open_nodes.pop()
+        kind, followers = node.name(), [following for following, _ in node.next_functions]
+        factors = followers[-2:] if kind in PRODUCTS else followers[:1] if kind == "ConvolutionBackward0" else []
+        if None in factors or kind == "EmbeddingBackward0":
+            return True
+        new = [each for each in _below(node) if each not in seen]
+        seen.update(new)
+        open_nodes += new
+    return False
 
 
 def uneven_mean(loss: Tensor, samples: int) -> str:

@@ -224,13 +224,17 @@ class DistributedLoader:
         return self._generators.draws(self._order, again=False)
 
 
-def backward(loss: Tensor, weight: Tensor | float | None = None, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
+def backward(
+    loss: Tensor, weight: Tensor | float | None = None, reduction: Literal["mean", "sum"] | None = None
+) -> Tensor:
     """Add to `.grad` what one device would add for the whole batch of the loader; returns the global loss, detached.
 
     loss: a scalar mean over `weight` items of this rank's slice; by default over its samples, which the loader knows. A
     token mean passes its number of tokens, a class-weighted mean the sum of its classes' weights
     (`weight=class_weights[y].sum()`). Collective: every rank calls it once a batch.
-    reduction: `sum` for a loss that is a sum over this rank's samples: what one device would add is that of the sum.
+    reduction: `sum` for a loss that is a sum over this rank's samples: what one device would add is that of the sum. By
+    default it is a mean; on several devices a loss that is known to be a sum is UsageError then, and `mean` takes it
+    for one all the same.
 
     What comes back is that of the loss as it was given (divided, where it was divided by the number of accumulation
     steps), without the scale of a GradScaler: `loss = mw.backward(scaler.scale(loss))` is for people to read.

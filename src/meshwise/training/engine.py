@@ -28,14 +28,13 @@ from meshwise.parallel.data import DROPOUT_NOTE
 from meshwise.parallel.precision import cast_batch, computing
 from meshwise.parallel.step_hooks import Order, subscribe
 from meshwise.spec.dtypes import Dtypes
-from meshwise.spec.errors import check_known
 from meshwise.spec.plan import Plan
+from meshwise.spec.user_code import user_place
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import current
 from meshwise.training.agreed import Agreed
 from meshwise.training.by_hand import HandUpdates
 from meshwise.training.generators import ProgramGenerator
-from meshwise.training.job import REDUCTIONS
 from meshwise.training.keyed import ExactDraws
 from meshwise.training.loops import LoopRead, Loops
 from meshwise.training.model_stream import StepDraws
@@ -53,12 +52,13 @@ from meshwise.training.weighing import (
     Losses,
     StepWeights,
     check_loss,
-    check_sum_alone,
+    check_reduction,
+    check_said,
     mean_of_sum,
-    said_of,
     split_weight,
     total_of,
     unpadded,
+    unsaid_weight,
 )
 from meshwise.transfer import collectives
 from meshwise.workers.gate import StepGate
@@ -240,12 +240,10 @@ class Engine:
 
     # The step.
 
-    def backward(self, loss: Tensor, weight: Tensor | float | None = None, reduction: str = "mean") -> Tensor:
+    def backward(self, loss: Tensor, weight: Tensor | float | None = None, reduction: str | None = None) -> Tensor:
         """Add to `.grad` what one device would add for the whole batch; returns the global loss. See `mw.backward`."""
-        check_known("reduction", reduction, REDUCTIONS)
-        check_sum_alone(weight if reduction == "sum" else None, "mw.backward")
-        if self.world.size > 1 and self.program.backwards < LOOKED_AT:
-            self.notify(said_of(unscaled(loss), weight, reduction, self.part, self.world.size))
+        check_said(reduction, weight)
+        self._look_at(unscaled(loss), reduction, "", "mw.backward(loss, ", weight is not None)
         self.program.begin_backward()
         if self.unsummed.expects_backward:
             self.unsummed.backward()
@@ -260,6 +258,14 @@ class Engine:
         if self.watcher is not None:
             self.watcher.loss_known(mean, loss.detach())
         return mean
+
+    def _look_at(self, loss: Any, reduction: str | None, where: str, verb: str, *, weighed: bool | None = None) -> None:
+        """Say, or refuse, what the first losses are taken for and are not; a check finds it itself."""
+        looks = self.world.size > 1 and self.program.backwards <= LOOKED_AT and self.watcher is None
+        if looks and not (self.part and self.part.whole):
+            self.notify(check_reduction(loss, reduction, self.world.size, where or user_place(), verb))
+            if not weighed and reduction != "sum" and self.part and self.part.samples:
+                self.notify(unsaid_weight(loss, self.part.samples))
 
     def _backward_of_batch(
         self, loss: Tensor, weight: Tensor | float | None, part: BatchSlice | None, *, summed: bool
@@ -294,13 +300,13 @@ class Engine:
         where: str,
         key: tuple[int, int],
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
-        reduction: str = "mean",
+        reduction: str | None = None,
     ) -> Losses:
         """Leave in `.grad` the gradient of the mean loss over the global batch whose microbatches on this rank are
         `parts`. Returns their losses and weights, still on the device.
 
         loss_function: gives a microbatch's mean loss, or (mean, weight). where: its name in errors. key: (seed, step),
-        for its random draws. scale: of a loss scaler. reduction: of the loss, which is a mean or a `sum`.
+        for its random draws. scale: of a loss scaler. reduction: of the loss: a `mean` or a `sum`, if it is said.
         """
         self.program.begin_backward()
         self.step_draws.key = key
@@ -310,10 +316,9 @@ class Engine:
             self.begin(part)
             draws = None if self.draws is None else self.draws.of_microbatch((*key, number), part)
             with recorder.span("forward"), self.computing(), draws.forward() if draws else NOTHING:
-                summed = part.total if reduction == "sum" else None
-                mean, weight = split_weight(
-                    self.program.plain(loss_function(self.cast(batch))), part, where, summed=summed
-                )
+                found = self.program.plain(loss_function(self.cast(batch)))
+                self._look_at(found, reduction, where, "Job(…, ")
+                mean, weight = split_weight(found, part, where, summed=part.total if reduction == "sum" else None)
             weights.coupled |= self.program.has_shared_terms
             last = number == len(parts) - 1
             with self._watched_backward(last), recorder.span("backward"), draws.backward() if draws else NOTHING:

@@ -52,8 +52,9 @@ class Job:
     loss: `loss(model, batch)` gives a scalar mean over the samples of `batch`, or `(mean, weight)` where `weight`
         counts what the mean is over (a token mean returns its number of tokens). Gradients are the exact weighted mean
         over the global batch.
-    reduction: `mean`, or `sum` where the loss is a sum over the samples of `batch`: gradients are then those of the sum
-        over the global batch. Without metrics the test loss is per sample.
+    reduction: `sum` where the loss is a sum over the samples of `batch`: gradients are then those of the sum over the
+        global batch. Without metrics the test loss is per sample. By default it is a mean; on several devices a loss
+        that is known to be a sum is refused then, and `mean` takes it for one all the same.
     optimizer: makes the optimizer from the parameters.
     data: the training set, or a function that gives it: a map-style dataset, or a tuple or dict of equally long tensors
         (sliced by batch). A function is called on each rank; a data set travels to it. A dataset with `batch(indices)`
@@ -88,7 +89,7 @@ class Job:
     seed: int = 0
     clip_norm: float | None = None
     loader_workers: int = 0
-    reduction: Literal["mean", "sum"] = "mean"
+    reduction: Literal["mean", "sum"] | None = None
     validate_every: int | str = 1
     best: str | None = None
     patience: int | None = None
@@ -122,7 +123,7 @@ class Job:
         elif self.patience is not None:
             raise UsageError(f"job '{self.name}': patience={self.patience} needs a measure. Add best='max accuracy'.")
         check_trackers([name for name in self.trackers if isinstance(name, str)])
-        check_known(f"job '{self.name}': reduction", self.reduction, REDUCTIONS)
+        check_known(f"job '{self.name}': reduction", "mean" if self.reduction is None else self.reduction, REDUCTIONS)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(
                 f"job '{self.name}': clip_norm={self.clip_norm!r} must be above 0, or None for no clipping."

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from meshwise.compat.loss_graph import has_penalty, summed_loss, uneven_mean
-from meshwise.spec.errors import UsageError
+from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.user_code import user_place
+from meshwise.training.job import REDUCTIONS
 from meshwise.training.order import BatchSlice
 from meshwise.transfer import collectives
 
@@ -145,23 +146,33 @@ def check_loss(loss: Tensor, part: BatchSlice | None) -> BatchSlice:
     return part
 
 
-def said_of(loss: Tensor, weight: object, reduction: str, part: BatchSlice | None, ranks: int) -> str:
-    """What to say of a script's loss that its graph knows to be taken for something else; empty of others."""
-    if part is not None and part.whole:
-        return ""
+def check_said(reduction: str | None, weight: object) -> None:
+    """Raises UsageError for a reduction that there is not, and for a sum that has a weight."""
+    check_known("reduction", "mean" if reduction is None else reduction, REDUCTIONS)
     if reduction == "sum":
-        return penalty_of_sum(loss, ranks)
-    unknown = weight is None and part is not None and part.samples > 0
-    return unsaid_sum(loss, ranks) or (unsaid_weight(loss, part.samples) if part is not None and unknown else "")
+        check_sum_alone(weight, "mw.backward")
 
 
-def unsaid_sum(loss: Tensor, ranks: int) -> str:
-    """What to say of a loss that is given as a mean and is known to be a sum over samples; empty of another."""
-    kind = summed_loss(loss)
-    return kind and (
-        f"{user_place()}: this loss is a sum over samples ({kind}, reduction='sum'), and mw.backward takes it for a "
-        f"mean: gradients are those of one device divided by {ranks}. Use mw.backward(loss, reduction='sum')."
-    )
+def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, verb: str) -> str:
+    """What to say of a sum over samples that has a penalty; empty of another loss.
+
+    found: a loss, maybe with its weight. reduction: what the program says of it; None: nothing; UsageError is raised
+    then for a loss that is known to be a sum. where, verb: of the program, in the error.
+    """
+    loss = found[0] if isinstance(found, tuple) and found else found
+    if not isinstance(loss, Tensor):
+        return ""
+    if reduction == "sum" and has_penalty(loss, ranks):
+        return (
+            f"{where}: this sum over samples has a term of the parameters alone (a penalty), which each of the "
+            f"{ranks} ranks adds. Divide that term by mw.world_size()."
+        )
+    if reduction is None and (what := summed_loss(loss)):
+        raise UsageError(
+            f"{where}: this loss is a sum over samples ({what}). Taken for a mean, its gradients would be those of one "
+            f"device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to have them so."
+        )
+    return ""
 
 
 def unsaid_weight(loss: Tensor, samples: int) -> str:
@@ -171,14 +182,6 @@ def unsaid_weight(loss: Tensor, samples: int) -> str:
         f"{user_place()}: this loss is not a mean over samples (classes have weights, targets are ignored, or it is "
         "divided by a count of its own), and the ranks have unequal parts of what it is over. Say how much this rank's "
         f"is over: mw.backward(loss, weight={weight})."
-    )
-
-
-def penalty_of_sum(loss: Tensor, ranks: int) -> str:
-    """What to say of a sum over samples that has a term of the parameters alone; empty of another."""
-    return has_penalty(loss, ranks) * (
-        f"{user_place()}: this sum over samples has a term of the parameters alone (a penalty), which each of the "
-        f"{ranks} ranks adds. Divide that term by mw.world_size()."
     )
 
 
