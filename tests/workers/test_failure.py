@@ -14,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import meshwise as mw
 from meshwise.compat.tree import map_tensors
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
+from meshwise.spec.user_code import user_place
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.timeline import Timeline
+from meshwise.training.session import end_sessions
 from meshwise.workers.failure import (
     Failure,
     by_error,
@@ -51,6 +54,20 @@ def test_a_victim_is_never_the_culprit_while_anything_else_failed(found: list[Fa
     causes = [f for f in found if f.kind in ("raised", "killed")] or [f for f in found if f.kind == "left"] or found
     assert chosen.kind in {f.kind for f in causes}
     assert chosen.time == min(f.time for f in causes)
+
+
+def test_what_was_asked_wrongly_names_the_users_line_once() -> None:
+    def refuse(said: str) -> None:
+        raise UsageError(said)
+
+    line = refuse.__code__.co_firstlineno + 1
+    found = by_error(1, caught(lambda: refuse("no such thing. Use another.")))
+    assert found.plain and found.message.endswith(f"test_failure.py:{line}: no such thing. Use another.")
+    assert by_error(0, caught(lambda: refuse(f"{user_place()}: no."))).message.count("test_failure.py") == 1
+    from_inside = by_error(0, caught(lambda: mw.backward(torch.ones(2, requires_grad=True), reduction="total")))  # type: ignore[arg-type]
+    line = test_what_was_asked_wrongly_names_the_users_line_once.__code__.co_firstlineno + 8
+    assert f"test_failure.py:{line}: reduction='total' is not known" in from_inside.message
+    end_sessions()
 
 
 def test_an_early_victim_does_not_hide_a_late_culprit() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshwise import parallel, training
 from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import name_line
 from meshwise.training.job import Job
 
 VERBS = {"meshwise.api.run", "meshwise.api.check"}
@@ -23,6 +24,9 @@ def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
     sys.path.insert(0, str(script.resolve().parent))
     try:
         return runpy.run_path(str(script), run_name="__main__")
+    except UsageError as error:
+        name_line(error)  # a run tells the sentence without the traceback
+        raise
     except (RuntimeError, AssertionError) as error:
         parallel.shard.note_what_was_not_gathered(error)
         raise

@@ -42,3 +42,14 @@ def user_place(frame: FrameType | None = None) -> str:
     """The user's line that is running around `frame`, by default in this thread; empty where there is none."""
     frame = user_frame(frame)
     return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def name_line(error: Exception) -> None:
+    """Begin the sentence of `error` with the user's line that it was raised in, unless it names one of that file."""
+    at, trace, text = None, error.__traceback__, str(error)
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        at = (code.co_filename, trace.tb_lineno) if is_users(code.co_filename) else at
+        trace = trace.tb_next
+    if at is not None and f"{place(*at).rpartition(':')[0]}:" not in text:
+        error.args = (f"{place(*at)}: {text}",)

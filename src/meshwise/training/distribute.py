@@ -184,7 +184,7 @@ class DistributedLoader:
         engine, name, read = self._engine, f"epoch {self._epoch} of a loader", LoopRead()
         source = self._read(None) if source is None else source
         batches = engine.batches(name, source, self.batch_size, limited=self._read, read=read)
-        with contextlib.closing(batches), engine.unsummed.loop() as loop:
+        with contextlib.closing(batches), engine.unsummed.loop(self._number) as loop:
             for given, (batch, part) in enumerate(batches, 1):
                 key = mixed(self._seed, self._epoch), self._index
                 self._index += part.total

@@ -10,7 +10,8 @@ well: at the next loop at another place, the next backward, or the end of the pr
                                             left after one batch, or is left before anything has trained
     what prepares a training                outputs are kept as they are until the first backward of the program
 
-Everything is looked at in the first batch of a loop alone, and in no loop at a place where there was a backward once.
+Everything is looked at in the first batch of a loop alone, and in no loop over a loader at a place where there was a
+backward of it once.
 Compiled models are left as they are: in a program that uses torch.compile a loop runs a model when gradients are off
 or a model is in evaluation mode. A barrier of torch.distributed counts as a reduction: backends tell no difference.
 """
@@ -49,6 +50,7 @@ class Loop:
     """A loop over a distributed loader. several: it has done with its first batch, and goes on."""
 
     place: str
+    loader: int = 0
     models: Sequence[nn.Module] = ()
     several: bool = False
     trained: bool = False
@@ -107,19 +109,19 @@ class UnsummedLoops:
         self._models, self._say, self._on = models, say, on
         self._open: list[Loop] = []
         self._waiting: list[Loop] = []
-        self._training: set[str] = set()
+        self._training: set[tuple[str, int]] = set()
         self.expects_backward = False
         """Whether the next backward tells something that is not known."""
         self.places: list[str] = []
         """Where those are that were said."""
 
     @contextlib.contextmanager
-    def loop(self) -> Iterator[Loop]:
-        """Around a loop over a distributed loader, at the user's line that is running."""
+    def loop(self, loader: int = 0) -> Iterator[Loop]:
+        """Around a loop over the distributed loader of this number, at the user's line that is running."""
         if not self._on:
             yield Loop("")
             return
-        loop, over = self._begun(user_place()), False
+        loop, over = self._begun(user_place(), loader), False
         try:
             yield loop
             over = True
@@ -131,12 +133,12 @@ class UnsummedLoops:
                 loop.foreign = Foreign()
                 self._waiting.append(loop)
 
-    def _begun(self, place: str) -> Loop:
+    def _begun(self, place: str, loader: int) -> Loop:
         self._say_waiting(lambda waiting: waiting.place != place and not self._is_kept(waiting))
-        loop = Loop(place, self._models())
+        loop = Loop(place, loader, self._models())
         self._open.append(loop)
         self.expects_backward = True
-        if place not in self._training:
+        if (place, loader) not in self._training:
             loop.watch()
         return loop
 
@@ -147,7 +149,7 @@ class UnsummedLoops:
         self.expects_backward = False
         for loop in self._open:
             loop.trained = True
-            self._training.add(loop.place)
+            self._training.add((loop.place, loop.loader))
 
     def reduced(self) -> None:
         """Values were added up over the ranks: those of loops that are over, or of those that run."""

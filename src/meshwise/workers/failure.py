@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwise.spec.errors import MeshwiseError
-from meshwise.spec.user_code import OURS
+from meshwise.spec.errors import MeshwiseError, UsageError
+from meshwise.spec.user_code import OURS, name_line
 from meshwise.spec.words import error_text, readable
 
 MOST_FRAMES = 20
@@ -66,6 +66,8 @@ def is_communication_error(error: BaseException) -> bool:
 def by_error(rank: int, error: BaseException) -> Failure:
     """The failure of a worker whose task raised `error`, as the worker itself reports it."""
     ours = isinstance(error, MeshwiseError)
+    if isinstance(error, UsageError):
+        name_line(error)
     return Failure(
         rank,
         "victim" if not ours and is_communication_error(error) else "raised",
