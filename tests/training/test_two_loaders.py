@@ -38,6 +38,11 @@ def train(first: tuple[int, int], second: tuple[int, int], form: str) -> Any:
                     mw.backward(F.cross_entropy(model(x), y))
                 u, v = next(other)
                 mw.backward(F.mse_loss(model(u), u))
+            elif form.startswith("each with its weight"):
+                u, v = next(other)
+                with mw.accumulate():
+                    mw.backward(F.mse_loss(model(u), u), weight=len(u))
+                mw.backward(F.cross_entropy(model(x), y), weight=None if form.endswith("but one") else len(x))
             else:
                 u, v = next(other)
                 if form == "sum":
@@ -73,6 +78,19 @@ def test_each_loss_before_the_next_loader_gives_its_batch_is_one_device(pool: An
     equal(pool, (15, 5), (21, 7), "each by itself")
 
 
+def test_each_loss_with_its_weight_is_one_device(pool: Any) -> None:
+    equal(pool, (15, 5), (21, 7), "each with its weight")
+    for steps, said in pool(2).run(train, (15, 5), (21, 7), "each with its weight, but one"):
+        assert steps == 0 and "mw.backward: 2 loaders have given batches of 5 and 7 samples" in said
+
+
+def test_batches_of_which_other_ranks_have_padding_are_refused_even_with_weights(pool: Any) -> None:
+    for steps, said in pool(3).run(train, (1, 2), (2, 2), "each with its weight"):
+        assert (
+            steps == 0 and "(inside mw.accumulate(), but for the last), before the next loader gives its batch" in said
+        )
+
+
 def test_sums_need_no_shares(pool: Any) -> None:
     equal(pool, (15, 5), (21, 7), "sum")
 
@@ -81,6 +99,8 @@ def test_unequal_shares_in_one_loss_or_mean_are_refused_with_the_line(pool: Any)
     for form, verb in (("one loss", "mw.backward"), ("mean", "mw.mean")):
         for steps, said in pool(2).run(train, (12, 4), (15, 5), form):
             assert steps == 0 and f"{verb}: 2 loaders have given batches of 4 and 5 samples" in said
-            assert "test_two_loaders.py:" in said
+            assert (
+                "test_two_loaders.py:" in said and f"Call {verb} for each loader's" in said and "weight=len(x)" in said
+            )
     for steps, _ in pool(2).run(train, (11, 4), (12, 4), "one loss"):  # the last batches alone differ
         assert steps == 2

@@ -251,7 +251,7 @@ class Engine:
         split = NOTHING if self.splits is None else self.splits.backward(1 if reduction == "sum" else weight)
         with self._watched_backward(self.reduce), self.phases.backward(0 if part is None else part.total), split:
             mean = self._backward_of_batch(loss, weight, part, summed=reduction == "sum")
-        self.reads.backward()
+        self.reads.backward(weighed=reduction == "sum" or weight is not None)
         self.phases.loss(mean)
         if self.draws is not None:
             self.notify(self.draws.note())

@@ -46,6 +46,7 @@ class Loops:
         self._ranks = ranks
         self._open: list[LoopRead] = []
         self._round: list[LoopRead] = []  # those that have given a batch since the last backward, each its newest
+        self._weighed = False  # that backward was weighed by the program, and of one of these
         self._alone: BatchSlice | None = None  # what the program has split itself, outside of loops
         self.ended: LoopRead | None = None
         """The loop that has ended since the last batch was given, or the last backward: values are of it as a whole."""
@@ -60,7 +61,8 @@ class Loops:
         if read in self._open:
             self._open.remove(read)
         self._open.append(read)
-        self._round = [read] if read in self._round else [*self._round, read]
+        self._round = [read] if self._weighed or read in self._round else [*self._round, read]
+        self._weighed = False
         self.ended = self.whole = None
 
     def split(self, part: BatchSlice) -> None:
@@ -83,21 +85,29 @@ class Loops:
         weighed: the value does not need the shares, only which ranks have padding.
         """
         parts = [read.part for read in self._round if read.part is not None]
-        padded = {part.total < self._ranks for part in parts}
+        padded = {min(part.total, self._ranks) for part in parts}
         shares = {None if part.total % self._ranks == 0 else part.total for part in parts}
         own = {(part.samples * parts[0].total, parts[0].samples * part.total) for part in parts}
         if len(padded) < 2 and (weighed or (len(shares) < 2 and all(a == b for a, b in own))):
             return
         sizes = " and ".join(str(part.total) for part in parts)
+        each = f"{verb} for each loader's {'loss' if verb == 'mw.backward' else 'value'} by itself"
+        how = " (inside mw.accumulate(), but for the last)" if verb == "mw.backward" else ""
         raise UsageError(
             f"{user_place()}: {verb}: {len(parts)} loaders have given batches of {sizes} samples, of which the ranks "
-            "have different shares, so it is not known what this is a mean over. Call mw.backward for the loss of one "
-            "loader before the next one gives a batch (inside mw.accumulate(), but for the last), use batch sizes that "
-            f"{self._ranks} divides with drop_last=True, or say how many items it is a mean over: weight=len(x)."
+            f"have different shares, so it is not known what this is a mean over. "
+            + (
+                f"Call {each}{how}, and say how many samples that is a mean over: weight=len(x). Or use batch sizes "
+                f"that {self._ranks} divides, with drop_last=True."
+                if len(padded) < 2
+                else f"Call {each}{how}, before the next loader gives its batch. Or use drop_last=True."
+            )
         )
 
-    def backward(self) -> None:
-        """The script trains on the batch that it is at: values that follow are of that."""
-        self._round, self.whole = [], None
+    def backward(self, *, weighed: bool) -> None:
+        """The script trains on the batch that it is at: values that follow are of that. weighed: the script said of
+        how many items its loss is, so it may go on with the batch of another loader."""
+        self._weighed, self.whole = weighed and len(self._round) > 1, None
+        self._round = self._round if self._weighed else []
         if self._open or self._alone is not None:
             self.ended = None
