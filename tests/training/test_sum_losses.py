@@ -25,6 +25,7 @@ W, B = torch.randn(3, 3, requires_grad=True), torch.randn(3, requires_grad=True)
 TARGETS, CLASSES = torch.rand(4, 3), torch.tensor([0, 1, 2, 0])
 ROWS = F.linear(TARGETS, W, B)
 CONVOLVED = F.conv2d(torch.rand(2, 3, 4, 4), torch.randn(3, 3, 1, 1, requires_grad=True))
+LSTM = torch.nn.LSTM(3, 3)(TARGETS[:, None])[0] @ W
 EACH = F.cross_entropy(ROWS, CLASSES, reduction="none")
 SUMS = {
     "cross entropy": F.cross_entropy(ROWS, CLASSES, reduction="sum"),
@@ -42,6 +43,7 @@ SUMS = {
     "absolute by hand": (TARGETS - ROWS.relu()).abs().sum(),
     "likelihood by hand": -F.log_softmax(ROWS, 1)[torch.arange(4), CLASSES].sum(),
     "gathered likelihood": -F.log_softmax(ROWS, 1).gather(1, CLASSES[:, None]).sum(),
+    "of a recurrent net": ((LSTM - TARGETS[:, None]) ** 2).sum(),
     "chosen rows": EACH[CLASSES > 0].sum(),
     "beside a mean": F.cross_entropy(ROWS, CLASSES) + (ROWS - TARGETS).pow(2).sum(),
 }  # fmt: skip

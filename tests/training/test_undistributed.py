@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,16 @@ def a_stream_that_splits_itself(p: Program) -> None:
             return iter([p.data[i] for i in range(mw.rank(), 24, 2)])
 
     assert mw.sum(sum(len(x) for x, _ in DataLoader(Mine(), batch_size=4))) == 24
+
+
+@right
+def read_ahead_by_a_thread(p: Program) -> None:
+    total = 0
+    for x, _ in p.loader:
+        total += len(x)
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(lambda: [len(x) for x, _ in p.held_out]).result()
+    assert mw.sum(total) == 24
 
 
 @right

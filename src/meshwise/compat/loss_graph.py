@@ -88,7 +88,9 @@ def _reads_data(node: Any) -> bool:
     while open_nodes:
         node = open_nodes.pop()
         kind, followers = node.name(), [following for following, _ in node.next_functions]
-        factors = followers[-2:] if kind in PRODUCTS else followers[:1] if kind == "ConvolutionBackward0" else []
+        factors = (
+            followers[-2:] if kind in PRODUCTS else followers[:1] if "Convolution" in kind or "Rnn" in kind else []
+        )
         if None in factors or kind == "EmbeddingBackward0":
             return True
         new = [each for each in _below(node) if each not in seen]

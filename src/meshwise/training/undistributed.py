@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import sys
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -47,10 +48,12 @@ class UndistributedLoops:
         self._known: weakref.WeakKeyDictionary[Any, WholeRead] = weakref.WeakKeyDictionary()
         self._key, self._compared = f"meshwise/undistributed/{next(_made)}", 0
         self.said: list[str] = []
+        self._thread = threading.get_ident()
         self.close = after_batches(self._given)
 
     def _given(self, iterator: Any, batch: Any) -> None:
-        if sys._getframe(2).f_code.co_filename.startswith(OURS):  # a loader inside a distributed one
+        inside = sys._getframe(2).f_code.co_filename.startswith(OURS)  # of a distributed loader
+        if inside or threading.get_ident() != self._thread:  # who reads ahead is at no batch
             return
         loop = self._known.get(iterator)
         if loop is None:
