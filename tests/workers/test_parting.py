@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +18,7 @@ from hypothesis import strategies as st
 import meshwise as mw
 from meshwise.spec.user_code import place
 from meshwise.training import distribute
-from meshwise.workers import verb_log
+from meshwise.workers import parting_of_others, verb_log
 from meshwise.workers.parting import GRACE, PartingWatch, last_verbs, parted, trail_path
 from meshwise.workers.verb_log import SLOTS, VerbLog, VerbTrail, read_trail
 
@@ -64,6 +68,48 @@ def test_what_was_called_last_is_known_where_ranks_have_not_parted(tmp_path: Pat
     assert parted(trails, []) == ""
     assert "rank 0: mw.sum at " in last_verbs(trails) and "rank 1: mw.backward at " in last_verbs(trails)
     assert last_verbs({0: None, 1: None}) == ""
+
+
+def test_under_torchrun_who_loses_the_connection_tells_how_ranks_have_parted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost, shown = RuntimeError("gloo: Connection closed by peer"), []
+    tell = functools.partial(parting_of_others.tell, lambda *error: shown.append(error[1]), tmp_path, range(2))
+    for rank, called in enumerate([["mw.backward", "mw.sum"], ["mw.backward", "mw.backward"]]):
+        trail(tmp_path, rank, called)
+    tell(RuntimeError, lost, None)
+    assert "Ranks parted: rank 0 came to mw.sum at" in capsys.readouterr().err
+    tell(ValueError, ValueError("the user's own"), None)
+    assert shown[0] is lost and len(shown) == 2 and capsys.readouterr().err == ""
+    trail(tmp_path, 0, ["mw.backward"])
+    tell(RuntimeError, lost, None)
+    assert "The last call: rank 0: mw.backward at" in capsys.readouterr().err
+    (tmp_path / "ended-0").touch()
+    tell(RuntimeError, lost, None)
+    assert "Ranks parted: rank 0 ended; rank 1 came to mw.backward at" in capsys.readouterr().err
+
+
+LEAVES = """
+import torch
+import meshwise as mw
+model, loader = mw.distribute(torch.nn.Linear(2, 1), torch.utils.data.DataLoader(torch.ones(12, 2), batch_size=4))
+for number, x in enumerate(loader):
+    if mw.rank() == 0 and number == 1:
+        break
+    mw.backward(model(x).mean())
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_ends_with_the_lines_of_ranks_that_parted(tmp_path: Path, processes: None) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "leaves.py"]
+    done = subprocess.run(
+        torchrun, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}, timeout=300
+    )
+    assert done.returncode == 1
+    assert "rank 0 left its loop at leaves.py:7 after 2 batches and ended; rank 1 came to" in done.stderr
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("meshwise-verbs-")]
 
 
 def test_ranks_that_are_further_apart_than_what_is_kept_are_compared_when_they_meet(tmp_path: Path) -> None:

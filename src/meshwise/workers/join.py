@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
+from meshwise.workers import parting_of_others
 from meshwise.workers.channel import WorkerChannel, connect
 from meshwise.workers.environment import DEVICE_KIND, derived_ranks, read_world
 from meshwise.workers.gate import StepGate
@@ -47,6 +48,8 @@ def join() -> RankContext:
     session = rank_context()
     if session.world.size > 1 and not dist.is_initialized():
         enter_process_group(session.world)
+        if session.channel is None:
+            parting_of_others.begin(session.world)
     return session
 
 

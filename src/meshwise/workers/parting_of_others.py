@@ -1,0 +1,59 @@
+"""Ranks that part under a launcher of others (torchrun, srun): the ranks of a machine note their verbs for each other,
+and who loses the connection to another tells how they have parted.
+
+Nobody looks from outside, as our own launcher does: two collectives of one size that meet are not noticed, and under
+NCCL, which waits, nothing is told before its timeout. Tested in tests/workers/test_parting.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshwise.compat.reducer import default_store
+from meshwise.spec.world import World
+from meshwise.workers import verb_log
+from meshwise.workers.failure import is_communication_error
+from meshwise.workers.parting import last_verbs, parted, trail_path
+from meshwise.workers.verb_log import read_trail
+
+
+def begin(world: World) -> None:
+    """Note the verbs of this rank from now on. Collective among the ranks of a machine."""
+    store, first = default_store(), world.rank - world.local_rank
+    if world.local_rank == 0:
+        store.set(f"meshwise/verbs/{first}", tempfile.mkdtemp(prefix="meshwise-verbs-"))
+    folder = Path(store.get(f"meshwise/verbs/{first}").decode())
+    if not folder.is_dir():  # the processes of one machine share no files
+        return
+    ranks = range(first, first + world.local_size)
+    verb_log.begin(trail_path(folder, world.rank))
+    atexit.register(_ends, folder, world.rank, ranks)
+    sys.excepthook = partial(tell, sys.excepthook, folder, ranks)
+
+
+def tell(before: Callable[..., Any], folder: Path, ranks: Sequence[int], *error: Any) -> None:
+    """The hook of an exception that nobody has caught: `before` shows it."""
+    before(*error)
+    if is_communication_error(error[1]):
+        trails = {rank: read_trail(trail_path(folder, rank)) for rank in ranks}
+        text = parted(trails, [rank for rank in ranks if _mark(folder, rank).exists()]) or last_verbs(trails)
+        print(text, end="\n" * bool(text), file=sys.stderr, flush=True)
+
+
+def _ends(folder: Path, rank: int, ranks: Sequence[int]) -> None:
+    """The program of this rank is over; the last one clears up."""
+    if folder.is_dir():
+        _mark(folder, rank).touch()
+        if all(_mark(folder, each).exists() for each in ranks):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _mark(folder: Path, rank: int) -> Path:
+    return folder / f"ended-{rank}"
