@@ -158,7 +158,7 @@ class seeded_by:
         unused, fresh = torch.Generator().manual_seed(self._seed), numpy.random.RandomState(self._seed)
         return (
             not torch.equal(torch.get_rng_state(), unused.get_state())
-            or numpy.random.get_state()[2] != fresh.get_state()[2]
+            or tuple(numpy.random.get_state())[2] != tuple(fresh.get_state())[2]
             or random.getstate() != random.Random(self._seed).getstate()
         )
 
