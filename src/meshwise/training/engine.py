@@ -58,7 +58,6 @@ from meshwise.training.weighing import (
     split_weight,
     total_of,
     unpadded,
-    unsaid_weight,
 )
 from meshwise.transfer import collectives
 from meshwise.workers.gate import StepGate
@@ -108,8 +107,7 @@ class Engine:
         """The microbatch that this rank works on."""
         self.step_draws = StepDraws(world)
         self._by_hand = HandUpdates(self.program)
-        self.reads = Loops(world.size)
-        """What this rank reads in them."""
+        self.reads = Loops(world.size)  # what this rank reads in its loops
         self.reduce = True
         self.has_applied = False
         """Whether a plan was applied to some model."""
@@ -243,29 +241,26 @@ class Engine:
     def backward(self, loss: Tensor, weight: Tensor | float | None = None, reduction: str | None = None) -> Tensor:
         """Add to `.grad` what one device would add for the whole batch; returns the global loss. See `mw.backward`."""
         check_said(reduction, weight)
-        self._look_at(unscaled(loss), reduction, "", "mw.backward(loss, ", weight is not None)
-        self.program.begin_backward()
-        if self.unsummed.expects_backward:
-            self.unsummed.backward()
         part = self.part
+        unweighed = part.samples if part is not None and weight is None else 0
+        self._look_at(unscaled(loss), reduction, "", "mw.backward(loss, ", unweighed)
+        self.program.begin_backward()
+        self.unsummed.backward()
         split = NOTHING if self.splits is None else self.splits.backward(1 if reduction == "sum" else weight)
         with self._watched_backward(self.reduce), self.phases.backward(0 if part is None else part.total), split:
             mean = self._backward_of_batch(loss, weight, part, summed=reduction == "sum")
         self.reads.backward(weighed=reduction == "sum" or weight is not None)
         self.phases.loss(mean)
-        if self.draws is not None:
-            self.notify(self.draws.note())
+        self.notify("" if self.draws is None else self.draws.note())
         if self.watcher is not None:
             self.watcher.loss_known(mean, loss.detach())
         return mean
 
-    def _look_at(self, loss: Any, reduction: str | None, where: str, verb: str, *, weighed: bool | None = None) -> None:
+    def _look_at(self, loss: Any, reduction: str | None, where: str, verb: str, samples: int = 0) -> None:
         """Say, or refuse, what the first losses are taken for and are not; a check finds it itself."""
         looks = self.world.size > 1 and self.program.backwards <= LOOKED_AT and self.watcher is None
         if looks and not (self.part and self.part.whole):
-            self.notify(check_reduction(loss, reduction, self.world.size, where or user_place(), verb))
-            if not weighed and reduction != "sum" and self.part and self.part.samples:
-                self.notify(unsaid_weight(loss, self.part.samples))
+            self.notify(check_reduction(loss, reduction, self.world.size, where or user_place(), verb, samples))
 
     def _backward_of_batch(
         self, loss: Tensor, weight: Tensor | float | None, part: BatchSlice | None, *, summed: bool

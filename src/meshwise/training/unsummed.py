@@ -144,6 +144,8 @@ class UnsummedLoops:
 
     def backward(self) -> None:
         """A backward begins: no sum of an evaluation comes any more."""
+        if not self.expects_backward:
+            return
         self._say_waiting(lambda loop: not self._is_kept(loop))
         self._forget_waiting()  # what is kept is used in training
         self.expects_backward = False

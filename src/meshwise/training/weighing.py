@@ -153,11 +153,12 @@ def check_said(reduction: str | None, weight: object) -> None:
         check_sum_alone(weight, "mw.backward")
 
 
-def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, verb: str) -> str:
-    """What to say of a sum over samples that has a penalty; empty of another loss.
+def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, verb: str, samples: int = 0) -> str:
+    """What to say of a sum over samples that has a penalty, and of a mean over something else; empty of another loss.
 
     found: a loss, maybe with its weight. reduction: what the program says of it; None: nothing; UsageError is raised
-    then for a loss that is known to be a sum. where, verb: of the program, in the error.
+    then for a loss that is known to be a sum. where, verb: of the program, in the error. samples: of this rank, where
+    the loss has no weight of its own.
     """
     loss = found[0] if isinstance(found, tuple) and found else found
     if not isinstance(loss, Tensor):
@@ -172,7 +173,7 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
             f"{where}: this loss is a sum over samples ({what}). Taken for a mean, its gradients would be those of one "
             f"device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to have them so."
         )
-    return ""
+    return unsaid_weight(loss, samples) if samples > 0 and reduction != "sum" else ""
 
 
 def unsaid_weight(loss: Tensor, samples: int) -> str:
