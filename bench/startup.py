@@ -3,7 +3,8 @@
     python bench/startup.py [--before 32efb86] [--rounds 10]
 
 Claims: the help of every command takes less than 0.5 s; a script's first line on two workers comes at most 1 s later
-than under torchrun. `before` is the source of that commit, measured in turns with the present one. Seconds are wall
+than under torchrun; what every training script does first, an import of torch and a step of an optimizer, is done no
+later than there. `before` is the source of that commit, measured in turns with the present one. Seconds are wall
 times and so need a quiet machine; seconds of CPU, of the command and its workers, do not.
 """
 
@@ -34,6 +35,13 @@ SCRIPT = """import sys, time
 print("first line", repr(time.time()), flush=True)
 sys.exit(0)
 """
+STEP = """import sys, time
+import torch
+weight = torch.nn.Parameter(torch.zeros(2))
+torch.optim.SGD([weight], lr=0.1).step()
+print("first line", repr(time.time()), flush=True)
+sys.exit(0)
+"""
 
 
 def seconds(words: list[str], source: Path, folder: Path) -> tuple[float, float, float]:
@@ -56,7 +64,9 @@ def commands(folder: Path) -> dict[str, list[str]]:
     meshwise = [sys.executable, "-m", "meshwise"]
     helps = {f"meshwise {name} --help".replace("  ", " "): [*meshwise, *name.split(), "--help"] for name in HELPS}
     report = {"meshwise report RUN": [*meshwise, "report", str(RUN)]}
-    return helps | report | {"meshwise run": [*meshwise, "run", "--devices", "2xcpu", str(folder / "tiny.py")]}
+    two = [*meshwise, "run", "--devices", "2xcpu"]
+    runs = {"meshwise run": [*two, str(folder / "tiny.py")], "meshwise run, a step": [*two, str(folder / "step.py")]}
+    return helps | report | runs
 
 
 def main() -> None:
@@ -68,6 +78,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "tiny.py").write_text(SCRIPT)
+        (folder / "step.py").write_text(STEP)
         archive = subprocess.run(["git", "archive", asked.before, "src"], cwd=ROOT, check=True, capture_output=True)
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
             tar.extractall(folder / "before", filter="data")
@@ -77,6 +88,7 @@ def main() -> None:
         timed["import torch", "after"] = [sys.executable, "-c", "import torch"]
         runner = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         timed["torchrun", "after"] = [*runner, "--master-port", "0", str(folder / "tiny.py")]
+        timed["torchrun, a step", "after"] = [*runner, "--master-port", "0", str(folder / "step.py")]
         found: dict[tuple[str, str], list[tuple[float, float, float]]] = {key: [] for key in timed}
         with contextlib.suppress(KeyboardInterrupt):  # a Ctrl-C keeps the rounds that are done
             for rounds in range(asked.rounds + 1):

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
-from meshwise.compat.loss_graph import has_penalty, summed_loss, uneven_mean
+from meshwise.compat.loss_graph import has_penalty, mean_term, summed_loss, uneven_mean
 from meshwise.spec.errors import UsageError
 from meshwise.training.loop import run_job
 from meshwise.training.run_options import RunOptions
 from meshwise.training.session import default_engine, end_sessions
-from meshwise.training.weighing import unsaid_weight
+from meshwise.training.weighing import check_reduction, unsaid_weight
 
 F = nn.functional
 W, B = torch.randn(3, 3, requires_grad=True), torch.randn(3, requires_grad=True)
@@ -73,6 +73,17 @@ NO_SUMS = {
 def test_the_graph_tells_a_sum_from_a_mean() -> None:
     assert [name for name, loss in SUMS.items() if not summed_loss(loss)] == []
     assert [name for name, loss in NO_SUMS.items() if summed_loss(loss)] == []
+
+
+def test_a_sum_and_a_mean_in_one_loss_are_refused() -> None:
+    both = SUMS["cross entropy"] + 0.1 * (ROWS - TARGETS).square().mean()
+    for reduction in (None, "sum"):
+        with pytest.raises(UsageError, match=r"line 3: this loss adds a sum .* and a mean \(.mean\(\)\)"):
+            check_reduction(both, reduction, 2, "line 3", "mw.backward(loss, ")
+    assert check_reduction(both, "mean", 2, "", "") == ""
+    assert mean_term(F.mse_loss(ROWS, TARGETS)) == "mean squared error"
+    assert [name for name, loss in SUMS.items() if mean_term(loss)] == ["beside a mean"]
+    assert not mean_term(W.square().mean())
 
 
 HALF = torch.tensor([0, 1, -100, -100])

@@ -59,6 +59,21 @@ def summed_loss(loss: Tensor) -> str:
     return ""
 
 
+def mean_term(loss: Tensor) -> str:
+    """What one of the added terms of `loss` is a mean over samples of; empty where the graph does not tell."""
+    open_nodes: list[Any] = [loss.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        kind, below = ("", []) if node is None else (node.name(), _below(node))
+        if kind in KNOWN and getattr(node, "_saved_reduction", None) == MEAN and _reads_data(node):
+            return KNOWN[kind]
+        if kind == "MeanBackward0" and _reads_data(node):
+            return ".mean()"
+        if kind in SUMS or kind in FACTORS:
+            open_nodes += below
+    return ""
+
+
 def _below(node: Any) -> list[Any]:
     return [following for following, _ in node.next_functions if following is not None]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.loss_graph import has_penalty, summed_loss, uneven_mean
+from meshwise.compat.loss_graph import has_penalty, mean_term, summed_loss, uneven_mean
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.user_code import user_place
 from meshwise.training.job import REDUCTIONS
@@ -167,6 +167,11 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
         return (
             f"{where}: this sum over samples has a term of the parameters alone (a penalty), which each of the "
             f"{ranks} ranks adds. Divide that term by mw.world_size()."
+        )
+    if reduction != "mean" and (what := summed_loss(loss)) and (mean := mean_term(loss)):
+        raise UsageError(
+            f"{where}: this loss adds a sum over samples ({what}) and a mean ({mean}): no one weight over {ranks} "
+            "ranks is right for both. Make all of its terms means, or all of them sums."
         )
     if reduction is None and (what := summed_loss(loss)):
         raise UsageError(
