@@ -71,21 +71,29 @@ def report(
         also = partial(api.report.report_views, run, wanted, to_folder) if wanted else None
         timeline.views.follow.follow(run, console, also=also)
     elif other is not None:
-        compared = api.report.compare(run, other)
-        if wanted:
-            print(json.dumps(timeline.compare_runs.comparison_dict(compared), indent=2))
-        else:
-            console.print(timeline.views.run_comparison_text.run_comparison_text(compared), soft_wrap=True)
-        if most is not None and timeline.compare_runs.is_slower(compared, most):
-            raise typer.Exit(1)
+        _print_comparison(console, run, other, as_json=bool(wanted), most=most)
     else:
-        found, printed, written = api.report.report_views(run, wanted, to_folder, span)
-        if not wanted:
-            console.print(timeline.views.report_text.report_text(found))
-        for text in printed:
-            print(text)
-        for path in written:
-            print(f"written     {path}", file=sys.stderr if printed else sys.stdout)
+        _print_views(console, run, wanted, to_folder, span)
+
+
+def _print_comparison(console: Console, run: Path, other: str, *, as_json: bool, most: float | None) -> None:
+    compared = api.report.compare(run, other)
+    if as_json:
+        print(json.dumps(timeline.compare_runs.comparison_dict(compared), indent=2))
+    else:
+        console.print(timeline.views.run_comparison_text.run_comparison_text(compared), soft_wrap=True)
+    if most is not None and timeline.compare_runs.is_slower(compared, most):
+        raise typer.Exit(1)
+
+
+def _print_views(console: Console, run: Path, wanted: list[str], to_folder: Path, span: tuple[int, int] | None) -> None:
+    found, printed, written = api.report.report_views(run, wanted, to_folder, span)
+    if not wanted:
+        console.print(timeline.views.report_text.report_text(found))
+    for text in printed:
+        print(text)
+    for path in written:
+        print(f"written     {path}", file=sys.stderr if printed else sys.stdout)
 
 
 def _share(text: str) -> float:

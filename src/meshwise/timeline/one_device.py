@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def measured_alone(timeline: Timeline, folder: Path) -> Alone | None:
     if len(timeline.ranks) < 2 or facts.get("status") == "running":
         return None
     mine, work = _place_and_batch(timeline), _work(facts, folder)
-    for other in list(_of_one_device(folder, work))[:MOST_READ] if mine and work else ():
+    for other in islice(_of_one_device(folder, work), MOST_READ) if mine and work else ():
         alone = read_timeline(other, last_blocks=BLOCKS)
         table, theirs = step_table_of(alone), _place_and_batch(alone)
         alike = mine and theirs and theirs[0] == mine[0] and abs(theirs[1] / mine[1] - 1) <= SAME_BATCH

@@ -42,9 +42,7 @@ def _sum(engine: Engine, value: Number) -> Number:
 
 def _adding(engine: Engine, verb: str, value: Any) -> contextlib.AbstractContextManager[None]:
     """Around a collective that adds up `value`, or rows, over the ranks."""
-    if engine.undistributed is None or engine.reads.whole is None:
-        return contextlib.nullcontext()
-    return engine.undistributed.adding(verb, value)
+    return contextlib.nullcontext() if engine.undistributed is None else engine.undistributed.adding(verb, value)
 
 
 def mean_over_ranks(engine: Engine, value: float | Tensor, weight: float | Tensor | None) -> float | Tensor:

@@ -168,16 +168,17 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
             f"{where}: this sum over samples has a term of the parameters alone (a penalty), which each of the "
             f"{ranks} ranks adds. Divide that term by mw.world_size()."
         )
-    if reduction != "mean" and (what := summed_loss(loss)) and (mean := mean_term(loss)):
-        raise UsageError(
-            f"{where}: this loss adds a sum over samples ({what}) and a mean ({mean}): no one weight over {ranks} "
-            "ranks is right for both. Make all of its terms means, or all of them sums."
-        )
-    if reduction is None and (what := summed_loss(loss)):
-        raise UsageError(
-            f"{where}: this loss is a sum over samples ({what}). Taken for a mean, its gradients would be those of one "
-            f"device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to have them so."
-        )
+    if reduction != "mean" and (what := summed_loss(loss)):
+        if mean := mean_term(loss):
+            raise UsageError(
+                f"{where}: this loss adds a sum over samples ({what}) and a mean ({mean}): no one weight over {ranks} "
+                "ranks is right for both. Make all of its terms means, or all of them sums."
+            )
+        if reduction is None:
+            raise UsageError(
+                f"{where}: this loss is a sum over samples ({what}). Taken for a mean, its gradients would be those of "
+                f"one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to have them so."
+            )
     return unsaid_weight(loss, samples) if samples > 0 and reduction != "sum" else ""
 
 
