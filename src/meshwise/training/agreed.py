@@ -7,7 +7,7 @@ and every rank comes to the same conclusion.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
+from meshwise.training.batch_shapes import BatchShapes
+from meshwise.training.order import BatchSlice
 from meshwise.training.replicas import BUFFER, PARAMETERS, parted
 from meshwise.training.settings import Settings, settings_differ
 from meshwise.transfer import collectives
@@ -22,6 +24,7 @@ from meshwise.transfer.splitmix import mixed_bits
 
 SIGNS = 32
 """How many signs travel: ranks that differ are taken for alike once in 2**32 times."""
+STEPS_OF_A_JOB = 8  # whose batches are compared, each with a collective
 
 
 class Batches(Protocol):
@@ -51,6 +54,7 @@ class Agreed:
     def __init__(self, world: World, settings: Callable[[], Settings], notify: Callable[[str], None]) -> None:
         self._world, self.settings, self.notify = world, settings, notify
         self.batches: Batches | None = None
+        self.shapes = BatchShapes()
         self._now: Settings = ()
         self._crc = 0
         self._signs: tuple[object, Tensor] | None = None  # of the settings alone, as long as they stay
@@ -68,7 +72,7 @@ class Agreed:
 
     def signs(self, like: Tensor) -> Tensor:
         """The checksum as numbers 1 and -1 that travel with `like`: shape (32,)."""
-        now = self.settings()
+        now = self.settings() + self.shapes.take()
         if now != self._now:
             self._now, self._crc = now, zlib.crc32(repr(now).encode())
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -97,6 +101,14 @@ class Agreed:
             earlier[1].synchronize()
             self._check(earlier[0], earlier[2])
 
+    def compare_batches(self, parts: Iterable[tuple[Any, BatchSlice]], place: str) -> None:
+        """Of the first steps of a job, whose losses carry nothing. Collective."""
+        if self._world.size > 1 and self.shapes.backwards < STEPS_OF_A_JOB:
+            for number, (batch, part) in enumerate(parts):
+                self.shapes.given(number, batch, part, place)
+            signs = self.signs(torch.zeros((), device=self._world.device))
+            self.compare(collectives.all_reduce_mean(signs.clone(), of="shapes"))
+
     def _check(self, means: Tensor, held: tuple[list[Any], Settings]) -> None:
         if float(means.abs().min()) > 1 - 1 / self._world.size:
             return
@@ -104,6 +116,7 @@ class Agreed:
         ranks = collectives.gather_objects((told, held[1]))
         held_by = [settings for _, settings in ranks]
         self.notify(parted(held_by, BUFFER))
+        self.notify(self.shapes.differ(held_by))
         text = settings_differ(held_by) or parted(held_by, PARAMETERS)
         if not text and self.batches is not None:
             text = self.batches.explain([batches for batches, _ in ranks])

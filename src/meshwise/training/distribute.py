@@ -190,6 +190,7 @@ class DistributedLoader:
                 self._index += part.total
                 batch = engine.cast(batch)
                 engine.begin(part, read)
+                engine.agreed.shapes.given(self._number, batch, part)
                 engine.step_draws.key = key
                 try:
                     with drawing(None if engine.watcher else engine.draws, engine.world, key, part):

@@ -128,13 +128,6 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
     }
 
 
-def _notes(run: _Run) -> Iterator[str]:
-    yield run.best.why_over(run.state)
-    yield from run.engine.notes
-    if run.engine.draws:
-        yield run.engine.draws.note()
-
-
 def make_engine(
     session: RankContext, notify: Callable[[str], None] = lambda text: None, *, exact_random: bool = False
 ) -> Engine:
@@ -271,6 +264,8 @@ def _train_epoch(run: _Run) -> bool:
 def train_step(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -> Losses:
     """One optimizer step on this rank's microbatches. Returns their losses and weights, still on the device."""
     seed_draws(engine.world, state.seed, state.step)
+    if job.collate is not None:
+        engine.agreed.compare_batches(parts, f"job '{job.name}'")
     losses = engine.compute(
         lambda batch: job.loss(state.model, batch),
         parts,
