@@ -105,9 +105,16 @@ EVEN = {
 def test_the_graph_tells_a_mean_over_something_else_than_samples() -> None:
     assert {weight: uneven_mean(loss, 4) for weight, loss in UNEVEN.items()} == {weight: weight for weight in UNEVEN}
     assert [name for name, loss in EVEN.items() if uneven_mean(loss, 4)] == []
-    said = unsaid_weight(UNEVEN["…"], 4)
-    assert "test_sum_losses.py" in said and "mw.backward(loss, weight=…)" in said
-    assert unsaid_weight(EVEN["a mean"], 4) == ""
+    said = unsaid_weight(UNEVEN["…"], 4, "train.py:3", "mw.backward(loss, ")
+    assert said.startswith("train.py:3: this loss is not a mean over samples") and "mw.backward(loss, weight=…)" in said
+    assert check_reduction(EVEN["a mean"], None, 2, "", "", 4) == ""
+
+
+def test_a_job_is_told_what_to_return_beside_its_loss() -> None:
+    loss = UNEVEN["(y != -100).sum()"]
+    said = check_reduction(loss, None, 2, "the loss of job 'x'", "Job(…, ", 4)
+    assert said.startswith("the loss of job 'x': this loss") and "return loss, (y != -100).sum()" in said
+    assert check_reduction((loss, 3), None, 2, "", "", 4) == "", "it has a weight"
 
 
 SUMMED = F.mse_loss(ROWS, TARGETS, reduction="sum")

@@ -126,7 +126,7 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
             if weights is not None and weights.min() != weights.max():
                 return "class_weights[y].sum()"
             if weights is None and float(node._saved_total_weight) % max(samples, 1):
-                return f"(y != {_signed(ignored)}).sum()"
+                return f"(y != {signed(ignored)}).sum()"
         if kind == "DivBackward0" and _is_divided_sum(node, samples):
             return "…"
         if kind in SUMS or kind in FACTORS or kind == "MulBackward1":
@@ -134,7 +134,8 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
     return ""
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
+    """A number of a node, which keeps it without its sign."""
     return number - 2**64 if number >= 2**63 else number
 
 

@@ -17,7 +17,7 @@ from meshwise.training.order import BatchSlice
 from meshwise.training.settings import Settings
 
 SHAPES = "shapes of a batch"
-LOOKED_AT = 100  # backwards
+LOOKED_AT = 20  # backwards
 OTHER = (
     "{place}: batches of one step have other shapes on other ranks ({shapes}, beside the samples): collate_fn sees the "
     "samples of one rank, and pads to their longest. That is what one device computes only where the model and the "

@@ -1,13 +1,11 @@
 """The engine: a plan applied to a program's models, and everything that a training loop needs of it.
 
 A script's loop and a job are the same engine's; `mw.distribute` uses the default one (see session.py), a job makes its
-own. They differ in how they enter a step:
+own. A step reads no value but in the first ones, whose losses are looked at. They differ in how they enter it:
 
     backward(loss)                a script, which ran the forward itself
     compute(loss_function, ...)   a job: forward and backward of all microbatches of a step, so that a schedule may
                                   order them, a rehearsal run them on fake tensors and a recovery run them again
-
-The step never reads a value.
 """
 
 from __future__ import annotations
@@ -34,6 +32,7 @@ from meshwise.spec.world import World
 from meshwise.timeline.recorder import current
 from meshwise.training.agreed import Agreed
 from meshwise.training.by_hand import HandUpdates
+from meshwise.training.coupled import CoupledLosses
 from meshwise.training.generators import ProgramGenerator
 from meshwise.training.keyed import ExactDraws
 from meshwise.training.loops import LoopRead, Loops
@@ -107,6 +106,7 @@ class Engine:
         """The microbatch that this rank works on."""
         self.step_draws = StepDraws(world)
         self._by_hand = HandUpdates(self.program)
+        self.coupled = CoupledLosses()
         self.reads = Loops(world.size)  # what this rank reads in its loops
         self.reduce = True
         self.has_applied = False
@@ -137,6 +137,7 @@ class Engine:
     def close(self) -> None:
         """End: optimizers step as if there were no engine."""
         self.unsummed.finish()
+        self.coupled.close()
         for hook in self._hooks:
             hook.remove()
         self.program.close()
@@ -242,8 +243,7 @@ class Engine:
         """Add to `.grad` what one device would add for the whole batch; returns the global loss. See `mw.backward`."""
         check_said(reduction, weight)
         part = self.part
-        unweighed = part.samples if part is not None and weight is None else 0
-        self._look_at(unscaled(loss), reduction, "", "mw.backward(loss, ", unweighed)
+        self._look_at(unscaled(loss), reduction, "", "mw.backward(loss, ", weight)
         self.program.begin_backward()
         self.unsummed.backward()
         split = NOTHING if self.splits is None else self.splits.backward(1 if reduction == "sum" else weight)
@@ -256,11 +256,13 @@ class Engine:
             self.watcher.loss_known(mean, loss.detach())
         return mean
 
-    def _look_at(self, loss: Any, reduction: str | None, where: str, verb: str, samples: int = 0) -> None:
+    def _look_at(self, loss: Any, reduction: str | None, where: str, verb: str, weight: Any = None) -> None:
         """Say, or refuse, what the first losses are taken for and are not; a check finds it itself."""
-        looks = self.world.size > 1 and self.program.backwards <= LOOKED_AT and self.watcher is None
-        if looks and not (self.part and self.part.whole):
+        looks, part = self.world.size > 1 and self.program.backwards <= LOOKED_AT, self.part
+        if looks and self.watcher is None and part is not None and not part.whole:
+            samples = part.samples if weight is None else 0
             self.notify(check_reduction(loss, reduction, self.world.size, where or user_place(), verb, samples))
+            self.notify(self.coupled.look(loss, part, self.plan, where))
 
     def _backward_of_batch(
         self, loss: Tensor, weight: Tensor | float | None, part: BatchSlice | None, *, summed: bool
@@ -318,9 +320,8 @@ class Engine:
             last = number == len(parts) - 1
             with self._watched_backward(last), recorder.span("backward"), draws.backward() if draws else NOTHING:
                 scaled = scale(weights.scale(mean, weight, part))
-                self.program.reduced_backward(
-                    scaled, last, weights.begin_sum() if last and weight is not None else None
-                )
+                factor = weights.begin_sum() if last and weight is not None else None
+                self.program.reduced_backward(scaled, last, factor)
         if self.watcher is not None:
             own = total_of(weights.losses)
             total, weighed = collectives.all_reduce(own.clone()).unbind()
@@ -343,8 +344,6 @@ class Engine:
             yield
         finally:
             self.reduce = before
-
-    # Who looks on.
 
     def _watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
         return self.watcher.backward(reduce) if self.watcher else NOTHING

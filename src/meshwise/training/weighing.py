@@ -11,7 +11,6 @@ from torch import Tensor
 
 from meshwise.compat.loss_graph import has_penalty, mean_term, summed_loss, uneven_mean
 from meshwise.spec.errors import UsageError, check_known
-from meshwise.spec.user_code import user_place
 from meshwise.training.job import REDUCTIONS
 from meshwise.training.order import BatchSlice
 from meshwise.transfer import collectives
@@ -179,16 +178,17 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
                 f"{where}: this loss is a sum over samples ({what}). Taken for a mean, its gradients would be those of "
                 f"one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to have them so."
             )
-    return unsaid_weight(loss, samples) if samples > 0 and reduction != "sum" else ""
+    said = samples <= 0 or reduction == "sum" or loss is not found
+    return "" if said else unsaid_weight(loss, samples, where, verb)
 
 
-def unsaid_weight(loss: Tensor, samples: int) -> str:
+def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
     """What to say of a mean that is known to be over other items than samples; empty of another."""
     weight = uneven_mean(loss, samples)
     return weight and (
-        f"{user_place()}: this loss is not a mean over samples (classes have weights, targets are ignored, or it is "
+        f"{where}: this loss is not a mean over samples (classes have weights, targets are ignored, or it is "
         "divided by a count of its own), and the ranks have unequal parts of what it is over. Say how much this rank's "
-        f"is over: mw.backward(loss, weight={weight})."
+        f"is over: {f'{verb}weight={weight})' if verb.startswith('mw.') else f'return loss, {weight}'}."
     )
 
 
