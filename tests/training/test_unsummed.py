@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
 from meshwise.compat import compiling
-from meshwise.training.session import default_engine, program_ends
+from meshwise.training.session import default_engine, end_sessions, program_ends
 from meshwise.training.unsummed import UnsummedLoops
 
 
@@ -424,6 +424,32 @@ def said(case: Case, folder: Path, plan: mw.Plan | None = None) -> list[str]:
     program_ends()
     assert not any(module._forward_hooks for module in program.model.modules()) or plan is not None
     return [text for text in engine.notes if "adds up" in text]
+
+
+def statistics(given: str) -> tuple[list[str], Tensor]:
+    """What is said, and the mean that an average of the weights has after `update_bn`."""
+    made = torch.optim.swa_utils.AveragedModel(Net())
+    p = Program()
+    average = made if given == "before" else torch.optim.swa_utils.AveragedModel(p.model)
+    if given == "given":
+        mw.distribute(average)
+    p.train()
+    torch.optim.swa_utils.update_bn(p.held_out, average)
+    mean = next(buffer for name, buffer in average.named_buffers() if name.endswith("running_mean"))
+    said = [text for text in default_engine().notes if "batch norm" in text.lower() or "BatchNorm" in text]
+    end_sessions()
+    return said, mean.clone()
+
+
+def test_a_batch_norm_that_was_not_distributed_is_said_and_its_copies_are_right(pool: Any) -> None:
+    alone = statistics("copied")[1]
+    for given in ("copied", "given"):
+        for said, mean in pool(2).run(statistics, given):
+            torch.testing.assert_close(mean, alone)
+            assert said == []
+    for said, _ in pool(2).run(statistics, "before"):
+        (text,) = said
+        assert "test_unsummed.py:" in text and "a BatchNorm1d runs in training mode" in text
 
 
 def line_of(case: Case) -> int:

@@ -46,7 +46,7 @@ def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[
                 f"batch norm {name or type(module).__name__} is TorchScript, into which nobody sees, and it would take "
                 "the statistics of one rank's samples. Distribute the model before torch.jit.script, or use one device."
             )
-        if getattr(module.forward, "func", None) is not _forward:
+        if not is_joined(module):
             whole = type(module).forward is nn.SyncBatchNorm.forward
             own = functools.partial(BatchNorm.forward, module) if whole else module.forward
             module.forward = _JoinedForward(_forward, module, own, samples, name)
@@ -63,6 +63,11 @@ class _JoinedForward(functools.partial[Any]):
     def __reduce__(self) -> Any:
         _, own, *_ = self.args
         return functools.partial, (own,)
+
+
+def is_joined(module: nn.Module) -> bool:
+    """Whether the module takes the statistics of all ranks: a joined one, or a copy of one."""
+    return getattr(getattr(module, "forward", None), "func", None) is _forward
 
 
 def normalises(module: nn.Module) -> bool:
@@ -231,7 +236,8 @@ def _apply(setup: Setup) -> None:
     if not any(normalises(module) for module in model.modules()):
         return
     if setup.samples is not None and several and plan.batch_norm == "global":
-        setup.coupled_gradients = bool(join_batch_norms(model, setup.samples))
+        join_batch_norms(model, setup.samples)
+        setup.coupled_gradients = any(map(is_joined, model.modules()))
     if several and not setup.coupled_gradients:
         setup.notes.append(
             "batch norm: each rank takes the statistics of its own slice of the batch, so numbers are not one device's."

@@ -10,6 +10,8 @@ well: at the next loop at another place, the next backward, or the end of the pr
                                             left after one batch, or is left before anything has trained
     what prepares a training                outputs are kept as they are until the first backward of the program
 
+A batch norm of a model that was not distributed, which runs in training mode in such a loop, is said too.
+
 Everything is looked at in the first batch of a loop alone, and in no loop over a loader at a place where there was a
 backward of it once.
 Compiled models are left as they are: in a program that uses torch.compile a loop runs a model when gradients are off
@@ -30,10 +32,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.compat import compiling
+from meshwise.compat.modules import BatchNorm
 from meshwise.compat.tree import tensors_in
+from meshwise.parallel.batch_norm import is_joined
 from meshwise.spec.user_code import user_place
 from meshwise.transfer.foreign import Foreign
 
@@ -41,6 +46,11 @@ MISSING = (
     "{place}: this loop runs a model and nothing adds up over the ranks what it finds, so each rank has the figures "
     "of its own samples alone. Use mw.sum(correct), mw.mean(value, weight=n) or mw.gather_samples(values), in the loop "
     "or after it."
+)
+NORM = (
+    "{place}: a {kind} runs in training mode in a model that was not given to mw.distribute, so it takes, and keeps, "
+    "the statistics of each rank's own samples: not those of one device. Give that model to mw.distribute too, before "
+    "this loop, or copy it from the distributed one."
 )
 _MODULE_CALL = nn.Module.__call__.__code__.co_filename
 
@@ -60,7 +70,10 @@ class Loop:
     used: bool | None = None
     """Whether the output of the whole model that ran first was used; None where none ran."""
     output: StorageWeakRef | None = None
+    norm: str = ""
+    """The batch norm that ran in training mode in a model that is not distributed."""
     hooks: list[RemovableHandle] = field(default_factory=list)
+    norms: RemovableHandle | None = None
     foreign: Foreign | None = None
 
     def watch(self) -> None:
@@ -68,6 +81,8 @@ class Loop:
         self.foreign = Foreign()
         if compiling.is_used():
             return
+        given = {module for model in self.models for module in model.modules()}
+        self.norms = register_module_forward_hook(functools.partial(_ran_anywhere, self, given))
         for name, module in (found for model in self.models for found in model.named_modules()):
             if name.count(".") < 2 and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
                 hook = functools.partial(_ran_inside if name else _ran, self)
@@ -87,6 +102,9 @@ class Loop:
     def end_watch(self) -> None:
         """Look at it no more."""
         self.remove_hooks()
+        if self.norms is not None:
+            self.norms.remove()
+            self.norms = None
         if self.foreign is not None:
             self.reduced |= self.foreign.close()
             self.foreign = None
@@ -128,6 +146,8 @@ class UnsummedLoops:
         finally:
             loop.end_watch()
             self._open.remove(loop)
+            if loop.norm:
+                self._say(NORM.format(place=loop.place, kind=loop.norm))
             left_early = not over and not (loop.several and self._training)
             if loop.is_evaluation and not loop.reduced and not left_early:
                 loop.foreign = Foreign()
@@ -192,6 +212,11 @@ def _ran(loop: Loop, module: nn.Module, arguments: Any, output: Any) -> None:
     first = next(iter(tensors_in(output)), None)
     if first is not None:
         loop.output = StorageWeakRef(first.untyped_storage())
+
+
+def _ran_anywhere(loop: Loop, given: set[nn.Module], module: nn.Module, arguments: Any, output: Any) -> None:
+    if isinstance(module, BatchNorm) and module.training and module not in given and not is_joined(module):
+        loop.norm = type(module).__name__
 
 
 def _ran_inside(loop: Loop, module: nn.Module, arguments: Any, output: Any) -> None:
