@@ -21,6 +21,7 @@ from meshwise.training.session import default_engine, end_sessions
 from meshwise.training.weighing import check_reduction, unsaid_weight
 
 F = nn.functional
+ROW = torch.arange(4)
 W, B = torch.randn(3, 3, requires_grad=True), torch.randn(3, requires_grad=True)
 TARGETS, CLASSES = torch.rand(4, 3), torch.tensor([0, 1, 2, 0])
 ROWS = F.linear(TARGETS, W, B)
@@ -44,10 +45,13 @@ SUMS = {
     "likelihood by hand": -F.log_softmax(ROWS, 1)[torch.arange(4), CLASSES].sum(),
     "gathered likelihood": -F.log_softmax(ROWS, 1).gather(1, CLASSES[:, None]).sum(),
     "of a recurrent net": ((LSTM - TARGETS[:, None]) ** 2).sum(),
+    "masked": (EACH * (CLASSES > 0)).sum(),
+    "with rewards of one": -(F.log_softmax(ROWS, 1)[ROW, CLASSES] * torch.tensor([1.0, -1, 0, 1])).sum(),
     "chosen rows": EACH[CLASSES > 0].sum(),
     "beside a mean": F.cross_entropy(ROWS, CLASSES) + (ROWS - TARGETS).pow(2).sum(),
 }  # fmt: skip
 NO_SUMS = {
+    "a softmax over samples": (ROWS - ROWS.logsumexp(0)).sum(),
     "a mean": F.cross_entropy(ROWS, CLASSES),
     "a sum that is divided": F.cross_entropy(ROWS, CLASSES, reduction="sum") / 4,
     "a mean of sums": F.mse_loss(ROWS, TARGETS, reduction="none").sum(1).mean(),
@@ -73,6 +77,22 @@ NO_SUMS = {
 def test_the_graph_tells_a_sum_from_a_mean() -> None:
     assert [name for name, loss in SUMS.items() if not summed_loss(loss)] == []
     assert [name for name, loss in NO_SUMS.items() if summed_loss(loss)] == []
+
+
+def test_a_sum_of_weighed_samples_is_said_and_not_refused() -> None:
+    drawn = torch.distributions.Categorical(logits=ROWS).log_prob(CLASSES)
+    weighed = {
+        "rewards": (-(drawn * torch.tensor([0.3, -1.7, 2.2, 0.1]))).sum(),
+        "weights": (torch.rand(4) * EACH).sum(),
+    }
+    for loss in weighed.values():
+        assert not summed_loss(loss)
+        said = check_reduction(loss, None, 2, "train.py:3", "mw.backward(loss, ", 4)
+        assert said.startswith("train.py:3: this loss looks like a sum") and "reduction='mean', if" in said
+        assert [check_reduction(loss, given, 2, "", "", 4) for given in ("mean", "sum")] == ["", ""]
+    assert [name for name, loss in NO_SUMS.items() if summed_loss(loss, weighed=True)] == []
+    halves = (EACH * torch.tensor([0.5, 0, 0.5, 0])).sum()
+    assert not summed_loss(halves, weighed=True), "factors that add up to one"
 
 
 def test_a_sum_and_a_mean_in_one_loss_are_refused() -> None:

@@ -40,10 +40,12 @@ PRODUCTS = ("AddmmBackward0", "MmBackward0", "MvBackward0")
 LEAF = "torch::autograd::AccumulateGrad"
 
 
-def summed_loss(loss: Tensor) -> str:
+def summed_loss(loss: Tensor, weighed: bool = False) -> str:
     """What `loss` is a sum over samples of, without a division behind it; empty where the graph does not tell.
 
-    Terms that are added are looked at one by one: one that is a sum makes the whole depend on the number of samples.
+    weighed: rows may have been multiplied by other numbers, such as rewards: whether they hold a division is not known.
+    Values of factors are read: on an accelerator that waits. Terms that are added are looked at one by one: one that is
+    a sum makes the whole depend on the number of samples.
     """
     open_nodes: list[Any] = [loss.grad_fn]
     while open_nodes:
@@ -54,7 +56,7 @@ def summed_loss(loss: Tensor) -> str:
                 return f"{KNOWN[kind]}, reduction='sum'"
         elif kind in (*SUMS, "NegBackward0"):
             open_nodes += below
-        elif kind in ("SumBackward0", "SumBackward1") and (what := _of_each(below[0])) and _reads_data(node):
+        elif kind in ("SumBackward0", "SumBackward1") and (what := _of_each(below[0], weighed)) and _reads_data(node):
             return f"{what} of each sample, then .sum()"
     return ""
 
@@ -78,7 +80,7 @@ def _below(node: Any) -> list[Any]:
     return [following for following, _ in node.next_functions if following is not None]
 
 
-def _of_each(node: Any) -> str:
+def _of_each(node: Any, weighed: bool) -> str:
     """What these elements are of the rows that a model gives; empty where anything else may have been done to them."""
     open_nodes, what = [node], "a loss"
     while open_nodes:
@@ -86,11 +88,31 @@ def _of_each(node: Any) -> str:
         kind, below = node.name(), _below(node)
         if kind in KNOWN and getattr(node, "_saved_reduction", None) in (NONE, SUM):
             what = KNOWN[kind]
-        elif kind in OF_EACH:
+        elif kind in OF_EACH or _is_of_each(node, kind, weighed):
             open_nodes += below
         elif kind not in OF_ROWS and not (kind in PRODUCTS and any(map(_is_parameter, below))):
             return ""
     return what
+
+
+def _is_of_each(node: Any, kind: str, weighed: bool) -> bool:
+    """Whether what it computes stays with its sample, and divides nothing by a count."""
+    if kind == "LogsumexpBackward0":
+        return 0 not in node._saved_dim and node._saved_self.dim() > 1
+    return kind == "MulBackward0" and _divides_not(node, weighed)
+
+
+def _divides_not(product: Any, weighed: bool) -> bool:
+    """Whether a factor is constant and no division by a count: whole numbers, such as a mask; with `weighed` others,
+    unless they are all the same or add up to one."""
+    (left, _), (right, _) = product.next_functions
+    factor = product._saved_self if left is None else product._saved_other if right is None else None
+    if factor is None or factor.is_complex():
+        return False
+    whole = bool((factor == factor.round()).all()) if factor.is_floating_point() else True
+    if whole or not weighed or factor.numel() == 1:
+        return whole
+    return bool(factor.min() != factor.max()) and abs(float(factor.abs().sum()) - 1) > 0.01
 
 
 def _is_parameter(node: Any) -> bool:

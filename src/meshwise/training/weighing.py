@@ -178,6 +178,12 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
                 f"{where}: this loss is a sum over samples ({what}). Taken for a mean, its gradients would be those of "
                 f"one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to have them so."
             )
+    if reduction is None and (what := summed_loss(loss, weighed=True)):
+        return (
+            f"{where}: this loss looks like a sum over samples ({what}), and is taken for a mean: then its gradients "
+            f"are those of one device divided by {ranks}. Write {verb}reduction='sum'); or reduction='mean', if its "
+            "factors divide it by the number of samples."
+        )
     said = samples <= 0 or reduction == "sum" or loss is not found
     return "" if said else unsaid_weight(loss, samples, where, verb)
 
