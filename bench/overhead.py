@@ -29,6 +29,7 @@ from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import Recorder
 from meshwise.training import loop
 from meshwise.training.job import Job
+from meshwise.training.job_step import train_step
 from meshwise.training.metrics_log import MetricsLog
 from meshwise.training.order import epoch_order, part
 from meshwise.training.recording import Recording
@@ -49,7 +50,7 @@ def our_step(job: Job, recorder: Recorder, log_every: int = 100) -> Step:
     batches = engine.batches("a bench", loop._train_batches(run), job.batch_size, step=lambda: state.step + 1)
 
     def step() -> None:
-        losses = loop.train_step(engine, job, state, next(batches))
+        losses = train_step(engine, job, state, next(batches))
         log.add(0, state.step, losses)
         if state.step % log_every == 0:
             log.sync()

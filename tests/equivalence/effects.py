@@ -14,7 +14,8 @@ from meshwise.compat.dispatch import intercept_operators, operator_name
 from meshwise.compat.tree import tensors_in
 from meshwise.equivalence.trace import CheckSpec, global_batches
 from meshwise.spec.plan import Plan
-from meshwise.training.loop import begun, make_engine, open_data, read_parts, train_step
+from meshwise.training.job_step import train_step
+from meshwise.training.loop import begun, make_engine, open_data, read_parts
 from meshwise.training.order import epoch_slices
 from meshwise.workers.join import join
 from tests.equivalence.models_to_check import Job

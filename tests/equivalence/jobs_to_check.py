@@ -239,6 +239,10 @@ def sampling(seed: int = 0) -> Job:
     return job_of(Sampling, seed)
 
 
+def by_closure(seed: int = 0) -> Job:
+    return job_of(layers, seed, clip_norm=0.1, optimizer=lambda ps: optim.LBFGS(list(ps), lr=0.5, max_iter=3))
+
+
 OWN: dict[str, Callable[..., Job]] = {
     "plain": plain,
     "dropped": dropped,
@@ -250,6 +254,7 @@ OWN: dict[str, Callable[..., Job]] = {
     "weighed": weighed,
     "biased": biased,
     "sampling": sampling,
+    "by closure": by_closure,
 }
 
 

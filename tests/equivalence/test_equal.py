@@ -23,6 +23,7 @@ JOBS = (
     "weighed",
     "biased",
     "normed",
+    "by closure",
 )
 
 OWN = ("plain", "dropped", "recomputed", "tied", "counting", "weighed", "biased", "normed")

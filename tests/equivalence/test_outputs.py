@@ -76,3 +76,13 @@ def test_what_is_alike_on_every_rank_is_compared_whole() -> None:
     table = torch.randn(7, 3, dtype=torch.float64)
     assert output_difference(output(table, 5), [output(table, 2), output(table, 3)]) == (0.0, 0.0)
     assert output_difference(output(table, 5), [output(table, 2), output(table + 1e-3, 3)]) is None
+
+
+def test_rows_that_an_expert_sorted_are_not_those_of_samples() -> None:
+    """Twelve tokens of four samples by expert, and by expert on each of two ranks: no other values, another order."""
+    tokens, order = torch.randn(12, 5, dtype=torch.float64), torch.randperm(12)
+    ranks = [output(part[torch.randperm(6)], 2) for part in tokens.split(6)]
+    assert output_difference(output(tokens[order], 4), ranks) is None
+    tokens[3] += 1e-3
+    found = output_difference(output(tokens[order], 4), ranks)
+    assert found is not None and found[0] > LIMIT

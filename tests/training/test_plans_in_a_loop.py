@@ -1,6 +1,6 @@
 """A training loop under any plan is that of one device, also saved under one plan and resumed under another.
 
-In float64, where equal is within 1e-9, with all that carries state from step to step.
+In float64, where equal is within 1e-9, with all that carries state from step to step. Tests `training/job_step.py`.
 """
 
 from __future__ import annotations
@@ -235,9 +235,47 @@ def test_an_optimizer_of_whole_parameters_is_refused_under_shard(kind: Any, pool
         assert all(text.startswith(f"shard: {kind.__name__} may make another step where each rank") for text in said)
 
 
-def test_a_job_with_lbfgs_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"job 'net': LBFGS runs the loss several times a step"):
-        run_job(replace(job(1), optimizer=lambda params: torch.optim.LBFGS(list(params))), RunOptions(), None)
+def by_lbfgs(plan: Plan, folder: str | None = None, **more: Any) -> Any:
+    """Losses and the test error of a job with weights of its own, clipped, whose optimizer runs the loss several
+    times a step."""
+    own = job()
+    own = replace(
+        own,
+        model=Dropped,
+        loss=lambda model, batch: counted(model, batch) if model.training else error(model, batch),
+        optimizer=lambda params: torch.optim.LBFGS(list(params), lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
+    )
+    result = run_job(own, settings(plan, **more), None if folder is None else Path(folder))
+    assert result["samples"] == 2 * 43
+    return result["losses"], result["metrics"]["error"]
+
+
+class Dropped(nn.Module):
+    """The line search needs the same masks whenever it asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(torch.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("name", ["data", quick("data3", ()), quick("accumulated", ())])
+def test_a_job_with_lbfgs_trains_as_on_one_device(name: str, pool: Any) -> None:
+    plans = {"data": Plan(data=2), "data3": Plan(data=3), "accumulated": Plan(data=2, accumulate=2)}
+    exact = {"exact_random": True}
+    plan = plans[name]
+    ranks = pool(plan.devices).run(lambda: by_lbfgs(plan, **exact))
+    losses, metric = by_lbfgs(replace(Plan(), accumulate=plan.accumulate), **exact)
+    assert losses[-1] < losses[0] and all(rank == ranks[0] for rank in ranks)
+    assert ranks[0][0] == pytest.approx(losses, rel=1e-9) and ranks[0][1] == pytest.approx(metric, rel=1e-9)
+
+
+def test_a_job_with_lbfgs_refuses_a_scaled_loss() -> None:
+    lbfgs = replace(job(1), optimizer=lambda params: torch.optim.LBFGS(list(params)))
+    with pytest.raises(UsageError, match=r"job 'net': LBFGS runs the loss several times .* Use precision='bf16'"):
+        run_job(lbfgs, RunOptions(plan=Plan(precision="fp16")), None)
 
 
 def test_a_copy_of_a_sharded_model_is_explained(pool: Any) -> None:

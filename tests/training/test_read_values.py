@@ -24,6 +24,7 @@ from meshwise.training.loop import run_job
 from meshwise.training.run_options import RunOptions
 from meshwise.transfer import collectives
 from meshwise.transfer.reading import KEY, look_out
+from tests.pool import CaseFailed
 
 PLANS = {"shard": Plan(shard=2), "both": Plan(data=2, shard=2), "zero1": Plan(data=2, zero1=True)}
 
@@ -235,6 +236,59 @@ def test_a_penalty_of_parameters_trains_as_on_one_device(plan: str, weighed: boo
     want = regularised(Plan(), weighed)
     for got in pool(PLANS[plan].devices).run(regularised, PLANS[plan], weighed):
         same(got, want)
+
+
+class Narrow(nn.Module):
+    """Its last layer has one output, of which the second rank has no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def multiplied(plan: Plan, second: bool = False) -> Any:
+    """Losses of a script and a job whose loss is multiplied by norms of parameters, or holds a gradient penalty."""
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        if second:
+            x = x.clone().requires_grad_()
+            slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+            return (slope.norm(dim=1) - 1).square().mean()
+        squares = sum(p.square().sum() for p in model.parameters())
+        return model(x).square().mean() * model.last.weight.norm() * squares
+
+    x = torch.randn(29, 6, generator=torch.Generator().manual_seed(1)).double()
+    torch.manual_seed(0)
+    model = Narrow().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(x, batch_size=8), plan=plan)
+    losses = []
+    for batch in loader:
+        losses.append(float(mw.backward(loss(model, batch))))
+        optimizer.step()
+        optimizer.zero_grad()
+    job = mw.Job("net", Narrow, loss, lambda params: torch.optim.SGD(params, 0.1), lambda: x, batch_size=8)
+    options = RunOptions(plan=Plan(**{**vars(plan), "precision": "fp64"}), log_every=1)
+    return losses, run_job(job, options, None)["losses"]
+
+
+def test_a_loss_times_norms_of_parameters_is_that_of_one_device(pool: Any) -> None:
+    want = multiplied(Plan())
+    for got in pool(2).run(multiplied, PLANS["shard"]):
+        same(got, want)
+
+
+def test_a_gradient_penalty_is_right_or_refused(pool: Any) -> None:
+    want = multiplied(Plan(), True)
+    for got in pool(2).run(multiplied, Plan(data=2), True):
+        same(got, want)
+    said = r"shard: .* \(a gradient penalty\) cannot be differentiated again. Use shard=1"
+    with pytest.raises(CaseFailed, match=said) as failed:
+        pool(2).run(multiplied, PLANS["shard"], True)
+    assert failed.value.kind == "PlanError"
 
 
 def job_with_penalty(accumulate: int, plan: Plan) -> Any:

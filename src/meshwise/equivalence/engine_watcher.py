@@ -173,6 +173,8 @@ class EngineWatcher:
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """An optimizer begins its step."""
+        if self.tracer is None and self._job is not None:
+            self._start()  # a closure asks for the first batch inside it
         if self.tracer is None:
             return
         self._wait_for_ranks("optimizer.step")

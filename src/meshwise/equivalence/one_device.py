@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from meshwise.equivalence.trace import CheckSpec, Named, StepTrace, Trace, globa
 from meshwise.equivalence.upcast import called_in_float64, upcast
 from meshwise.machine.memory import free_bytes
 from meshwise.parallel.precision import cast_batch, computing, store_parameters
+from meshwise.parallel.step_hooks import needs_closure
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text
 from meshwise.training.engine import Part
@@ -88,14 +90,14 @@ def _train(run: _Reference) -> None:
     for number, (epoch, batch) in enumerate(global_batches(job.seed, data.samples, job.batch_size, run.spec)):
         step = run.tracer.begin(number)
         parts = microbatches(batch, run.spec.plan.accumulate)
-        step.samples = [[part.indices.tolist()] for part in parts]
-        _backward(run, _batches(run, data, parts, epoch), step)
-        step.gradients = model_state.gradients_of(model)
-        if job.clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
-            step.clipped_gradients = model_state.gradients_of(model)
+        closure = partial(_closure, run, _batches(run, data, parts, epoch), step)
         step.learning_rates = model_state.learning_rates_of(optimizer)
-        optimizer.step()
+        if needs_closure(optimizer):
+            optimizer.step(closure)
+        else:
+            closure()
+            step.clipped_gradients = model_state.gradients_of(model) if job.clip_norm is not None else {}
+            optimizer.step()
         model.zero_grad()  # also of what the optimizer does not hold
         if scheduler is not None:
             scheduler.step()
@@ -103,6 +105,19 @@ def _train(run: _Reference) -> None:
         step.parameters, step.buffers = model_state.parameters_of(model), model_state.buffers_of(model)
         step.scheduler = model_state.scheduler_numbers(scheduler)
         run.tracer.trace.steps.append(step)
+
+
+def _closure(run: _Reference, batches: list[Part], step: StepTrace) -> float:
+    """What an optimizer's step asks for, once or several times: the loss, with its clipped gradients in `.grad`."""
+    run.model.zero_grad()
+    run.tracer.forget_gradients()
+    step.samples += [[part.indices.tolist()] for _, part in batches]
+    loss = _backward(run, batches, step)
+    step.loss += loss
+    step.gradients = model_state.gradients_of(run.model)
+    if run.job.clip_norm is not None:
+        nn.utils.clip_grad_norm_(run.model.parameters(), run.job.clip_norm)
+    return loss
 
 
 def _all_rows(part: BatchSlice) -> Rows:
@@ -119,8 +134,8 @@ def _weighed(result: Any, part: BatchSlice, where: str, summed: int | None) -> t
     return mean, as_weight(part.samples if weight is None else weight, mean), weight is not None
 
 
-def _backward(run: _Reference, batches: list[Part], step: StepTrace) -> None:
-    """Leave in `.grad` the mean over all that the microbatches' weights count, and in `step` that of the losses."""
+def _backward(run: _Reference, batches: list[Part], step: StepTrace) -> float:
+    """Leave in `.grad` the mean over all that the microbatches' weights count; gives that of the losses."""
     total = weights = torch.zeros((), dtype=torch.float64)
     step.loss_has_weight = False
     sums: list[Named] = [{}]  # sketches of the gradients after each microbatch
@@ -137,9 +152,9 @@ def _backward(run: _Reference, batches: list[Part], step: StepTrace) -> None:
     for _, p in named:
         if p.grad is not None:
             p.grad /= float(weights)
-    step.loss = float(total / weights)
     for before, after in pairwise(sums):
         step.microbatch_gradients.append({n: (s - before.get(n, 0.0)) / float(weights) for n, s in after.items()})
+    return float(total / weights)
 
 
 def _evaluate(run: _Reference, data: Data) -> None:

@@ -22,7 +22,8 @@ def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, floa
         if layout in one.sketches and len(parts) == len(ranks) and _fits(one, ranks, dim):
             mine = one.sketches[layout]
             if sum(map(len, parts)) == len(mine):
-                return _rows_difference(mine, torch.cat(parts))
+                found = _rows_difference(mine, torch.cat(parts))
+                return None if found[0] > LIMIT and _same_rows(one, ranks) else found
     sizes = []
     if "each" in one.sketches and _fits(one, ranks, 0, padded=True):
         each = [rank.sketches["each"] for rank in ranks if "each" in rank.sketches]
@@ -30,6 +31,14 @@ def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, floa
     if not _all_equal(sizes) and all(rank.shape == one.shape for rank in ranks):  # the same on every rank
         sizes = [_rows_difference(one.sketches["whole"], rank.sketches["whole"]) for rank in ranks]
     return max(sizes) if _all_equal(sizes) else None  # of what differs it is not known whether it is of the samples
+
+
+def _same_rows(one: Output, ranks: Sequence[Output]) -> bool:
+    """Whether the ranks have the rows of one device in another order: tokens, sorted by the expert that they go to."""
+    parts = [rank.sketches["unordered"] for rank in ranks if "unordered" in rank.sketches]
+    if "unordered" not in one.sketches or len(parts) < len(ranks):
+        return False
+    return _rows_difference(one.sketches["unordered"], torch.stack(parts).sum(0))[0] <= LIMIT
 
 
 def _all_equal(sizes: Sequence[tuple[float, float]]) -> bool:

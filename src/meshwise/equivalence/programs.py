@@ -23,7 +23,8 @@ from meshwise.equivalence.upcast import called_in_float64, upcast
 from meshwise.training.engine import Engine
 from meshwise.training.evaluate import evaluate
 from meshwise.training.job import Job
-from meshwise.training.loop import begun, make_engine, open_data, read_parts, train_step
+from meshwise.training.job_step import train_step
+from meshwise.training.loop import begun, make_engine, open_data, read_parts
 from meshwise.training.order import epoch_slices, sequential_slices
 from meshwise.training.session import default_engine
 from meshwise.workers.join import join

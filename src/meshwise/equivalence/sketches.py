@@ -25,8 +25,11 @@ def sketch(value: Tensor) -> Tensor:
 
 def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
     """Sketches of a tensor in every layout that it may have: `0` and `1` for the dim of the batch, `each` for samples
-    and positions in them (samples, positions, ...), `whole`."""
+    and positions in them (samples, positions, ...), `whole`; and for rows in whatever order `unordered`, whose sum over
+    the ranks is that of one device."""
     found = {"whole": sketch(value)}
+    if value.dim() == 2:
+        found["unordered"] = _projected(value).pow(3).sum(0, keepdim=True)
     if rows == 0:
         return found
     for dim in range(min(2, value.dim())):

@@ -28,7 +28,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parameter import UninitializedParameter
 
 from meshwise.compat import reducer
-from meshwise.parallel.reduction import reached_parameters, reduced_in
+from meshwise.parallel.reduction import SKIPPED, reached_parameters, reduced_in
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
@@ -281,7 +281,7 @@ class DataParallel:
             raise PlanError(
                 f"backward {self._backwards}: the loss of this rank reaches {text}, which it did not reach before, and "
                 f"{others}. Use these parameters on every rank in the same step, or freeze them with "
-                "requires_grad_(False)."
+                f"requires_grad_(False). {SKIPPED}"
             )
 
 

@@ -38,6 +38,9 @@ def reached_parameters(loss: Tensor) -> set[int]:
     return found
 
 
+SKIPPED = "A model that skips layers at random (LayerDrop) skips the same ones on every rank under --exact-random."
+
+
 class Reduction(Protocol):
     """Makes of every rank's gradients their mean. `DataParallel` and `Sharded` are such; every rank calls it alike."""
 

@@ -21,6 +21,7 @@ import re
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,15 @@ from meshwise.compat.reducer import default_store
 from meshwise.compat.whole_values import plain_loss, read_whole
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
-from meshwise.parallel.shard_units import check_can_be_sharded, make_contiguous, roots_of, units_of
+from meshwise.parallel.reduction import SKIPPED
+from meshwise.parallel.shard_units import (
+    AGAIN,
+    check_can_be_sharded,
+    make_contiguous,
+    refuse_second_backward,
+    roots_of,
+    units_of,
+)
 from meshwise.parallel.step_hooks import held_parameters
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.parallel.trial import unlike_by_parameters, unlike_on_parts
@@ -75,6 +84,7 @@ class Sharded:
                 check_can_be_sharded(model, module)
                 fully_shard(module, mesh=mesh, reshard_after_forward=not keep, offload_policy=policy, mp_policy=dtypes)
                 sharding.keep_class_name(module)
+                module.register_forward_hook(refuse_second_backward)
             self._roots.append(root)  # type: ignore[arg-type]
         names = {id(p): name for name, p in model.named_parameters()}
         self._groups: list[sharding.Group] = []
@@ -171,10 +181,13 @@ class Sharded:
         for name, p in self._parameters():  # not before: a deferred model's are made anew, and one may be thawed
             if p.requires_grad and name not in self._noticed:
                 self._noticed.add(name)
-                p.register_hook(functools.partial(self._note_reached, name))
+                p.register_hook(functools.partial(self._note_reached, name, getattr(p, "placements", None)))
 
-    def _note_reached(self, name: str, gradient: Tensor) -> None:
+    def _note_reached(self, name: str, placements: Any, gradient: Tensor) -> Tensor | None:
+        """A gradient that came past the blocks; DTensor keeps that of a dim of size 1 whole on every rank."""
         self._reached_past_blocks.add(name)
+        other = isinstance(gradient, DTensor) and placements and gradient.placements != placements
+        return gradient.redistribute(placements=placements) if other else None  # type: ignore[attr-defined]
 
     def _before(self, index: int, group: sharding.Group) -> None:
         """Before a group reduces: agree on the order, weigh the gradients, and fill in what this rank did not reach."""
@@ -217,7 +230,7 @@ class Sharded:
             raise PlanError(
                 f"backward {self._backwards}: the loss of this rank {what}, and {others}. Sharded parameters "
                 "are gathered by all ranks together: run the same blocks on every rank in the same step, or use "
-                "data parallel alone (shard=1)."
+                f"data parallel alone (shard=1). {SKIPPED}"
             )
 
     def _count(self, name: str) -> None:
@@ -272,10 +285,7 @@ def note_what_was_not_gathered(error: BaseException) -> None:
     if "FSDP does not support deepcopy" in text:
         error.add_note(f"A sharded model cannot be copied. {COPIED}")
     if "out of bounds for storage of size 0" in text:
-        error.add_note(
-            "A sharded model's parameters are let go after a backward, so torch.autograd.grad(..., create_graph=True) "
-            "of its outputs (a gradient penalty) cannot be differentiated again. Use shard=1, such as --set zero1=true."
-        )
+        error.add_note(AGAIN)
     if not isinstance(error, RuntimeError) or "DTensor" not in text:
         return
     through = "".join(frame.filename for frame in traceback.extract_tb(error.__traceback__)).replace("\\", "/")

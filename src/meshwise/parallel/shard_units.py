@@ -6,10 +6,13 @@ Tested in tests/parallel/test_shard.py.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwise.compat.tree import tensors_in
 from meshwise.parallel.blocks import called_in, repeated_blocks
 from meshwise.spec.errors import PlanError
 
@@ -71,3 +74,22 @@ def make_contiguous(model: nn.Module) -> list[str]:
     for _, p in changed:
         p.data = p.data.contiguous()
     return [name for name, _ in changed]
+
+
+AGAIN = (
+    "A sharded model's parameters are let go after a backward, so torch.autograd.grad(..., create_graph=True) of its "
+    "outputs (a gradient penalty) cannot be differentiated again. Use shard=1, such as --set zero1=true."
+)
+
+
+def refuse_second_backward(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Stop a backward that is to be differentiated, while the program still stands in it. An evaluation may ask for
+    one and never use it."""
+    for tensor in tensors_in(output) if module.training else ():
+        if tensor.requires_grad:
+            tensor.register_hook(_check_first_order)
+
+
+def _check_first_order(gradient: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise PlanError(f"shard: {AGAIN}")

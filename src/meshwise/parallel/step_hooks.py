@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -81,6 +82,12 @@ def subscribe(
 def held_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """What it holds, group by group."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether its step cannot be called without a closure (LBFGS)."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

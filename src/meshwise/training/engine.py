@@ -308,7 +308,6 @@ class Engine:
         self.program.begin_backward()
         self.step_draws.key = key
         recorder, weights = current(), StepWeights(self.world.size, self.program.coupled_gradients)
-        recorder.samples += parts[0][1].total
         for number, (batch, part) in enumerate(parts):
             self.begin(part)
             draws = None if self.draws is None else self.draws.of_microbatch((*key, number), part)

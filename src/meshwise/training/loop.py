@@ -5,7 +5,7 @@ A short loop on the engine: read the microbatches of a step, compute, update; ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, tee
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from meshwise.machine.memory import peak_bytes
 from meshwise.parallel.apply import check_fits
 from meshwise.parallel.deferred import constructed
+from meshwise.parallel.step_hooks import needs_closure
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint, save_checkpoint
 from meshwise.recovery.state import RunState, pack, unpack
@@ -28,16 +29,15 @@ from meshwise.training.engine import Engine, Part
 from meshwise.training.evaluate import evaluate
 from meshwise.training.explain import explain
 from meshwise.training.job import EpochEnd, Job
+from meshwise.training.job_step import train_step
 from meshwise.training.keyed import ExactDraws
 from meshwise.training.metrics_log import MetricsLog, Send
-from meshwise.training.model_stream import seed_draws
 from meshwise.training.order import BatchSlice, epoch_order, epoch_slices, sequential_slices
 from meshwise.training.pace import Pace
 from meshwise.training.recording import Recording
 from meshwise.training.run_options import LOG_EVERY, RunOptions
 from meshwise.training.source import LoaderSettings, Reader, count_samples, read_slices, reader
 from meshwise.training.tracking import log_into
-from meshwise.training.weighing import Losses
 from meshwise.transfer.collectives import barrier
 from meshwise.transfer.prefetch import prefetch
 from meshwise.workers.join import RankContext, join
@@ -163,10 +163,10 @@ def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
     if note:
         engine.notify(note)
     optimizer = job.optimizer(model.parameters())
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if plan.dtypes.scaled and needs_closure(optimizer):
         raise UsageError(
-            f"job '{job.name}': LBFGS runs the loss several times a step, and a job's loop runs it once. Use another "
-            "optimizer, or a loop of your own whose closure returns mw.backward(loss)."
+            f"job '{job.name}': {type(optimizer).__name__} runs the loss several times a step, and precision="
+            f"{plan.precision!r} scales a loss once a step. Use precision='bf16' or 'fp32', or another optimizer."
         )
     engine.add_optimizer(optimizer)
     scheduler = job.scheduler(optimizer) if job.scheduler else None
@@ -259,37 +259,6 @@ def _train_epoch(run: _Run) -> bool:
     if run.engine.stopped:
         log.send("stopping", step=state.step, epoch=state.epoch + 1)
     return wanted or run.engine.stopped
-
-
-def train_step(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -> Losses:
-    """One optimizer step on this rank's microbatches. Returns their losses and weights, still on the device."""
-    seed_draws(engine.world, state.seed, state.step)
-    if job.collate is not None:
-        engine.agreed.compare_batches(parts, f"job '{job.name}'")
-    losses = engine.compute(
-        lambda batch: job.loss(state.model, batch),
-        parts,
-        where=f"the loss of job '{job.name}'",
-        key=(state.seed, state.step),
-        scale=state.scaler.scale,
-        reduction=job.reduction,
-    )
-    with current().span("optimizer"):
-        _update(job, state)
-    return losses
-
-
-def _update(job: Job, state: RunState) -> None:
-    if job.clip_norm is not None:  # gradient clipping: exact under shard, since DTensors give the norm of the whole
-        state.scaler.unscale_(state.optimizer)
-        torch.nn.utils.clip_grad_norm_(state.model.parameters(), job.clip_norm)
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
-    state.optimizer.zero_grad(set_to_none=True)
-    state.model.zero_grad(set_to_none=True)  # of what it does not hold too: the clip norm and the mean are of one step
-    if state.scheduler is not None:
-        state.scheduler.step()
-    state.step += 1
 
 
 def _train_batches(run: _Run) -> Iterator[list[Part]]:

@@ -1,0 +1,79 @@
+"""One optimizer step of a job. Tested in tests/training/test_plans_in_a_loop.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshwise.parallel.step_hooks import needs_closure
+from meshwise.recovery.state import RunState
+from meshwise.timeline.recorder import current
+from meshwise.training.engine import Engine, Part
+from meshwise.training.job import Job
+from meshwise.training.model_stream import seed_draws
+from meshwise.training.weighing import Losses, total_of
+from meshwise.transfer.collectives import all_reduce
+
+
+def train_step(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -> Losses:
+    """One optimizer step on this rank's microbatches. Returns their losses and weights, still on the device.
+
+    An optimizer that needs a closure (LBFGS) runs the loss as often as it likes, each time with the same draws; the
+    losses are then those before the step.
+    """
+    current().samples += parts[0][1].total
+    if job.collate is not None:
+        engine.agreed.compare_batches(parts, f"job '{job.name}'")
+    if needs_closure(state.optimizer):
+        return _step_with_closure(engine, job, state, parts)
+    losses = _compute(engine, job, state, parts)
+    with current().span("optimizer"):
+        _clip(job, state)
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        _end_step(state)
+    return losses
+
+
+def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -> Losses:
+    found: list[Losses] = []
+
+    def closure() -> Tensor:
+        state.model.zero_grad()
+        found.append(_compute(engine, job, state, parts))
+        _clip(job, state)
+        total, weight = all_reduce(total_of(found[-1]), of="the loss").unbind()
+        return total / weight
+
+    with current().span("optimizer"):
+        state.optimizer.step(closure)  # type: ignore[arg-type]
+        _end_step(state)
+    return found[0]
+
+
+def _compute(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -> Losses:
+    seed_draws(engine.world, state.seed, state.step)
+    return engine.compute(
+        lambda batch: job.loss(state.model, batch),
+        parts,
+        where=f"the loss of job '{job.name}'",
+        key=(state.seed, state.step),
+        scale=state.scaler.scale,
+        reduction=job.reduction,
+    )
+
+
+def _clip(job: Job, state: RunState) -> None:
+    if job.clip_norm is not None:  # gradient clipping: exact under shard, since DTensors give the norm of the whole
+        state.scaler.unscale_(state.optimizer)
+        torch.nn.utils.clip_grad_norm_(state.model.parameters(), job.clip_norm)
+
+
+def _end_step(state: RunState) -> None:
+    state.optimizer.zero_grad(set_to_none=True)
+    state.model.zero_grad(set_to_none=True)  # of what it does not hold too: the clip norm and the mean are of one step
+    if state.scheduler is not None:
+        state.scheduler.step()
+    state.step += 1
