@@ -8,7 +8,8 @@ an epoch; clipping and the best checkpoint where there are none), and `NAME.PORT
 scripts, which hold the new lines alone. Lines changed: those added and removed, without blank lines and comments. The
 data is made here. accelerate and Fabric run on two gloo processes with half of the batch size, the nearest that they
 have to one device. `nudged` runs are the plain script with each start weight moved by one rounding, up or down: how far
-they end from it is how well one device knows its own numbers.
+they end from it is how well one device knows its own numbers. Each run is in the results as soon as it has ended;
+`PORTS_IN=FOLDER`, the folder of the first line, goes on where it was stopped; `PORTS_AT_ONCE=2` runs two at once.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -328,34 +330,52 @@ def reference(asked: Run) -> str:
     return "plain, resumed" if asked.then is not None else "plain" if asked.dtype == "float64" else "plain, float32"
 
 
-def measure(name: str, originals: Path, folder: Path, at_once: int) -> dict[str, Any]:
-    """All runs of a script, and `meshwise check`."""
+def finished(name: str, label: str, folder: Path) -> str:
+    """A run, or what is left of one that ended before: gives the end of its output where it failed."""
+    out = folder_of(folder, name, label)
+    note = out / "finished"
+    if not note.exists():
+        shutil.rmtree(out, ignore_errors=True)
+        note.write_text(run(name, label, folder))
+    return note.read_text()
+
+
+def compared(name: str, label: str, folder: Path, why: str) -> dict[str, Any]:
+    """What a run says beside the run that it is compared with."""
+    outs = [folder_of(folder, name, word) for word in (reference(runs_of(name)[label]), label)]
+    complete = all((out / "weights.pt").exists() for out in outs)
+    return ({"failed": why} if why else {}) | (difference(outs[0], outs[1]) if complete else {})
+
+
+def measure(name: str, originals: Path, folder: Path, at_once: int) -> Iterator[dict[str, Any]]:
+    """All runs of a script, and `meshwise check`: what is known after each."""
     ports = ports_of(name, originals)
-    (folder / name).mkdir()
+    (folder / name).mkdir(exist_ok=True)
     for port, lines in ports.items():
         (folder / name / f"with_{port}.py").write_text("\n".join(lines) + "\n")
-    runs = runs_of(name)
-    with ThreadPoolExecutor(at_once) as pool:
-        failed = dict(zip(runs, pool.map(lambda label: run(name, label, folder), runs), strict=True))
+    runs, script = runs_of(name), SCRIPTS[name]
     found: dict[str, Any] = {}
-    for label, why in failed.items():
-        against = reference(runs[label])
-        outs = [folder_of(folder, name, word) for word in (against, label)]
-        complete = all((out / "weights.pt").exists() for out in outs)
-        found[label] = ({"failed": why} if why else {}) | (difference(outs[0], outs[1]) if complete else {})
-        print(name, label, found[label], flush=True)
-    checked = started(name, Run("check", "float32"), 2, folder, folder / name / "check", "")
-    print(name, checked, flush=True)
-    script = SCRIPTS[name]
-    return {
+    told: dict[str, Any] = {
         "source": f"{script.source} {script.path} at {script.commit}",
         "lines": sum(map(is_code, ports["original"])),
         "lines_of_base": sum(map(is_code, ports["base"])),
         "changed": {tool: changed(ports["base"], ports[tool]) for tool in TOOLS},
-        "epochs": [] if failed["plain"] else history(folder / name / "plain"),
+        "epochs": [],
         "runs": found,
-        "check": " ".join(checked.split()),
+        "check": "not yet",
     }
+    with ThreadPoolExecutor(at_once) as pool:
+        ended = pool.map(lambda label: finished(name, label, folder), runs)
+        for label, why in zip(runs, ended, strict=True):
+            found[label] = compared(name, label, folder, why)
+            print(name, label, found[label], flush=True)
+            if label == "plain" and not why:
+                told["epochs"] = history(folder / name / "plain")
+            yield told
+    shutil.rmtree(folder / name / "check", ignore_errors=True)
+    checked = started(name, Run("check", "float32"), 2, folder, folder / name / "check", "")
+    print(name, checked, flush=True)
+    yield told | {"check": " ".join(checked.split())}
 
 
 def figures(found: dict[str, Any]) -> str:
@@ -390,16 +410,18 @@ def installed(name: str) -> str:
 def main() -> None:
     """Measure, and write the results."""
     originals, names = Path(sys.argv[1]), sys.argv[2:] or list(SCRIPTS)
-    folder = Path(tempfile.mkdtemp(prefix="ports"))
+    folder = Path(os.environ.get("PORTS_IN") or tempfile.mkdtemp(prefix="ports")).resolve()
     print("in", folder, flush=True)
-    make_data(folder)
+    if not (folder / "accuracy" / "accuracy.py").exists():
+        make_data(folder)
     told: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     told["machine"] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     told["versions"] = {name: installed(name) for name in LIBRARIES} | {"python": platform.python_version()}
     for name in names:
         at_once = int(os.environ.get("PORTS_AT_ONCE", "1"))
-        told.setdefault("scripts", {})[name] = measure(name, originals, folder, at_once)
-        RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+        for found in measure(name, originals, folder, at_once):
+            told.setdefault("scripts", {})[name] = found
+            RESULTS.write_text(json.dumps(told, indent=1) + "\n")
     print(tables(told["scripts"]))
 
 

@@ -29,6 +29,16 @@ def test_every_command_has_help(
     assert re.search(rf"Usage: .*{command} \[OPTIONS\]", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("columns", [40, 66, 80])
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_keeps_the_names_of_options_whole(
+    command: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    ended(f"{command} --help", monkeypatch)
+    assert "…" not in capsys.readouterr().out.replace("runs/…", "")
+
+
 def test_an_unknown_command_is_answered_with_the_nearest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -33,6 +34,8 @@ EXIT_CODES = {
 
 LONG_WORD = re.compile(r"(\S{100})\S{200,}(\S{20})")  # shown by its ends
 
+NARROW = 66  # columns below which the boxes of a command's help would cut the names of its options
+
 
 class Commands(TyperGroup):
     """The commands, in the order in which they are used."""
@@ -47,7 +50,10 @@ class Commands(TyperGroup):
             raise UsageError(
                 f"meshwise {cmd_name}: no such command.{nearest(cmd_name, COMMANDS)} Use one of {', '.join(COMMANDS)}."
             )
-        return typer.main.get_command(import_module(f"{__package__}.commands.{cmd_name}").app)
+        command = typer.main.get_command(import_module(f"{__package__}.commands.{cmd_name}").app)
+        if shutil.get_terminal_size().columns < NARROW:
+            command.rich_markup_mode = None  # type: ignore[attr-defined]
+        return command
 
 
 app = typer.Typer(

@@ -157,6 +157,13 @@ def test_libraries_that_open_files_by_themselves_write_there_too(project: Path) 
     assert len(list(torch.utils.data.DataLoader(range(4), num_workers=1))) == 4  # its sockets lie beside the files
 
 
+def test_a_tokenizer_is_saved_there_too(project: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    os.makedirs("out")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save("out/tokenizer.json")
+    assert tokenizers.Tokenizer.from_file("out/tokenizer.json").get_vocab() == {"a": 0}
+
+
 WRITES = """
     import os, shutil
     from torch.utils.tensorboard import SummaryWriter

@@ -12,6 +12,7 @@ from meshwise.records.folder import (
     is_kept_by,
     newest_run,
     read_run,
+    what_was_typed,
 )
 from meshwise.spec.errors import UsageError
 
@@ -87,3 +88,15 @@ def test_a_damaged_record_of_a_run_is_told(tmp_path: Path, text: str, says: str)
     with pytest.raises(UsageError, match=says) as caught:
         read_run(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        (["/usr/bin/meshwise", "run", "a b.py"], "meshwise run 'a b.py'"),
+        (["/x/meshwise/__main__.py", "runs"], "python -m meshwise runs"),
+    ],
+)
+def test_the_command_is_kept_as_it_can_be_typed(monkeypatch: pytest.MonkeyPatch, typed: list[str], kept: str) -> None:
+    monkeypatch.setattr("sys.argv", typed)
+    assert what_was_typed()["command"] == kept

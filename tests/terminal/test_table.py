@@ -54,6 +54,16 @@ def test_a_block_leaves_out_what_is_empty_and_keeps_styles() -> None:
     assert {str(span.style) for span in lines[-1].spans} == {"dim", "red"}
 
 
+def test_a_long_cell_of_a_block_goes_on_below_and_loses_nothing() -> None:
+    assert plain(["run", "plan"], [["a", "data=4, accumulate=2, precision='bf16'"]], 34) == [
+        "run   a",
+        "plan  data=4, accumulate=2,",
+        "      precision='bf16'",
+    ]
+    name = "x" * 70
+    assert "".join(line[6:] for line in plain(["run", "plan"], [["a", name]], 40)[1:]) == name
+
+
 def test_titles_are_dim_and_cells_keep_their_style() -> None:
     title, _, row = table_lines(TITLES, ROWS)
     assert {str(span.style) for span in title.spans} == {"dim"}

@@ -188,6 +188,16 @@ def test_a_damaged_block_is_left_out_and_told(run: Path) -> None:
     assert read_timeline(run).missing[0].startswith("rank 0: 1 damaged line of its log left out")
 
 
+@pytest.mark.parametrize("first", ["", '{"log": 2, "rank": null}'])
+def test_a_session_whose_first_line_is_damaged_is_not_taken_for_the_one_before(run: Path, first: str) -> None:
+    path = span_log(run, 0)
+    whole, lines = read_timeline(run), path.read_text().splitlines()
+    path.write_text("\n".join([*lines, first or lines[0][:20], *lines[1:]]) + "\n")
+    timeline = read_timeline(run)
+    assert len(timeline.spans) == len(whole.spans)
+    assert any("of its log left out" in sentence for sentence in timeline.missing)
+
+
 def test_a_log_that_cannot_be_written_ends_the_timeline_and_not_the_run(tmp_path: Path) -> None:
     said: list[str] = []
     span_log(tmp_path, 0).mkdir(parents=True)

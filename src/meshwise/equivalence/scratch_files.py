@@ -22,6 +22,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ CHANGED = (os.chmod, os.utime, os.truncate, os.mkdir, os.mkfifo)
 LINUX = ("getxattr", "listxattr"), ("chown", "setxattr", "removexattr")
 NOT_FOLLOWED = ("lstat", "readlink", "mkdir", "mkfifo")
 PROFILE = next(kind for kind in torch.profiler.profile.__mro__ if "export_chrome_trace" in vars(kind))
+TOKENIZERS = import_module("tokenizers") if find_spec("tokenizers") else None
 OTHERS: tuple[tuple[Any, str, int, str], ...] = (
     (torch, "save", 1, "written"),
     (torch, "load", 0, "seen"),
@@ -47,7 +50,13 @@ OTHERS: tuple[tuple[Any, str, int, str], ...] = (
     (safetensors.torch, "load_file", 0, "seen"),
     (safetensors, "safe_open", 0, "seen"),
     (sqlite3, "connect", 0, "changed"),
+    *(
+        ((TOKENIZERS.Tokenizer, "save", 1, "written"), (TOKENIZERS.Tokenizer, "from_file", 0, "seen"))
+        if TOKENIZERS
+        else ()
+    ),
 )
+CLASSES = {owner for owner, *_ in OTHERS if isinstance(owner, type)}
 """Functions that open a file in C++ or Rust: where they are, which argument is its path, what they do with it."""
 PATHS = ("f", "filename", "path", "database")  # names of that argument
 
@@ -70,7 +79,7 @@ def scratch_files(folder: Path) -> Iterator[None]:
 def _replace(functions: dict[int, tuple[Function, Function]]) -> None:
     """Of a function's id, the second in the place of the first: wherever a module holds it."""
     modules = [module for module in list(sys.modules.values()) if getattr(module, "__name__", "") not in _LEFT]
-    for holder in (*modules, PROFILE):
+    for holder in (*modules, *CLASSES):
         for name, value in list(getattr(holder, "__dict__", {}).items()):
             if id(value) in functions:
                 setattr(holder, name, functions[id(value)][1])

@@ -125,7 +125,9 @@ def what_was_typed() -> dict[str, str]:
         commit = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         commit = ""
-    return {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "commit": commit}
+    path = Path(sys.argv[0])
+    program = ["python", "-m", path.parent.name] if path.name == "__main__.py" else [path.name]
+    return {"command": shlex.join([*program, *sys.argv[1:]]), "commit": commit}
 
 
 def source_of(word: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from itertools import chain, repeat
 
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
@@ -14,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 NO_LIMIT = 10_000
+LEAST_ROOM = 24
+"""Characters of a cell that stand on one line, however narrow the screen is."""
 Cell = str | Text
 
 
@@ -27,7 +30,8 @@ def table_lines(
 ) -> list[Text]:
     """A line of titles and one a row, with `gap` spaces between columns; the columns of `left` are aligned to the left.
 
-    Where that is wider than `width`, each row is a block of its own: a line for each of its cells, after its title.
+    Where that is wider than `width`, each row is a block of its own: each of its cells after its title, on as many
+    lines as it needs.
     """
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     for at, title in enumerate(titles):
@@ -35,20 +39,29 @@ def table_lines(
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     lines = rendered(table)
-    return lines if width_of(lines) <= width else _stacked(titles, rows, gap)
+    return lines if width_of(lines) <= width else _stacked(titles, rows, width, gap)
 
 
-def _stacked(titles: Sequence[str], rows: Sequence[Sequence[Cell]], gap: int) -> list[Text]:
+def _stacked(titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, gap: int) -> list[Text]:
     label = max(map(cell_len, titles)) + gap
+    room = max(width - label, LEAST_ROOM)
     blocks = [
         [
-            Text.assemble((title + " " * (label - cell_len(title)), "dim"), cell)
+            Text.assemble((name + " " * (label - cell_len(name)), "dim"), line)
             for title, cell in zip(titles, row, strict=False)
-            if len(cell)
+            for name, line in zip(chain([title], repeat("")), _wrapped(cell, room), strict=False)
         ]
         for row in rows
     ]
     return [line for at, block in enumerate(blocks) for line in ([Text()] if at else []) + block]
+
+
+def _wrapped(cell: Cell, width: int) -> list[Text]:
+    text = Text(cell) if isinstance(cell, str) else cell
+    lines = list(text.wrap(Console(file=io.StringIO()), width)) if text else []
+    for line in lines:
+        line.rstrip()
+    return lines
 
 
 def rendered(what: RenderableType, width: int = NO_LIMIT) -> list[Text]:

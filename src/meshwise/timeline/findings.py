@@ -188,7 +188,8 @@ def _most_expensive(collectives: Sequence[CollectiveReport], steps: int) -> str:
     size = bytes_text(max(c.bytes for c in same))
     what = f"of {first.of}" if first.of else f"{first.name}s of {size}"
     sends, every = round(count / steps), round(total / steps)
-    a_step = "All collectives are" if count == total else "Some collectives are"
+    many = "All" if count == total else "Nearly all" if 0 < every == sends else "Some"
+    a_step = f"{many} collectives are"
     if 0 < sends < every:
         a_step = f"{sends} of {every} collectives a step {'is' if sends == 1 else 'are'}"
     sentence = f" {a_step} {what}, of at most {size}: {percent_text(share)} of the time of all collectives."

@@ -80,15 +80,19 @@ def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[Rank
     """
     logs: list[RankLog] = []
     other = ""
+    headless = True  # the lines that follow are of a session whose first line cannot be read, and name no kinds of ours
     for line in read_lines(path):
         try:
             if "log" in line:
-                other = "" if line["log"] == VERSION else str(line["log"])
+                other, headless = "" if line["log"] == VERSION else str(line["log"]), True
                 if not other:
                     logs.append(_begun(line))
+                    headless = False
             elif "kind" in line and not logs:
                 other = "1"
             elif logs and not other:
+                if headless or logs[-1].end is not None:
+                    raise ValueError("of no session")
                 _take(logs[-1], line)
         except (TypeError, ValueError, LookupError, OverflowError, AttributeError):
             if logs:

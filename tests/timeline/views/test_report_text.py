@@ -200,6 +200,11 @@ def test_a_long_title_is_cut_at_its_beginning() -> None:
     assert len(first) == 80
 
 
+def test_a_short_title_is_whole_and_the_line_wraps() -> None:
+    text = printed(report_text(report_on(2, title="linear-layers-with-dropout")), 60)
+    assert text.startswith("linear-layers-with-dropout finished · 40 steps of ") and "…" not in text
+
+
 def empty(**changes: object) -> Report:
     verdict = "No step was recorded, so nothing limited one."
     report = Report("gpt-125m", "failed", "measured", "runs/x", {}, {}, "", verdict, [], [], 0, 0.0, 0.0, None, 2.0,

@@ -43,7 +43,7 @@ def _lines(machine: Machine, screen: Screen, wrapped: bool) -> list[Text]:
     limits = [labelled("limit", sentence, "yellow") for sentence in limits_that_hurt(machine)]
     facts = [*_facts(machine), *limits, *notes]
     table = _table(machine, screen.table_width)
-    parts = [_hosts(machine, screen.width), table, links_text(machine, screen.width), facts]
+    parts = [_hosts(machine, screen.table_width), table, links_text(machine, screen.width), facts]
     if terminal or wrapped:
         parts = [screen.wrap(*part, indent=LABEL) for part in parts]
     lines = spaced(parts, screen.height)
@@ -62,7 +62,7 @@ def _hosts(machine: Machine, width: int) -> list[Text]:
         if many > 1:
             facts.insert(0, f"{many} alike" if facts else f"{many} hosts, of which no more is known")
         if facts:
-            lines.append(labelled("host", _fit(facts, width - LABEL)))
+            lines.append(labelled("host", _fit(facts, width - LABEL) if len(facts) > 1 else facts[0]))
     return lines
 
 

@@ -20,6 +20,7 @@ from meshwise.timeline.views.gantt_text import gantt_text
 from meshwise.timeline.views.rank_table import OF_STEP, outliers, rank_table
 
 STATUS_STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "bold red"}
+WHOLE_TITLE = 30  # characters of a title that are never cut: the line wraps
 MOST_MISSING = 3
 LEAST_NEEDED = (("clocks", False), ("missing", True), ("marks", False), ("advice", False), ("about", False))
 """What is left out, or shortened (True), in this order, where the screen is too low."""
@@ -82,8 +83,8 @@ def _title(report: Report, width: int) -> Text:
     facts.append(f"{seconds_text(report.wall_seconds)} {'so far' if report.status == 'running' else 'in all'}")
     source = "" if report.source == "measured" else f"{report.source} "
     rest = "".join(f" · {fact}" for fact in facts)
-    room = width - len(f" {source}{report.status}{rest}")
-    title = report.title if len(report.title) <= room else "…" + report.title[len(report.title) - max(room - 1, 8) :]
+    room = max(width - len(f" {source}{report.status}{rest}"), WHOLE_TITLE)
+    title = report.title if len(report.title) <= room else "…" + report.title[1 - room :]
     text = Text(title, "bold").append(" ").append(source)
     return text.append(report.status, STATUS_STYLES.get(report.status, "")).append(rest, "not bold")
 
