@@ -46,6 +46,21 @@ class ClippedTogether(Stepping):
         return gradient / torch.stack([g.norm() for g in every]).norm().clamp(min=1)
 
 
+class ClippedTogetherLater(ClippedTogether):
+    """As Shampoos, which wait for `start_step`."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.start_step, self.count = 25, 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        super().step()
+
+    def update(self, p: Tensor, gradient: Tensor, every: list[Tensor]) -> Tensor:
+        return super().update(p, gradient, every if self.count > self.start_step else [gradient])
+
+
 class Noisy(Stepping):
     def update(self, p: Tensor, gradient: Tensor, every: list[Tensor]) -> Tensor:
         return gradient + torch.randn_like(gradient) * random.random()
@@ -92,6 +107,7 @@ BY_PARAMETERS: dict[Any, str] = {
     Lars: "",
     ScheduleFree: "",
     ClippedTogether: "its numbers differ by",
+    ClippedTogetherLater: "its numbers differ by",
     Noisy: "its numbers differ by",
     Raising: r"a trial on small matrices raised KeyError: 'ema'",
 }

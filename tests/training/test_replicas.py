@@ -5,6 +5,7 @@ Of the draws of an optimizer's step (training/model_stream.py) and of training/r
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import meshwise as mw
 from meshwise.compat.fingerprint import fingerprint
 from meshwise.spec.errors import DataError, UsageError
+from meshwise.training.replicas import PARAMETERS, parted
 from meshwise.training.session import default_engine, end_sessions
 
 F = nn.functional
@@ -90,6 +92,21 @@ def test_what_an_optimizer_draws_is_that_of_one_device(ranks: Any) -> None:
         raised, said, parameters = rank["optimizer"]
         assert raised == "" and said == []
         torch.testing.assert_close(parameters, alone[2], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "rank_1", "is_told"),
+    [
+        (1.0, math.nan, True),
+        (math.nan, 1.0, True),
+        (math.inf, 1.0, True),
+        (math.nan, math.nan, False),
+        (1.0, 1 + 1e-9, False),
+    ],
+)
+def test_a_rank_that_alone_came_to_no_number_is_told(rank_0: float, rank_1: float, is_told: bool) -> None:
+    ranks = [((PARAMETERS, "", value),) for value in (rank_0, rank_1)]
+    assert bool(parted(ranks, PARAMETERS)) == is_told
 
 
 def test_a_buffer_of_this_ranks_samples_is_said_once(ranks: Any) -> None:

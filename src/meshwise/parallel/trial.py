@@ -42,7 +42,7 @@ _KNOWN: list[type[Any]] = [
     optim.SparseAdam,
 ]
 BY_NUMBERS = {inspect.unwrap(kind.step) for kind in _KNOWN}
-STEPS = 8
+STEPS, MOST_STEPS = 8, 128
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 ROWS, COLUMNS = 5, 3
 Place = Callable[[Tensor, Tensor], Tensor]
@@ -126,7 +126,7 @@ def _stepped(optimizer: Optimizer, dtype: torch.dtype, place: Place, reached: Re
     if switches:  # a schedule-free one
         clone.train()
     step = step_without_hooks(clone)
-    for number in range(STEPS):
+    for number in range(_steps(optimizer)):
         for index, (p, stands_for) in enumerate(small):
             gradient = place(drawn(p.shape) * 10.0 ** (1 - number % 3), stands_for)
             p.grad = gradient if p.requires_grad and reached(index) else None
@@ -134,6 +134,13 @@ def _stepped(optimizer: Optimizer, dtype: torch.dtype, place: Place, reached: Re
     if switches:
         clone.eval()
     return [p.detach() for p, _ in small]
+
+
+def _steps(optimizer: Optimizer) -> int:
+    """Past what its settings may wait for: a Shampoo begins at step 25, a projection is made anew every 50 steps."""
+    values = [value for settings in (vars(optimizer), *optimizer.param_groups) for value in settings.values()]
+    waits = [value for value in values if type(value) is int and value <= MOST_STEPS - 2]
+    return max([STEPS, *(wait + 2 for wait in waits)])
 
 
 def _copied(

@@ -6,6 +6,7 @@ itself, or a rule that looks at this rank's samples. The sums travel with the lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -48,11 +49,16 @@ def _sum(tensors: Iterable[Tensor]) -> float:
     return float(torch.stack([t.detach().abs().sum(dtype=torch.float64) for t in tensors]).sum())
 
 
+def _alike(one: float, other: float) -> bool:
+    """NaN is like NaN, and like nothing else: a rank alone may have come to it."""
+    return math.isclose(one, other, rel_tol=FAR) or (math.isnan(one) and math.isnan(other))
+
+
 def parted(ranks: Sequence[Settings], kind: str) -> str:
     """Where the ranks' parameters, or one of their buffers, differ: one sentence; empty where they do not."""
     for rank, settings in enumerate(ranks):
         for (name, whose, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
-            if name == kind and abs(value - of_rank_0) > FAR * abs(of_rank_0):
+            if name == kind and not _alike(value, of_rank_0):
                 sums = f"the sum of their sizes is {value:.9g} on rank {rank} and {of_rank_0:.9g} on rank 0"
                 return f"{user_place()}: {(_PARTED if kind == PARAMETERS else _BUFFER).format(name=whose, sums=sums)}"
     return ""
