@@ -43,8 +43,9 @@ def our_step(job: Job, recorder: Recorder, log_every: int = 100) -> Step:
     """One turn of our loop: gate, data, step, losses noted; read and written down every `log_every` steps."""
     session = join()
     log = MetricsLog(None, None, session.world, scaled=False)
-    options = RunOptions(plan=Plan(data=session.world.size), log_every=log_every)
-    engine = loop.make_engine(session)
+    plan = Plan(data=session.world.size)
+    options = RunOptions(plan=plan, log_every=log_every)
+    engine = loop.make_engine(session, plan)
     run = loop._prepare(job, options, None, session, log, engine)
     state = run.state
     batches = engine.batches("a bench", loop._train_batches(run), job.batch_size, step=lambda: state.step + 1)

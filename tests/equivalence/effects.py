@@ -65,7 +65,7 @@ class Effect:
 def effect_of(job: Job, plan: Plan) -> Effect:
     """Take two steps of `job` under `plan` on this rank, and count in the second. Collective."""
     session = join()
-    world, engine = session.world, make_engine(session)
+    world, engine = session.world, make_engine(session, plan)
     state = begun(job, plan, engine)
     effect, inside = Effect(), [False]
     real = job.loss

@@ -21,6 +21,7 @@ TECHNIQUES = {
     "recompute of one block": Plan(recompute=("a block",)),
     "offload activations": Plan(offload=ACTIVATIONS),
     "bf16": Plan(precision="bf16"),
+    "tensor": Plan(tensor=2),
 }
 """Each alone. `a block` stands for the first block of the model."""
 
@@ -35,6 +36,13 @@ COMBINATIONS = {
     "bf16 × data × offload": Plan(data=2, precision="bf16", offload=ACTIVATIONS),
     "shard × offload": Plan(shard=2, offload=ACTIVATIONS),
     "zero1 × recompute × offload": Plan(data=2, zero1=True, recompute="full", offload=ACTIVATIONS),
+    "tensor 4": Plan(tensor=4),
+    "data × tensor": Plan(data=2, tensor=2),
+    "shard × tensor": Plan(shard=2, tensor=2),
+    "shard × tensor × recompute × accumulate": Plan(shard=2, tensor=2, recompute="full", accumulate=2),
+    "tensor × recompute selective × offload": Plan(tensor=2, recompute="selective", offload=ACTIVATIONS),
+    "tensor × bf16 × accumulate": Plan(tensor=2, precision="bf16", accumulate=2),
+    "8 devices: data 2 × shard 2 × tensor 2": Plan(data=2, shard=2, tensor=2),
     "8 devices: data 2 × shard 4": Plan(data=2, shard=4),
     "8 devices: data 8": Plan(data=8),
 }

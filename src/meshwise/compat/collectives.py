@@ -77,16 +77,16 @@ def all_reduce(tensor: Tensor, op: str, group: Group) -> None:
     _copy_back(tensor, buffer)
 
 
-def begin_sum(tensor: Tensor) -> torch.futures.Future[object]:
-    """Begin to sum `tensor` over all ranks; the future is done when it is. Waits where a copy has to follow."""
+def begin_sum(tensor: Tensor, group: Group = None) -> torch.futures.Future[object]:
+    """Begin to sum `tensor` over the group; the future is done when it is. Waits where a copy has to follow."""
     buffer, op = _reducible(tensor, "sum")
     if buffer.data_ptr() != tensor.data_ptr():
-        all_reduce(tensor, "sum", None)
+        all_reduce(tensor, "sum", group)
         done: torch.futures.Future[object] = torch.futures.Future()
         done.set_result(None)
         return done
-    work = dist.all_reduce(buffer, op=OPS[op], async_op=True)
-    assert work is not None  # every rank is a member of the world
+    work = dist.all_reduce(buffer, op=OPS[op], group=group, async_op=True)
+    assert work is not None  # this rank is a member of the group
     future: torch.futures.Future[object] = work.get_future()
     return future
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.compat.torch_function import on_parts
+
 try:
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -30,7 +32,8 @@ class _Through(TorchDispatchMode):
 
 
 def _handled(self: _Through, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    return self.handler(func, args, kwargs or {})
+    with on_parts():  # below autograd, every tensor is what lies in memory
+        return self.handler(func, args, kwargs or {})
 
 
 # Set behind torch's back: what the class defines itself is wrapped for torch.compile, whose import takes 4 s.

@@ -13,6 +13,17 @@ def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def parameters_in(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own parameters by name. Written to, it changes the module without its `__setattr__`."""
+    return module._parameters  # type: ignore[return-value]
+
+
+def renew_flat_weights(module: nn.Module) -> None:
+    """Let a recurrent layer, which holds its parameters in a list too, see those that it has now."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The module's own parameters and buffers that its `state_dict` has."""
     own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}

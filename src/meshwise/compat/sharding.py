@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard, placement_types
 
 Before = Callable[["Group"], None]
 Around = Callable[..., contextlib.AbstractContextManager[None]]
@@ -151,6 +151,14 @@ def _waiting(part: Any) -> Tensor | None:
     gradient: Tensor | None = getattr(part, "unsharded_accumulated_grad", None)
     whole = getattr(part, "_unsharded_param", None)
     return gradient if gradient is not None or whole is None else whole.grad
+
+
+def in_order_of_division(placements: Sequence[Placement]) -> list[tuple[int, int]]:
+    """(axis of the mesh, dim) of what is sharded, in the order in which a whole tensor is cut: FSDP cuts the part that
+    an inner axis has of the same dim, which torch writes as a strided shard."""
+    plain = [(axis, placement.dim) for axis, placement in enumerate(placements) if isinstance(placement, Shard)]
+    strided = [(axis, p.dim) for axis, p in enumerate(placements) if isinstance(p, placement_types._StridedShard)]
+    return plain + strided[::-1]
 
 
 def with_local(tensor: Tensor, local: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def _run(script: Callable[[], object]) -> None:
 
 def watch_job(job: Job, spec: CheckSpec, draws: Draws) -> ProgramTrace | None:
     """Train `job` under the plan of `spec`, and evaluate it. Collective; rank 0 gets what all ranks did."""
-    engine = make_engine(join())
+    engine = make_engine(join(), spec.plan)
     watcher = EngineWatcher(engine, spec, job.seed, draws, job=job)
     try:
         watcher.found.plan = spec.plan

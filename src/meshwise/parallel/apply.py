@@ -3,6 +3,7 @@
     precision    first: later techniques must see the parameters in the dtype that they are stored in
     placement    on the device, with the start values of rank 0; those of a deferred model come later
     batch norm   over all ranks: a layer's own forward, which recompute and shard then take as it is
+    tensor       each module's forward, as its author wrote it, finds this rank's parts of its parameters
     compile      a block's own forward, as its author wrote it: what others put around it is not compiled
     recompute    inside a block: what is sharded gathers a block's parameters once for its second run and its backward
     offload      around the whole model's forward, and inside what shard does before and after that
@@ -11,7 +12,7 @@
     data         last: it reduces the gradients of whatever the others have made; with shard, shard does it for both
     zero1        and offload of the optimizer: they need parameters that do not change any more
 
-Tensor and pipeline parallelism will take their places before recompute: they decide what a block is. A technique is a
+Pipeline parallelism will take its place before recompute: it decides what a block is. A technique is a
 field of the plan, a file of its own (`technique.py` says what is in it), and its place in `TECHNIQUES`.
 """
 
@@ -33,6 +34,7 @@ from meshwise.parallel.precision import PRECISION
 from meshwise.parallel.recompute import RECOMPUTE
 from meshwise.parallel.shard import SHARD
 from meshwise.parallel.technique import Setup
+from meshwise.parallel.tensor import TENSOR
 from meshwise.parallel.zero1 import ZERO1
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_devices import check_devices
@@ -42,6 +44,7 @@ TECHNIQUES = (
     PRECISION,
     PLACEMENT,
     BATCH_NORM,
+    TENSOR,
     COMPILE,
     RECOMPUTE,
     OFFLOAD,
@@ -78,8 +81,8 @@ def apply(
     samples: how many samples this rank works on now (0: a padding sample; None: not in a loop over batches). Where it
         is given, batch norms take the statistics of all ranks: forwards in training are then collective.
     """
-    if plan.devices != world.size:
-        check_devices(plan, world.size)
+    if plan.devices != world.size * plan.within_samples:
+        check_devices(plan, world.size * plan.within_samples)
     setup = Setup(model, plan, world, samples, piggyback_loss, was_compiled=uncompile(model))
     for technique in TECHNIQUES:
         if technique.check_model:

@@ -209,9 +209,10 @@ def _like(t: Tensor, value: Tensor) -> Tensor:
 
 def _agree(record: OpRecord) -> None:
     """All ranks start from rank 0's random numbers; raises PlanError when they have not built the same."""
-    if collectives.world_size() > 1:
-        start, digest = collectives.broadcast_object((record.start, record.digest()))
-        if not all(collectives.gather_objects(digest == record.digest())):
+    everyone = collectives.everyone()
+    if collectives.world_size(everyone) > 1:
+        start, digest = collectives.broadcast_object((record.start, record.digest()), everyone)
+        if not all(collectives.gather_objects(digest == record.digest(), everyone)):
             raise PlanError(
                 "the model's constructor did not do the same on every rank. Seed what it draws outside of torch "
                 "(random, numpy) with the same number on every rank."
@@ -239,7 +240,8 @@ def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
 def _place(setup: Setup) -> None:
     if setup.fill is None:
         setup.model.to(setup.world.device)
-        collectives.broadcast_tensors([*setup.model.parameters(), *setup.model.buffers()])
+        tensors = [*setup.model.parameters(), *setup.model.buffers()]
+        collectives.broadcast_tensors(tensors, collectives.everyone())
 
 
 def _fill(setup: Setup) -> None:

@@ -5,17 +5,45 @@ Tested in tests/parallel/test_apply.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import AXES, Plan
 from meshwise.spec.world import World
+from meshwise.transfer import collectives
+
+WITHIN_SAMPLES = ("tensor",)
+"""The axes whose ranks work on the same samples. They are the innermost."""
+_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
 
 def make_mesh(plan: Plan, world: World) -> DeviceMesh:
-    """The devices of `world` on the axes that `plan` divides, outermost first, each by its name. Collective.
+    """The devices of the run on the axes that `plan` divides, outermost first, each by its name. Collective.
 
     Ranks count up along the last axis first. Launchers number the devices of a host one after the other, so what
-    communicates most, `shard`, uses the fastest links. An axis of size 1 is left out; one device has `shard` alone.
+    communicates most, the last, uses the fastest links. An axis of size 1 is left out, but `shard`, where another axis
+    needs it: parts of split parameters are reduced over `data` as shards are. One device has the last axis alone.
     """
-    names = tuple(axis for axis in AXES if getattr(plan, axis) > 1) or AXES[-1:]
-    return init_device_mesh(world.kind, tuple(getattr(plan, axis) for axis in names), mesh_dim_names=names)
+    shapes = {axis: getattr(plan, axis) for axis in AXES}
+    kept = {axis: size for axis, size in shapes.items() if size > 1 or (axis == "shard" and plan.split)}
+    kept = kept or {"shard": 1}
+    key = tuple(kept.items())
+    if key not in _meshes or _meshes[key].device_type != world.kind:
+        _meshes[key] = init_device_mesh(world.kind, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    return _meshes[key]
+
+
+def divide_work(plan: Plan, world: World) -> World:
+    """This rank among those that divide a batch, as a world of their own: ranks that hold parts of one split model
+    count as one. Collectives "over all ranks" are theirs from now on. Collective where a plan splits models."""
+    together = plan.within_samples
+    if together == 1 or world.size == 1:
+        collectives.divide_among(None)
+        return world
+    if world.size % together:
+        raise PlanError(f"{plan} needs a multiple of {together} devices, and there are {world.size}.")
+    groups = [collectives.group_of(range(first, world.size, together)) for first in range(together)]
+    collectives.divide_among(groups[world.rank % together])
+    return replace(world, rank=world.rank // together, size=world.size // together)

@@ -33,7 +33,7 @@ from meshwise.compat import sharding
 from meshwise.compat.optimizers import takes_hooks
 from meshwise.compat.reducer import default_store
 from meshwise.compat.whole_values import plain_loss, read_whole
-from meshwise.parallel.mesh import make_mesh
+from meshwise.parallel.mesh import WITHIN_SAMPLES, make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.reduction import SKIPPED
 from meshwise.parallel.shard_units import (
@@ -71,7 +71,9 @@ class Sharded:
 
     def __init__(self, setup: Setup) -> None:
         model, reshard = setup.model, setup.plan.reshard
-        self.mesh = mesh = make_mesh(setup.plan, setup.world)
+        mesh = make_mesh(setup.plan, setup.world)
+        names = tuple(name for name in mesh.mesh_dim_names or () if name not in WITHIN_SAMPLES)
+        self.mesh = mesh = mesh[names] if len(names) < mesh.ndim else mesh
         pin = torch.accelerator.is_available()  # memory can be pinned for an accelerator only
         policy = CPUOffloadPolicy(pin_memory=pin) if setup.parts_on_host else OffloadPolicy()
         dtypes = setup.gather_dtypes or MixedPrecisionPolicy()
@@ -97,7 +99,7 @@ class Sharded:
                 group.around_collectives(collectives.recorded)
                 group.before_reducing(functools.partial(self._before, len(self._groups)))
                 self._groups.append(group)
-        self._key = f"meshwise/shard/{next(_made)}"
+        self._key = f"meshwise/shard/{next(_made)}/{collectives.group_key()}"
         self._agreed: set[int] = set()
         self._idle: set[str] | None = None
         self._so_far = self._passed = self._asked = 0
@@ -305,7 +307,7 @@ def note_what_was_not_gathered(error: BaseException) -> None:
 
 
 def _apply(setup: Setup) -> None:
-    if not setup.plan.parameters_divided:
+    if not setup.plan.parameters_divided or setup.plan.data * setup.plan.shard == 1:
         return
     contiguous = make_contiguous(setup.model)
     if contiguous:

@@ -31,7 +31,7 @@ def collected(thing: Any) -> Any:
 
     Every rank gives a tree of the same form; optimizers' states may have entries on some ranks alone.
     """
-    first, tree = collectives.get_rank() == 0, map_leaves(_joined, thing, _is_state_of_optimizer)
+    first, tree = collectives.get_rank(collectives.everyone()) == 0, map_leaves(_joined, thing, _is_state_of_optimizer)
     parts = {id(tensor): tensor for tensor in tensors_in(tree)}  # tied tensors stay tied
     whole: dict[int, Tensor] = {}
     for key, full in zip(parts, full_tensors(list(parts.values())), strict=True):

@@ -2,7 +2,7 @@
 
 A plan names the mesh axes (`data` replicas, each divided over `shard` devices), what a step is cut into, and the
 techniques that trade time for memory. Each field declares what it divides and what it cannot be combined with. The
-other axes of the design (tensor, sequence, pipeline, context) get their field when their technique exists.
+other axes of the design (sequence, pipeline, context) get their field when their technique exists.
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ class Conflict:
     message: str
 
 
-def _axis(*, divides: str = "") -> Any:
-    """A mesh axis: over how many devices. Axes are fields from the outermost to the innermost."""
-    return field(default=1, metadata={"axis": True, "divides": divides})
+def _axis(*conflicts: Conflict, divides: str = "", same_samples: bool = False) -> Any:
+    """A mesh axis: over how many devices. Axes are fields from the outermost to the innermost.
+
+    same_samples: its ranks work on the same samples; these are the innermost.
+    """
+    return field(default=1, metadata=locals() | {"axis": True})
 
 
 def _technique(default: Any, *conflicts: Conflict, divides: str = "") -> Any:
@@ -63,6 +66,7 @@ class Plan:
     data: replicas of the model; each takes its share of every global batch.
     shard: devices over which each replica's parameters, gradients and optimizer state are divided; each takes its share
         of the replica's batch.
+    tensor: devices over which the weights of layers are split (tensor parallel); they work on the same samples.
     accumulate: microbatches that a global batch is cut into; gradients add up before one optimizer step.
     precision: one of `PRECISIONS`, a word for the three dtypes below.
     param_dtype: what parameters are stored in: they are the master weights. By default float32.
@@ -79,6 +83,18 @@ class Plan:
 
     data: int = _axis()
     shard: int = _axis(divides="parameters")
+    tensor: int = _axis(
+        Conflict(
+            lambda plan: plan.compile,
+            "tensor={plan.tensor} with compile=True: split tensors are not compiled. Remove compile.",
+        ),
+        Conflict(
+            lambda plan: plan.zero1,
+            "tensor={plan.tensor} with zero1=True: use shard, which divides more: shard={plan.data}.",
+        ),
+        divides="parameters",
+        same_samples=True,
+    )
     accumulate: int = 1
     precision: str = "fp32"
     zero1: bool = _technique(
@@ -141,6 +157,16 @@ class Plan:
     def devices(self) -> int:
         """How many devices the plan needs."""
         return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def within_samples(self) -> int:
+        """How many ranks work on the same samples."""
+        return math.prod(getattr(self, f.name) for f in fields(self) if f.metadata.get("same_samples"))
+
+    @property
+    def split(self) -> bool:
+        """Whether parameters are split over ranks that work on the same samples."""
+        return self.within_samples > 1
 
     @property
     def parameters_divided(self) -> bool:

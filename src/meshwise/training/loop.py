@@ -16,6 +16,7 @@ import torch
 from meshwise.machine.memory import peak_bytes
 from meshwise.parallel.apply import check_fits
 from meshwise.parallel.deferred import constructed
+from meshwise.parallel.mesh import divide_work
 from meshwise.parallel.step_hooks import needs_closure
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint, save_checkpoint
@@ -90,7 +91,7 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
     log = MetricsLog(folder, send, session.world, trackers, scaled=plan.dtypes.scaled)
     recording = Recording(session.world, folder, log.note)
     status, run = "failed", None
-    engine = make_engine(session, log.note, exact_random=options.exact_random)
+    engine = make_engine(session, plan, log.note, exact_random=options.exact_random)
     try:
         run = _prepare(job, options, folder, session, log, engine)
         with log_into(log.tracking, lambda: current().step):
@@ -129,10 +130,10 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
 
 
 def make_engine(
-    session: RankContext, notify: Callable[[str], None] = lambda text: None, *, exact_random: bool = False
+    session: RankContext, plan: Plan, notify: Callable[[str], None] = lambda text: None, *, exact_random: bool = False
 ) -> Engine:
-    """An engine for a job. notify: takes the notes on its plan."""
-    return Engine(session.world, session.gate, notify, draws=ExactDraws() if exact_random else None)
+    """An engine for a job under `plan`. notify: takes the notes on its plan."""
+    return Engine(divide_work(plan, session.world), session.gate, notify, draws=ExactDraws() if exact_random else None)
 
 
 def _prepare(

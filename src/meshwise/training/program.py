@@ -182,7 +182,7 @@ class Program:
         if again and world.size > 1:
             self._drop()
             reduction = reduction_of(self.named_parameters(), plan, piggyback_loss=self._piggyback_loss)
-        if plan.parameters_divided:  # the model's own hooks hold it, and it holds the model
+        if plan.parameters_divided and reduction is not None:  # the model's own hooks hold it, and it holds the model
             reduction = weakref.proxy(reduction)
         self.reduction, self.coupled_gradients = reduction, coupled
 

@@ -1,5 +1,8 @@
 """Collectives over all ranks or a group: the one seam through which our own code communicates between processes.
 
+"All ranks" are those that divide the work on a batch (`divide_among`): under tensor parallelism several ranks work on
+the same samples, and each of them communicates with those that have others. `everyone()` is the whole run.
+
 Every function is a plain return for a world of one. Otherwise it records a span, with its bytes and with the number
 that a collective over all ranks has on each of them (all enter it in one order; one over a group, a send and a receive
 have none), and a row of each open `comm_log`. `of` says what is sent, for the report: "gradients", "batch norm".
@@ -42,20 +45,38 @@ entered: Counter[str] = Counter()
 """How many collectives this rank has entered, by `group_key`. Ranks of a group enter them in one order."""
 
 
+_dividing: list[Group] = [None]
+"""The group whose ranks divide the work on a batch among them; None: all of the run."""
+
+
+def divide_among(group: Group) -> None:
+    """From now on "all ranks" are those of this group; None: all of the run."""
+    _dividing[0] = group
+
+
+def everyone() -> Group:
+    """The group of the whole run."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def world_size(group: Group = None) -> int:
-    """How many ranks the run has, or the group; 1 outside a process group."""
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    """How many ranks divide the work, or the group has; 1 outside a process group."""
+    return dist.get_world_size(group or _dividing[0]) if dist.is_initialized() else 1
 
 
 def get_rank(group: Group = None) -> int:
     """This process among the ranks of the group."""
-    return dist.get_rank(group) if dist.is_initialized() else 0
+    return dist.get_rank(group or _dividing[0]) if dist.is_initialized() else 0
+
+
+def group_key(group: Group = None) -> str:
+    """The ranks of a group, as the world counts them, and its name: the same text on all of them."""
+    return _group_key(group or _dividing[0])
 
 
 @functools.cache
-def group_key(group: Group) -> str:
-    """The ranks of a group, as the world counts them, and its name: the same text on all of them."""
-    name = "" if group is None else group.group_name
+def _group_key(group: Group) -> str:
+    name = "" if group in (None, everyone()) else group.group_name  # type: ignore[union-attr]
     return f"{','.join(map(str, dist.get_process_group_ranks(group)))}/{name}"
 
 
@@ -67,7 +88,7 @@ def group_of(ranks: Sequence[int]) -> Group:
 def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, *, of: str = "") -> Tensor:
     """`tensor` reduced over the ranks, in place. op: `sum`, `max`, `min` or `product`; a sum of bools is `or`."""
     check_known("op", op, backend.OPS)
-    _run("all-reduce", [tensor], group, functools.partial(backend.all_reduce, tensor, op, group), of=of)
+    _run("all-reduce", [tensor], group, functools.partial(backend.all_reduce, tensor, op, group or _dividing[0]), of=of)
     return tensor
 
 
@@ -107,7 +128,7 @@ def _begin_sum(tensor: Tensor, of: str) -> Future[Tensor]:
         return took[0]() if callable(took[0]) else took[0]
 
     with _ours():
-        begun = backend.begin_sum(tensor)
+        begun = backend.begin_sum(tensor, _dividing[0])
     future: Future[Tensor] = begun.then(ended)
     if watch is not None:
         _log("all-reduce", tensor.nbytes, tensor.device, None, seconds)
@@ -126,7 +147,7 @@ def all_gather(
     into = _out("all_gather", out, (world_size(group), *tensor.shape), tensor)
     if len(into) == 1:
         return into.copy_(tensor.detach())
-    _run("all-gather", [into], group, functools.partial(backend.all_gather, into, tensor, group, direct), of=of)
+    _run("all-gather", [into], group, functools.partial(backend.all_gather, into, tensor, group or _dividing[0], direct), of=of)
     return into
 
 
@@ -138,7 +159,7 @@ def reduce_scatter(
     into = _out("reduce_scatter", out, (_rows("reduce_scatter", tensor, group), *tensor.shape[1:]), tensor)
     if world_size(group) == 1:
         return into.copy_(tensor.detach())
-    _run("reduce-scatter", [tensor], group, functools.partial(backend.reduce_scatter, into, tensor, op, group, direct))
+    _run("reduce-scatter", [tensor], group, functools.partial(backend.reduce_scatter, into, tensor, op, group or _dividing[0], direct))
     return into
 
 
@@ -149,22 +170,22 @@ def broadcast(tensor: Tensor, source: int = 0, group: Group = None, *, direct: b
         "broadcast",
         [tensor],
         group,
-        functools.partial(backend.broadcast, tensor, source, group, direct),
+        functools.partial(backend.broadcast, tensor, source, group or _dividing[0], direct),
         (source, None),
         of,
     )
     return tensor
 
 
-def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
+def broadcast_tensors(tensors: Sequence[Tensor], group: Group = None) -> None:
     """Write rank 0's values into `tensors` of every rank, one after the other, as one collective."""
 
     def each() -> None:
         for tensor in tensors:
-            backend.broadcast(tensor, 0, None, direct=True)
+            backend.broadcast(tensor, 0, group or _dividing[0], direct=True)
 
     if tensors:
-        _run("broadcast", tensors, None, each, (0, None))
+        _run("broadcast", tensors, group, each, (0, None))
 
 
 def all_to_all(tensor: Tensor, group: Group = None, *, out: Tensor | None = None, direct: bool = True) -> Tensor:
@@ -173,7 +194,7 @@ def all_to_all(tensor: Tensor, group: Group = None, *, out: Tensor | None = None
     into = _out("all_to_all", out, tuple(tensor.shape), tensor)
     if world_size(group) == 1:
         return into.copy_(tensor.detach())
-    _run("all-to-all", [tensor], group, functools.partial(backend.all_to_all, into, tensor, group, direct))
+    _run("all-to-all", [tensor], group, functools.partial(backend.all_to_all, into, tensor, group or _dividing[0], direct))
     return into
 
 
@@ -202,12 +223,12 @@ def send_receive(sends: Pairs, receives: Pairs, group: Group = None, kind: str =
     moved = max(([tensor for tensor, _ in pairs] for pairs in (sends, receives)), key=_bytes)
     target, source = (pairs[0][1] if len(pairs) == 1 else own for pairs in (sends, receives))
     ends = (own, target) if sends else (source, own)
-    _run(kind, moved, group, functools.partial(backend.send_receive, sends, receives, group), ends)
+    _run(kind, moved, group, functools.partial(backend.send_receive, sends, receives, group or _dividing[0]), ends)
 
 
 def barrier(group: Group = None) -> None:
     """Wait until every rank is here."""
-    _run("barrier", [], group, functools.partial(dist.barrier, group))
+    _run("barrier", [], group, functools.partial(dist.barrier, group or _dividing[0]))
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
@@ -215,16 +236,16 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
     parts: list[Any] = [value] * world_size(group)
     if len(parts) > 1:
         with recorded("all-gather", 0, group, "main"):
-            dist.all_gather_object(parts, value, group=group)
+            dist.all_gather_object(parts, value, group=group or _dividing[0])
     return parts
 
 
-def broadcast_object(value: Any) -> Any:
+def broadcast_object(value: Any, group: Group = None) -> Any:
     """Rank 0's `value`, on every rank."""
     box = [value]
-    if world_size() > 1:
-        with recorded("broadcast", 0, None, "main"):
-            dist.broadcast_object_list(box, src=0)
+    if world_size(group) > 1:
+        with recorded("broadcast", 0, group, "main"):
+            dist.broadcast_object_list(box, group_src=0, group=group or _dividing[0])
     return box[0]
 
 
@@ -235,9 +256,8 @@ def recorded(
     """Record the body of a with-statement as a collective that this rank waits for: on an accelerator in another
     stream, unless `lane` says otherwise."""
     _enter(group)
-    everyone = world_size(group) == world_size()
     where = lane or current().overlapped_lane
-    with _ours(), current().collective(kind, size, where, numbered=everyone, dtype=dtype):
+    with _ours(), current().collective(kind, size, where, numbered=_is_of_all(group), dtype=dtype):
         yield
 
 
@@ -257,12 +277,17 @@ def _run(
     watch = Stopwatch(device.type == "cuda") if OPEN else None
     if None in ends:
         _enter(group)
-    numbered = None in ends and world_size(group) == world_size()
+    numbered = None in ends and _is_of_all(group)
     dtype = moved[0].dtype if moved else None
     with _ours(), current().collective(collective_name(kind, of), size, numbered=numbered, dtype=dtype):
         call()
     if watch is not None:
         _log(kind, size, device, group, watch.stop(), ends)
+
+
+def _is_of_all(group: Group) -> bool:
+    """Whether all ranks of the run enter it, each in its own group: its number is the same on all of them."""
+    return group in (None, _dividing[0]) or world_size(group) == world_size(everyone())
 
 
 def _enter(group: Group) -> None:
@@ -280,9 +305,10 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _log(kind: str, size: int, device: torch.device, group: Group, seconds: Seconds, ends: Ends = EVERYONE) -> None:
+    group = group or _dividing[0]
     ranks = dist.get_process_group_ranks(group)
-    everyone = "all ranks" if group is None else f"ranks {','.join(map(str, ranks))}"
-    source, target = (everyone if end is None else f"rank {ranks[end]}" for end in ends)
+    several = "all ranks" if group is None else f"ranks {','.join(map(str, ranks))}"
+    source, target = (several if end is None else f"rank {ranks[end]}" for end in ends)
     note(kind, source, target, size, backend.backend_of(device, group), seconds)
 
 

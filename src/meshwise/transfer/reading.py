@@ -46,7 +46,7 @@ def together() -> Iterator[None]:
 def meet(what: str) -> None:
     """Return when every rank has come to read `what` in the same line of the program. Raises UsageError where a rank
     reads another thing, or cannot come."""
-    size, rank = collectives.world_size(), collectives.get_rank()
+    size, rank = collectives.world_size(collectives.everyone()), _own()
     if _unmet[0] or size == 1:
         return
     number, here, store = _past[0], user_place(), default_store()
@@ -81,7 +81,7 @@ def _wait_for(keys: dict[int, str], here: str) -> None:
 
 def _sentence(here: str, other: str) -> str:
     return (
-        f"{here or 'the program'}: rank {collectives.get_rank()} reads a sharded tensor, and {other}. Each rank holds "
+        f"{here or 'the program'}: rank {_own()} reads a sharded tensor, and {other}. Each rank holds "
         "a part, so all ranks read it together. Take the value outside of what some ranks run alone: "
         "`value = p.norm().item()` on every rank, then `if mw.is_main(): print(value)`."
     )
@@ -100,14 +100,18 @@ def _past_us(other: int) -> str | None:
     return f"has gone on to {there or 'other code'}" if past else None
 
 
+def _own() -> int:
+    return collectives.get_rank(collectives.everyone())
+
+
 def _is_member(key: str) -> bool:
-    return str(collectives.get_rank()) in key.partition("/")[0].split(",")
+    return str(_own()) in key.partition("/")[0].split(",")
 
 
 @functools.cache
 def look_out() -> None:
     """Begin to say in the store where this rank is, and that it has ended."""
-    main, store, rank = threading.main_thread().ident, default_store(), collectives.get_rank()
+    main, store, rank = threading.main_thread().ident, default_store(), _own()
     over = threading.Event()
 
     def watch() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn import functional
 
+from meshwise.compat import sharding
 from meshwise.compat.whole_values import whole
 from meshwise.transfer import collectives, foreign
 from meshwise.transfer.reading import together
@@ -74,13 +75,12 @@ def local_slices(like: Tensor) -> tuple[slice, ...]:
     """Which part of the whole tensor is this rank's shard, a slice a dim: all of it where `like` is not sharded."""
     bounds = [(0, length) for length in like.shape]
     if isinstance(like, DTensor):
-        for axis, placement in enumerate(like.placements):
-            if isinstance(placement, Shard):
-                begin, end = bounds[placement.dim]
-                size, own = like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis)
-                step = -(-(end - begin) // size)  # as torch.chunk divides
-                first = min(end, begin + own * step)
-                bounds[placement.dim] = first, min(end, first + step)
+        for axis, dim in sharding.in_order_of_division(like.placements):
+            begin, end = bounds[dim]
+            size, own = like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis)
+            step = -(-(end - begin) // size)  # as torch.chunk divides
+            first = min(end, begin + own * step)
+            bounds[dim] = first, min(end, first + step)
     return tuple(slice(begin, end) for begin, end in bounds)
 
 
@@ -91,7 +91,9 @@ def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
     """
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value
+    if value.shape == parameter.shape:
+        part = value.detach()[local_slices(parameter)].clone(memory_format=torch.contiguous_format)
+        return sharding.with_local(parameter, part.to(parameter.device))
     mesh = parameter.device_mesh
-    placements = parameter.placements if value.shape == parameter.shape else [Replicate()] * mesh.ndim
-    sharded = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
+    sharded = distribute_tensor(value.detach(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
     return sharded if sharded.device == parameter.device else sharded.to(parameter.device)

@@ -1,0 +1,6 @@
+"""Tensors of which each rank of a mesh axis holds a part along one dim, as plain PyTorch code sees them: whole.
+
+tensor.py      a split tensor: the shape of the whole, the values of a part
+crossing.py    the four ways between a split tensor and a whole one, with their gradients
+rules.py       which operators run on the parts alone; all others gather first, so that every program stays right
+"""

@@ -1,0 +1,97 @@
+"""The four ways between whole tensors and split ones, each with its gradient (Megatron-LM, arXiv:1909.08053, section 3).
+
+A whole tensor is the same on all ranks of the axis, and so is its gradient. The gradient of a split one is split alike.
+
+    enter     a whole tensor is about to be used with parts      backward: the ranks' gradients are added
+    add_up    the ranks' values are added to a whole             backward: each rank's is that of the whole
+    gather    a split tensor becomes whole                       backward: each rank takes its part
+    scatter   each rank takes its part of a whole                backward: the parts are gathered
+
+Each is the other's backward, so that they can be differentiated twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, FunctionCtx
+
+from meshwise.compat.torch_function import on_parts
+from meshwise.parallel.split.axis import Axis, Part
+from meshwise.parallel.split.tensor import SplitTensor, split
+
+
+def enter(whole: Tensor, axis: Axis) -> Tensor:
+    """`whole`, about to be used with parts. Of a tensor that enters several times, gradients are added up once."""
+    if not (whole.requires_grad and torch.is_grad_enabled()):
+        return whole
+    if whole.is_leaf:  # which its own graph would keep alive
+        return _Enter.apply(whole, axis)
+    known = whole.__dict__.get("_entered")
+    if known is None or known[:2] != (axis, whole._version):
+        known = whole.__dict__["_entered"] = (axis, whole._version, _Enter.apply(whole, axis))
+    return known[2]
+
+
+def add_up(value: Tensor, axis: Axis) -> Tensor:
+    """The sum over the ranks, whole."""
+    return _AddUp.apply(value, axis)
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The whole of a split tensor; any other as it is."""
+    if not isinstance(tensor, SplitTensor):
+        return tensor
+    with on_parts():
+        return _Gather.apply(tensor, tensor.part)
+
+
+def scatter(whole: Tensor, part: Part) -> SplitTensor:
+    """This rank's part of a whole tensor, split."""
+    return split(_Scatter.apply(whole, part), part)
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, whole: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis  # type: ignore[attr-defined]
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _AddUp.apply(gradient, ctx.axis), None
+
+
+class _AddUp(Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, value: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis  # type: ignore[attr-defined]
+        return axis.all_reduce(value.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Enter.apply(gradient, ctx.axis), None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, local: Tensor, part: Part) -> Tensor:
+        ctx.part = part  # type: ignore[attr-defined]
+        return part.gathered(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Scatter.apply(gradient, ctx.part), None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, whole: Tensor, part: Part) -> Tensor:
+        ctx.part = part  # type: ignore[attr-defined]
+        return part.slice_of(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Gather.apply(gradient, ctx.part), None

@@ -1,0 +1,134 @@
+"""Along which dim each weight of a model is split over the ranks of an axis. Any choice is exact; a good one is quick.
+
+    column    by its outputs: what it gives is split too, and nothing is sent
+    row       by its inputs: it takes what is split, and the ranks' products are added up
+
+A pair of column and row needs one all-reduce forward and one backward (Megatron-LM, arXiv:1909.08053). The model's own
+plan (`tp_plan` of transformers) says which is which; else the last layer of a group that gives the width that the first
+one takes is the row.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from meshwise.parallel.blocks import repeated_blocks
+
+UNEVEN = 8  # times as long as there are ranks: shorter dims are split evenly or not at all
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer whose weight can be split. outputs, inputs: the dims of its weight; they have so many elements."""
+
+    name: str
+    module: nn.Module
+    outputs: int
+    inputs: int
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.module.weight  # type: ignore[assignment]
+        return weight
+
+    @property
+    def out_length(self) -> int:
+        """How many features it gives."""
+        return self.weight.shape[self.outputs]
+
+    @property
+    def in_length(self) -> int:
+        """How many features it takes."""
+        return self.weight.shape[self.inputs]
+
+
+def split_dims(model: nn.Module, ranks: int) -> dict[int, int]:
+    """The dim along which each parameter is split, by its id; those that are not in it stay whole on every rank."""
+    found: dict[int, int] = {}
+    layers = list(_layers(model))
+    rows = _rows(model, layers)
+    for layer in layers:
+        row = layer.name in rows
+        dim = layer.inputs if row else layer.outputs
+        if not _divides(layer.weight.shape[dim], ranks):
+            dim, row = (layer.outputs, False) if row else (layer.inputs, True)
+            if isinstance(layer.module, nn.Embedding) or not _divides(layer.weight.shape[dim], ranks):
+                continue
+        found.setdefault(id(layer.weight), dim)
+        bias = getattr(layer.module, "bias", None)
+        if not row and isinstance(bias, Tensor) and found[id(layer.weight)] == dim:
+            found.setdefault(id(bias), 0)
+    return found
+
+
+def _divides(length: int, ranks: int) -> bool:
+    """Whether every rank gets a part worth having."""
+    return length % ranks == 0 or length >= UNEVEN * ranks
+
+
+def _layers(model: nn.Module) -> Iterator[Layer]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield Layer(name, module, 0, 1)
+        elif isinstance(module, nn.Embedding):
+            if module.max_norm is None and not module.sparse and not module.scale_grad_by_freq:
+                yield Layer(name, module, 0, 1)
+        elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            if module.groups == 1 and not module.transposed:
+                yield Layer(name, module, 0, 1)
+        elif type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int):  # transformers'
+            yield Layer(name, module, 1, 0)
+
+
+def _rows(model: nn.Module, layers: list[Layer]) -> set[str]:
+    """The names of the layers that are split by their inputs."""
+    own = _own_plan(model)
+    if own is not None:
+        styles = {layer.name: _style(layer.name, own) for layer in layers}
+        if any(styles.values()):
+            found = {name for name, style in styles.items() if "rowwise" in style and "embedding" not in style}
+            return found | {name for name in _derived(model, layers) if not styles[name]}
+    return _derived(model, layers)
+
+
+def _own_plan(model: nn.Module) -> Mapping[str, str] | None:
+    plan = getattr(model, "tp_plan", None)
+    return plan if isinstance(plan, Mapping) and plan else None
+
+
+def _style(name: str, plan: Mapping[str, str]) -> str:
+    for pattern, style in plan.items():
+        if fnmatch.fnmatchcase(name, pattern) and isinstance(style, str):
+            return style
+    return ""
+
+
+def _derived(model: nn.Module, layers: list[Layer]) -> set[str]:
+    rows = set()
+    for block_name, _ in repeated_blocks(model):
+        inside = [layer for layer in layers if layer.name.startswith(f"{block_name}.")]
+        inside = [layer for layer in inside if not isinstance(layer.module, nn.Embedding)]
+        if not inside:
+            continue
+        groups: dict[str, list[Layer]] = {}
+        for layer in inside:
+            groups.setdefault(_group_of(layer.name, inside), []).append(layer)
+        for group in groups.values():
+            width = group[0].in_length
+            last = group[-1]
+            rows |= {layer.name for layer in group if layer.out_length == width != layer.in_length}
+            if len(group) > 1 and last.in_length == width == last.out_length:
+                rows.add(last.name)
+    return rows
+
+
+def _group_of(name: str, inside: list[Layer]) -> str:
+    """The module around a layer that holds another one as well."""
+    parent = name.rpartition(".")[0]
+    while parent and sum(layer.name.startswith(f"{parent}.") for layer in inside) == 1:
+        parent = parent.rpartition(".")[0]
+    return parent

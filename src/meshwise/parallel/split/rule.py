@@ -1,0 +1,63 @@
+"""What rules are made of: the parts that operands have, and how operands of one operator are brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from meshwise.parallel.split.axis import Part
+from meshwise.parallel.split.crossing import enter, gather, scatter
+from meshwise.parallel.split.tensor import SplitTensor, split, whole_shape
+
+Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+"""Carries out a function on split tensors. Raises NoRule, before it has done anything, for what it has no way to do."""
+
+
+class NoRule(Exception):
+    """The operator must find the whole."""
+
+
+def part_of(thing: Any) -> Part | None:
+    """Which part of a whole `thing` is; None of what is whole."""
+    return thing.part if isinstance(thing, SplitTensor) else None
+
+
+def split_in(things: Sequence[Any]) -> list[SplitTensor]:
+    """The split tensors among `things`."""
+    return [thing for thing in things if isinstance(thing, SplitTensor)]
+
+
+def moved(part: Part, dim: int, length: int | None = None) -> Part:
+    """The part, of another dim."""
+    return Part(part.axis, dim, part.length if length is None else length)
+
+
+def given(result: Any, part: Part) -> Any:
+    """What an operator gave of parts, as split tensors."""
+    if isinstance(result, Tensor):
+        return split(result, part)
+    return type(result)([given(each, part) for each in result]) if isinstance(result, tuple | list) else result
+
+
+def only_split(args: Sequence[Any], kwargs: Mapping[str, Any], first: Any) -> None:
+    """Raises NoRule where more than `first` is split."""
+    if any(isinstance(thing, SplitTensor) and thing is not first for thing in (*args, *kwargs.values())):
+        raise NoRule
+
+
+def with_parts_of(operand: Any, like: Part, dims: int) -> Any:
+    """An operand of an elementwise operator whose result of `dims` dims is split as `like` says."""
+    if not isinstance(operand, Tensor):
+        return operand
+    from_end = like.dim - dims
+    shape = whole_shape(operand)
+    part = part_of(operand)
+    if part is not None:
+        if part.dim - len(shape) == from_end and part.length == like.length:
+            return operand
+        operand = gather(operand)
+    if len(shape) < -from_end or shape[from_end] == 1:
+        return enter(operand, like.axis)
+    return scatter(operand, moved(like, from_end + len(shape)))

@@ -1,0 +1,91 @@
+"""What an operator does with split tensors: which run on the parts, and that all others find the whole.
+
+A rule gives what the operator gives of the whole, split or not, with right gradients; nothing else decides correctness.
+So a program is right under any placement of its parameters, and rules only spare communication. Each is held against
+the operator itself in tests/parallel/test_split_rules.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from meshwise.compat.torch_function import called
+from meshwise.parallel.split import elementwise, losses, products, shapes
+from meshwise.parallel.split.crossing import gather
+from meshwise.parallel.split.rule import NoRule, Rule
+from meshwise.parallel.split.tensor import SplitTensor, dispatch_with, split, whole_shape
+
+RULES: dict[str, Rule] = {**elementwise.RULES, **shapes.RULES, **products.RULES, **losses.RULES}
+"""By the name of the function, as torch calls it."""
+gathered: Counter[str] = Counter()
+"""How often an operator without a rule found a split tensor, by its name."""
+
+
+def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    name = called(func)
+    if name.startswith("."):
+        return _property(name, func, args)
+    rule = RULES.get(name)
+    if rule is not None:
+        try:
+            return rule(func, args, kwargs)
+        except NoRule:
+            pass
+    gathered[name] += 1
+    return _on_the_whole(name, func, args, kwargs)
+
+
+def _property(name: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
+    tensor = args[0]
+    if name == ".shape":
+        return whole_shape(tensor)
+    if name in (".T", ".mT", ".H", ".mH", ".real", ".imag"):
+        return getattr(gather(tensor), name[1:])
+    if name == ".nbytes":
+        return whole_shape(tensor).numel() * tensor.element_size()
+    found = func(*args)
+    if name in (".data", ".grad") and isinstance(found, Tensor) and found.shape == tensor.shape:
+        return split(found, tensor.part)
+    return found
+
+
+def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Gather what is split, and call the function. What it writes in place goes back into the parts."""
+    whole: dict[int, Tensor] = {}
+
+    def of(thing: Any) -> Any:
+        if not isinstance(thing, SplitTensor):
+            return thing
+        if id(thing) not in whole:
+            thing.part.axis.meet(name)
+            found = gather(thing)
+            whole[id(thing)] = found.clone() if thing is written else found
+        return whole[id(thing)]
+
+    first = args[0] if args else None
+    written = first if writes_in_place(name) else None
+    new_args, new_kwargs = pytree.tree_map(of, (tuple(args), dict(kwargs)))
+    result = func(*new_args, **new_kwargs)
+    if isinstance(first, SplitTensor) and first is written:
+        first.copy_(first.part.slice_of(whole[id(first)]))
+        return first if result is whole[id(first)] else result
+    return result
+
+
+def writes_in_place(name: str) -> bool:
+    """Whether a function of this name writes into its first argument."""
+    dunder = name.startswith("__") and name.endswith("__")
+    return name == "__setitem__" or (dunder and name[2] == "i" and name[2:-2] in IN_PLACE) or (
+        name.endswith("_") and not dunder
+    )
+
+
+IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"}
+
+dispatch_with(_dispatch)

@@ -1,0 +1,291 @@
+"""Operators that move dims, join and divide tensors, or run along a dim: they run on parts where the split dim stays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.parallel.split.axis import Part
+from meshwise.parallel.split.crossing import add_up, enter
+from meshwise.parallel.split.rule import NoRule, Rule, given, moved, only_split, with_parts_of
+from meshwise.parallel.split.tensor import SplitTensor, whole_shape
+
+Func = Callable[..., Any]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+
+
+def _numbers(args: Args) -> tuple[int, ...]:
+    """Sizes or dims, given one by one or as one tuple."""
+    one = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
+    return tuple(int(each) for each in one)
+
+
+def _first(args: Args) -> SplitTensor:
+    if not isinstance(args[0], SplitTensor):
+        raise NoRule
+    return args[0]
+
+
+def _positive(dim: Any, dims: int) -> int:
+    if not isinstance(dim, int):
+        raise NoRule
+    return dim % dims
+
+
+def reshaped(part: Part, before: Sequence[int], after: Sequence[int]) -> Part:
+    """The part of a tensor whose whole shape was `before` once it is `after`. Raises NoRule where that is none."""
+    lead = math.prod(before[: part.dim])
+    for dim, length in enumerate(after):
+        if math.prod(after[:dim]) == lead and length > 1:
+            same = length == part.length and math.prod(before[part.dim :]) == math.prod(after[dim:])
+            if same or (part.is_even and length % part.axis.size == 0):
+                return moved(part, dim, length)
+    raise NoRule
+
+
+def _view(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    x = _first(args)
+    given_sizes = kwargs.get("shape", kwargs.get("size"))
+    if len(args) > 1 and isinstance(args[1], torch.dtype | Tensor):
+        raise NoRule
+    return _into(func, x, _numbers(args[1:] if given_sizes is None else (given_sizes,)))
+
+
+def _into(func: Func, x: SplitTensor, sizes: Sequence[int]) -> Any:
+    whole = whole_shape(x)
+    if -1 in sizes:
+        known = -math.prod(sizes)
+        sizes = [whole.numel() // known if size == -1 else size for size in sizes] if known else sizes
+    part = reshaped(x.part, whole, sizes)
+    local = [part.own if dim == part.dim else size for dim, size in enumerate(sizes)]
+    return given(func(x, local), part)
+
+
+def _view_as(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    return _into(torch.reshape, _first(args), whole_shape(args[1]))
+
+
+def _flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    x, dims = _first(args), args[0].dim()
+    begin = _positive(args[1] if len(args) > 1 else kwargs.get("start_dim", 0), dims)
+    end = _positive(args[2] if len(args) > 2 else kwargs.get("end_dim", -1), dims)
+    shape = whole_shape(x)
+    return _into(torch.reshape, x, [*shape[:begin], math.prod(shape[begin : end + 1]), *shape[end + 1 :]])
+
+
+def _unflatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    x = _first(args)
+    dim = _positive(args[1] if len(args) > 1 else kwargs["dim"], x.dim())
+    sizes = list(args[2] if len(args) > 2 else kwargs["sizes"])
+    shape = whole_shape(x)
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = shape[dim] // -math.prod(sizes)
+    return _into(torch.reshape, x, [*shape[:dim], *sizes, *shape[dim + 1 :]])
+
+
+def _expand(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    x = _first(args)
+    sizes = list(whole_shape(args[1]) if isinstance(args[1], Tensor) else _numbers(args[1:]))
+    dim = x.part.dim + len(sizes) - x.dim()
+    if sizes[dim] not in (-1, x.part.length):
+        raise NoRule
+    sizes[dim] = x.part.own
+    return given(x.expand(sizes), moved(x.part, dim))
+
+
+def _permuted(order: Callable[[Args, Kwargs, int], Sequence[int]]) -> Rule:
+    """order: the dims of the input in the order of the output."""
+
+    def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
+        x = _first(args)
+        dims = list(order(args[1:], kwargs, x.dim()))
+        return given(x.permute(dims), moved(x.part, dims.index(x.part.dim)))
+
+    return rule
+
+
+def _swapped(args: Args, kwargs: Kwargs, dims: int) -> Sequence[int]:
+    first, second = [*args, *kwargs.values()] if args or kwargs else (0, dims - 1)
+    order = list(range(dims))
+    one, other = _positive(first, dims), _positive(second, dims)
+    order[one], order[other] = other, one
+    return order
+
+
+def _in_order(args: Args, kwargs: Kwargs, dims: int) -> Sequence[int]:
+    return [dim % dims for dim in _numbers(args or (kwargs["dims"],))]
+
+
+def _transposed(args: Args, kwargs: Kwargs, dims: int) -> Sequence[int]:
+    return range(dims)[::-1]
+
+
+def _squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    x = _first(args)
+    given_dims = args[1:] or tuple(kwargs.values())
+    ones = [dim for dim, size in enumerate(whole_shape(x)) if size == 1]
+    wanted = [dim % x.dim() for dim in _numbers(given_dims)] if given_dims else ones
+    gone = [dim for dim in wanted if dim in ones]
+    return given(x.squeeze(gone), moved(x.part, x.part.dim - sum(dim < x.part.dim for dim in gone)))
+
+
+def _unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    x = _first(args)
+    dim = _positive(args[1] if len(args) > 1 else kwargs["dim"], x.dim() + 1)
+    return given(x.unsqueeze(dim), moved(x.part, x.part.dim + (dim <= x.part.dim)))
+
+
+def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Numbers, slices, None and an ellipsis, of other dims than the split one."""
+    x, index = _first(args), args[1] if isinstance(args[1], tuple) else (args[1],)
+    if not all(each is None or each is Ellipsis or type(each) in (int, slice) for each in index):
+        raise NoRule
+    taken = sum(each is not None and each is not Ellipsis for each in index)
+    full: list[Any] = []
+    for each in index:
+        full += [slice(None)] * (x.dim() - taken) if each is Ellipsis else [each]
+    full += [slice(None)] * (x.dim() - sum(each is not None for each in full))
+    dim, now = 0, 0
+    for each in full:
+        if each is None:
+            now += 1
+            continue
+        if dim == x.part.dim:
+            if each != slice(None):
+                raise NoRule
+            return given(x[args[1]], moved(x.part, now))
+        dim, now = dim + 1, now + (type(each) is slice)
+    raise NoRule
+
+
+def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any:
+    """`cat` and, with a `new` dim, `stack`."""
+    tensors = list(args[0])
+    first = max((each for each in tensors if isinstance(each, SplitTensor)), key=lambda each: each.numel())
+    dims = first.dim()
+    dim = _positive(args[1] if len(args) > 1 else kwargs.get("dim", 0), dims + new)
+    if (dim == first.part.dim and not new) or any(each.dim() != dims for each in tensors):
+        raise NoRule
+    tensors = [with_parts_of(each, first.part, dims) for each in tensors]
+    if any(not isinstance(each, SplitTensor) for each in tensors):
+        raise NoRule
+    return given(func(tensors, dim), moved(first.part, first.part.dim + (new and dim <= first.part.dim)))
+
+
+def _stacked(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    return _joined(func, args, kwargs, new=True)
+
+
+def _along(at: int, default: Any = None) -> Rule:
+    """Operators that run along a dim, or several, and maybe remove it: rows of other dims do not meet in them.
+
+    at: where the dim stands among the arguments. default: of the dim.
+    """
+
+    def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
+        x = _first(args)
+        only_split(args, kwargs, x)
+        dim = args[at] if len(args) > at else kwargs.get("dim", default)
+        along = [_positive(each, x.dim()) for each in (dim if isinstance(dim, Sequence) else [dim])]
+        if x.part.dim in along:
+            raise NoRule
+        result = func(*args, **kwargs)
+        dims = (result if isinstance(result, Tensor) else result[0]).dim()
+        gone = sum(each < x.part.dim for each in along) if dims < x.dim() else 0
+        return given(result, moved(x.part, x.part.dim - gone))
+
+    return rule
+
+
+def _unbind(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    x = _first(args)
+    dim = _positive(args[1] if len(args) > 1 else kwargs.get("dim", 0), x.dim())
+    if dim == x.part.dim:
+        raise NoRule
+    return given(func(*args, **kwargs), moved(x.part, x.part.dim - (dim < x.part.dim)))
+
+
+def _repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    x = _first(args)
+    dim = _positive(args[2] if len(args) > 2 else kwargs.get("dim"), x.dim())
+    if dim != x.part.dim:
+        return given(func(*args, **kwargs), x.part)
+    times = args[1] if len(args) > 1 else kwargs.get("repeats")
+    if not isinstance(times, int) or not x.part.is_even:
+        raise NoRule
+    return given(func(*args, **kwargs), moved(x.part, dim, x.part.length * times))
+
+
+def _summed(mean: bool) -> Rule:
+    """A sum or mean: along other dims, or over the split one, whose parts are added up."""
+    other = _along(1)
+
+    def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
+        x = _first(args)
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        every = dim is None or (isinstance(dim, Sequence) and not dim)
+        along = range(x.dim()) if every else [each % x.dim() for each in _numbers((dim,))]
+        if x.part.dim not in along:
+            return other(func, args, kwargs)
+        total = torch.sum(*args, **kwargs)
+        whole = add_up(total, x.part.axis)
+        return whole / math.prod(whole_shape(x)[each] for each in along) if mean else whole
+
+    return rule
+
+
+def _normalised(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Layer norms, over the last dims: they run on parts of the others."""
+    x = _first(args)
+    shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    if x.part.dim >= x.dim() - len(shape):
+        raise NoRule
+    only_split(args, kwargs, x)
+    new = [enter(each, x.part.axis) if isinstance(each, Tensor) else each for each in args[1:]]
+    options = {k: enter(each, x.part.axis) if isinstance(each, Tensor) else each for k, each in kwargs.items()}
+    return given(func(x, *new, **options), x.part)
+
+
+def _pad(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    x = _first(args)
+    pads = args[1] if len(args) > 1 else kwargs["pad"]
+    mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
+    if mode != "constant" or x.part.dim >= x.dim() - len(pads) // 2:
+        raise NoRule
+    return given(func(*args, **kwargs), x.part)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(["view", "reshape"], _view),
+    **dict.fromkeys(["view_as", "reshape_as"], _view_as),
+    "flatten": _flatten,
+    "unflatten": _unflatten,
+    **dict.fromkeys(["expand", "expand_as", "broadcast_to"], _expand),
+    **dict.fromkeys(["transpose", "swapaxes", "swapdims"], _permuted(_swapped)),
+    "permute": _permuted(_in_order),
+    "t": _permuted(_transposed),
+    "squeeze": _squeeze,
+    "unsqueeze": _unsqueeze,
+    "__getitem__": _getitem,
+    **dict.fromkeys(["cat", "concat", "concatenate"], _joined),
+    "stack": _stacked,
+    **dict.fromkeys(["chunk", "split", "tensor_split"], _along(2, 0)),
+    **dict.fromkeys(["softmax", "log_softmax", "softmin", "cumsum", "cumprod", "flip"], _along(1)),
+    **dict.fromkeys(["sort", "argsort", "glu"], _along(1, -1)),
+    "normalize": _along(2, 1),
+    "topk": _along(2, -1),
+    **dict.fromkeys(["amax", "amin", "std", "var", "logsumexp", "argmax", "argmin", "max", "min", "all", "any", "prod"],
+                    _along(1)),
+    "index_select": _along(1),
+    "unbind": _unbind,
+    "repeat_interleave": _repeat_interleave,
+    "sum": _summed(mean=False),
+    "mean": _summed(mean=True),
+    **dict.fromkeys(["layer_norm", "rms_norm"], _normalised),
+    "pad": _pad,
+}

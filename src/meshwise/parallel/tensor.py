@@ -1,0 +1,116 @@
+"""Tensor parallel: each rank of the axis holds a part of the weights of layers, and works on the same samples.
+
+Parameters become DTensors on the mesh axis `tensor`: split along a dim (split/layout.py), or replicated. While a module
+runs, its parameters are this rank's parts: split tensors (split/tensor.py), of which plain code sees the whole shape and
+whose operators run on the parts where that is exact. So no line of the model changes, and any model is right; what has
+no rule is gathered, and said.
+
+Replicated parameters and whole activations are the same on all ranks of the axis, and so are their gradients: what goes
+from whole to split adds the gradients of all ranks up (split/crossing.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from meshwise.compat.modules import parameters_in, renew_flat_weights
+from meshwise.parallel.blocks import called_in
+from meshwise.parallel.mesh import make_mesh
+from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
+from meshwise.parallel.shard_units import units_of
+from meshwise.parallel.split import rules as rules
+from meshwise.parallel.split.axis import Axis, MeshAxis, Part
+from meshwise.parallel.split.layout import split_dims
+from meshwise.parallel.split.tensor import split
+from meshwise.parallel.technique import Setup, Technique
+
+AXIS = "tensor"
+
+
+def _apply(setup: Setup) -> None:
+    if setup.plan.tensor == 1:
+        return
+    mesh = make_mesh(setup.plan, setup.world)[AXIS]
+    axis = MeshAxis(AXIS, mesh.size(), mesh.get_local_rank(), mesh.get_group())
+    dims = split_dims(setup.model, mesh.size())
+    known: dict[int, nn.Parameter] = {}
+    for module in setup.model.modules():
+        for name, p in list(parameters_in(module).items()):
+            if p is not None:
+                if id(p) not in known:
+                    dim = dims.get(id(p))
+                    known[id(p)] = _placed(p, mesh, Replicate() if dim is None else Shard(dim))
+                module.register_parameter(name, known[id(p)])
+    register_model_load_hooks(setup.model)
+    for root in called_in(setup.model):
+        units = set(units_of(root)) if setup.plan.data * setup.plan.shard > 1 else set()
+        for module in root.modules():
+            if any(True for _ in module.parameters()):
+                module.forward = functools.partial(_run, module, axis, units, module.forward)
+    total = sum(p.numel() for p in known.values())
+    divided = sum(p.numel() for p in known.values() if p.placements != (Replicate(),))  # type: ignore[attr-defined]
+    setup.notes.append(f"tensor={mesh.size()}: {divided / max(total, 1):.0%} of the parameters are split.")
+
+
+def _placed(p: Tensor, mesh: Any, placement: Placement) -> nn.Parameter:
+    """The parameter as a DTensor, of the same values on all ranks. Nothing is sent."""
+    new = nn.Parameter(distribute_tensor(p.detach(), mesh, [placement], src_data_rank=None), p.requires_grad)
+    new.__dict__.update(p.__dict__)
+    return new
+
+
+def _run(
+    module: nn.Module, axis: Axis, units: set[nn.Module], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """The module's forward, with its parameters as this rank's parts."""
+    changed = _localise(module, axis, units)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for own, held in changed:
+            parameters_in(own).update(held)
+            renew_flat_weights(own)
+
+
+def _localise(module: nn.Module, axis: Axis, units: set[nn.Module]) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
+    """Put local parts where modules have their parameters, and give what was there. Modules that are gathered by
+    themselves come to it when they run."""
+    changed = []
+    local: dict[int, Tensor] = {}
+    for own in _modules(module, units):
+        held = {name: p for name, p in parameters_in(own).items() if isinstance(p, DTensor)}
+        if held:
+            changed.append((own, dict(held)))
+            for name, p in held.items():
+                if id(p) not in local:
+                    local[id(p)] = _part_of(p, axis)
+                parameters_in(own)[name] = local[id(p)]
+            renew_flat_weights(own)
+    return changed
+
+
+def _modules(module: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if child not in units:
+            yield from _modules(child, units)
+
+
+def _part_of(p: DTensor, axis: Axis) -> Tensor:
+    """This rank's part of a parameter, for plain code."""
+    placement = p.placements[-1]
+    local = p.to_local()
+    if not isinstance(placement, Shard):
+        return local.view_as(local) if local.is_leaf else local
+    found = split(local.view_as(local) if local.is_leaf else local, Part(axis, placement.dim, p.shape[placement.dim]))
+    found.of_parameter = True  # type: ignore[attr-defined]
+    return found
+
+
+TENSOR = Technique(apply=_apply)
