@@ -11,6 +11,7 @@ from whole to split adds the gradients of all ranks up (split/crossing.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,17 +21,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from meshwise.compat.modules import parameters_in, renew_flat_weights
-from meshwise.parallel.blocks import called_in
+from meshwise.parallel.blocks import called_in, repeated_blocks
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
-from meshwise.parallel.shard_units import units_of
 from meshwise.parallel.split import rules as rules
+from meshwise.parallel.split.crossing import entering_once
 from meshwise.parallel.split.axis import Axis, MeshAxis, Part
 from meshwise.parallel.split.layout import split_dims
 from meshwise.parallel.split.tensor import split
 from meshwise.parallel.technique import Setup, Technique
 
 AXIS = "tensor"
+NOTHING = contextlib.nullcontext()
 
 
 def _apply(setup: Setup) -> None:
@@ -49,10 +51,10 @@ def _apply(setup: Setup) -> None:
                 module.register_parameter(name, known[id(p)])
     register_model_load_hooks(setup.model)
     for root in called_in(setup.model):
-        units = set(units_of(root)) if setup.plan.data * setup.plan.shard > 1 else set()
+        blocks = {root, *(block for _, block in repeated_blocks(root))}
         for module in root.modules():
             if any(True for _ in module.parameters()):
-                module.forward = functools.partial(_run, module, axis, units, module.forward)
+                module.forward = functools.partial(_run, module, axis, blocks, module.forward)
     total = sum(p.numel() for p in known.values())
     divided = sum(p.numel() for p in known.values() if p.placements != (Replicate(),))  # type: ignore[attr-defined]
     setup.notes.append(f"tensor={mesh.size()}: {divided / max(total, 1):.0%} of the parameters are split.")
@@ -66,24 +68,25 @@ def _placed(p: Tensor, mesh: Any, placement: Placement) -> nn.Parameter:
 
 
 def _run(
-    module: nn.Module, axis: Axis, units: set[nn.Module], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    module: nn.Module, axis: Axis, blocks: set[nn.Module], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """The module's forward, with its parameters as this rank's parts."""
-    changed = _localise(module, axis, units)
+    changed = _localise(module, axis, blocks)
     try:
-        return forward(*args, **kwargs)
+        with entering_once() if module in blocks else NOTHING:
+            return forward(*args, **kwargs)
     finally:
         for own, held in changed:
             parameters_in(own).update(held)
             renew_flat_weights(own)
 
 
-def _localise(module: nn.Module, axis: Axis, units: set[nn.Module]) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
-    """Put local parts where modules have their parameters, and give what was there. Modules that are gathered by
-    themselves come to it when they run."""
+def _localise(module: nn.Module, axis: Axis, blocks: set[nn.Module]) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
+    """Put local parts where modules have their parameters, and give what was there. Blocks inside come to it
+    when they run: they may be gathered by themselves, and run again alone."""
     changed = []
     local: dict[int, Tensor] = {}
-    for own in _modules(module, units):
+    for own in _modules(module, blocks):
         held = {name: p for name, p in parameters_in(own).items() if isinstance(p, DTensor)}
         if held:
             changed.append((own, dict(held)))
@@ -95,11 +98,11 @@ def _localise(module: nn.Module, axis: Axis, units: set[nn.Module]) -> list[tupl
     return changed
 
 
-def _modules(module: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+def _modules(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
     yield module
     for child in module.children():
-        if child not in units:
-            yield from _modules(child, units)
+        if child not in blocks:
+            yield from _modules(child, blocks)
 
 
 def _part_of(p: DTensor, axis: Axis) -> Tensor:

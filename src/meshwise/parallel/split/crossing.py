@@ -12,27 +12,45 @@ Each is the other's backward, so that they can be differentiated twice.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, FunctionCtx
 
+from meshwise.compat.reducer import version
 from meshwise.compat.torch_function import on_parts
 from meshwise.parallel.split.axis import Axis, Part
 from meshwise.parallel.split.tensor import SplitTensor, split
 
 
+_entered: list[dict[tuple[int, str, int], tuple[Tensor, Tensor]]] = []
+"""What has entered in each scope that is open, by the whole tensor's id, the axis and the tensor's version."""
+
+
+@contextlib.contextmanager
+def entering_once() -> Iterator[None]:
+    """Inside, what enters several times does so once: its gradients are added up over the ranks together. A block that
+    runs again in the backward begins anew, so that it does the same again."""
+    _entered.append({})
+    try:
+        yield
+    finally:
+        _entered.pop()
+
+
 def enter(whole: Tensor, axis: Axis) -> Tensor:
-    """`whole`, about to be used with parts. Of a tensor that enters several times, gradients are added up once."""
+    """`whole`, about to be used with parts."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole
-    if whole.is_leaf:  # which its own graph would keep alive
+    if not _entered:
         return _Enter.apply(whole, axis)
-    known = whole.__dict__.get("_entered")
-    if known is None or known[:2] != (axis, whole._version):
-        known = whole.__dict__["_entered"] = (axis, whole._version, _Enter.apply(whole, axis))
-    return known[2]
+    key = id(whole), axis.name, version(whole)
+    if key not in _entered[-1]:
+        _entered[-1][key] = whole, _Enter.apply(whole, axis)
+    return _entered[-1][key][1]
 
 
 def add_up(value: Tensor, axis: Axis) -> Tensor:

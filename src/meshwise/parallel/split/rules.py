@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from meshwise.compat.torch_function import called
+from meshwise.compat.tree import map_kind
 from meshwise.parallel.split import elementwise, losses, products, shapes
 from meshwise.parallel.split.crossing import gather
 from meshwise.parallel.split.rule import NoRule, Rule
@@ -59,9 +59,7 @@ def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
     """Gather what is split, and call the function. What it writes in place goes back into the parts."""
     whole: dict[int, Tensor] = {}
 
-    def of(thing: Any) -> Any:
-        if not isinstance(thing, SplitTensor):
-            return thing
+    def of(thing: SplitTensor) -> Tensor:
         if id(thing) not in whole:
             thing.part.axis.meet(name)
             found = gather(thing)
@@ -70,7 +68,7 @@ def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
 
     first = args[0] if args else None
     written = first if writes_in_place(name) else None
-    new_args, new_kwargs = pytree.tree_map(of, (tuple(args), dict(kwargs)))
+    new_args, new_kwargs = map_kind(SplitTensor, of, (tuple(args), dict(kwargs)))
     result = func(*new_args, **new_kwargs)
     if isinstance(first, SplitTensor) and first is written:
         first.copy_(first.part.slice_of(whole[id(first)]))

@@ -39,6 +39,11 @@ def split(local: Tensor, part: Part) -> SplitTensor:
     return local  # type: ignore[return-value]
 
 
+def split_again(tensor: Tensor, part: Part | None) -> Tensor:
+    """A tensor that was split before autograd kept it, which knows plain tensors alone."""
+    return tensor if part is None or isinstance(tensor, SplitTensor) else split(tensor, part)
+
+
 def dispatch_with(rules: Dispatch) -> None:
     """Let `rules` carry out what is called on split tensors."""
     _dispatch[:] = [rules]
