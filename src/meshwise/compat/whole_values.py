@@ -11,6 +11,7 @@ The hooks are private. Read in torch 2.13: `distributed/tensor/_dispatch.py`, `_
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import sys
 import weakref
@@ -34,12 +35,16 @@ _meets: dict[DeviceMesh, Meet] = {}
 _weighs: dict[DeviceMesh, weakref.WeakMethod[Callable[[Tensor], Tensor]]] = {}
 
 
-def read_whole(mesh: DeviceMesh, meet: Meet, weigh: Callable[[Tensor], Tensor]) -> None:
+def read_whole(mesh: DeviceMesh, meet: Meet, weigh: Callable[[Tensor], Tensor] | None = None) -> None:
     """From now on, tensors that are sharded over `mesh` are read whole, after `meet`.
 
     weigh: a method, held weakly, that makes of a gradient what this rank's loss weighs in the mean over ranks.
     """
-    _meets[mesh], _weighs[mesh] = meet, weakref.WeakMethod(weigh)
+    _meets[mesh] = meet
+    if weigh is not None:
+        _weighs[mesh] = weakref.WeakMethod(weigh)
+    if mesh.ndim > 1:  # torch warns of each number that is added up over two axes, one after the other
+        logging.getLogger(_redistribute.__name__).setLevel(logging.ERROR)
     _install()
 
 

@@ -113,6 +113,8 @@ class Sharded:
         self.unreduced = False
         """Whether gradients of this rank alone wait to be reduced."""
         self.shared_terms = False
+        self.whole_mesh = make_mesh(setup.plan, setup.world)
+        """That of the parameters: with the axes over which they are split besides."""
 
     def backward(
         self,
@@ -155,7 +157,7 @@ class Sharded:
     def plain(self, loss: Tensor) -> Tensor:
         """`Reduction.plain`: of a loss that holds terms of the parts of parameters (an L2 norm)."""
         with together():
-            plain = plain_loss(loss, self.mesh)
+            plain = plain_loss(loss, self.whole_mesh)
         self.shared_terms = self.shared_terms or plain is not None
         return loss if plain is None else plain
 
@@ -316,7 +318,7 @@ def _apply(setup: Setup) -> None:
         )
     sharded = setup.reduction = Sharded(setup)
     register_model_load_hooks(setup.model)
-    read_whole(sharded.mesh, meet, sharded.weighed)
+    read_whole(sharded.whole_mesh, meet, sharded.weighed)
     look_out()
 
 

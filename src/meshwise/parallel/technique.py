@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
@@ -33,6 +33,7 @@ class Setup:
     parts_on_host: whether this rank's parts of divided parameters lie in the host's memory.
     gather_dtypes, gathered_narrow: what a shard gathers in, and the ids of the parameters of which that is true.
     reduction: averages gradients over the ranks; None on one device.
+    plain: a loss as a plain tensor, where there is no reduction that makes it one.
     coupled_gradients: whether a rank's gradients depend on other ranks inside the backward (batch norms over all
         ranks), so that each rank's loss must be weighed before it, in a unit that all ranks share.
     notes: what differs from one device, a sentence each, for the user to read.
@@ -49,6 +50,7 @@ class Setup:
     gather_dtypes: MixedPrecisionPolicy | None = None
     gathered_narrow: Collection[int] = ()
     reduction: Reduction | None = None
+    plain: Callable[[Tensor], Tensor] | None = None
     coupled_gradients: bool = False
     notes: list[str] = field(default_factory=list)
 

@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
 
 from meshwise.compat.modules import parameters_in, renew_flat_weights
+from meshwise.compat.whole_values import plain_loss, read_whole
 from meshwise.parallel.blocks import called_in, repeated_blocks
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
@@ -30,6 +33,9 @@ from meshwise.parallel.split.axis import Axis, MeshAxis, Part
 from meshwise.parallel.split.layout import split_dims
 from meshwise.parallel.split.tensor import split
 from meshwise.parallel.technique import Setup, Technique
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from meshwise.transfer.reading import look_out, meet, together
 
 AXIS = "tensor"
 NOTHING = contextlib.nullcontext()
@@ -50,6 +56,9 @@ def _apply(setup: Setup) -> None:
                     known[id(p)] = _placed(p, mesh, Replicate() if dim is None else Shard(dim))
                 module.register_parameter(name, known[id(p)])
     register_model_load_hooks(setup.model)
+    read_whole(mesh, meet)
+    look_out()
+    setup.plain = functools.partial(_plain, mesh)
     for root in called_in(setup.model):
         blocks = {root, *(block for _, block in repeated_blocks(root))}
         for module in root.modules():
@@ -60,7 +69,14 @@ def _apply(setup: Setup) -> None:
     setup.notes.append(f"tensor={mesh.size()}: {divided / max(total, 1):.0%} of the parameters are split.")
 
 
-def _placed(p: Tensor, mesh: Any, placement: Placement) -> nn.Parameter:
+def _plain(mesh: DeviceMesh, loss: Tensor) -> Tensor:
+    """A loss that may hold terms of parameters (an L2 norm), as a plain tensor."""
+    with together():
+        plain = plain_loss(loss, mesh)
+    return loss if plain is None else plain
+
+
+def _placed(p: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     """The parameter as a DTensor, of the same values on all ranks. Nothing is sent."""
     new = nn.Parameter(distribute_tensor(p.detach(), mesh, [placement], src_data_rank=None), p.requires_grad)
     new.__dict__.update(p.__dict__)
@@ -116,4 +132,9 @@ def _part_of(p: DTensor, axis: Axis) -> Tensor:
     return found
 
 
-TENSOR = Technique(apply=_apply)
+def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
+    if plan.tensor > 1 and plan.data * plan.shard == 1:
+        register_optimizer_load_hook(optimizer)
+
+
+TENSOR = Technique(apply=_apply, bind=_bind)

@@ -154,7 +154,7 @@ class Engine:
         if not text or text in self.notes or (self.draws is not None and text == DROPOUT_NOTE):  # exact draws: untrue
             return
         self.notes.append(text)
-        if self.world.rank == 0:
+        if collectives.get_rank(collectives.everyone()) == 0:
             self._notify(text)
 
     # Models and optimizers.
@@ -270,8 +270,8 @@ class Engine:
         reduction, before = self.program.reduction, unscaled(loss)
         if reduction is None:
             self.program.check_has_models()
-            loss.backward()
-            return before.detach()
+            self.program.plain(loss).backward()
+            return self.program.plain(before.detach())
         self.reads.check_one_share("mw.backward", weighed=summed or weight is not None)
         part, own = check_loss(loss, part), reduction.plain(loss)
         loss, before = own, own if before is loss else reduction.plain(before.detach())

@@ -286,7 +286,7 @@ def read_parts(data: Data, slices: Iterable[BatchSlice], epoch: int, device: str
 
 
 def _send_progress(run: _Run, kind: str, pace: Pace, in_epoch: int, steps: int) -> None:
-    if run.engine.world.rank != 0:
+    if run.session.world.rank != 0:
         return
     state = run.state
     behind = state.epoch * run.train.samples + state.index

@@ -13,6 +13,7 @@ from meshwise.spec.plan_file import read_plan
 from meshwise.spec.world import World
 from meshwise.training.engine import Engine
 from meshwise.workers.environment import PLAN_FILE
+from meshwise.workers.join import rank_context
 
 
 def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
@@ -20,7 +21,7 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
 
     Raises PlanError for one that a training loop of the user's own cannot have.
     """
-    world, program = engine.world, engine.program
+    world, program = rank_context().world, engine.program
     asked = read_plan(given, world.size) if isinstance(given, str | Path) else given
     program.forget_unused()
     if program.plan is not None:
@@ -30,8 +31,7 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
                 "give it with the first call alone, or end the first with mw.session()."
             )
         return program.plan
-    named = os.environ.get(PLAN_FILE)
-    of_run = read_plan(named, world.size) if named else None
+    of_run = plan_of_run(world)
     if asked is not None and of_run is not None and asked != of_run:
         raise UsageError(
             f"the script gives mw.distribute {asked}, and the run has {of_run}. Leave plan= out of the script, or the "
@@ -40,8 +40,19 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
     plan = fit_to_world(asked or of_run or Plan(data=world.size), world, engine.notify)
     if engine.watcher is not None:
         plan = engine.watcher.choose_plan(plan, world)
+    if plan.within_samples * engine.world.size != world.size:
+        raise PlanError(
+            f"mw.distribute was given {plan}, whose ranks work on the same samples: that must be known when the script "
+            f"begins. Give the plan to the run: --set tensor={plan.tensor}, or {PLAN_FILE}=plan.toml in its environment."
+        )
     program.plan = plan
     return plan
+
+
+def plan_of_run(world: World) -> Plan | None:
+    """The plan of the run, which its launcher or the environment names."""
+    named = os.environ.get(PLAN_FILE)
+    return read_plan(named, world.size) if named else None
 
 
 def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Plan:

@@ -59,6 +59,7 @@ class Program:
         self.plan: Plan | None = None
         self.reduction: Reduction | None = None
         """Averages gradients over the ranks; None where there is nothing to do, or no model any more."""
+        self._plain: Callable[[Tensor], Tensor] | None = None  # see `Reduction.plain`; where nothing is reduced
         self.coupled_gradients = False
         """Whether gradients of a rank depend on other ranks inside the backward (see `Setup`)."""
         self.backwards = 0
@@ -162,7 +163,7 @@ class Program:
         if self.reduction is not None:
             with contextlib.suppress(ReferenceError):
                 self.reduction.close()
-        self.reduction, self.coupled_gradients = None, False
+        self.reduction, self._plain, self.coupled_gradients = None, None, False
 
     def _apply(self, new: Sequence[nn.Module], plan: Plan, again: bool) -> None:
         if again and plan.parameters_divided:
@@ -184,7 +185,7 @@ class Program:
             reduction = reduction_of(self.named_parameters(), plan, piggyback_loss=self._piggyback_loss)
         if plan.parameters_divided and reduction is not None:  # the model's own hooks hold it, and it holds the model
             reduction = weakref.proxy(reduction)
-        self.reduction, self.coupled_gradients = reduction, coupled
+        self.reduction, self.coupled_gradients, self._plain = reduction, coupled, setup.plain
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Give `optimizer` what the plan has made of the parameters that it holds."""
@@ -221,7 +222,8 @@ class Program:
 
     def plain(self, result: Any) -> Any:
         """What a loss function gave, as plain tensors: see `Reduction.plain`."""
-        return result if self.reduction is None else map_tensors(self.reduction.plain, result)
+        plain = self._plain if self.reduction is None else self.reduction.plain
+        return result if plain is None else map_tensors(plain, result)
 
     @property
     def has_shared_terms(self) -> bool:

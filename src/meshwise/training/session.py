@@ -8,11 +8,13 @@ import os
 import sys
 from collections.abc import Iterator
 
+from meshwise.parallel.mesh import divide_work
 from meshwise.spec.user_code import user_place
 from meshwise.timeline.recorder import current
 from meshwise.training import plain_program
 from meshwise.training.engine import Engine
 from meshwise.training.keyed import ExactDraws
+from meshwise.training.plan_choice import plan_of_run
 from meshwise.training.recording import record_script
 from meshwise.workers.environment import EXACT_RANDOM
 from meshwise.workers.join import join, rank_context
@@ -92,7 +94,9 @@ def end_sessions() -> None:
 def _new() -> Engine:
     joined = join()
     exact = os.environ.get(EXACT_RANDOM, "0") not in ("", "0")
-    return Engine(joined.world, joined.gate, tell, draws=ExactDraws() if exact else None, script=True)
+    plan = plan_of_run(joined.world)
+    world = joined.world if plan is None or joined.world.size == 1 else divide_work(plan, joined.world)
+    return Engine(world, joined.gate, tell, draws=ExactDraws() if exact else None, script=True)
 
 
 def tell(text: str) -> None:
