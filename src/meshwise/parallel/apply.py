@@ -4,6 +4,7 @@
     placement    on the device, with the start values of rank 0; those of a deferred model come later
     batch norm   over all ranks: a layer's own forward, which recompute and shard then take as it is
     tensor       each module's forward, as its author wrote it, finds this rank's parts of its parameters
+    context      the whole model's forward finds this rank's positions of what it is given
     compile      a block's own forward, as its author wrote it: what others put around it is not compiled
     recompute    inside a block: what is sharded gathers a block's parameters once for its second run and its backward
     offload      around the whole model's forward, and inside what shard does before and after that
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 from meshwise.compat.compiling import uncompile
 from meshwise.parallel.batch_norm import BATCH_NORM
 from meshwise.parallel.compiled import COMPILE
+from meshwise.parallel.context import CONTEXT
 from meshwise.parallel.data import DATA
 from meshwise.parallel.deferred import PLACEMENT, START_VALUES, take_fakes
 from meshwise.parallel.offload import OFFLOAD
@@ -45,6 +47,7 @@ TECHNIQUES = (
     PLACEMENT,
     BATCH_NORM,
     TENSOR,
+    CONTEXT,
     COMPILE,
     RECOMPUTE,
     OFFLOAD,

@@ -14,7 +14,7 @@ from meshwise.spec.plan import AXES, Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
 
-WITHIN_SAMPLES = ("tensor",)
+WITHIN_SAMPLES = ("context", "tensor")
 """The axes whose ranks work on the same samples. They are the innermost."""
 _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 

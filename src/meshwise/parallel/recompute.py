@@ -24,8 +24,10 @@ from meshwise.compat.compiling import unwrapped
 from meshwise.compat.dispatch import named_arguments
 from meshwise.compat.modules import buffers_in
 from meshwise.compat.reducer import version
+from meshwise.compat.torch_function import determinism_of_parts
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
-from meshwise.parallel.split.tensor import SplitTensor, split_again
+from meshwise.parallel.split.rule import part_of
+from meshwise.parallel.split.tensor import split
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError, nearest
 from meshwise.spec.words import some
@@ -80,7 +82,8 @@ def _recomputed(
     given = [*arguments, *keywords.values()]
     tensors = [value for value in given if isinstance(value, Tensor)]
     run = _Runs(forward, given, list(keywords))
-    result = checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts)
+    same = determinism_of_parts()
+    result = checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts, determinism_check=same)
     # A batch norm's running statistics change without autograd counting it: what may be such is treated as written.
     written += [
         (part, name)
@@ -97,7 +100,7 @@ class _Runs:
     def __init__(self, forward: Callable[..., Any], given: list[Any], names: list[str]) -> None:
         self._forward, self._names = forward, names
         self._is_tensor = [isinstance(value, Tensor) for value in given]
-        self._parts = [value.part if isinstance(value, SplitTensor) else None for value in given if isinstance(value, Tensor)]
+        self._parts = [part_of(value) for value in given if isinstance(value, Tensor)]
         rest = [value for value in given if not isinstance(value, Tensor)]
         self._first: list[Any] | None = rest
         self._changes = _changeable(rest)
@@ -106,10 +109,11 @@ class _Runs:
     def __call__(self, *tensors: Tensor) -> Any:
         again = _copied(self._before, {}) if self._changes and self._first is None else self._before
         rest, self._first = iter(again if self._first is None else self._first), None
-        given = (split_again(tensor, part) for tensor, part in zip(tensors, self._parts, strict=True))
+        # What autograd has saved and gives back is a plain tensor.
+        given = iter(t if part is None else split(t, part) for t, part in zip(tensors, self._parts, strict=True))
         values = [next(given) if is_tensor else next(rest) for is_tensor in self._is_tensor]
-        split = len(values) - len(self._names)
-        return self._forward(*values[:split], **dict(zip(self._names, values[split:], strict=True)))
+        first = len(values) - len(self._names)
+        return self._forward(*values[:first], **dict(zip(self._names, values[first:], strict=True)))
 
 
 def _changeable(value: Any) -> bool:

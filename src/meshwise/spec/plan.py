@@ -2,7 +2,7 @@
 
 A plan names the mesh axes (`data` replicas, each divided over `shard` devices), what a step is cut into, and the
 techniques that trade time for memory. Each field declares what it divides and what it cannot be combined with. The
-other axes of the design (sequence, pipeline, context) get their field when their technique exists.
+other axes of the design (sequence, pipeline) get their field when their technique exists.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class Plan:
     data: replicas of the model; each takes its share of every global batch.
     shard: devices over which each replica's parameters, gradients and optimizer state are divided; each takes its share
         of the replica's batch.
+    context: devices over which the positions of each sample are divided (context parallel), attention with them; they
+        work on the same samples.
     tensor: devices over which the weights of layers are split (tensor parallel); they work on the same samples.
     accumulate: microbatches that a global batch is cut into; gradients add up before one optimizer step.
     precision: one of `PRECISIONS`, a word for the three dtypes below.
@@ -83,6 +85,18 @@ class Plan:
 
     data: int = _axis()
     shard: int = _axis(divides="parameters")
+    context: int = _axis(
+        Conflict(
+            lambda plan: plan.tensor > 1,
+            "context={plan.context} with tensor={plan.tensor}: tensors are not split along two axes yet. Use one of "
+            "them, with data or shard: shard={plan.tensor}.",
+        ),
+        Conflict(
+            lambda plan: plan.compile,
+            "context={plan.context} with compile=True: split tensors are not compiled. Remove compile.",
+        ),
+        same_samples=True,
+    )
     tensor: int = _axis(
         Conflict(
             lambda plan: plan.compile,
@@ -166,7 +180,8 @@ class Plan:
     @property
     def split(self) -> bool:
         """Whether parameters are split over ranks that work on the same samples."""
-        return self.within_samples > 1
+        same = [f for f in fields(self) if f.metadata.get("same_samples") and f.metadata["divides"]]
+        return any(getattr(self, f.name) > 1 for f in same)
 
     @property
     def parameters_divided(self) -> bool:

@@ -39,7 +39,7 @@ def _same_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     operands = [*args, *kwargs.values()]
     splits = split_in(operands)
     dims = max(each.dim() for each in operands if isinstance(each, Tensor))
-    first = max(splits, key=lambda each: each.numel())
+    first = max(splits, key=lambda each: whole_shape(each).numel())  # as on every rank
     like = moved(first.part, first.part.dim - first.dim() + dims)
     new = [with_parts_of(each, like, dims) for each in operands]
     return given(func(*new[: len(args)], **dict(zip(kwargs, new[len(args) :], strict=True))), like)

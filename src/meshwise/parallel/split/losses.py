@@ -1,24 +1,32 @@
-"""Softmax and cross entropy over a split dim (a vocabulary): numbers of each row are exchanged, never the row.
+"""Softmax and losses over a split dim: of a vocabulary numbers of each row are exchanged, never the row; of rows the sum.
 
 As Megatron-LM's vocabulary-parallel cross entropy; with class weights left out, label smoothing and ignored targets in.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwise.parallel.split.crossing import add_up, enter
-from meshwise.parallel.split.rule import NoRule, Rule
+from meshwise.compat.torch_function import called
+from meshwise.parallel.split.crossing import add_up, enter, gather
+from meshwise.parallel.split.elementwise import RULES as ELEMENTWISE
+from meshwise.parallel.split.rule import NoRule, Rule, moved, with_parts_of
 from meshwise.parallel.split.shapes import RULES as SHAPES
-from meshwise.parallel.split.tensor import SplitTensor, split
+from meshwise.parallel.split.tensor import SplitTensor, split, whole_shape
 
 Func = Callable[..., Any]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
+OF_ROWS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+NAMES = {"cross_entropy": (*OF_ROWS, "label_smoothing"), "nll_loss": OF_ROWS}
+EACH_PLACE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
+soft_margin_loss"""
 
 
 def _log_sum(x: SplitTensor) -> tuple[Tensor, Tensor]:
@@ -53,22 +61,63 @@ def _softmax(log: bool) -> Rule:
 
 
 def _cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    values = dict(zip(names, args, strict=False)) | dict(kwargs)
-    x, target, smoothing = values["input"], values["target"], values.get("label_smoothing", 0.0)
+    values = dict(zip(NAMES[called(func)], args, strict=False)) | dict(kwargs)
+    x, target = values["input"], values["target"]
     classes = 1 if x.dim() > 1 else 0
-    unknown = values.get("weight") is not None or values.get("size_average") is not None or values.get("reduce")
-    if unknown or not isinstance(x, SplitTensor) or x.part.dim != classes or isinstance(target, SplitTensor):
+    if values.get("size_average") is not None or values.get("reduce") is not None or not isinstance(x, SplitTensor):
         raise NoRule
-    if target.is_floating_point():
+    if x.part.dim != classes:
+        return _over_rows(func, values)
+    unknown = values.get("weight") is not None or isinstance(target, SplitTensor) or target.is_floating_point()
+    if unknown or not x.part.is_plain or called(func) != "cross_entropy":
         raise NoRule
-    axis, below = x.part.axis, _log_sum(x)
+    axis, below, smoothing = x.part.axis, _log_sum(x), values.get("label_smoothing", 0.0)
     rows, total = below[0], below[1].squeeze(classes)
     losses = total - add_up(_own_targets(rows, target, x, classes), axis)
     if smoothing:
         even = total - add_up(rows.sum(classes), axis) / x.part.length
         losses = (1 - smoothing) * losses + smoothing * even
     return _reduced(losses, target != values.get("ignore_index", -100), values.get("reduction", "mean"))
+
+
+def _over_rows(func: Func, values: dict[str, Any]) -> Any:
+    """Of rows that are divided: their sum is added up, and divided by what all count."""
+    x, target, weight = values.pop("input"), values.pop("target"), values.pop("weight", None)
+    part, reduction = x.part, values.pop("reduction", "mean")
+    rows = moved(part, part.dim - (part.dim > 1))
+    probable = target.is_floating_point()
+    own = with_parts_of(target, part, x.dim()) if probable else with_parts_of(target, rows, x.dim() - 1)
+    weight = enter(gather(weight), part.axis) if weight is not None else None
+    losses = func(x, own, weight=weight, reduction="none" if reduction == "none" else "sum", **values)
+    if reduction == "none":
+        return split(losses, rows)
+    total = add_up(losses, part.axis)
+    if reduction == "sum":
+        return total
+    if probable:
+        return total / (math.prod(whole_shape(x)) // x.shape[1])
+    whole = not isinstance(target, SplitTensor)
+    counts = _counted(target if whole else own, weight, values.get("ignore_index", -100))
+    return total / (counts if whole else add_up(counts, part.axis))
+
+
+def _counted(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
+    """How many targets count, or the sum of their weights."""
+    counted = target != ignored
+    return counted.sum() if weight is None else (weight[target.masked_fill(~counted, 0)] * counted).sum()
+
+
+def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Losses of the elements at each place."""
+    options = dict(kwargs)
+    reduction = options.pop("reduction", "mean")
+    if len(args) > 2 or options.pop("size_average", None) is not None or options.pop("reduce", None) is not None:
+        raise NoRule
+    losses = ELEMENTWISE["add"](partial(func, reduction="none"), args, options)
+    if reduction == "none":
+        return losses
+    total = SHAPES["mean" if reduction == "mean" else "sum"](torch.sum, (losses,), {})
+    return total / whole_shape(losses)[0] if reduction == "batchmean" else total
 
 
 def _own_targets(rows: Tensor, target: Tensor, x: SplitTensor, classes: int) -> Tensor:
@@ -91,5 +140,6 @@ def _reduced(losses: Tensor, counted: Tensor, reduction: str) -> Tensor:
 RULES: dict[str, Rule] = {
     "softmax": _softmax(log=False),
     "log_softmax": _softmax(log=True),
-    "cross_entropy": _cross_entropy,
+    **dict.fromkeys(NAMES, _cross_entropy),
+    **dict.fromkeys(EACH_PLACE.split(), _each_place),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -30,8 +31,8 @@ def split_in(things: Sequence[Any]) -> list[SplitTensor]:
 
 
 def moved(part: Part, dim: int, length: int | None = None) -> Part:
-    """The part, of another dim."""
-    return Part(part.axis, dim, part.length if length is None else length)
+    """The part, of another dim; of a plain one, of another length too."""
+    return replace(part, dim=dim, length=part.length if length is None else length)
 
 
 def given(result: Any, part: Part) -> Any:
@@ -55,9 +56,9 @@ def with_parts_of(operand: Any, like: Part, dims: int) -> Any:
     shape = whole_shape(operand)
     part = part_of(operand)
     if part is not None:
-        if part.dim - len(shape) == from_end and part.length == like.length:
+        if part.dim - len(shape) == from_end and part.alike(like):
             return operand
         operand = gather(operand)
-    if len(shape) < -from_end or shape[from_end] == 1:
+    if len(shape) < -from_end or shape[from_end] == 1 != like.length:
         return enter(operand, like.axis)
     return scatter(operand, moved(like, from_end + len(shape)))

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from meshwise.compat.torch_function import called
 from meshwise.compat.tree import map_kind
-from meshwise.parallel.split import elementwise, losses, products, shapes
+from meshwise.parallel.split import attention, elementwise, losses, products, shapes
 from meshwise.parallel.split.crossing import gather
 from meshwise.parallel.split.rule import NoRule, Rule
 from meshwise.parallel.split.tensor import SplitTensor, dispatch_with, split, whole_shape
 
-RULES: dict[str, Rule] = {**elementwise.RULES, **shapes.RULES, **products.RULES, **losses.RULES}
+RULES: dict[str, Rule] = {**elementwise.RULES, **shapes.RULES, **products.RULES, **losses.RULES, **attention.RULES}
 """By the name of the function, as torch calls it."""
 gathered: Counter[str] = Counter()
 """How often an operator without a rule found a split tensor, by its name."""

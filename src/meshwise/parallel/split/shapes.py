@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from meshwise.parallel.split import places
 from meshwise.parallel.split.axis import Part
 from meshwise.parallel.split.crossing import add_up, enter
 from meshwise.parallel.split.rule import NoRule, Rule, given, moved, only_split, with_parts_of
@@ -39,13 +42,17 @@ def _positive(dim: Any, dims: int) -> int:
 
 def reshaped(part: Part, before: Sequence[int], after: Sequence[int]) -> Part:
     """The part of a tensor whose whole shape was `before` once it is `after`. Raises NoRule where that is none."""
-    lead = math.prod(before[: part.dim])
+    lead, found = math.prod(before[: part.dim]) * part.repeats, list[Part]()
     for dim, length in enumerate(after):
-        if math.prod(after[:dim]) == lead and length > 1:
-            same = length == part.length and math.prod(before[part.dim :]) == math.prod(after[dim:])
-            if same or (part.is_even and length % part.axis.size == 0):
-                return moved(part, dim, length)
-    raise NoRule
+        repeats, rest = divmod(lead, max(math.prod(after[:dim]), 1))
+        if repeats and not rest and length % repeats == 0:
+            run = length // repeats
+            new = part if run == part.run else part.scaled(run) if run > 1 else None
+            if new is not None:
+                found.append(replace(new, dim=dim, length=length, repeats=repeats))
+    if not found:
+        raise NoRule
+    return min(found, key=lambda each: each.repeats)
 
 
 def _view(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -141,7 +148,7 @@ def _unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Numbers, slices, None and an ellipsis, of other dims than the split one."""
+    """Numbers, slices, None and an ellipsis."""
     x, index = _first(args), args[1] if isinstance(args[1], tuple) else (args[1],)
     if not all(each is None or each is Ellipsis or type(each) in (int, slice) for each in index):
         raise NoRule
@@ -151,26 +158,50 @@ def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
         full += [slice(None)] * (x.dim() - taken) if each is Ellipsis else [each]
     full += [slice(None)] * (x.dim() - sum(each is not None for each in full))
     dim, now = 0, 0
-    for each in full:
+    for place, each in enumerate(full):
         if each is None:
             now += 1
             continue
         if dim == x.part.dim:
-            if each != slice(None):
-                raise NoRule
-            return given(x[args[1]], moved(x.part, now))
+            others = tuple(slice(None) if number == place else other for number, other in enumerate(full))
+            if type(each) is slice:
+                return _sliced(x, each, others, now)
+            one = places.row(x, each)
+            return one[others[:place] + others[place + 1 :]]
         dim, now = dim + 1, now + (type(each) is slice)
     raise NoRule
+
+
+def _sliced(x: SplitTensor, along: slice, others: tuple[Any, ...], now: int) -> Any:
+    """The slice `along` of the split dim, which becomes dim `now`, and what `others` say of the rest."""
+    begin, end, step = along.indices(x.part.length)
+    if step != 1:
+        raise NoRule
+    local, part = places.cut(x, begin, max(begin, end)) if end - begin < x.part.length else (x, x.part)
+    return given(local[others], moved(part, now))
+
+
+def _narrow(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    x = _first(args)
+    dim, begin, length = [*args[1:], *kwargs.values()]
+    dim = _positive(dim, x.dim())
+    if not isinstance(begin, int) or begin < 0:
+        raise NoRule
+    if dim != x.part.dim:
+        return given(x.narrow(dim, begin, length), x.part)
+    return given(*places.cut(x, begin, begin + length))
 
 
 def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any:
     """`cat` and, with a `new` dim, `stack`."""
     tensors = list(args[0])
-    first = max((each for each in tensors if isinstance(each, SplitTensor)), key=lambda each: each.numel())
+    first = max((each for each in tensors if isinstance(each, SplitTensor)), key=lambda each: whole_shape(each).numel())
     dims = first.dim()
     dim = _positive(args[1] if len(args) > 1 else kwargs.get("dim", 0), dims + new)
-    if (dim == first.part.dim and not new) or any(each.dim() != dims for each in tensors):
+    if any(each.dim() != dims for each in tensors):
         raise NoRule
+    if dim == first.part.dim and not new:
+        return given(*places.joined(tensors, first.part))
     tensors = [with_parts_of(each, first.part, dims) for each in tensors]
     if any(not isinstance(each, SplitTensor) for each in tensors):
         raise NoRule
@@ -255,9 +286,13 @@ def _pad(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = _first(args)
     pads = args[1] if len(args) > 1 else kwargs["pad"]
     mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
-    if mode != "constant" or x.part.dim >= x.dim() - len(pads) // 2:
+    if mode != "constant":
         raise NoRule
-    return given(func(*args, **kwargs), x.part)
+    if x.part.dim < x.dim() - len(pads) // 2:
+        return given(func(*args, **kwargs), x.part)
+    at, value = 2 * (x.dim() - 1 - x.part.dim), args[3] if len(args) > 3 else kwargs.get("value")
+    pads, part = places.padded(x.part, list(pads), at)
+    return given(functional.pad(x, pads, value=value), part)
 
 
 RULES: dict[str, Rule] = {
@@ -272,6 +307,7 @@ RULES: dict[str, Rule] = {
     "squeeze": _squeeze,
     "unsqueeze": _unsqueeze,
     "__getitem__": _getitem,
+    "narrow": _narrow,
     **dict.fromkeys(["cat", "concat", "concatenate"], _joined),
     "stack": _stacked,
     **dict.fromkeys(["chunk", "split", "tensor_split"], _along(2, 0)),

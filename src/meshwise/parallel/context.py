@@ -1,0 +1,76 @@
+"""Context parallel: each rank of the axis holds a part of the positions of every sample, through the whole model.
+
+What the model's forward is given is split along its positions (dim 1) as it enters: split tensors (split/tensor.py), of
+which plain code sees the whole shape. Each position goes its way through embeddings, layers, norms and the loss on the
+rank that has it; attention sends keys and values round (split/attention.py); what else mixes positions is gathered, and
+said. So no line of the model changes, and any model is right.
+
+Parameters are whole on every rank. Each rank's gradients are of its positions: they are added up over the axis as they
+arise (split/crossing.py), so that whatever comes after finds the same ones on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwise.parallel.blocks import called_in
+from meshwise.parallel.mesh import make_mesh
+from meshwise.parallel.split import rules as rules
+from meshwise.parallel.split.axis import Axis, MeshAxis, Part
+from meshwise.parallel.split.crossing import scatter
+from meshwise.parallel.technique import Setup, Technique
+from meshwise.spec.errors import PlanError
+
+AXIS = "context"
+
+
+def _apply(setup: Setup) -> None:
+    if setup.plan.context == 1:
+        return
+    mesh = make_mesh(setup.plan, setup.world)[AXIS]
+    axis = MeshAxis(AXIS, mesh.size(), mesh.get_local_rank(), mesh.get_group())
+    for root in called_in(setup.model):
+        root.forward = functools.partial(_run, root, axis, root.forward)
+    setup.notes.append(f"context={mesh.size()}: each rank has about 1/{mesh.size()} of the positions of every sample.")
+
+
+def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The model's forward, with this rank's positions of its inputs."""
+    names = _names(forward, len(args))
+    given = {**dict(zip(names, args, strict=True)), **kwargs}
+    divided = {name: _divided(value, axis) for name, value in given.items() if _has_positions(name, value)}
+    if not divided:
+        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in given.items() if isinstance(value, Tensor))
+        raise PlanError(
+            f"context={axis.size} divides the positions of samples: dim 1 of numbers of tokens (B, T), or of vectors "
+            f"(B, T, width). {type(model).__name__} is given {shapes or 'no tensor'}, which have none. Use data or shard."
+        )
+    given.update(divided)
+    return forward(*(given.pop(name) for name in names), **given)
+
+
+def _names(forward: Callable[..., Any], count: int) -> list[str]:
+    """The names of the first parameters of a forward; numbers behind those that have one."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [name for name, p in inspect.signature(forward).parameters.items() if p.kind in kinds]
+    return [*named, *(f"input {number}" for number in range(len(named), count))][:count]
+
+
+def _has_positions(name: str, value: Any) -> bool:
+    """Whether an input is one number or vector a position. Masks and labels meet divided tensors later, as they are:
+    they are the same on all ranks, and their neighbours are needed."""
+    if not isinstance(value, Tensor) or "mask" in name or "label" in name or value.dim() < 2:
+        return False
+    return value.dim() == (3 if value.is_floating_point() else 2)
+
+
+def _divided(value: Tensor, axis: Axis) -> Tensor:
+    return scatter(value, Part(axis, 1, value.shape[1]).folded())
+
+
+CONTEXT = Technique(apply=_apply)

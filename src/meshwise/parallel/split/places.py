@@ -1,0 +1,79 @@
+"""Places along the split dim: a range of them, one of them, some before and behind, several tensors one after another.
+
+Each rank keeps what it holds, so that nothing is sent; parts become of unequal length. None of it is done to merged dims
+(`Part.repeats`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshwise.parallel.split.axis import Part, Range
+from meshwise.parallel.split.crossing import add_up, scatter
+from meshwise.parallel.split.rule import NoRule
+from meshwise.parallel.split.tensor import SplitTensor, whole_shape
+
+
+def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, Part]:
+    """This rank's part of the places from `begin` to `end`."""
+    part = _one_run(x.part)
+    first = sum(min(e, begin) - min(b, begin) for b, e in part.of_rank(part.axis.rank))
+    new = part.divided(
+        [[(max(b, begin) - begin, min(e, end) - begin) for b, e in each] for each in _pieces(part)], end - begin
+    )
+    return x.narrow(part.dim, first, new.own), new
+
+
+def row(x: SplitTensor, place: int) -> Tensor:
+    """What lies at one place, whole, without the split dim."""
+    part = _one_run(x.part)
+    if not -part.length <= place < part.length:
+        raise NoRule  # torch says so
+    local, _ = cut(x, place % part.length, place % part.length + 1)
+    return add_up(local.sum(part.dim, dtype=local.dtype), part.axis)
+
+
+def padded(part: Part, pads: list[int], at: int) -> tuple[list[int], Part]:
+    """This rank's share of constant padding, whose numbers before and behind the split dim stand at `at`."""
+    before, behind = pads[at : at + 2]
+    if _one_run(part).length == 0 or before < 0 or behind < 0:
+        raise NoRule
+    new, own = [], part.axis.rank
+    for rank, each in enumerate(_pieces(part)):
+        first, last = any(b == 0 for b, _ in each), any(e == part.length for _, e in each)
+        pieces = [(b + before, e + before) for b, e in each]
+        pieces = [(0, before), *pieces] if first else pieces
+        new.append([*pieces, (part.length + before, part.length + before + behind)] if last else pieces)
+        if rank == own:
+            pads = [*pads[:at], before if first else 0, behind if last else 0, *pads[at + 2 :]]
+    return pads, part.divided(new, part.length + before + behind)
+
+
+def joined(tensors: Sequence[Tensor], like: Part) -> tuple[Tensor, Part]:
+    """Tensors one after the other along the split dim of `like`; of whole ones each rank takes a part."""
+    dim, length, parts = like.dim, 0, []
+    pieces: list[list[Range]] = [[] for _ in range(like.axis.size)]
+    for each in tensors:
+        if isinstance(each, SplitTensor) and each.part.dim != dim:
+            raise NoRule
+        long = whole_shape(each)[dim]
+        part = _one_run(each.part) if isinstance(each, SplitTensor) else Part(like.axis, dim, long)
+        for rank, held in enumerate(_pieces(part)):
+            pieces[rank] += [(b + length, e + length) for b, e in held]
+        parts.append((each, part))
+        length += long
+    local = torch.cat([each if isinstance(each, SplitTensor) else scatter(each, part) for each, part in parts], dim)
+    return local, like.divided(pieces, length)
+
+
+def _pieces(part: Part) -> list[tuple[Range, ...]]:
+    return [part.of_rank(rank) for rank in range(part.axis.size)]
+
+
+def _one_run(part: Part) -> Part:
+    if part.repeats > 1:
+        raise NoRule
+    return part
