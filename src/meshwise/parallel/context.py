@@ -51,7 +51,7 @@ def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: An
             f"(B, T, width). {type(model).__name__} is given {shapes or 'no tensor'}, which have none. Use data or shard."
         )
     given.update(divided)
-    return forward(*(given.pop(name) for name in names), **given)
+    return forward(*[given.pop(name) for name in names], **given)
 
 
 def _names(forward: Callable[..., Any], count: int) -> list[str]:

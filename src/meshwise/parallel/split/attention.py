@@ -124,14 +124,15 @@ class _Ring(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # for which a block may run again
         with on_parts():
-            return (*_ring_backward(ctx, gradient), None, None, None)
+            return (*_ring_backward(saved, ctx.asked, ctx.columns, gradient), None, None, None)
 
 
-def _ring_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+def _ring_backward(saved: Sequence[Tensor], asked: _Asked, columns: Part, gradient: Tensor) -> tuple[Tensor, ...]:
     """The gradients of own queries, keys and values."""
-    q, k, v, mask, result, log_sum = ctx.saved_tensors
-    asked, columns, wide = ctx.asked, ctx.columns, log_sum.dtype
+    q, k, v, mask, result, log_sum = saved
+    wide = log_sum.dtype
     grouped, gradient = (each.to(wide).unflatten(1, (k.shape[1], -1)) for each in (q, gradient))
     of_q, mean = torch.zeros_like(grouped), (gradient * result).sum(-1, keepdim=True)
     widths = [k.shape[-1], v.shape[-1]]
