@@ -158,6 +158,13 @@ D = torch.float64
 X = torch.randn(2, 7, 6, dtype=D)
 IDS = torch.randint(0, 6, (2, 7))
 WEIGHT, BIAS = torch.randn(8, 6, dtype=D), torch.randn(8, dtype=D)
+
+
+def _set(x: Tensor, y: Tensor) -> Tensor:
+    x[:, 2] = y
+    return x
+
+
 CASES = {
     "samples merged with positions": (lambda x: x.view(-1, 6) * 2, [X], [1], 0),
     "and taken apart": (lambda x: x.reshape(14, 6).relu().view(2, 7, 6), [X], [1], 1),
@@ -192,6 +199,10 @@ CASES = {
     "mse": (F.mse_loss, [X, X + 1], [1, None], None),
     "bce": (lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid(), reduction="sum"), [X, X], [1, None], None),
     "of positions": (lambda x, y: F.cross_entropy(x[..., 0], y[:, 0]), [X, IDS], [1, None], None),
+    "written into": (lambda x, y: F.pad(x, (0, 0, 0, 0)).index_add_(1, torch.arange(3), y), [X, X[:, :3]], [1, None], 1),
+    "an entry set": (lambda x, y: _set(x * 1, y), [X, X[0, 2]], [1, None], 1),
+    "baddbmm": (lambda q, k: torch.zeros(2, 1, 7, dtype=D).baddbmm(batch1=q, batch2=k.transpose(1, 2), beta=0.5), [X, X],
+                [1, 1], 1),
     "eager attention": (
         lambda q, k, v: (q @ k.transpose(-1, -2) + torch.full((7, 7), -9e9, dtype=D).triu(1)).softmax(-1) @ v,
         [torch.randn(2, 3, 7, 4, dtype=D) for _ in range(3)], [2, 2, 2], 2,

@@ -134,12 +134,13 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _baddbmm(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    added, a, b = args[:3]
-    if added.dim() != 3:
+    values = dict(zip(("input", "batch1", "batch2"), args, strict=False)) | dict(kwargs)
+    added, a, b = (values.pop(name) for name in ("input", "batch1", "batch2"))
+    if added.dim() != 3 or "out" in values:
         raise NoRule
     shape = whole_shape(added)
     own = "".join("." if shape[i] == 1 else letter for i, letter in enumerate("Amn"))
-    return by_letters((added, a, b), (own, "Amk", "Akn"), "Amn", lambda *p: func(*p, **kwargs), may="Amn")
+    return by_letters((added, a, b), (own, "Amk", "Akn"), "Amn", lambda *p: func(*p, **values), may="Amn")
 
 
 def _einsum(func: Func, args: Args, kwargs: Kwargs) -> Any:

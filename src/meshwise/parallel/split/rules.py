@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwise.compat.torch_function import called
 from meshwise.compat.tree import map_kind
 from meshwise.parallel.split import attention, elementwise, losses, products, shapes
-from meshwise.parallel.split.crossing import gather
+from meshwise.parallel.split.crossing import gather, scatter
 from meshwise.parallel.split.rule import NoRule, Rule
 from meshwise.parallel.split.tensor import SplitTensor, dispatch_with, split, whole_shape
 
@@ -71,7 +71,7 @@ def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
     new_args, new_kwargs = map_kind(SplitTensor, of, (tuple(args), dict(kwargs)))
     result = func(*new_args, **new_kwargs)
     if isinstance(first, SplitTensor) and first is written:
-        first.copy_(first.part.slice_of(whole[id(first)]))
+        first.copy_(scatter(whole[id(first)], first.part))
         return first if result is whole[id(first)] else result
     return result
 
