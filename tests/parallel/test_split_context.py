@@ -276,6 +276,25 @@ def test_the_ring_sends_what_theory_says() -> None:
         assert backward == (size - 1) * own + size * own
 
 
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradient
+
+
+def test_an_autograd_function_of_the_user_finds_the_whole_and_is_named() -> None:
+    rules.prepare()
+    rules.gathered.clear()
+    hold(lambda x: Cubed.apply(x) * x, [X], [1])
+    assert rules.gathered["Cubed"]
+
+
 def test_what_mixes_positions_is_gathered_and_named() -> None:
     rules.gathered.clear()
     weight = torch.randn(6, 1, 3, dtype=D)

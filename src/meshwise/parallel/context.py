@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshwise.parallel.blocks import called_in
 from meshwise.parallel.mesh import make_mesh
-from meshwise.parallel.split import rules as rules
+from meshwise.parallel.split import rules
 from meshwise.parallel.split.axis import Axis, MeshAxis, Part
 from meshwise.parallel.split.crossing import scatter
 from meshwise.parallel.technique import Setup, Technique
@@ -32,6 +32,7 @@ AXIS = "context"
 def _apply(setup: Setup) -> None:
     if setup.plan.context == 1:
         return
+    rules.prepare()
     mesh = make_mesh(setup.plan, setup.world)[AXIS]
     axis = MeshAxis(AXIS, mesh.size(), mesh.get_local_rank(), mesh.get_group())
     for root in called_in(setup.model):

@@ -27,7 +27,7 @@ from meshwise.compat.whole_values import plain_loss, read_whole
 from meshwise.parallel.blocks import called_in, repeated_blocks
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
-from meshwise.parallel.split import rules as rules
+from meshwise.parallel.split import rules
 from meshwise.parallel.split.crossing import entering_once
 from meshwise.parallel.split.axis import Axis, MeshAxis, Part
 from meshwise.parallel.split.layout import split_dims
@@ -44,6 +44,7 @@ NOTHING = contextlib.nullcontext()
 def _apply(setup: Setup) -> None:
     if setup.plan.tensor == 1:
         return
+    rules.prepare()
     mesh = make_mesh(setup.plan, setup.world)[AXIS]
     axis = MeshAxis(AXIS, mesh.size(), mesh.get_local_rank(), mesh.get_group())
     dims = split_dims(setup.model, mesh.size())

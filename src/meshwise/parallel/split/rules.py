@@ -7,6 +7,7 @@ the operator itself in tests/parallel/test_split_rules.py.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.torch_function import called
+from meshwise.compat.torch_function import called, change_arguments_of_functions
 from meshwise.compat.tree import map_kind
 from meshwise.parallel.split import attention, elementwise, losses, products, shapes
 from meshwise.parallel.split.crossing import gather, scatter
@@ -85,5 +86,19 @@ def writes_in_place(name: str) -> bool:
 
 
 IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"}
+
+
+@functools.cache
+def prepare() -> None:
+    """To be called before there are split tensors: autograd functions of the user are given wholes from now on."""
+    change_arguments_of_functions(_whole_arguments)
+
+
+def _whole_arguments(name: str, args: Sequence[Any]) -> Sequence[Any]:
+    """What an autograd function of the user is given: wholes."""
+    if any(isinstance(each, SplitTensor) for each in args):
+        gathered[name] += 1
+    return [gather(each) for each in args]
+
 
 dispatch_with(_dispatch)
