@@ -67,6 +67,7 @@ OF_OPTIONS: dict[str, Callable[[str], list[str]]] = {
     "devices": devices,
     "plan": plan_files,
     "resume": run_folders,
+    "weights": run_folders,
     "log": lambda incomplete: _those(TRACKERS, incomplete),
 }
 """Fields of options of a run and a check -> what completes them."""

@@ -100,6 +100,15 @@ def _from_file(path: Path, name: str) -> tuple[str, Any]:
     return name, getattr(module, name)
 
 
+def find_in_file(path: Path, name: str) -> Any:
+    """What a Python file calls `name`. Raises UsageError where it has none."""
+    module = import_file(path)
+    if not hasattr(module, name):
+        public = [key for key in vars(module) if not key.startswith("_")]
+        raise UsageError(f"{path} has no '{name}'.{nearest(name, public)} Name a data set in it, or a function of one.")
+    return getattr(module, name)
+
+
 def import_file(path: Path) -> ModuleType:
     """The module of a Python file, imported once under its own name, its folder first on the module path.
 

@@ -66,7 +66,7 @@ def unpack(state: RunState, saved: dict[str, Any]) -> None:
     """
     if saved.get("format") != FORMAT:
         raise CheckpointError(f"the checkpoint has format {saved.get('format')}; this meshwise reads format {FORMAT}.")
-    _compare(state.model.state_dict(), saved["model"])
+    compare_states(state.model.state_dict(), saved["model"])
     own = type(state.optimizer).__name__
     other = saved.get("optimizer_kind", own)
     if own != other:  # torch would load it and take its settings over the job's
@@ -87,7 +87,8 @@ def unpack(state: RunState, saved: dict[str, Any]) -> None:
     state.seed, state.epoch, state.index, state.step = (saved[k] for k in ("seed", "epoch", "index", "step"))
 
 
-def _compare(own: dict[str, Any], saved: dict[str, Any]) -> None:
+def compare_states(own: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raises CheckpointError where a saved model has other tensors than this one."""
     missing, foreign = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     ours, theirs = ({name: getattr(t, "shape", None) for name, t in side.items()} for side in (own, saved))
     other = [name for name in own if name in saved and ours[name] != theirs[name]]

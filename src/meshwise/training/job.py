@@ -61,6 +61,9 @@ class Job:
         is asked for whole batches; any other goes through torch's DataLoader.
     test: the test set, like `data`. Every sample counts once.
     metrics: `metrics(model, batch)` gives named means like `loss` does, for instance `{"accuracy": ...}`.
+    predict: `predict(model, batch)` gives a row for each sample of `batch`: a tensor, a list, or a dict or tuple of
+        them. By default the model's output for the batch (a dict by name, of a tuple what comes first), and of outputs
+        with `logits` those. See `mw.predict`.
     scheduler: makes a scheduler from the optimizer; it ticks once an optimizer step.
     collate: joins samples to a batch, as DataLoader's `collate_fn`.
     batch_size: samples of the *global* batch, on any number of devices.
@@ -82,6 +85,7 @@ class Job:
     data: Any = _MUST_BE_GIVEN
     test: Any = None
     metrics: Callable[[nn.Module, Any], Mapping[str, Weighted]] | None = None
+    predict: Callable[[nn.Module, Any], Any] | None = None
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     batch_size: int = 64

@@ -1,0 +1,245 @@
+"""Predict: start the workers, show how far they are, and say what came of it. Tested in tests/cli/test_predict.py."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from meshwise.api.start import worker_slots
+from meshwise.api.supervise import PRELOAD, SIGNALS, forwarded_signals
+from meshwise.jobs.registry import find_in_file, find_job
+from meshwise.machine.find import describe
+from meshwise.parallel.apply import check_fits
+from meshwise.records.folder import source_of
+from meshwise.spec.errors import UsageError
+from meshwise.spec.options import takes
+from meshwise.spec.units import plural, rate_text, seconds_text
+from meshwise.spec.world import World
+from meshwise.terminal.notebook import shown_by
+from meshwise.timeline.views.live_progress import LiveView
+from meshwise.training.job import Job
+from meshwise.training.predict import SAID, digest_of, run_predict
+from meshwise.training.predict_options import PredictOptions
+from meshwise.workers.channel import Message
+from meshwise.workers.environment import started_by_launcher
+from meshwise.workers.join import join
+from meshwise.workers.launch import Halt, Listeners, launch
+
+QUIET_SECONDS = 10
+"""Without a line, before another says how far it is."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What `mw.predict` gives.
+
+    outputs: a row a sample, in the data's order: a tensor, or a list of what makes none; a dict or tuple of them where
+        the model gives one. None where a file was named.
+    samples, computed: how many there are, and how many of them this call computed: not those of a run that was stopped.
+    nan: the samples, as far as this call computed them, in whose output something is not a number.
+    """
+
+    samples: int
+    computed: int
+    outputs: Any
+    path: Path | None
+    nan: tuple[int, ...]
+    seconds: float
+    notes: tuple[str, ...]
+
+
+@takes(PredictOptions)
+def predict(options: PredictOptions) -> Predictions:
+    """Run a model over every sample of a data set once, in order, without gradients, on the devices of a plan.
+
+    The job is a Job, a word as on the command line (`train.py:job`), a model, or a function that builds one. The data
+    is a map-style dataset, or a tuple or dict of equally long tensors; by default the job's test set. `predict(model,
+    batch)` gives a row for each sample; by default what the model gives for the batch.
+
+    With `out` rows are written as they come, and a call that was stopped goes on where it was; without it they are
+    returned. Raises UsageError for what cannot be predicted, WorkerFailed when a worker fails, KeyboardInterrupt where
+    it was stopped.
+    """
+    found, code = predict_with(options, Console(stderr=True))
+    if code:
+        raise KeyboardInterrupt(f"stopped after {found.computed:,} samples of {found.samples:,}")
+    return found
+
+
+def predict_with(options: PredictOptions, console: Console) -> tuple[Predictions, int]:
+    """Predict, and show it on the console. Returns what came of it and the exit code: 0, or that of a signal."""
+    _check_files(options)
+    options = replace(options, data=_data_of(options))
+    if started_by_launcher():
+        results, stopped = [_joined(options)], 0
+    else:
+        results, stopped = _launched(options, console)
+    facts = results[0]
+    if facts is None:
+        raise UsageError("the prediction was stopped before its first sample.")
+    path = None if options.out is None else Path(options.out)
+    keys = ("samples", "computed", "outputs", "seconds", "notes")
+    found = Predictions(path=path, nan=tuple(facts["nan"]), **{key: facts[key] for key in keys})
+    if facts["done"] < found.samples:
+        where = "" if path is None else ". The same command goes on there"
+        word = SIGNALS.get(stopped, "a signal")
+        console.print(f"stopped by {word} after {facts['done']:,} of {found.samples:,} samples{where}", soft_wrap=True)
+        return found, 128 + (stopped or signal.SIGINT)
+    console.print(summary(found), soft_wrap=True, markup=False, highlight=False)
+    return found, 0
+
+
+def summary(found: Predictions) -> str:
+    """`10,003 samples in 12.3 s, 813 samples/s: predictions.jsonl`, and what is not a number."""
+    rate = f" in {seconds_text(found.seconds)}, {rate_text(found.computed / max(found.seconds, 1e-9))} samples/s"
+    earlier = found.samples - found.computed
+    where = "" if found.path is None else f": {found.path}"
+    lines = [f"{plural(found.samples, 'sample')}{rate if found.computed else ''}{where}"]
+    if earlier:
+        lines[0] += f" ({earlier:,} of them by an earlier call)"
+    if found.nan:
+        some = ", ".join(map(str, found.nan[:SAID])) + (" …" if len(found.nan) > SAID else "")
+        lines.append(f"not a number (NaN) in the output of {plural(len(found.nan), 'sample')}: {some}")
+    return "\n".join(lines)
+
+
+shown_by(Predictions, lambda found, width: summary(found))
+
+
+def _check_files(options: PredictOptions) -> None:
+    """Raises UsageError, before any worker starts, for files that are there or are not."""
+    if options.out is not None:
+        out = Path(options.out)
+        if out.exists() and (not options.overwrite or not out.is_file()):
+            raise UsageError(f"--out {out} exists. Name another file, or replace it with --overwrite.")
+        for folder in out.parents:
+            if folder.exists() and not folder.is_dir():
+                raise UsageError(f"--out {out}: {folder} is no folder. Name another file.")
+    if options.weights is not None:
+        path = Path(options.weights)
+        if not path.exists():
+            raise UsageError(f"--weights {path}: no such file or folder. Name a run's folder, or a .safetensors file.")
+        if path.is_file() and path.suffix not in (".safetensors", ".json"):
+            raise UsageError(
+                f"--weights {path}: weights are read from safetensors. Write them with safetensors.torch.save_file, or "
+                "load the file where the job builds its model."
+            )
+
+
+def _data_of(options: PredictOptions) -> Any:
+    """The data set that `file.py:name` names; a folder for the job's own function as it is."""
+    file, _, name = str(options.data).rpartition(":")
+    if isinstance(options.data, str) and file.endswith(".py"):
+        return find_in_file(Path(file), name)
+    return options.data
+
+
+def _job_of(options: PredictOptions) -> Job:
+    given, data, folder = options.job, options.data, None
+    if isinstance(data, str | Path):
+        data, folder = None, data
+    if isinstance(given, str | Job):
+        job = find_job(given, data=folder, seed=options.seed, args=options.args)
+        job = options.run_options.override(job)
+    else:
+        job = _of_model(given, data if folder is None else folder)
+        job = options.run_options.override(job)
+    changed = {"predict": options.predict, "collate": options.collate, "test": data}
+    return replace(job, **{name: value for name, value in changed.items() if value is not None})
+
+
+def _of_model(given: Any, data: Any) -> Job:
+    if not callable(given):
+        raise UsageError(f"a {type(given).__name__} is no model. Give a Job, an nn.Module, or a function that builds one.")
+    if data is None or isinstance(data, str | Path):
+        raise UsageError("a model is given without data. Write mw.predict(model, dataset).")
+    name = type(given).__name__ if isinstance(given, nn.Module) else getattr(given, "__name__", "model")
+    make = partial(_same, given) if isinstance(given, nn.Module) else given
+    return Job(name=name, model=make, loss=_no_loss, optimizer=_no_loss, data=data)
+
+
+def _same(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _no_loss(*_: Any) -> Any:
+    raise UsageError("a model that was given for its predictions is not trained.")
+
+
+def _origin(options: PredictOptions) -> dict[str, str]:
+    """What the outputs follow from that a worker does not know."""
+    if isinstance(options.job, str):
+        return {"source": source_of(options.job)}
+    if isinstance(options.job, nn.Module):
+        return {"model": digest_of([value for pair in options.job.state_dict().items() for value in pair])}
+    return {}
+
+
+def _launched(options: PredictOptions, console: Console) -> tuple[list[Any], int]:
+    _job_of(options)  # here too: what is wrong is reported before any worker starts
+    slots = worker_slots(options.run_options)
+    plan = options.run_options.plan_on(len(slots))
+    check_fits(plan, World(size=len(slots), device=slots[0].device))
+    halt = Halt()
+    with LiveView(console) as view, forwarded_signals(halt, view), _progress(console, view) as received:
+        view.print(f"{_job_of(options).name}  {plan}  {describe(slots)}")
+        listeners = Listeners(received, lambda stream, text: view.print(text.rstrip("\n")))
+        task = partial(_in_worker, options, _origin(options))
+        results = launch(task, (), slots, listeners=listeners, halt=halt, preload=PRELOAD)
+    return results, halt.signal if halt.wanted.is_set() else 0
+
+
+def _in_worker(options: PredictOptions, origin: dict[str, str]) -> dict[str, Any]:
+    return run_predict(_job_of(options), options, origin)
+
+
+def _joined(options: PredictOptions) -> dict[str, Any]:
+    """In this process, one of those that torchrun, srun, mpirun or mw.launch started. Collective."""
+    first = join().world.rank == 0
+    return run_predict(_job_of(options), options, _origin(options), _said if first else None)
+
+
+def _said(kind: str, **facts: Any) -> None:
+    if kind == "note":
+        print(facts["text"], file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _progress(console: Console, view: LiveView) -> Iterator[Callable[[int, Message], None]]:
+    """What takes the workers' messages: on a terminal how far they are is a line that changes."""
+    began, last = time.monotonic(), time.monotonic()
+
+    def text(message: Message) -> str:
+        done, samples = message["done"], message["samples"]
+        return f"{done:,} of {samples:,} samples ({done / samples:.0%})  {seconds_text(time.monotonic() - began)}"
+
+    def line(rank: int, message: Message) -> None:
+        nonlocal last
+        if message["kind"] == "note":
+            view.print(message["text"])
+        elif message["kind"] == "predicted" and time.monotonic() - last > QUIET_SECONDS:
+            last = time.monotonic()
+            view.print(text(message))
+
+    if not view.draws:
+        yield line
+        return
+    with console.status("predicting") as status:
+
+        def drawn(rank: int, message: Message) -> None:
+            if message["kind"] == "predicted":
+                status.update(text(message))
+            else:
+                line(rank, message)
+
+        yield drawn

@@ -1,0 +1,38 @@
+"""`meshwise predict`: run a model over every sample once, in order, under any plan."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import typer
+from rich.console import Console
+
+from meshwise import api
+from meshwise.commands.command_line import from_dataclass, is_script
+from meshwise.spec.errors import UsageError
+from meshwise.training.predict_options import PredictOptions
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+@from_dataclass
+def predict(options: PredictOptions) -> None:
+    """Run a job's model over every sample once, in order, without gradients, and write a row for each.
+
+    The same command goes on where it was stopped. Without --out the file is predictions.jsonl.
+
+    \b
+    meshwise predict mnist-cnn --weights runs/20261121-140502-mnist-cnn --devices 2xcpu
+    meshwise predict train.py:job --weights model.safetensors --out logits.safetensors
+    meshwise predict train.py:job --data new.py:samples --set shard=2 --set tensor=2 --devices 4xcpu
+    """
+    if is_script(options.job) and ":" not in options.job:
+        raise UsageError(
+            f"{options.job}: a script has no job to predict with. Name one in it, {options.job}:job, or call mw.predict "
+            "in the script."
+        )
+    print("starting", file=sys.stderr, flush=True)
+    given = replace(options, out=options.out or "predictions.jsonl")
+    raise typer.Exit(api.predict.predict_with(given, Console())[1])

@@ -1,0 +1,314 @@
+"""Predict: every sample once, in the data's order, on any number of devices; written as they come. Runs on every rank.
+
+Each global batch is divided over the ranks as an evaluation's is. After a few batches, rank 0 gets the rows of all
+ranks and writes them; how many that are follows from the time and the bytes that they took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.compat.tree import all_leaves
+from meshwise.parallel.apply import check_fits
+from meshwise.parallel.data import DROPOUT_NOTE
+from meshwise.parallel.deferred import constructed
+from meshwise.parallel.load import load_weights
+from meshwise.records import folder as names
+from meshwise.recovery.checkpoint import load_checkpoint
+from meshwise.recovery.state import compare_states
+from meshwise.spec.errors import CheckpointError, UsageError
+from meshwise.spec.plan import Plan
+from meshwise.training.engine import Engine
+from meshwise.training.job import Job
+from meshwise.training.loop import Data, make_engine, open_data, read_parts
+from meshwise.training.model_stream import seed_draws
+from meshwise.training.order import epoch_slices
+from meshwise.training.predict_options import PredictOptions
+from meshwise.training.predicted_rows import Predict, plain_call, rows_of
+from meshwise.training.prediction_files import (
+    Lines,
+    Memory,
+    Outputs,
+    PartialFolder,
+    Pieces,
+    Store,
+    saying_what_is_kept,
+)
+from meshwise.transfer import collectives
+from meshwise.workers.join import join
+
+Send = Callable[..., None]
+WRITE_SECONDS = 1.0  # from one write to the next: what a killed run loses
+WRITE_BYTES = 32 << 20  # of one rank, likewise: what rank 0 holds of each
+SAID = 5  # samples that are named where more have no number
+
+
+@dataclass
+class _Waiting:
+    """Rows of this rank that are not written yet, batch by batch."""
+
+    rows: list[Outputs] = field(default_factory=list)
+    nan: list[int] = field(default_factory=list)
+
+    def take(self, outputs: Outputs, indices: Tensor) -> None:
+        self.rows.append(outputs)
+        for rows in outputs.values():
+            if isinstance(rows, Tensor) and rows.is_floating_point() and rows.isnan().any():
+                self.nan += indices[: len(rows)][rows.flatten(1).isnan().any(1) if rows.dim() > 1 else rows.isnan()].tolist()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(rows.nbytes for each in self.rows for rows in each.values() if isinstance(rows, Tensor))
+
+
+def run_predict(
+    job: Job, options: PredictOptions, origin: Mapping[str, str], send: Send | None = None
+) -> dict[str, Any]:
+    """Predict on this rank. Collective: every rank calls it. Returns the facts of what was done.
+
+    origin: what the job was written in, and digests of what was given. send: gets notes and progress; the launcher by default. Raises UsageError for
+    what cannot be predicted.
+    """
+    session = join()
+    plan = options.run_options.plan_on(session.world.size)
+    check_fits(plan, session.world)
+    say = send or (session.channel.send if session.channel is not None else _nobody)
+    first = session.world.rank == 0
+
+    def note(text: str) -> None:
+        if first and text != DROPOUT_NOTE:  # nothing is dropped here
+            say("note", text=text)
+
+    engine = make_engine(session, plan, note)
+    try:
+        data = open_data(job, data_of(job, options)(), "data")
+        model, call = predicting(job, plan, engine, options.weights)
+        if options.weights is None and isinstance(options.job, str | Job):
+            engine.notify("no weights are given: the model is as the job builds it. Give some with --weights")
+        out = None if options.out is None else Path(options.out)
+        with _stored(first, out) as store:
+            facts = {**origin, **_facts(job, data, plan, options)} if first and out is not None else {}
+            done = _begun(store, facts, options, job.batch_size, engine)
+            if done:
+                engine.notify(f"going on after {done:,} of {data.samples:,} samples")
+            writer = _Writer(store, plan, session.world.rank, done, data.samples, say)
+            began = time.perf_counter()
+            predict_rows(engine, job, model, call, data, writer)
+            seconds = time.perf_counter() - began
+            outputs = store.finish() if first and not engine.stopped else None
+        collectives.barrier(collectives.everyone())
+    finally:
+        engine.close()
+    return {
+        "samples": data.samples,
+        "done": writer.written,
+        "computed": writer.written - done,
+        "nan": writer.nan,
+        "seconds": seconds,
+        "outputs": outputs,
+        "notes": tuple(engine.notes),
+    }
+
+
+def _nobody(kind: str, **facts: Any) -> None:
+    """Takes what nobody shows."""
+
+
+def data_of(job: Job, options: PredictOptions) -> Callable[[], Any]:
+    """Gives what is predicted: the test set, where the job has one."""
+    found = job.data if options.train or job.test is None else job.test
+    assert callable(found)
+    return found
+
+
+def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None) -> tuple[nn.Module, Predict]:
+    """The model of `job` under `plan` with its weights, in eval mode, and how it is called. Collective."""
+    torch.manual_seed(job.seed)
+    model, note = constructed(job.model) if plan.parameters_divided else (job.model(), "")
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"job '{job.name}': its model is a {type(model).__name__}. Give an nn.Module, or what builds one.")
+    engine.notify(note)
+    call = job.predict or plain_call(model, engine.notify)
+    state = _load(model, Path(weights)) if weights is not None else None
+    engine.add_models([model], plan)
+    if state is not None:
+        saved = load_checkpoint(state)["model"]
+        compare_states(model.state_dict(), saved)
+        model.load_state_dict(saved)
+    return model.eval(), call
+
+
+def _load(model: nn.Module, path: Path) -> Path | None:
+    """Load weights of a file, a folder or a finished run; of another run, the folder of its states, to load later."""
+    if not (path / names.RUN).exists():
+        load_weights(model, path)
+        return None
+    if (path / names.WEIGHTS).exists():
+        load_weights(model, path / names.WEIGHTS)
+        return None
+    if not (path / names.CHECKPOINTS).exists():
+        raise CheckpointError(f"{path}: the run has saved no weights and no state. Name another, or train it further.")
+    return path / names.CHECKPOINTS
+
+
+def predict_rows(engine: Engine, job: Job, model: nn.Module, call: Predict, data: Data, writer: _Writer) -> None:
+    """The loop over the samples that are not written yet. Collective."""
+    world, at = engine.world, writer.written
+    slices = epoch_slices(torch.arange(data.samples), job.batch_size, world, begin=at)
+    batches = read_parts(data, (parts[0] for parts in slices), 0, world.device)
+    with torch.no_grad():
+        for batch, part in engine.batches("the predictions", batches, job.batch_size):
+            engine.part = part
+            seed_draws(world, job.seed, at)
+            with engine.computing():
+                result = call(model, engine.cast(batch))
+            at += part.total
+            writer.take(rows_of(result, part, job.name), part.indices, at)
+    writer.flush(at)
+
+
+class _Writer:
+    """Brings the rows of all ranks to rank 0, every so many batches, and has them written. Collective."""
+
+    def __init__(self, store: Store, plan: Plan, rank: int, written: int, samples: int, say: Send) -> None:
+        self.written, self.nan = written, list[int]()
+        self._store, self._rank, self._samples, self._say = store, rank, samples, say
+        self._of_first = rank % plan.within_samples == 0  # others have the same rows
+        self._waiting, self._every, self._flushed = _Waiting(), 1, time.perf_counter()
+
+    def take(self, rows: Outputs, indices: Tensor, at: int) -> None:
+        """The rows of a batch; with it, samples up to `at` are there."""
+        self._waiting.take(rows, indices)
+        if len(self._waiting.rows) >= self._every:
+            self.flush(at)
+
+    def flush(self, at: int) -> None:
+        """Write what waits."""
+        if not self._waiting.rows:
+            return
+        now, waiting = time.perf_counter(), self._waiting
+        wanted = min(WRITE_SECONDS / max(now - self._flushed, 1e-6), WRITE_BYTES / max(waiting.nbytes, 1), 8)
+        pieces, nan = gathered(waiting.rows, waiting.nan) if self._of_first else ([], [])
+        every = max(1, int(len(waiting.rows) * wanted))
+        self._every = collectives.broadcast_object(every, collectives.everyone())
+        if self._rank == 0:
+            self._store.add(self.written, pieces)
+            self.nan += nan
+            self._say("predicted", done=at, samples=self._samples)
+        self.written, self._waiting, self._flushed = at, _Waiting(), time.perf_counter()
+
+
+def gathered(rows: Sequence[Outputs], nan: Sequence[int]) -> tuple[list[Outputs], list[int]]:
+    """On rank 0 the rows of all ranks, batch by batch, each in the order of ranks; and all that is in `nan`. Collective.
+
+    Tensors travel as bytes, whatever their shapes; lists are pickled.
+    """
+    mine = [{name: _form(value) for name, value in each.items()} for each in rows]
+    ranks = collectives.gather_objects((mine, nan))
+    if len(ranks) == 1:
+        return list(rows), list(nan)
+    tensors = [value for each in rows for value in each.values() if isinstance(value, Tensor)]
+    sent = torch.cat([value.contiguous().reshape(-1).view(torch.uint8) for value in tensors]) if tensors else None
+    if collectives.get_rank() != 0:
+        if sent is not None and len(sent):
+            collectives.send(sent, 0)
+        return [], []
+    every = [list(rows)]
+    for rank, (forms, _) in enumerate(ranks[1:], 1):
+        sizes = [form[2] for each in forms for form in each.values() if isinstance(form, tuple)]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+        if len(buffer):
+            collectives.receive(buffer, rank)
+        values = iter(buffer.split(sizes) if sizes else ())
+        every.append([{name: _value(form, values) for name, form in each.items()} for each in forms])
+    in_order = [each for batch in zip(*every, strict=True) for each in batch if len(next(iter(each.values())))]
+    return in_order, sorted(index for _, found in ranks for index in found)
+
+
+def _form(value: Any) -> Any:
+    """What of rows travels beside the bytes."""
+    return (tuple(value.shape), value.dtype, value.nbytes) if isinstance(value, Tensor) else value
+
+
+def _value(form: Any, parts: Iterator[Tensor]) -> Any:
+    if not isinstance(form, tuple):
+        return form
+    shape, dtype, _ = form
+    return next(parts).clone().view(dtype).reshape(shape)
+
+
+@contextlib.contextmanager
+def _stored(first: bool, out: Path | None) -> Iterator[Store]:
+    """Where rank 0 writes."""
+    if out is None or not first:
+        yield Memory()
+        return
+    folder = PartialFolder(out)
+    try:
+        with saying_what_is_kept(out):
+            yield Lines(folder) if out.suffix == ".jsonl" else Pieces(folder)
+    finally:
+        folder.close()
+
+
+def _begun(store: Store, facts: dict[str, Any], options: PredictOptions, batch: int, engine: Engine) -> int:
+    """How many samples are there already, on every rank. Collective: what rank 0 finds wrong is raised by all."""
+    done, wrong, note = 0, None, ""
+    if isinstance(store, Lines | Pieces):
+        try:
+            note = store.folder.open(facts, overwrite=options.overwrite)
+            done = store.begin(batch)
+        except UsageError as error:
+            wrong = str(error)
+    done, wrong, note = collectives.broadcast_object((done, wrong, note), collectives.everyone())
+    if wrong:
+        raise UsageError(wrong)
+    engine.notify(note)
+    return int(done)
+
+
+def _facts(job: Job, data: Data, plan: Plan, options: PredictOptions) -> dict[str, Any]:
+    """What the outputs follow from, beside the program: compared where a stopped run goes on."""
+    ends = torch.tensor([0, data.samples // 2, data.samples - 1])
+    weights = None if options.weights is None else digest_of_file(Path(options.weights))
+    return {
+        "job": job.name,
+        "samples": data.samples,
+        "data": digest_of(list(all_leaves(next(iter(data.read([ends], 0)))))),
+        "weights": weights,
+        "seed": job.seed,
+        "arguments": list(options.args),
+        "precision": f"{plan.dtypes.stored} computed in {plan.dtypes.computed}",
+    }
+
+
+def digest_of(leaves: Sequence[Any]) -> str:
+    """A digest of tensors and plain values."""
+    digest = hashlib.sha256()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            digest.update(leaf.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, str | int | float | bytes):
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()[:16]
+
+
+def digest_of_file(path: Path) -> str:
+    """A digest of 64 places of each file of weights: another training changes all of them, another folder none."""
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*.safetensors")) or sorted(path.rglob("step-*.pt")) if path.is_dir() else [path]:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            for place in range(0, size, max(size // 64, 1)):
+                opened.seek(place)
+                digest.update(opened.read(4096))
+    return digest.hexdigest()[:16]
