@@ -154,13 +154,15 @@ def _job_of(options: PredictOptions) -> Job:
     else:
         job = _of_model(given, data if folder is None else folder)
         job = options.run_options.override(job)
-    changed = {"predict": options.predict, "collate": options.collate, "test": data}
+    changed: dict[str, Any] = {"predict": options.predict, "collate": options.collate, "test": data}
     return replace(job, **{name: value for name, value in changed.items() if value is not None})
 
 
 def _of_model(given: Any, data: Any) -> Job:
     if not callable(given):
-        raise UsageError(f"a {type(given).__name__} is no model. Give a Job, an nn.Module, or a function that builds one.")
+        raise UsageError(
+            f"a {type(given).__name__} is no model. Give a Job, an nn.Module, or a function that builds one."
+        )
     if data is None or isinstance(data, str | Path):
         raise UsageError("a model is given without data. Write mw.predict(model, dataset).")
     name = type(given).__name__ if isinstance(given, nn.Module) else getattr(given, "__name__", "model")

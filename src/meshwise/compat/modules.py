@@ -29,3 +29,10 @@ def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
     own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     left_out = module._non_persistent_buffers_set
     return {name: tensor for name, tensor in own.items() if tensor is not None and name not in left_out}
+
+
+def generates_together(model: nn.Module) -> None:
+    """Let `generate` of transformers go on, on every rank, until all have ended: each of its steps gathers parameters."""
+    for module in model.modules():
+        if hasattr(module, "generate"):
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from meshwise.compat import sharding
+from meshwise.compat.modules import generates_together
 from meshwise.compat.optimizers import takes_hooks
 from meshwise.compat.reducer import default_store
 from meshwise.compat.whole_values import plain_loss, read_whole
@@ -49,7 +50,6 @@ from meshwise.parallel.technique import Setup, Technique
 from meshwise.parallel.trial import unlike_by_parameters, unlike_on_parts
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
-from meshwise.spec.words import some
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import agree
@@ -311,11 +311,8 @@ def note_what_was_not_gathered(error: BaseException) -> None:
 def _apply(setup: Setup) -> None:
     if not setup.plan.parameters_divided or setup.plan.data * setup.plan.shard == 1:
         return
-    contiguous = make_contiguous(setup.model)
-    if contiguous:
-        setup.notes.append(
-            f"shard: {some(contiguous)} are contiguous now, as parts must be; transposed or channels_last is undone."
-        )
+    generates_together(setup.model)
+    setup.notes += make_contiguous(setup.model)
     sharded = setup.reduction = Sharded(setup)
     register_model_load_hooks(setup.model)
     read_whole(sharded.whole_mesh, meet, sharded.weighed)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshwise.compat.tree import tensors_in
 from meshwise.parallel.blocks import called_in, repeated_blocks
 from meshwise.spec.errors import PlanError
+from meshwise.spec.words import some
 
 SMALL = 4096  # elements: below, a collective of its own costs more than keeping the layer's parameters gathered
 
@@ -69,11 +70,13 @@ def check_can_be_sharded(model: nn.Module, module: nn.Module) -> None:
 
 
 def make_contiguous(model: nn.Module) -> list[str]:
-    """Make parameters contiguous in memory, in place, where they are not; returns their names."""
+    """Make parameters contiguous in memory, in place, where they are not; returns what is to be said of it."""
     changed = [(name, p) for name, p in model.named_parameters() if not p.is_contiguous()]
     for _, p in changed:
         p.data = p.data.contiguous()
-    return [name for name, _ in changed]
+    found = some([name for name, _ in changed])
+    said = f"shard: {found} are contiguous now, as parts must be; transposed or channels_last is undone."
+    return [said] if changed else []
 
 
 AGAIN = (

@@ -52,7 +52,7 @@ class Agreed:
     parameters. notify: takes a line for the user; an empty one says nothing."""
 
     def __init__(self, world: World, settings: Callable[[], Settings], notify: Callable[[str], None]) -> None:
-        self._world, self.settings, self.notify = world, settings, notify
+        self.world, self.settings, self.notify = world, settings, notify
         self.batches: Batches | None = None
         self.shapes = BatchShapes()
         self._now: Settings = ()
@@ -103,14 +103,14 @@ class Agreed:
 
     def compare_batches(self, parts: Iterable[tuple[Any, BatchSlice]], place: str) -> None:
         """Of the first steps of a job, whose losses carry nothing. Collective."""
-        if self._world.size > 1 and self.shapes.backwards < STEPS_OF_A_JOB:
+        if self.world.size > 1 and self.shapes.backwards < STEPS_OF_A_JOB:
             for number, (batch, part) in enumerate(parts):
                 self.shapes.given(number, batch, part, place)
-            signs = self.signs(torch.zeros((), device=self._world.device))
+            signs = self.signs(torch.zeros((), device=self.world.device))
             self.compare(collectives.all_reduce_mean(signs.clone(), of="shapes"))
 
     def _check(self, means: Tensor, held: tuple[list[Any], Settings]) -> None:
-        if float(means.abs().min()) > 1 - 1 / self._world.size:
+        if float(means.abs().min()) > 1 - 1 / self.world.size:
             return
         told = None if self.batches is None else self.batches.told(held[0])
         ranks = collectives.gather_objects((told, held[1]))

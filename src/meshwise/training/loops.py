@@ -43,7 +43,7 @@ class Loops:
     """The loops of a script that are open, one inside the other or side by side."""
 
     def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._open: list[LoopRead] = []
         self._round: list[LoopRead] = []  # those that have given a batch since the last backward, each its newest
         self._weighed = False  # that backward was weighed by the program, and of one of these
@@ -56,7 +56,7 @@ class Loops:
     def begin(self, part: BatchSlice, read: LoopRead) -> None:
         """A loop gives a batch."""
         read.samples.append(part.samples)
-        read.padded |= part.total < self._ranks
+        read.padded |= part.total < self.ranks
         read.part = part
         if read in self._open:
             self._open.remove(read)
@@ -85,8 +85,8 @@ class Loops:
         weighed: the value does not need the shares, only which ranks have padding.
         """
         parts = [read.part for read in self._round if read.part is not None]
-        padded = {min(part.total, self._ranks) for part in parts}
-        shares = {None if part.total % self._ranks == 0 else part.total for part in parts}
+        padded = {min(part.total, self.ranks) for part in parts}
+        shares = {None if part.total % self.ranks == 0 else part.total for part in parts}
         own = {(part.samples * parts[0].total, parts[0].samples * part.total) for part in parts}
         if len(padded) < 2 and (weighed or (len(shares) < 2 and all(a == b for a, b in own))):
             return
@@ -98,7 +98,7 @@ class Loops:
             f"have different shares, so it is not known what this is a mean over. "
             + (
                 f"Call {each}{how}, and say how many samples that is a mean over: weight=len(x). Or use batch sizes "
-                f"that {self._ranks} divides, with drop_last=True."
+                f"that {self.ranks} divides, with drop_last=True."
                 if len(padded) < 2
                 else f"Call {each}{how}, before the next loader gives its batch. Or use drop_last=True."
             )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,9 @@ class _Waiting:
         self.rows.append(outputs)
         for rows in outputs.values():
             if isinstance(rows, Tensor) and rows.is_floating_point() and rows.isnan().any():
-                self.nan += indices[: len(rows)][rows.flatten(1).isnan().any(1) if rows.dim() > 1 else rows.isnan()].tolist()
+                self.nan += indices[: len(rows)][
+                    rows.flatten(1).isnan().any(1) if rows.dim() > 1 else rows.isnan()
+                ].tolist()
 
     @property
     def nbytes(self) -> int:
@@ -75,8 +77,8 @@ def run_predict(
 ) -> dict[str, Any]:
     """Predict on this rank. Collective: every rank calls it. Returns the facts of what was done.
 
-    origin: what the job was written in, and digests of what was given. send: gets notes and progress; the launcher by default. Raises UsageError for
-    what cannot be predicted.
+    origin: what the job was written in, and digests of what was given. send: gets notes and progress; the launcher by
+    default. Raises UsageError for what cannot be predicted.
     """
     session = join()
     plan = options.run_options.plan_on(session.world.size)
@@ -126,8 +128,7 @@ def _nobody(kind: str, **facts: Any) -> None:
 def data_of(job: Job, options: PredictOptions) -> Callable[[], Any]:
     """Gives what is predicted: the test set, where the job has one."""
     found = job.data if options.train or job.test is None else job.test
-    assert callable(found)
-    return found
+    return cast("Callable[[], Any]", found)
 
 
 def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None) -> tuple[nn.Module, Predict]:
@@ -135,7 +136,9 @@ def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None)
     torch.manual_seed(job.seed)
     model, note = constructed(job.model) if plan.parameters_divided else (job.model(), "")
     if not isinstance(model, nn.Module):
-        raise UsageError(f"job '{job.name}': its model is a {type(model).__name__}. Give an nn.Module, or what builds one.")
+        raise UsageError(
+            f"job '{job.name}': its model is a {type(model).__name__}. Give an nn.Module, or what builds one."
+        )
     engine.notify(note)
     call = job.predict or plain_call(model, engine.notify)
     state = _load(model, Path(weights)) if weights is not None else None
@@ -208,9 +211,9 @@ class _Writer:
 
 
 def gathered(rows: Sequence[Outputs], nan: Sequence[int]) -> tuple[list[Outputs], list[int]]:
-    """On rank 0 the rows of all ranks, batch by batch, each in the order of ranks; and all that is in `nan`. Collective.
+    """On rank 0 the rows of all ranks, batch by batch, each in the order of ranks; and all that is in `nan`.
 
-    Tensors travel as bytes, whatever their shapes; lists are pickled.
+    Collective. Tensors travel as bytes, whatever their shapes; lists are pickled.
     """
     mine = [{name: _form(value) for name, value in each.items()} for each in rows]
     ranks = collectives.gather_objects((mine, nan))

@@ -77,5 +77,7 @@ class PredictOptions:
     @property
     def run_options(self) -> RunOptions:
         """What predictions have in common with a run."""
-        given = {name: getattr(self, name) for name in ("devices", "plan", "settings", "precision", "batch_size", "seed")}
+        given = {
+            name: getattr(self, name) for name in ("devices", "plan", "settings", "precision", "batch_size", "seed")
+        }
         return RunOptions(**given)

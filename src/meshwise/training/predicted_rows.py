@@ -37,9 +37,9 @@ def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
             known = {name: value for name, value in batch.items() if takes_all or name in names}
             lacking = [p.name for p in needed if p.name not in known and not takes_all]
             if lacking or not known:
-                raise UsageError(f"the batches are dicts of {some(map(str, batch))}, and {asks}. {HOW}")
+                raise UsageError(f"the batches are dicts of {some(list(map(str, batch)))}, and {asks}. {HOW}")
             if left := [name for name in batch if name not in known]:
-                notify(f"{asks}: {some(map(str, left))} of the batches is not given to it")
+                notify(f"{asks}: {some(list(map(str, left)))} of the batches is not given to it")
             return model(**known)
         if isinstance(batch, tuple | list):
             if len(needed) > len(batch):

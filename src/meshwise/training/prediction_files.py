@@ -179,7 +179,9 @@ def _texts(rows: Any) -> list[str]:
         try:
             return [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
         except (TypeError, ValueError) as error:
-            raise UsageError(f"a prediction cannot be written as JSON: {error}. Give tensors, or plain values.") from None
+            raise UsageError(
+                f"a prediction cannot be written as JSON: {error}. Give tensors, or plain values."
+            ) from None
     texts = list(map(json.dumps, rows.tolist()))
     if rows.is_floating_point() and not math.isfinite(rows.sum()):
         texts = [text.replace("NaN", "null").replace("Infinity", "1e999") for text in texts]

@@ -16,6 +16,7 @@ from meshwise.training.engine import Engine
 from meshwise.training.keyed import ExactDraws
 from meshwise.training.plan_choice import plan_of_run
 from meshwise.training.recording import record_script
+from meshwise.transfer import collectives
 from meshwise.workers.environment import EXACT_RANDOM
 from meshwise.workers.join import join, rank_context
 
@@ -66,7 +67,8 @@ def session() -> Iterator[None]:
     For a sweep in one process, where each run may have a plan of its own. Without a session everything belongs to the
     process; models that the program lets go are let go in both cases.
     """
-    outer = default_engine()
+    outer, divided = default_engine(), collectives.dividing()
+    collectives.divide_among(None)
     inner = _new()
     if outer.watcher is not None:
         inner.watch(outer.watcher)
@@ -77,6 +79,7 @@ def session() -> Iterator[None]:
         _engines.remove(inner)
         outer.has_applied |= inner.has_applied
         inner.close()
+        collectives.divide_among(divided)
 
 
 def program_ends() -> None:
@@ -89,6 +92,7 @@ def end_sessions() -> None:
     """Close the default engine and all sessions inside it: what is distributed afterwards begins anew."""
     while _engines:
         _engines.pop().close()
+    collectives.divide_among(None)
 
 
 def _new() -> Engine:

@@ -44,7 +44,7 @@ class UndistributedLoops:
     """Watches them from its making until `close`. reads: the newest batch of the program. say: takes a sentence."""
 
     def __init__(self, reads: Loops, world: World, say: Callable[[str], None]) -> None:
-        self._reads, self._world, self._say = reads, world, say
+        self._reads, self.world, self._say = reads, world, say
         self._known: weakref.WeakKeyDictionary[Any, WholeRead] = weakref.WeakKeyDictionary()
         self._key, self._compared = f"meshwise/undistributed/{next(_made)}", 0
         self.said: list[str] = []
@@ -66,14 +66,14 @@ class UndistributedLoops:
     @contextlib.contextmanager
     def adding(self, verb: str, value: Any) -> Iterator[None]:
         """Around a collective that adds up `value` over the ranks."""
-        loop, ranks = self._reads.whole, self._world.size
+        loop, ranks = self._reads.whole, self.world.size
         if loop is None or loop.compared == MOST:
             yield
             return
         loop.compared += 1
         self._compared += 1
         store, keys = default_store(), [f"{self._key}/{self._compared}/{rank}" for rank in range(ranks)]
-        store.set(keys[self._world.rank], json.dumps([loop.place, [loop.batches, loop.total, *_numbers(value)]]))
+        store.set(keys[self.world.rank], json.dumps([loop.place, [loop.batches, loop.total, *_numbers(value)]]))
         yield  # every rank has been in it: what all have written is there
         if store.check(keys) and _are_same([json.loads(store.get(key)) for key in keys]):
             loop.compared = MOST

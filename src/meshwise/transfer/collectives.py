@@ -54,6 +54,11 @@ def divide_among(group: Group) -> None:
     _dividing[0] = group
 
 
+def dividing() -> Group:
+    """The group that `divide_among` was given last."""
+    return _dividing[0]
+
+
 def everyone() -> Group:
     """The group of the whole run."""
     return dist.group.WORLD if dist.is_initialized() else None

@@ -194,7 +194,8 @@ def _narrow(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any:
     """`cat` and, with a `new` dim, `stack`."""
-    tensors = list(args[0])
+    empty = torch.Size([0])  # the start of a cache: it adds nothing
+    tensors = [each for each in args[0] if new or whole_shape(each) != empty]
     first = max((each for each in tensors if isinstance(each, SplitTensor)), key=lambda each: whole_shape(each).numel())
     dims = first.dim()
     dim = _positive(args[1] if len(args) > 1 else kwargs.get("dim", 0), dims + new)
