@@ -220,15 +220,18 @@ def _said(kind: str, **facts: Any) -> None:
 def _progress(console: Console, view: LiveView) -> Iterator[Callable[[int, Message], None]]:
     """What takes the workers' messages: on a terminal how far they are is a line that changes."""
     began, last = time.monotonic(), time.monotonic()
+    samples = 1
 
     def text(message: Message) -> str:
-        done, samples = message["done"], message["samples"]
+        done = message["done"]
         return f"{done:,} of {samples:,} samples ({done / samples:.0%})  {seconds_text(time.monotonic() - began)}"
 
     def line(rank: int, message: Message) -> None:
-        nonlocal last
+        nonlocal last, samples
         if message["kind"] == "note":
             view.print(message["text"])
+        elif message["kind"] == "begun":
+            samples = message["samples"]
         elif message["kind"] == "predicted" and time.monotonic() - last > QUIET_SECONDS:
             last = time.monotonic()
             view.print(text(message))

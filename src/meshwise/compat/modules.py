@@ -32,7 +32,7 @@ def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def generates_together(model: nn.Module) -> None:
-    """Let `generate` of transformers go on, on every rank, until all have ended: each of its steps gathers parameters."""
+    """Let `generate` of transformers go on, on every rank, until all have ended: its steps gather parameters."""
     for module in model.modules():
         if hasattr(module, "generate"):
             module._is_fsdp_managed_module = True  # type: ignore[assignment]

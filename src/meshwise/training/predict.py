@@ -100,13 +100,15 @@ def run_predict(
         with _stored(first, out) as store:
             facts = {**origin, **_facts(job, data, plan, options)} if first and out is not None else {}
             done = _begun(store, facts, options, job.batch_size, engine)
+            say("begun", samples=data.samples)
             if done:
                 engine.notify(f"going on after {done:,} of {data.samples:,} samples")
-            writer = _Writer(store, plan, session.world.rank, done, data.samples, say)
+            writer = _Writer(store, out, plan, session.world.rank, done, say)
             began = time.perf_counter()
             predict_rows(engine, job, model, call, data, writer)
             seconds = time.perf_counter() - began
-            outputs = store.finish() if first and not engine.stopped else None
+            with saying_what_is_kept(out):
+                outputs = store.finish() if first and not engine.stopped else None
         collectives.barrier(collectives.everyone())
     finally:
         engine.close()
@@ -182,9 +184,9 @@ def predict_rows(engine: Engine, job: Job, model: nn.Module, call: Predict, data
 class _Writer:
     """Brings the rows of all ranks to rank 0, every so many batches, and has them written. Collective."""
 
-    def __init__(self, store: Store, plan: Plan, rank: int, written: int, samples: int, say: Send) -> None:
+    def __init__(self, store: Store, out: Path | None, plan: Plan, rank: int, written: int, say: Send) -> None:
         self.written, self.nan = written, list[int]()
-        self._store, self._rank, self._samples, self._say = store, rank, samples, say
+        self._store, self._out, self._rank, self._say = store, out, rank, say
         self._of_first = rank % plan.within_samples == 0  # others have the same rows
         self._waiting, self._every, self._flushed = _Waiting(), 1, time.perf_counter()
 
@@ -204,9 +206,10 @@ class _Writer:
         every = max(1, int(len(waiting.rows) * wanted))
         self._every = collectives.broadcast_object(every, collectives.everyone())
         if self._rank == 0:
-            self._store.add(self.written, pieces)
+            with saying_what_is_kept(self._out):
+                self._store.add(self.written, pieces)
             self.nan += nan
-            self._say("predicted", done=at, samples=self._samples)
+            self._say("predicted", done=at)
         self.written, self._waiting, self._flushed = at, _Waiting(), time.perf_counter()
 
 
@@ -257,8 +260,7 @@ def _stored(first: bool, out: Path | None) -> Iterator[Store]:
         return
     folder = PartialFolder(out)
     try:
-        with saying_what_is_kept(out):
-            yield Lines(folder) if out.suffix == ".jsonl" else Pieces(folder)
+        yield Lines(folder) if out.suffix == ".jsonl" else Pieces(folder)
     finally:
         folder.close()
 
@@ -268,8 +270,9 @@ def _begun(store: Store, facts: dict[str, Any], options: PredictOptions, batch: 
     done, wrong, note = 0, None, ""
     if isinstance(store, Lines | Pieces):
         try:
-            note = store.folder.open(facts, overwrite=options.overwrite)
-            done = store.begin(batch)
+            with saying_what_is_kept(store.folder.out):
+                note = store.folder.open(facts, overwrite=options.overwrite)
+                done = store.begin(batch)
         except UsageError as error:
             wrong = str(error)
     done, wrong, note = collectives.broadcast_object((done, wrong, note), collectives.everyone())
