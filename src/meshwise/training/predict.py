@@ -96,7 +96,7 @@ def run_predict(
         model, call = predicting(job, plan, engine, options.weights)
         if options.weights is None and isinstance(options.job, str | Job):
             engine.notify("no weights are given: the model is as the job builds it. Give some with --weights")
-        out = None if options.out is None else Path(options.out)
+        out, began = None if options.out is None else Path(options.out), time.perf_counter()
         with _stored(first, out) as store:
             facts = {**origin, **_facts(job, data, plan, options)} if first and out is not None else {}
             done = _begun(store, facts, options, job.batch_size, engine)
@@ -104,11 +104,10 @@ def run_predict(
             if done:
                 engine.notify(f"going on after {done:,} of {data.samples:,} samples")
             writer = _Writer(store, out, plan, session.world.rank, done, say)
-            began = time.perf_counter()
             predict_rows(engine, job, model, call, data, writer)
-            seconds = time.perf_counter() - began
             with saying_what_is_kept(out):
                 outputs = store.finish() if first and not engine.stopped else None
+            seconds = time.perf_counter() - began
         collectives.barrier(collectives.everyone())
     finally:
         engine.close()
