@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from meshwise.parallel.mesh import divide_work
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_devices import check_devices, on_one_device
