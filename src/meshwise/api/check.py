@@ -38,7 +38,7 @@ from meshwise.parallel.apply import check_fits
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.options import refuse_options_of_jobs, takes
-from meshwise.spec.plan import AXES, Plan, plan_from_settings, plan_on, plan_to_toml
+from meshwise.spec.plan import AXES, Plan, devices_of, plan_from_settings, plan_on, plan_to_toml
 from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.plan_file import read_plan
 from meshwise.spec.world import World
@@ -139,7 +139,7 @@ def _plan(options: CheckOptions) -> Plan:
     if options.plan is not None:
         return plan_from_settings(options.settings, read_plan(options.plan, count))
     axes = [setting for setting in options.settings if setting.partition("=")[0].strip() in AXES]
-    named = plan_from_settings(axes).devices
+    named = devices_of(axes)
     return plan_on(named if options.devices is None and named > 1 else count, options.settings)
 
 

@@ -158,6 +158,18 @@ def send_receive(sends: Pairs, receives: Pairs, group: Group) -> None:
         _copy_back(tensor, buffer)
 
 
+def begin_send(tensor: Tensor, target: int, group: Group) -> Callable[[], None]:
+    """Begin to send to a rank of the group; what is returned waits for it, and holds what is sent until then."""
+    buffer = as_bytes(tensor)
+    work = dist.isend(buffer, group=group, group_dst=target) if buffer.nbytes else None
+
+    def wait(held: Tensor = buffer) -> None:
+        if work is not None:
+            work.wait()
+
+    return wait
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of `tensor`, flat; of a copy where its elements do not lie one after the other in memory."""
     return _contiguous(tensor.detach()).reshape(-1).view(torch.uint8)

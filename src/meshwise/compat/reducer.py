@@ -20,15 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 Hook = Callable[[GradBucket], torch.futures.Future[Tensor]]
 
 
-def make_reducer(parameters: Sequence[nn.Parameter], bucket_mb: int, hook: Hook) -> DistributedDataParallel:
-    """A DDP over `parameters` alone, whose buckets are reduced by `hook`. Broadcasts the parameters of rank 0.
+def make_reducer(
+    parameters: Sequence[nn.Parameter], bucket_mb: int, hook: Hook, group: Any = None
+) -> DistributedDataParallel:
+    """A DDP over `parameters` alone, whose buckets are reduced by `hook` over `group`. Broadcasts the parameters of rank 0.
 
     Collective. Raises RuntimeError where this torch has no reducer to arm.
     """
     holder = nn.Module()
     holder.held = nn.ParameterList(parameters)
     # No sync: the ranks hold the same already, and a parameter that is written may be waiting for a backward.
-    ddp = DistributedDataParallel(holder, bucket_cap_mb=bucket_mb, init_sync=False)
+    ddp = DistributedDataParallel(holder, bucket_cap_mb=bucket_mb, init_sync=False, process_group=group)
     for name in ("_rebuild_buckets", "prepare_for_forward", "prepare_for_backward"):
         if not hasattr(ddp.reducer, name):
             raise RuntimeError(f"torch {torch.__version__} has no Reducer.{name}; meshwise needs torch 2.11 to 2.15.")

@@ -22,7 +22,8 @@ from meshwise.equivalence.trace import Divergence, Named, StepTrace, Trace
 from meshwise.spec.world import World
 from meshwise.training.keyed import Rows
 from meshwise.training.order import BatchSlice
-from meshwise.transfer.collectives import gather_objects, get_rank
+from meshwise.transfer import stages
+from meshwise.transfer.collectives import Group, gather_objects, get_rank
 
 LACKS = float("inf")  # how much a rank differs from the others that lacks what they have
 TINY = torch.finfo(torch.float64).tiny
@@ -37,28 +38,30 @@ class _Arrays(pickle.Pickler):
         return NotImplemented
 
 
-def to_rank_0(value: Any) -> list[Any]:
-    """`value` of every rank, in rank order, on rank 0; nothing on the others. Collective."""
+def to_rank_0(value: Any, group: Group = None) -> list[Any]:
+    """`value` of every rank of a group, in rank order, on its rank 0; nothing on the others. Collective."""
     written = io.BytesIO()
     _Arrays(written, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    parts = gather_objects(written.getvalue())
-    return [pickle.loads(part) for part in parts] if get_rank() == 0 else []
+    parts = gather_objects(written.getvalue(), group)
+    return [pickle.loads(part) for part in parts] if get_rank(group) == 0 else []
 
 
-def of_any_rank(named: dict[str, Any]) -> dict[str, Any]:
+def of_any_rank(named: dict[str, Any], group: Group = None) -> dict[str, Any]:
     """What any rank has, by name, from the first that has it: a divided optimizer keeps its state on one rank."""
-    names = gather_objects(list(named))
-    earlier = {name for others in names[: get_rank()] for name in others}
-    parts = to_rank_0({name: value for name, value in named.items() if name not in earlier})
+    names = gather_objects(list(named), group)
+    earlier = {name for others in names[: get_rank(group)] for name in others}
+    parts = to_rank_0({name: value for name, value in named.items() if name not in earlier}, group)
     return {name: value for part in reversed(parts) for name, value in part.items()}
 
 
-def tensors_diverge(kind: str, named: Mapping[str, Tensor], *, divided: bool = False) -> Divergence:
+def tensors_diverge(
+    kind: str, named: Mapping[str, Tensor], *, divided: bool = False, group: Group = None
+) -> Divergence:
     """How much ranks differ from the first in each tensor, relative to its size there; those that agree are left out.
 
     divided: each rank may have some of them only. Collective; for rank 0.
     """
-    ranks = to_rank_0({name: sketch(value.double()) for name, value in named.items()})
+    ranks = to_rank_0({name: sketch(value.double()) for name, value in named.items()}, group)
     found = {}
     for name in {name for sketches in ranks for name in sketches}:
         held = [sketches[name] for sketches in ranks if name in sketches]
@@ -71,9 +74,9 @@ def tensors_diverge(kind: str, named: Mapping[str, Tensor], *, divided: bool = F
     return found
 
 
-def numbers_diverge(kind: str, named: Mapping[str, float]) -> Divergence:
+def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) -> Divergence:
     """The same for numbers. Collective; every rank gets it."""
-    ranks = gather_objects(dict(named))
+    ranks = gather_objects(dict(named), group)
     found = {}
     for name in {name for numbers in ranks for name in numbers}:
         held = [numbers.get(name, LACKS) for numbers in ranks]
@@ -142,6 +145,24 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
     }
     step.low_precision = low_precision_on_any(step.parameters)
     step.optimizer_state, step.clipped_gradients = of_any_rank(state), of_any_rank(step.clipped_gradients)
+    _join_stages(step)
+
+
+def _join_stages(step: StepTrace) -> None:
+    """Complete `step`, of which each stage of a pipeline has its own part, on the first. Collective."""
+    pipe = stages.pipe()
+    if pipe is None:
+        return
+    group = pipe.group
+    for name in ("gradients", "clipped_gradients", "optimizer_state", "parameters", "buffers"):
+        named = getattr(step, name)
+        step.rank_divergence |= tensors_diverge(name.replace("_", " "), named, divided=True, group=group)
+        setattr(step, name, of_any_rank(named, group))
+    step.rank_divergence |= numbers_diverge("loss", {"loss": step.loss}, group)
+    step.low_precision = of_any_rank(step.low_precision, group)
+    step.rank_divergence = of_any_rank(step.rank_divergence, group)
+    step.outputs = [output for outputs in to_rank_0(step.outputs, group) for output in outputs]
+    step.rng_mismatch = any(gather_objects(step.rng_mismatch, group))
 
 
 def collect_run(trace: Trace) -> None:
@@ -151,3 +172,11 @@ def collect_run(trace: Trace) -> None:
     trace.random_modules = set().union(*gather_objects(trace.random_modules))
     trace.evaluation_draws = max(gather_objects(trace.evaluation_draws))
     trace.rank_divergence |= numbers_diverge("evaluation", trace.evaluation)
+    pipe = stages.pipe()
+    if pipe is not None:
+        for kind, named in (("parameters", trace.initial_parameters), ("buffers", trace.initial_buffers)):
+            trace.rank_divergence |= tensors_diverge(f"initial {kind}", named, divided=True, group=pipe.group)
+        trace.initial_parameters = of_any_rank(trace.initial_parameters, pipe.group)
+        trace.initial_buffers = of_any_rank(trace.initial_buffers, pipe.group)
+        trace.unkeyed = set().union(*gather_objects(trace.unkeyed, pipe.group))
+        trace.random_modules = set().union(*gather_objects(trace.random_modules, pipe.group))

@@ -27,7 +27,7 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.engine import Engine
 from meshwise.training.job import Job
-from meshwise.training.keyed import Rows
+from meshwise.training.keyed import KeyedDraws, Rows
 from meshwise.training.order import BatchSlice
 from meshwise.transfer.agreement import wait_for_all
 from meshwise.transfer.collectives import gather_objects
@@ -61,6 +61,8 @@ class EngineWatcher:
         self._model: nn.Module = nn.Module()
         self._batch: tuple[Rows, list[list[int]]] | None = None
         self._forward: contextlib.ExitStack | None = None
+        self._place: tuple[int, int] | None = None  # stage and microbatch, in a pipeline
+        self._waiting: dict[tuple[int, int], tuple[tuple[Rows, list[list[int]]], KeyedDraws]] = {}
         self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, until the next backward
         self._in_step = self._split = False
         self._reduced = 0.0  # a sum of the parameters when gradients were reduced last
@@ -128,7 +130,8 @@ class EngineWatcher:
         self._end_forward(discard=True)
         if self._batch is not None and self.tracer is not None:
             self._forward = contextlib.ExitStack()
-            self._forward.enter_context(self.tracer.forward(self._batch[0], alike=self._split))
+            number = None if self._place is None else self._place[1]
+            self._forward.enter_context(self.tracer.forward(self._batch[0], alike=self._split, number=number))
 
     def _end_forward(self, *, discard: bool) -> None:
         """discard: it had no backward."""
@@ -139,13 +142,26 @@ class EngineWatcher:
         if discard:
             self.tracer.discard()
 
+    def in_stage(self, stage: int, microbatch: int) -> None:
+        """The coming forward or backward is that of a microbatch in a stage of a pipeline."""
+        self._place = stage, microbatch
+
+    def forward_ends(self) -> None:
+        """The forward in a stage is over, and waits for its backward."""
+        self._end_forward(discard=False)
+        if self._place is not None and self._batch is not None and self.tracer is not None:
+            self._waiting[self._place] = self._batch, self.tracer.draws
+
     @contextlib.contextmanager
     def backward(self, reduce: bool) -> Iterator[None]:
         """Around the backward of a microbatch."""
         self._wait_for_ranks("mw.backward")
         self.found.backwards += 1
         self._loops.backward()
-        if self._forward is None or self._batch is None or self.tracer is None:
+        waiting = None if self._place is None else self._waiting.pop(self._place, None)
+        if waiting is not None and self.tracer is not None:
+            self._batch, self.tracer.draws = waiting
+        if (self._forward is None and waiting is None) or self._batch is None or self.tracer is None:
             yield
             return
         self._end_forward(discard=False)
@@ -155,8 +171,9 @@ class EngineWatcher:
             self.tracer.forget_gradients()
         with self.tracer.backward():
             yield
-        self.tracer.step.samples.append(self._batch[1])
-        if reduce:
+        if self._place is None or self._place[1] == len(self.tracer.step.samples):
+            self.tracer.step.samples.append(self._batch[1])
+        if reduce and self._job is None:
             self.tracer.step.gradients = gradients_of(self._model)
             self._reduced = local_sum(self._model)
         if self._job is None:
@@ -165,6 +182,8 @@ class EngineWatcher:
     def loss_known(self, loss: Tensor, own: Tensor) -> None:
         """The global loss of the backwards since the last one that reduced, and this rank's own."""
         if self.tracer is not None:
+            if self._job is not None:  # complete by now: what stages of a pipeline share is added up last
+                self.tracer.step.gradients = gradients_of(self._model)
             self.tracer.step.loss += float(loss)
             if self._batch is not None and self._batch[0].samples:
                 self.tracer.step.rank_losses.append(float(own))

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from meshwise.compat.sharding import groups_of, sharded_modules
 from meshwise.equivalence.trace import Named
+from meshwise.transfer import stages
 from meshwise.transfer.sharded import full_tensor
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -35,13 +36,15 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that are trained, each once: where a block has stayed gathered, the part that it was made from."""
+    """The parameters that this stage of the model trains, each once: where a block has stayed gathered, the part that it was made from."""
     parts = {}
     for _, module in sharded_modules(model):
         for group in groups_of(module):
             parts.update(group.made_from())
+    lacking = stages.lacks(model)
     for name, p in model.named_parameters():
-        yield clean(name), parts.get(id(p), p)
+        if name not in lacking:
+            yield clean(name), parts.get(id(p), p)
 
 
 def parameters_of(model: nn.Module) -> Named:
@@ -51,7 +54,7 @@ def parameters_of(model: nn.Module) -> Named:
 
 def buffers_of(model: nn.Module) -> Named:
     """Copies of the buffers."""
-    return {clean(name): copied(b) for name, b in model.named_buffers()}
+    return {clean(name): copied(b) for name, b in model.named_buffers() if name not in stages.lacks(model)}
 
 
 def gradients_of(model: nn.Module) -> Named:

@@ -24,6 +24,7 @@ from meshwise.equivalence.trace import Draws, Output, StepTrace, Trace
 from meshwise.equivalence.upcast import upcast
 from meshwise.parallel.recompute import recomputed
 from meshwise.training.keyed import DrawLayout, KeyedDraws, Rows, by_reference, by_rows, on_one_device
+from meshwise.transfer import stages
 from meshwise.transfer.sharded import full_tensor
 
 
@@ -41,9 +42,11 @@ class ModelTracer:
         self.step = StepTrace()
         self._model, self._seed, self._reference, self._upcast = model, seed, reference, upcast
         self._at = 0, -1  # the step that began last, its newest microbatch
+        self._begun = 0  # of those before this step
         self._forwards = 0  # of microbatches, and of batches that became none
         self._rows: Rows  # of that microbatch, as its draws
-        self._draws: KeyedDraws
+        self.draws: KeyedDraws
+        """Those of the microbatch that is worked on."""
         self._calls: dict[str, int] = {}
         self._in_forward = False
         self._open_calls: list[list[int]] = []  # of each: draws before it, draws of the calls inside it
@@ -57,35 +60,41 @@ class ModelTracer:
 
     def begin(self, step: int) -> StepTrace:
         """A step begins, from 0: what the model does in it goes into its trace."""
-        self._at, self.step, self._norms_left = (step, -1), StepTrace(), None
+        self._at, self.step, self._norms_left, self._begun = (step, -1), StepTrace(), None, self._forwards
         return self.step
 
     @contextlib.contextmanager
-    def forward(self, rows: Rows, *, alike: bool = False) -> Iterator[None]:
+    def forward(self, rows: Rows, *, alike: bool = False, number: int | None = None) -> Iterator[None]:
         """The forward of the next microbatch of the step, of which this rank has `rows`.
 
-        alike: in a run, ranks draw the same numbers outside of the modules.
+        number: of the microbatch, where a pipeline takes them in its own order. alike: in a run, ranks draw the same numbers outside of the modules.
         """
-        step, number = self._at
-        self._at, self._rows, count = (step, number + 1), rows, self._forwards
+        step, newest = self._at
+        self._at, self._rows = (step, newest + 1 if number is None else number), rows
+        count = self._forwards if number is None else self._begun + number
         layout = on_one_device if self._reference is None else by_reference(self._reference.get(count, ()), rows)
-        self._draws = KeyedDraws((self._seed, count, 0), rows, self._noting(layout) if alike else layout)
-        self.trace.draws[count] = self._draws.log
-        self._forwards += 1
+        self.draws = KeyedDraws((self._seed, count, 0), rows, self._noting(layout) if alike else layout)
+        self.trace.draws[count] = self.draws.log
+        self._forwards = max(self._forwards, count + 1)
         self._calls, self._in_forward, self._open_calls = {}, True, []
         of_numpy = np.random.get_state()
         try:
             pairs = noting_pairs(rows.count, self.step.pairs, lambda: bool(self._open_calls))
-            with upcast(self._upcast), self._draws.forward(), pairs:
+            of_modules = stages.carried(lambda: dict(self._calls), self._go_on)
+            with upcast(self._upcast), of_modules, self.draws.forward(), pairs:
                 yield
         finally:
             self._in_forward = False
-            self.trace.unkeyed |= self._draws.unkeyed
+            self.trace.unkeyed |= self.draws.unkeyed
             self.trace.numpy_draws |= _position(np.random.get_state()) != _position(of_numpy)
+
+    def _go_on(self, calls: dict[str, int]) -> None:
+        """So often the modules were called in earlier stages of a pipeline."""
+        self._calls = dict(calls)
 
     def discard(self) -> None:
         """Forget the newest microbatch: it was none, no backward came."""
-        self.trace.evaluation_draws += len(self._draws.log)
+        self.trace.evaluation_draws += len(self.draws.log)
         step, number = self._at
         self._at = step, number - 1
         self.step.outputs = [output for output in self.step.outputs if output.microbatch < number]
@@ -106,11 +115,11 @@ class ModelTracer:
         """The backward of the newest microbatch: what it recomputes is in float64 and keyed alike."""
         self.step.ready_order.clear()
         self._compare_with_last_backward()
-        drawn = len(self._draws.log)
-        with upcast(self._upcast), self._draws.backward():
+        drawn = len(self.draws.log)
+        with upcast(self._upcast), self.draws.backward():
             yield
         # What runs again and draws the same numbers as at first is the same call, and not noted again.
-        self.step.rng_mismatch |= len(self._draws.log) > drawn
+        self.step.rng_mismatch |= len(self.draws.log) > drawn
         self._norms_left = local_norms(self._model)
 
     def forget_gradients(self) -> None:
@@ -153,7 +162,7 @@ class ModelTracer:
     def _left(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._in_forward:
             self._close_call(name)
-            for tensor in tensors_in(output):
+            for tensor in tensors_in(output) if stages.counts() else ():
                 if tensor.is_floating_point():
                     self._keep(name, type(module).__name__, tensor)
 
@@ -168,7 +177,7 @@ class ModelTracer:
 
     def _drawn(self) -> int:
         """Draws of this microbatch so far; of those that cannot be keyed, kinds."""
-        return len(self._draws.log) + len(self._draws.unkeyed)
+        return len(self.draws.log) + len(self.draws.unkeyed)
 
     def _close_call(self, name: str) -> None:
         """A module's call ends: did it draw more than the modules inside it?"""

@@ -10,10 +10,11 @@
     offload      around the whole model's forward, and inside what shard does before and after that
     shard        after it: a block is gathered around its forward, whatever that forward has become
     start values of a deferred model (deferred.py): once each rank has its part, and before data, which needs them
+    pipeline     around a block, whatever its forward has become: it is left, or passed by, as a whole
     data         last: it reduces the gradients of whatever the others have made; with shard, shard does it for both
     zero1        and offload of the optimizer: they need parameters that do not change any more
 
-Pipeline parallelism will take its place before recompute: it decides what a block is. A technique is a
+A technique is a
 field of the plan, a file of its own (`technique.py` says what is in it), and its place in `TECHNIQUES`.
 """
 
@@ -32,6 +33,7 @@ from meshwise.parallel.data import DATA
 from meshwise.parallel.deferred import PLACEMENT, START_VALUES, take_fakes
 from meshwise.parallel.offload import OFFLOAD
 from meshwise.parallel.offload_state import OFFLOAD_STATE
+from meshwise.parallel.pipeline import PIPELINE
 from meshwise.parallel.precision import PRECISION
 from meshwise.parallel.recompute import RECOMPUTE
 from meshwise.parallel.shard import SHARD
@@ -53,6 +55,7 @@ TECHNIQUES = (
     OFFLOAD,
     SHARD,
     START_VALUES,
+    PIPELINE,
     DATA,
     ZERO1,
     OFFLOAD_STATE,

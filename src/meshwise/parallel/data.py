@@ -74,7 +74,7 @@ class DataParallel:
         self._groups: list[_Group] = []
         self._trained: tuple[bool, ...] = ()
         self._calls = 0
-        self._key = f"meshwise/data/{next(_made)}"
+        self._key = f"meshwise/data/{collectives.group_key() if collectives.world_size() > 1 else ''}/{next(_made)}"
         self._backwards = 0
         self._factor: Callable[[], Tensor] | None = None
         self._kept: dict[int, Tensor] = {}
@@ -252,7 +252,7 @@ class DataParallel:
             names, parameters = ["the loss", *names], [self._loss_carrier, *parameters]
         gradients = [p.grad for p in parameters]
         # DDP expects gradients in the reverse of the order in which it is given the parameters.
-        ddp = reducer.make_reducer(parameters[::-1], self._bucket_mb, self._on_bucket)
+        ddp = reducer.make_reducer(parameters[::-1], self._bucket_mb, self._on_bucket, collectives.dividing())
         group = _Group(parameters, names, ddp, 0)
         for _ in range(2):  # DDP rebuilds its buckets before its second iteration
             self._replay(group, [None] * len(parameters))

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import AXES, Plan
 from meshwise.spec.world import World
-from meshwise.transfer import collectives
+from meshwise.transfer import collectives, stages
 
-WITHIN_SAMPLES = ("context", "tensor")
+WITHIN_SAMPLES = ("pipeline", "context", "tensor")
 """The axes whose ranks work on the same samples. They are the innermost."""
 _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
@@ -39,6 +39,7 @@ def divide_work(plan: Plan, world: World) -> World:
     """This rank among those that divide a batch, as a world of their own: ranks that hold parts of one split model
     count as one. Collectives "over all ranks" are theirs from now on. Collective where a plan splits models."""
     together = plan.within_samples
+    stages.join_pipe(None)
     if together == 1 or world.size == 1:
         collectives.divide_among(None)
         return world
@@ -46,4 +47,18 @@ def divide_work(plan: Plan, world: World) -> World:
         raise PlanError(f"{plan} needs a multiple of {together} devices, and there are {world.size}.")
     groups = [collectives.group_of(range(first, world.size, together)) for first in range(together)]
     collectives.divide_among(groups[world.rank % together])
+    if plan.pipeline > 1:
+        _join_pipe(plan, world)
     return replace(world, rank=world.rank // together, size=world.size // together)
+
+
+def _join_pipe(plan: Plan, world: World) -> None:
+    """Make the groups of each pipeline: ranks that differ in nothing but their place on that axis. Collective."""
+    apart = plan.tensor  # the axes within: neighbours on this one lie so far apart
+    own = world.rank // apart % plan.pipeline
+    for first in range(world.size):
+        if first // apart % plan.pipeline == 0:
+            ranks = range(first, first + apart * plan.pipeline, apart)
+            groups = [collectives.group_of(ranks) for _ in range(3)]
+            if world.rank in ranks:
+                stages.join_pipe(stages.Pipe(own, plan.pipeline, *groups))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,10 @@ from torch.optim import Optimizer
 from meshwise.parallel.reduction import Reduction
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+
+
+if TYPE_CHECKING:
+    from meshwise.parallel.pipeline import Pipeline
 
 
 @dataclass
@@ -36,6 +41,7 @@ class Setup:
     plain: a loss as a plain tensor, where there is no reduction that makes it one.
     coupled_gradients: whether a rank's gradients depend on other ranks inside the backward (batch norms over all
         ranks), so that each rank's loss must be weighed before it, in a unit that all ranks share.
+    pipeline: runs the stages of this rank, where the plan has a pipeline.
     notes: what differs from one device, a sentence each, for the user to read.
     """
 
@@ -52,6 +58,7 @@ class Setup:
     reduction: Reduction | None = None
     plain: Callable[[Tensor], Tensor] | None = None
     coupled_gradients: bool = False
+    pipeline: Pipeline | None = None
     notes: list[str] = field(default_factory=list)
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwise.compat.tree import map_leaves, map_tensors, tensors_in
-from meshwise.transfer import collectives
+from meshwise.transfer import collectives, stages
 from meshwise.transfer.sharded import full_tensors
 
 
@@ -39,23 +39,47 @@ def collected(thing: Any) -> Any:
     return map_tensors(lambda tensor: whole[id(tensor)], tree) if first else None
 
 
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """The model's state_dict with its parameters themselves; what the first stage of a pipeline lacks comes to it from
+    the first that has it. Collective."""
+    state, pipe = model.state_dict(keep_vars=True), stages.pipe()
+    if pipe is None or pipe.size == 1:
+        return state
+    lacking = collectives.gather_objects(stages.lacks(model), pipe.group)
+    for name in [name for name in state if name in lacking[0]]:
+        owner = next(rank for rank, names in enumerate(lacking) if name not in names)
+        if pipe.rank == 0:
+            like = state[name]
+            state[name] = collectives.receive(
+                torch.empty(like.shape, dtype=like.dtype, device=like.device), owner, pipe.group
+            )
+        elif pipe.rank == owner:
+            collectives.send(state[name].detach().contiguous(), 0, pipe.group)
+    return state
+
+
 def _is_state_of_optimizer(thing: Any) -> bool:
     facts = thing if isinstance(thing, dict) else {}
     return isinstance(facts.get("state"), dict) and isinstance(facts.get("param_groups"), list)
 
 
 def _joined(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state_dict, complete on rank 0."""
+    """An optimizer's state_dict, complete on rank 0: over the stages of a pipeline, then over the ranks."""
+    pipe = stages.pipe()
+    return _joined_over(_joined_over(optimizer, pipe.group) if pipe is not None else optimizer)
+
+
+def _joined_over(optimizer: dict[str, Any], group: collectives.Group = None) -> dict[str, Any]:
     state: dict[Any, Any] = optimizer["state"]
-    ranks = collectives.gather_objects({key: map_tensors(_shape_of, entry) for key, entry in state.items()})
+    ranks = collectives.gather_objects({key: map_tensors(_shape_of, entry) for key, entry in state.items()}, group)
     complete = dict(state)
     for key in sorted({key for forms in ranks for key in forms} - ranks[0].keys()):
         owner = next(rank for rank, forms in enumerate(ranks) if key in forms)
-        if collectives.get_rank() == 0:
-            complete[key] = _received(ranks[owner][key], owner)
-        elif collectives.get_rank() == owner:
-            map_tensors(_sent, state[key])
-    own = complete if collectives.get_rank() == 0 else {k: v for k, v in state.items() if k in ranks[0]}
+        if collectives.get_rank(group) == 0:
+            complete[key] = _received(ranks[owner][key], owner, group)
+        elif collectives.get_rank(group) == owner:
+            map_tensors(lambda tensor: _sent(tensor, group), state[key])
+    own = complete if collectives.get_rank(group) == 0 else {k: v for k, v in state.items() if k in ranks[0]}
     return {**optimizer, "state": dict(sorted(own.items()))}
 
 
@@ -63,13 +87,13 @@ def _shape_of(tensor: Tensor) -> Any:
     return _Shape(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
 
-def _received(form: Any, owner: int) -> Any:
+def _received(form: Any, owner: int, group: collectives.Group) -> Any:
     def receive(shape: _Shape) -> Tensor:
-        return collectives.receive(torch.empty(shape.shape, dtype=shape.dtype, device=shape.device), owner)
+        return collectives.receive(torch.empty(shape.shape, dtype=shape.dtype, device=shape.device), owner, group)
 
     return map_leaves(receive, form, lambda leaf: isinstance(leaf, _Shape))
 
 
-def _sent(tensor: Tensor) -> Tensor:
-    collectives.send(tensor.contiguous(), 0)
+def _sent(tensor: Tensor, group: collectives.Group) -> Tensor:
+    collectives.send(tensor.contiguous(), 0, group)
     return tensor

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwise.recovery.collect import collected
+from meshwise.recovery.collect import collected, state_of
 from meshwise.spec.errors import CheckpointError
 from meshwise.spec.words import some
 
@@ -46,7 +46,7 @@ def pack(state: RunState) -> dict[str, Any] | None:
     return collected(  # type: ignore[no-any-return]
         {
             "format": FORMAT,
-            "model": state.model.state_dict(keep_vars=True),
+            "model": state_of(state.model),
             "optimizer_kind": type(state.optimizer).__name__,
             "optimizer": state.optimizer.state_dict(),
             "scheduler": state.scheduler.state_dict() if state.scheduler else None,

@@ -9,7 +9,7 @@ from safetensors.torch import save
 from torch import nn
 
 from meshwise.records.files import write_with
-from meshwise.recovery.collect import collected
+from meshwise.recovery.collect import collected, state_of
 
 
 def save_weights(model: nn.Module, path: Path, header: Mapping[str, str] | None = None) -> None:
@@ -18,7 +18,7 @@ def save_weights(model: nn.Module, path: Path, header: Mapping[str, str] | None 
     header: what the file says beside its tensors. Tensors that share memory (tied weights) are written once under each
     name.
     """
-    state = collected(model.state_dict(keep_vars=True))
+    state = collected(state_of(model))
     if state is not None:
         tensors = {name: tensor.contiguous().clone() for name, tensor in state.items()}
         write_with(path, lambda file: file.write(save(tensors, metadata={"format": "pt", **(header or {})})))

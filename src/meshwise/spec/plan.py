@@ -34,6 +34,12 @@ BATCH_NORMS = {
     "local": "each rank's batch norms take those of its own samples: no communication, and other numbers",
 }
 
+SCHEDULES = {
+    "1f1b": "one forward, one backward in turns: a stage keeps the activations of as many microbatches as stages follow",
+    "gpipe": "all forwards, then all backwards: simple, and keeps the activations of every microbatch",
+    "interleaved": "1f1b with two stages a rank: about half the idle time, and more messages",
+}
+
 
 @dataclass(frozen=True)
 class Conflict:
@@ -66,9 +72,12 @@ class Plan:
     data: replicas of the model; each takes its share of every global batch.
     shard: devices over which each replica's parameters, gradients and optimizer state are divided; each takes its share
         of the replica's batch.
+    pipeline: devices over which the model's blocks are cut into stages (pipeline parallel); they work on the same samples,
+        on one microbatch after the other, `accumulate` of them a step.
     context: devices over which the positions of each sample are divided (context parallel), attention with them; they
         work on the same samples.
     tensor: devices over which the weights of layers are split (tensor parallel); they work on the same samples.
+    schedule: one of `SCHEDULES`: in which order a stage of the pipeline takes its forwards and backwards.
     accumulate: microbatches that a global batch is cut into; gradients add up before one optimizer step.
     precision: one of `PRECISIONS`, a word for the three dtypes below.
     param_dtype: what parameters are stored in: they are the master weights. By default float32.
@@ -85,6 +94,31 @@ class Plan:
 
     data: int = _axis()
     shard: int = _axis(divides="parameters")
+    pipeline: int = _axis(
+        Conflict(
+            lambda plan: plan.accumulate < plan.pipeline,
+            "pipeline={plan.pipeline} with accumulate={plan.accumulate}: stages work at once on different microbatches, "
+            "and some would never have one. Use accumulate={plan.pipeline} or more; four times as many keep them busy.",
+        ),
+        *(
+            Conflict(
+                lambda plan, name=name: getattr(plan, name) != getattr(Plan, name),  # type: ignore[misc]
+                "pipeline={plan.pipeline} with "
+                + name
+                + "={plan."
+                + name
+                + "!r} is not built yet. Remove "
+                + name
+                + ".",
+            )
+            for name in ("shard", "context", "tensor", "zero1", "offload", "compile")
+        ),
+        Conflict(
+            lambda plan: plan.dtypes.scaled,
+            "pipeline={plan.pipeline} with fp16: the scaler's one decision over the stages is not built yet. Use bf16.",
+        ),
+        same_samples=True,
+    )
     context: int = _axis(
         Conflict(
             lambda plan: plan.tensor > 1,
@@ -108,6 +142,13 @@ class Plan:
         ),
         divides="parameters",
         same_samples=True,
+    )
+    schedule: str = _technique(
+        "1f1b",
+        Conflict(
+            lambda plan: plan.pipeline == 1,
+            "schedule='{plan.schedule}' has no effect with pipeline=1. Remove it.",
+        ),
     )
     accumulate: int = 1
     precision: str = "fp32"
@@ -158,6 +199,7 @@ class Plan:
         for f in fields(self):
             _check_type(f.name, getattr(self, f.name), f.default)
         check_known("precision", self.precision, PRECISIONS, PlanError)
+        check_known("schedule", self.schedule, SCHEDULES, PlanError)
         check_known("batch_norm", self.batch_norm, BATCH_NORMS, PlanError)
         dtypes_of(self.precision, self.param_dtype, self.compute_dtype, self.grad_dtype)
         object.__setattr__(self, "recompute", _recompute(self.recompute))
@@ -284,8 +326,14 @@ def plan_on(devices: int, settings: Sequence[str]) -> Plan:
     axes = [setting for setting in settings if setting.partition("=")[0].strip() in AXES]
     if any(setting.partition("=")[0].strip() == "data" for setting in axes):
         return plan_from_settings(settings)
-    taken = plan_from_settings(axes).devices
+    taken = devices_of(axes)
     return plan_from_settings(settings, Plan(data=devices // taken if devices % taken == 0 else 1))
+
+
+def devices_of(axes: Iterable[str]) -> int:
+    """How many devices the axes among `field=value` settings need. What is no number, the plan itself refuses."""
+    values = [_value_of(name.strip(), text.strip()) for name, _, text in (axis.partition("=") for axis in axes)]
+    return math.prod(value for value in values if isinstance(value, int) and value > 0)
 
 
 def _value_of(name: str, text: str) -> Any:

@@ -29,13 +29,14 @@ from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.plan import Plan
 from meshwise.spec.user_code import user_place
 from meshwise.spec.world import World
-from meshwise.timeline.recorder import current
 from meshwise.training.agreed import Agreed
 from meshwise.training.by_hand import HandUpdates
 from meshwise.training.coupled import CoupledLosses
 from meshwise.training.generators import ProgramGenerator
 from meshwise.training.keyed import ExactDraws
 from meshwise.training.loops import LoopRead, Loops
+from meshwise.training.microbatches import LossOfJob, Microbatches, tell_loss
+from meshwise.training.microbatches import Part as Part
 from meshwise.training.model_stream import StepDraws
 from meshwise.training.order import BatchSlice
 from meshwise.training.phases import Phases
@@ -54,16 +55,12 @@ from meshwise.training.weighing import (
     check_reduction,
     check_said,
     mean_of_sum,
-    split_weight,
-    total_of,
     unpadded,
 )
 from meshwise.transfer import collectives
 from meshwise.workers.gate import StepGate
 from meshwise.workers.worker import in_progress
 
-Part = tuple[Any, BatchSlice]
-"""A microbatch on this rank, and which slice of the global batch it is."""
 Batch = TypeVar("Batch")
 NOTHING = contextlib.nullcontext()
 LOOKED_AT = 8  # backwards whose losses are looked at: a program may have several, and none becomes another one later
@@ -243,11 +240,11 @@ class Engine:
         """Add to `.grad` what one device would add for the whole batch; returns the global loss. See `mw.backward`."""
         check_said(reduction, weight)
         part = self.part
-        self._look_at(unscaled(loss), reduction, "", "mw.backward(loss, ", weight)
+        self.look_at(unscaled(loss), reduction, "", "mw.backward(loss, ", weight)
         self.program.begin_backward()
         self.unsummed.backward()
         split = NOTHING if self.splits is None else self.splits.backward(1 if reduction == "sum" else weight)
-        with self._watched_backward(self.reduce), self.phases.backward(0 if part is None else part.total), split:
+        with self.watched_backward(self.reduce), self.phases.backward(0 if part is None else part.total), split:
             mean = self._backward_of_batch(loss, weight, part, summed=reduction == "sum")
         self.reads.backward(weighed=reduction == "sum" or weight is not None)
         self.phases.loss(mean)
@@ -256,7 +253,7 @@ class Engine:
             self.watcher.loss_known(mean, loss.detach())
         return mean
 
-    def _look_at(self, loss: Any, reduction: str | None, where: str, verb: str, weight: Any = None) -> None:
+    def look_at(self, loss: Any, reduction: str | None, where: str, verb: str, weight: Any = None) -> None:
         """Say, or refuse, what the first losses are taken for and are not; a check finds it itself."""
         looks, part = self.world.size > 1 and self.program.backwards <= LOOKED_AT, self.part
         if looks and self.watcher is None and part is not None and not part.whole:
@@ -307,25 +304,11 @@ class Engine:
         """
         self.program.begin_backward()
         self.step_draws.key = key
-        recorder, weights = current(), StepWeights(self.world.size, self.program.coupled_gradients)
-        for number, (batch, part) in enumerate(parts):
-            self.begin(part)
-            draws = None if self.draws is None else self.draws.of_microbatch((*key, number), part)
-            with recorder.span("forward"), self.computing(), draws.forward() if draws else NOTHING:
-                found = self.program.plain(loss_function(self.cast(batch)))
-                self._look_at(found, reduction, where, "Job(…, ")
-                mean, weight = split_weight(found, part, where, summed=part.total if reduction == "sum" else None)
-            weights.coupled |= self.program.has_shared_terms
-            last = number == len(parts) - 1
-            with self._watched_backward(last), recorder.span("backward"), draws.backward() if draws else NOTHING:
-                scaled = scale(weights.scale(mean, weight, part))
-                factor = weights.begin_sum() if last and weight is not None else None
-                self.program.reduced_backward(scaled, last, factor)
-        if self.watcher is not None:
-            own = total_of(weights.losses)
-            total, weighed = collectives.all_reduce(own.clone()).unbind()
-            self.watcher.loss_known(total / weighed, own[0] / own[1])
-        return weights.losses
+        microbatches = Microbatches(self, LossOfJob(loss_function, where, key, scale, reduction), parts)
+        pipeline = self.program.pipeline
+        losses = microbatches.in_turn() if pipeline is None else microbatches.as_stages(pipeline)
+        tell_loss(self, losses)
+        return losses
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """A forward in the dtypes of the plan."""
@@ -344,5 +327,6 @@ class Engine:
         finally:
             self.reduce = before
 
-    def _watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
+    def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
+        """Around a backward, for who looks on."""
         return self.watcher.backward(reduce) if self.watcher else NOTHING

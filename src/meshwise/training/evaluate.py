@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from meshwise.timeline.recorder import current
 from meshwise.training.engine import Engine, Part
 from meshwise.training.job import Job
+from meshwise.training.microbatches import shapes_of
 from meshwise.training.order import BatchSlice
 from meshwise.training.weighing import as_weight, split_weight
 from meshwise.transfer import collectives
@@ -32,14 +33,40 @@ def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Part]
         for batch, part in batches:
             engine.part = part
             with engine.computing():
-                measured = _measure(job, model, engine.cast(batch), part)
+                measured = _measured(engine, job, model, batch, part)
             for name, (value, weight) in measured.items():
                 total, weights = sums.get(name, (0.0, 0.0))
                 sums[name] = (total + value * weight, weights + weight)
         engine.part = None
-        result = _over_ranks(sums)
+        result = _over_ranks(_of_last_stage(engine, sums))
     model.train(training)
     return result
+
+
+def _measured(engine: Engine, job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[str, Sum]:
+    """Each metric of a batch, and its weight; in a pipeline the last stage has them."""
+    pipeline, cast = engine.program.pipeline, engine.cast(batch)
+    if pipeline is None:
+        return _measure(job, model, cast, part)
+    found: dict[str, Sum] = {}
+    for action in pipeline.begin_forward(shapes_of(batch)):
+        _, result = pipeline.run(action, lambda: _measure(job, model, cast, part))
+        found = result or found
+    pipeline.finish_forward()
+    return found
+
+
+def _of_last_stage(engine: Engine, sums: dict[str, Sum]) -> dict[str, Sum]:
+    """The sums of the last stage, on every rank of its pipeline."""
+    pipeline, device = engine.program.pipeline, engine.program.device
+    if pipeline is None:
+        return sums
+    held = {name: [float(number) for number in pair] for name, pair in sums.items()}
+    told = collectives.gather_objects(held, pipeline.pipe.group)[pipeline.last_rank]
+    wide = torch.float32 if device.startswith("mps") else torch.float64
+    return {
+        name: tuple(torch.tensor(number, dtype=wide, device=device) for number in pair) for name, pair in told.items()
+    }  # type: ignore[misc]
 
 
 def _measure(job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[str, Sum]:

@@ -30,7 +30,7 @@ def train_step(engine: Engine, job: Job, state: RunState, parts: Sequence[Part])
         return _step_with_closure(engine, job, state, parts)
     losses = _compute(engine, job, state, parts)
     with current().span("optimizer"):
-        _clip(job, state)
+        _clip(engine, job, state)
         state.scaler.step(state.optimizer)
         state.scaler.update()
         _end_step(state)
@@ -43,7 +43,7 @@ def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequenc
     def closure() -> Tensor:
         state.model.zero_grad()
         found.append(_compute(engine, job, state, parts))
-        _clip(job, state)
+        _clip(engine, job, state)
         total, weight = all_reduce(total_of(found[-1]), of="the loss").unbind()
         return total / weight
 
@@ -54,7 +54,9 @@ def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequenc
 
 
 def _compute(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -> Losses:
-    seed_draws(engine.world, state.seed, state.step)
+    pipeline = engine.program.pipeline
+    stage = () if pipeline is None else (pipeline.pipe.rank,)  # of the first stage as of one device
+    seed_draws(engine.world, state.seed, state.step, *(number for number in stage if number))
     return engine.compute(
         lambda batch: job.loss(state.model, batch),
         parts,
@@ -65,8 +67,10 @@ def _compute(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -
     )
 
 
-def _clip(job: Job, state: RunState) -> None:
-    if job.clip_norm is not None:  # gradient clipping: exact under shard, since DTensors give the norm of the whole
+def _clip(engine: Engine, job: Job, state: RunState) -> None:
+    if job.clip_norm is not None and engine.program.pipeline is not None:
+        engine.program.pipeline.clip(job.clip_norm)
+    elif job.clip_norm is not None:  # gradient clipping: exact under shard, since DTensors give the norm of the whole
         state.scaler.unscale_(state.optimizer)
         torch.nn.utils.clip_grad_norm_(state.model.parameters(), job.clip_norm)
 

@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwise.compat.dispatch import intercept_operators, named_arguments, operator_name
+from meshwise.compat.dispatch import intercept_operators, named_arguments, operator_name, without_interception
 from meshwise.compat.tree import tensors_in
 from meshwise.training.order import BatchSlice
+from meshwise.transfer import stages
 from meshwise.transfer.splitmix import GOLDEN, mixed, mixed_bits, shifted, signed
 
 Uniform = Callable[[Sequence[int], torch.device], Tensor]
@@ -87,8 +88,15 @@ class KeyedDraws:
     def forward(self) -> Iterator[None]:
         """The forward of this microbatch: torch's generator starts at its key."""
         torch.manual_seed(mixed(*self._key))
-        with self.backward():
+        with stages.carried(lambda: len(self._calls), self._go_on), self.backward():
             yield
+
+    def _go_on(self, calls: int) -> None:
+        """Go on after so many calls, which earlier stages of a pipeline have made."""
+        with without_interception():
+            while len(self._calls) < calls:
+                if self._next_call() == len(self.log):
+                    self.log.append(Draw("", ()))
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from meshwise.compat.tree import map_tensors
 from meshwise.parallel.apply import apply, bind
 from meshwise.parallel.data import reduction_of
 from meshwise.parallel.deferred import materialise
+from meshwise.parallel.pipeline import Pipeline
 from meshwise.parallel.precision import compute_in
 from meshwise.parallel.rebind import rebind
 from meshwise.parallel.reduction import Reduction
@@ -62,6 +63,8 @@ class Program:
         self._plain: Callable[[Tensor], Tensor] | None = None  # see `Reduction.plain`; where nothing is reduced
         self.coupled_gradients = False
         """Whether gradients of a rank depend on other ranks inside the backward (see `Setup`)."""
+        self.pipeline: Pipeline | None = None
+        """Runs the stages of this rank, where the plan has a pipeline."""
         self.backwards = 0
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
@@ -175,6 +178,7 @@ class Program:
         if world.size == 1:
             world = replace(world, device=_device_of(together, world.device))
         setup = apply(together, plan, world, samples=self._samples, piggyback_loss=self._piggyback_loss)
+        self.pipeline = setup.pipeline
         for note in setup.notes:
             self._notify(note)
         for model in new:

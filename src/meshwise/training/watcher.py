@@ -31,6 +31,12 @@ class Watcher(Protocol):
     def batch_given(self, part: BatchSlice, *, split: bool = False) -> None:
         """A microbatch begins: its forward comes. split: it is of `mw.split`, not of a loader."""
 
+    def in_stage(self, stage: int, microbatch: int) -> None:
+        """The coming forward or backward is that of a microbatch in a stage of a pipeline."""
+
+    def forward_ends(self) -> None:
+        """The forward in a stage is over; its backward comes later, maybe after other forwards."""
+
     def loop_ends(self) -> None:
         """It is over, or was left."""
 

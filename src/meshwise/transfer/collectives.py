@@ -55,8 +55,19 @@ def divide_among(group: Group) -> None:
 
 
 def dividing() -> Group:
-    """The group that `divide_among` was given last."""
+    """The group of "all ranks"."""
     return _dividing[0]
+
+
+def ranks_of(group: Group) -> tuple[int, ...]:
+    """The ranks of a group, as the whole run counts them."""
+    return tuple(dist.get_process_group_ranks(group or _dividing[0]))
+
+
+def device_of(group: Group) -> torch.device:
+    """Where the group takes its tensors: on this process's accelerator with nccl, else on the CPU."""
+    on_host = backend.backend_of(_HOST, group) != "nccl"
+    return _HOST if on_host else torch.device("cuda", torch.cuda.current_device())
 
 
 def everyone() -> Group:
@@ -152,7 +163,13 @@ def all_gather(
     into = _out("all_gather", out, (world_size(group), *tensor.shape), tensor)
     if len(into) == 1:
         return into.copy_(tensor.detach())
-    _run("all-gather", [into], group, functools.partial(backend.all_gather, into, tensor, group or _dividing[0], direct), of=of)
+    _run(
+        "all-gather",
+        [into],
+        group,
+        functools.partial(backend.all_gather, into, tensor, group or _dividing[0], direct),
+        of=of,
+    )
     return into
 
 
@@ -164,7 +181,12 @@ def reduce_scatter(
     into = _out("reduce_scatter", out, (_rows("reduce_scatter", tensor, group), *tensor.shape[1:]), tensor)
     if world_size(group) == 1:
         return into.copy_(tensor.detach())
-    _run("reduce-scatter", [tensor], group, functools.partial(backend.reduce_scatter, into, tensor, op, group or _dividing[0], direct))
+    _run(
+        "reduce-scatter",
+        [tensor],
+        group,
+        functools.partial(backend.reduce_scatter, into, tensor, op, group or _dividing[0], direct),
+    )
     return into
 
 
@@ -199,13 +221,25 @@ def all_to_all(tensor: Tensor, group: Group = None, *, out: Tensor | None = None
     into = _out("all_to_all", out, tuple(tensor.shape), tensor)
     if world_size(group) == 1:
         return into.copy_(tensor.detach())
-    _run("all-to-all", [tensor], group, functools.partial(backend.all_to_all, into, tensor, group or _dividing[0], direct))
+    _run(
+        "all-to-all",
+        [tensor],
+        group,
+        functools.partial(backend.all_to_all, into, tensor, group or _dividing[0], direct),
+    )
     return into
 
 
 def send(tensor: Tensor, target: int, group: Group = None) -> None:
     """Send `tensor` to rank `target`, which calls `receive`."""
     send_receive([(tensor, target)], [], group, "send")
+
+
+def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[], None]:
+    """Begin to send `tensor` to rank `target`, which calls `receive`; what is returned waits until it is sent."""
+    _check_rank("send", "target", target, group)
+    with _ours():
+        return backend.begin_send(tensor, target, group or _dividing[0])
 
 
 def receive(tensor: Tensor, source: int, group: Group = None) -> Tensor:

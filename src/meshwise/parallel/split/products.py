@@ -217,7 +217,9 @@ def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
     own = "...."
     if mask is not None:
         shape = (1,) * (4 - mask.dim()) + tuple(whole_shape(mask))
-        own = "".join("." if length == 1 else letter for letter, length in zip("Ah..", shape, strict=True))[-mask.dim() :]
+        own = "".join("." if length == 1 else letter for letter, length in zip("Ah..", shape, strict=True))[
+            -mask.dim() :
+        ]
 
     def attended(a: Tensor, b: Tensor, c: Tensor, m: Tensor | None) -> Tensor:
         return functional.scaled_dot_product_attention(a, b, c, m, **values)

@@ -80,8 +80,10 @@ def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
 def writes_in_place(name: str) -> bool:
     """Whether a function of this name writes into its first argument."""
     dunder = name.startswith("__") and name.endswith("__")
-    return name == "__setitem__" or (dunder and name[2] == "i" and name[2:-2] in IN_PLACE) or (
-        name.endswith("_") and not dunder
+    return (
+        name == "__setitem__"
+        or (dunder and name[2] == "i" and name[2:-2] in IN_PLACE)
+        or (name.endswith("_") and not dunder)
     )
 
 

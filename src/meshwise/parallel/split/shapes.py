@@ -316,8 +316,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["sort", "argsort", "glu"], _along(1, -1)),
     "normalize": _along(2, 1),
     "topk": _along(2, -1),
-    **dict.fromkeys(["amax", "amin", "std", "var", "logsumexp", "argmax", "argmin", "max", "min", "all", "any", "prod"],
-                    _along(1)),
+    **dict.fromkeys(
+        ["amax", "amin", "std", "var", "logsumexp", "argmax", "argmin", "max", "min", "all", "any", "prod"], _along(1)
+    ),
     "index_select": _along(1),
     "unbind": _unbind,
     "repeat_interleave": _repeat_interleave,

@@ -1,0 +1,284 @@
+"""What passes from stage to stage of a pipeline: hidden states forwards, their gradients backwards.
+
+Sends do not wait. A rank takes what another sends in the order in which that one sends it, which both know from the
+schedule, and keeps what it does not need yet. Shapes and form are sent once for each kind of batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.compat.tree import map_kind, map_tensors, tensors_in
+from meshwise.parallel.schedule import Action
+from meshwise.spec.errors import PlanError
+from meshwise.transfer import collectives, stages
+from meshwise.transfer.stages import Pipe
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A tensor of a hidden state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """What a block gives: its form, with a `_Form` in the place of each tensor, and what travels with it."""
+
+    form: Any
+    carried: list[Any]
+
+    @property
+    def tensors(self) -> list[_Form]:
+        return list(_forms_in(self.form))
+
+
+def _forms_in(tree: Any) -> Iterator[_Form]:
+    found: list[_Form] = []
+    map_kind(_Form, found.append, tree)
+    return iter(found)
+
+
+class Pass:
+    """The forward of a microbatch in one stage: blocks `lo` to `hi` of `blocks`."""
+
+    def __init__(
+        self, action: Action, lo: int, hi: int, is_last: bool, blocks: Sequence[tuple[str, nn.Module]]
+    ) -> None:
+        self.action, self.lo, self.hi, self.is_last, self._blocks = action, lo, hi, is_last, blocks
+        self.received: Any = None
+        self.carried: list[Any] = []
+        self.poison: Any = None
+        self.gradients: list[Tensor | None] = []  # of what was received, as the backward finds them
+        self.output: Any = None
+        self.sent: list[Tensor] = []
+        self.left = False
+        self._entered = self._gave = 0
+
+    def passed_by(self, number: int) -> Any:
+        """What a block of a stage before gives."""
+        return self.received if number == self.lo - 1 else self.poison
+
+    def enter(self, number: int) -> None:
+        """A block of this stage is called. PlanError where it is not their turn."""
+        if number != self.lo + self._entered:
+            name, again = self._blocks[number][0], number < self.lo + self._entered
+            what = "was called twice" if again else "was called before the blocks that are listed before it"
+            raise PlanError(
+                f"pipeline: block {name} {what} in one loss. Stages need a loss that calls the model once, and its "
+                "blocks one after the other. Use shard or tensor for this job."
+            )
+        if self._entered == 0 and self.lo:
+            stages.put_down(self.carried)
+            stages.enter_own_layers(True)
+        self._entered += 1
+
+    def leave(self, number: int, result: Any) -> None:
+        """A block of this stage has given `result`."""
+        self._gave += 1
+        if number == self.hi - 1:
+            self.output, self.carried = result, stages.take_along()
+
+    def check_complete(self, ranks: int) -> None:
+        """PlanError where the forward did not come to all blocks of the stage, or did not leave behind them."""
+        if self._gave != self.hi - self.lo or not (self.is_last or self.left):
+            missing = self._blocks[self.lo + self._gave if self._gave < self.hi - self.lo else self.hi][0]
+            raise PlanError(
+                f"pipeline={ranks}: the loss did not come to block {missing}. Stages need every block in every forward, "
+                "one after the other. Use shard or tensor for this model."
+            )
+
+    def end(self, *, check: bool) -> bool:
+        """The forward is over: keep what is sent. With `check`, whether it is not a number although what came was."""
+        sent = list(tensors_in(self.output))
+        wrong = check and _has_nan(sent) and not _has_nan(tensors_in(self.received))
+        if not self.is_last:
+            self.sent = sent
+            form = map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, t.requires_grad), self.output)
+            self.form = _Hidden(form, self.carried)
+        self.output = None
+        return wrong
+
+    def let_go(self) -> None:
+        """The backward is over."""
+        self.received = self.poison = self.output = None
+        self.sent = []
+
+
+class Passing:
+    """Sends and receives of this rank."""
+
+    def __init__(self, pipe: Pipe, count: int, device: torch.device) -> None:
+        """count: of stages. device: where hidden states lie."""
+        self._pipe, self._stages, self._device = pipe, count, device
+        self._known: dict[tuple[int, object], _Hidden] = {}
+        self._sends: deque[Callable[[], None]] = deque()
+        self._keys: Sequence[object] = ()
+        self._coming: dict[int, deque[Action]] = {}
+        self._kept: dict[Action, tuple[_Hidden, list[Tensor]]] = {}
+        self.checked = 0
+
+    def begin(self, every: Sequence[Sequence[Action]], keys: Sequence[object]) -> None:
+        """A step begins, in which the ranks have these actions, of microbatches with these keys."""
+        self._keys = [(key, torch.is_grad_enabled()) for key in keys]
+        own = self._pipe.rank
+        self._coming = {
+            rank: deque(a for a in actions if self._target(a) == own)
+            for rank, actions in enumerate(every)
+            if rank != own
+        }
+        self._kept.clear()
+
+    def finish(self) -> None:
+        """Wait until all is sent."""
+        while self._sends:
+            self._sends.popleft()()
+
+    def _rank(self, stage: int) -> int:
+        return stage % self._pipe.size
+
+    def _target(self, action: Action) -> int | None:
+        """Where what an action makes is sent."""
+        following = action.stage + (1 if action.forward else -1)
+        return self._rank(following) if 0 <= following < self._stages else None
+
+    # Forwards.
+
+    def send_forward(self, now: Pass) -> None:
+        target = self._target(now.action)
+        assert target is not None
+        self._send(now.action, target, now.form, now.sent)
+
+    def receive_forward(self, now: Pass) -> None:
+        """What the stage before gives, as this stage's blocks find it."""
+        before = Action(True, now.action.stage - 1, now.action.microbatch)
+        hidden, tensors = self._receive(before)
+        now.carried = hidden.carried
+        now.gradients = [None] * len(tensors)
+        training = torch.is_grad_enabled()
+        parts = iter(
+            _enter(now, place, tensor) if training and form.trained else tensor
+            for place, (form, tensor) in enumerate(zip(hidden.tensors, tensors, strict=True))
+        )
+        now.received = map_kind(_Form, lambda form: next(parts), hidden.form)
+        now.poison = map_kind(_Form, lambda form: _poison(form, self._device), hidden.form)
+
+    # Backwards.
+
+    def receive_backward(self, now: Pass) -> Tensor:
+        """A scalar whose backward is that of the hidden state that this stage gave."""
+        after = Action(False, now.action.stage + 1, now.action.microbatch)
+        pairs = [tensor for tensor in now.sent if tensor.requires_grad]
+        _, gradients = self._receive(after)
+        return _Begin.apply(gradients, *pairs) if pairs else torch.zeros(())  # type: ignore[no-any-return, no-untyped-call]
+
+    def send_backward(self, now: Pass) -> None:
+        """The gradients of what this stage was given."""
+        if now.action.stage:
+            action = Action(False, now.action.stage, now.action.microbatch)
+            target = self._target(action)
+            hidden = self._known[now.action.stage - 1, self._keys[now.action.microbatch]]
+            found = [
+                torch.zeros(form.shape, dtype=form.dtype, device=self._device) if gradient is None else gradient
+                for form, gradient in zip(hidden.tensors, now.gradients, strict=True)
+                if form.trained
+            ]
+            assert target is not None
+            self._send(action, target, None, found)
+        now.let_go()
+
+    # Both.
+
+    def _send(self, action: Action, target: int, hidden: _Hidden | None, tensors: Sequence[Tensor]) -> None:
+        group = self._pipe.towards(self._pipe.rank, target)
+        if hidden is not None:
+            key = action.stage, self._keys[action.microbatch]
+            known = self._known.get(key)
+            if known is None:
+                self._known[key] = hidden
+                self._sends.append(stages.send_object(hidden, target, group))
+            elif known.tensors != hidden.tensors:
+                raise PlanError(
+                    f"pipeline={self._pipe.size}: of two batches of the same shapes, hidden states have the shapes "
+                    f"{[form.shape for form in known.tensors]} and {[form.shape for form in hidden.tensors]}. Stages "
+                    "need hidden states whose shapes follow from those of the batch. Use shard for this model."
+                )
+        for tensor in tensors:
+            self._sends.append(collectives.begin_send(tensor, target, group))
+
+    def _receive(self, wanted: Action) -> tuple[_Hidden, list[Tensor]]:
+        """What an action of another stage sends to this one."""
+        source = self._rank(wanted.stage)
+        while wanted not in self._kept:
+            action = self._coming[source].popleft()
+            self._kept[action] = self._take(action, source)
+        return self._kept.pop(wanted)
+
+    def _take(self, action: Action, source: int) -> tuple[_Hidden, list[Tensor]]:
+        group = self._pipe.towards(source, self._pipe.rank)
+        if action.forward:
+            key = action.stage, self._keys[action.microbatch]
+            if key not in self._known:
+                self._known[key] = stages.receive_object(source, group)
+            hidden = self._known[key]
+            forms = hidden.tensors
+        else:
+            hidden = self._of_backward(action)
+            forms = [form for form in hidden.tensors if form.trained]
+        tensors = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms]
+        return hidden, [collectives.receive(tensor, source, group) for tensor in tensors]
+
+    def _of_backward(self, action: Action) -> _Hidden:
+        """The hidden state whose gradients a backward gives: that of the stage before it."""
+        return self._known[action.stage - 1, self._keys[action.microbatch]]
+
+
+def _has_nan(tensors: Iterable[Tensor]) -> bool:
+    return any(bool(t.isnan().any()) for t in tensors if t.is_floating_point())
+
+
+def _enter(now: Pass, place: int, tensor: Tensor) -> Tensor:
+    token = torch.zeros((), dtype=tensor.dtype, device=tensor.device, requires_grad=True)
+    return _Enter.apply(token, now, place, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Enter(torch.autograd.Function):
+    """A received tensor, which blocks may write in place; its gradient is kept in the `Pass`."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, now: Pass, place: int, tensor: Tensor) -> Tensor:
+        ctx.now, ctx.place = now, place
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        ctx.now.gradients[ctx.place] = gradient
+        return None, None, None, None
+
+
+class _Begin(torch.autograd.Function):
+    """A scalar whose backward begins at tensors, with gradients that another stage has found."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, *ctx.gradients
+
+
+def _poison(form: _Form, device: torch.device) -> Tensor:
+    """What a block gives that nothing may read: it takes no memory."""
+    value = torch.nan if form.dtype.is_floating_point else 0
+    return torch.full((), value, dtype=form.dtype, device=device).expand(form.shape)

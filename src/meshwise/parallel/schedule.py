@@ -1,0 +1,103 @@
+"""In which order each rank of a pipeline takes the forwards and backwards of a step.
+
+Orders are found by playing the step through, each action a moment long: what they give cannot wait in a circle, for any
+number of microbatches. 1F1B is that of Narayanan and others, PipeDream (SOSP 2019); the interleaved one of Megatron-LM
+(SC 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+CHUNKS = {"interleaved": 2}
+"""Stages a rank, where they are more than one."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """The forward or the backward of a microbatch in a stage."""
+
+    forward: bool
+    stage: int
+    microbatch: int
+
+
+@cache
+def orders(schedule: str, ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """The actions of each rank, in its order. Stage s is on rank s % ranks."""
+    chunks = CHUNKS.get(schedule, 1)
+    waiting = [_in_turn(rank, ranks, chunks, microbatches) for rank in range(ranks)]
+    kept = [_most_kept(schedule, rank, ranks, chunks, microbatches) for rank in range(ranks)]
+    done: set[Action] = set()
+    found: list[list[Action]] = [[] for _ in range(ranks)]
+    while any(forwards or backwards for forwards, backwards in waiting):
+        begun = []
+        for rank, (forwards, backwards) in enumerate(waiting):
+            open_now = sum(1 if action.forward else -1 for action in found[rank])
+            back = bool(backwards) and _is_ready(backwards[0], ranks * chunks, done)
+            if forwards and open_now < kept[rank] and _is_ready(forwards[0], ranks * chunks, done):
+                begun.append((rank, forwards.pop(0)))
+            elif back and (not forwards or open_now >= kept[rank]):
+                begun.append((rank, backwards.pop(0)))
+        for rank, action in begun:
+            found[rank].append(action)
+            done.add(action)
+    return tuple(tuple(order) for order in found)
+
+
+def _in_turn(rank: int, ranks: int, chunks: int, microbatches: int) -> tuple[list[Action], list[Action]]:
+    """The forwards and the backwards of a rank: so many microbatches as there are ranks through one stage, then through
+    the next."""
+    every = [(chunk, number) for number in range(microbatches) for chunk in range(chunks)]
+    first = sorted(every, key=lambda pair: (pair[1] // ranks, pair[0], pair[1]))
+    last = sorted(every, key=lambda pair: (pair[1] // ranks, -pair[0], pair[1]))
+    return (
+        [Action(True, chunk * ranks + rank, number) for chunk, number in first],
+        [Action(False, chunk * ranks + rank, number) for chunk, number in last],
+    )
+
+
+def _most_kept(schedule: str, rank: int, ranks: int, chunks: int, microbatches: int) -> int:
+    """Forwards of a rank that may wait for their backwards."""
+    if schedule == "gpipe":
+        return microbatches
+    after = ranks - 1 - rank
+    most = after + 1 if chunks == 1 else (chunks - 1) * ranks + 2 * after + 1
+    return min(most, chunks * microbatches)
+
+
+def _is_ready(action: Action, stages: int, done: set[Action]) -> bool:
+    if action.forward:
+        return action.stage == 0 or Action(True, action.stage - 1, action.microbatch) in done
+    if Action(True, action.stage, action.microbatch) not in done:
+        return False
+    return action.stage == stages - 1 or Action(False, action.stage + 1, action.microbatch) in done
+
+
+def forwards(ranks: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
+    """The actions of each rank for one batch that is not trained on."""
+    return tuple(tuple(Action(True, chunk * ranks + rank, 0) for chunk in range(chunks)) for rank in range(ranks))
+
+
+def stage_ranges(costs: Sequence[int], stages: int) -> list[tuple[int, int]]:
+    """Cut layers, in their order, into stages of which the most expensive is as cheap as can be; every stage has one.
+
+    costs: of each layer. Of equal cuts, the one whose stages are most alike.
+    """
+    before = [0]
+    for cost in costs:
+        before.append(before[-1] + cost)
+    best: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {(0, 0): (0, 0, ())}
+    for stage in range(1, stages + 1):
+        for end in range(stage, len(costs) - (stages - stage) + 1):
+            choices = []
+            for begin in range(stage - 1, end):
+                if (stage - 1, begin) in best:
+                    most, squares, cuts = best[stage - 1, begin]
+                    own = before[end] - before[begin]
+                    choices.append((max(most, own), squares + own * own + (end - begin) ** 2, (*cuts, begin)))
+            best[stage, end] = min(choices)
+    cuts = [*best[stages, len(costs)][2], len(costs)]
+    return list(zip(cuts, cuts[1:], strict=False))

@@ -1,0 +1,155 @@
+"""The microbatches of a job's step: forward and backward of each, in turn or as stages of a pipeline take them.
+
+Tested in tests/training/test_plans_in_a_loop.py and tests/parallel/test_pipeline.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from meshwise.compat.tree import tensors_in
+from meshwise.parallel.passing import Pass
+from meshwise.parallel.pipeline import Pipeline
+from meshwise.parallel.schedule import Action
+from meshwise.timeline.recorder import current
+from meshwise.training.keyed import KeyedDraws
+from meshwise.training.order import BatchSlice
+from meshwise.training.weighing import Losses, StepWeights, split_weight, total_of
+from meshwise.transfer import collectives
+
+if TYPE_CHECKING:
+    from meshwise.training.engine import Engine
+
+Part = tuple[Any, BatchSlice]
+"""A microbatch on this rank, and which slice of the global batch it is."""
+NOTHING = contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class LossOfJob:
+    """What a step computes: see `Engine.compute`."""
+
+    function: Callable[[Any], Any]
+    where: str
+    key: tuple[int, int]
+    scale: Callable[[Tensor], Tensor]
+    reduction: str | None
+
+
+class Microbatches:
+    """The microbatches of one step. `in_turn` or `as_stages` leave the gradients of the step."""
+
+    def __init__(self, engine: Engine, loss: LossOfJob, parts: Sequence[Part]) -> None:
+        self._engine, self._loss, self._parts = engine, loss, parts
+        self._weights = StepWeights(engine.world.size, engine.program.coupled_gradients)
+        self._weighed = False  # whether the loss has a weight of its own
+
+    def in_turn(self) -> Losses:
+        """Forward and backward of each, one after the other."""
+        for number in range(len(self._parts)):
+            draws = self._begin(number)
+            with self._forward(draws):
+                loss = self._scaled(number, self._found(number))
+            self._backward(number, draws, loss, last=number == len(self._parts) - 1)
+        return self._weights.losses
+
+    def as_stages(self, pipeline: Pipeline) -> Losses:
+        """In the order in which the stages of this rank take them."""
+        actions = pipeline.begin([shapes_of(batch) for batch, _ in self._parts])
+        last = max(place for place, action in enumerate(actions) if not action.forward)
+        opened: dict[tuple[int, int], tuple[Pass, Tensor | None, KeyedDraws | None]] = {}
+        for place, action in enumerate(actions):
+            where = action.stage, action.microbatch
+            if action.forward:
+                opened[where] = self._stage_forward(pipeline, action)
+                continue
+            if place == last:
+                self._share_losses(pipeline)
+            now, loss, draws = opened.pop(where)
+            self._tell_place(action)
+            pipeline.back(
+                now,
+                loss,
+                lambda scalar, draws=draws: self._backward(action.microbatch, draws, scalar, last=place == last),
+            )
+        pipeline.finish()
+        return self._weights.losses
+
+    def _stage_forward(self, pipeline: Pipeline, action: Action) -> tuple[Pass, Tensor | None, KeyedDraws | None]:
+        number = action.microbatch
+        self._tell_place(action)
+        draws = self._begin(number)
+        with self._forward(draws):
+            now, found = pipeline.run(action, lambda: self._found(number))
+            loss = self._scaled(number, found) if pipeline.is_last(action) else None
+        if self._engine.watcher is not None:
+            self._engine.watcher.forward_ends()
+        return now, loss, draws
+
+    def _tell_place(self, action: Action) -> None:
+        if self._engine.watcher is not None:
+            self._engine.watcher.in_stage(action.stage, action.microbatch)
+
+    def _begin(self, number: int) -> KeyedDraws | None:
+        engine, part = self._engine, self._parts[number][1]
+        engine.begin(part)
+        return None if engine.draws is None else engine.draws.of_microbatch((*self._loss.key, number), part)
+
+    @contextlib.contextmanager
+    def _forward(self, draws: KeyedDraws | None) -> Any:
+        with current().span("forward"), self._engine.computing(), draws.forward() if draws else NOTHING:
+            yield
+
+    def _found(self, number: int) -> Any:
+        return self._engine.program.plain(self._loss.function(self._engine.cast(self._parts[number][0])))
+
+    def _scaled(self, number: int, found: Any) -> Tensor:
+        """The scalar to run the backward of."""
+        engine, loss, part = self._engine, self._loss, self._parts[number][1]
+        engine.look_at(found, loss.reduction, loss.where, "Job(…, ")
+        summed = part.total if loss.reduction == "sum" else None
+        mean, weight = split_weight(found, part, loss.where, summed=summed)
+        self._weighed = weight is not None
+        self._weights.coupled |= engine.program.has_shared_terms
+        return loss.scale(self._weights.scale(mean, weight, part))
+
+    def _backward(self, number: int, draws: KeyedDraws | None, scalar: Tensor, *, last: bool) -> None:
+        engine = self._engine
+        with engine.watched_backward(last), current().span("backward"), draws.backward() if draws else NOTHING:
+            factor = self._weights.begin_sum() if last and self._weighed else None
+            engine.program.reduced_backward(scalar, last, factor)
+
+    def _share_losses(self, pipeline: Pipeline) -> None:
+        """The last stage gives the others its losses and their weights. Collective over the pipeline."""
+        weights, device = self._weights, self._engine.program.device
+        wide = torch.float32 if device.startswith("mps") else torch.float64
+        table = torch.zeros((len(self._parts) + 1, 2), dtype=wide, device=device)
+        if pipeline.pipe.rank == pipeline.last_rank:
+            for row, (mean, weight) in enumerate(weights.losses):
+                table[row, 0], table[row, 1] = mean, weight
+            table[-1, 0] = 1 if weights.unit is None else weights.unit
+            table[-1, 1] = self._weighed
+        collectives.broadcast(table, pipeline.last_rank, pipeline.pipe.group, of="the loss")
+        if pipeline.pipe.rank != pipeline.last_rank:
+            weights.losses = [(mean, weight) for mean, weight in (row.unbind() for row in table[:-1])]
+            self._weighed = bool(table[-1, 1])
+            weights.unit = table[-1, 0] if self._weighed else None
+
+
+def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a batch's tensors."""
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(batch))
+
+
+def tell_loss(engine: Engine, losses: Losses) -> None:
+    """Tell who looks on the mean loss of all ranks, and this rank's."""
+    if engine.watcher is not None:
+        own = total_of(losses)
+        total, weighed = collectives.all_reduce(own.clone()).unbind()
+        engine.watcher.loss_known(total / weighed, own[0] / own[1])

@@ -1,0 +1,119 @@
+"""The stages of a pipeline: ranks that each hold a part of a model's layers and work on the same samples.
+
+What a rank lacks of a model is known by name (`lacks`): it is found on the first stage that has it. Beside the values
+of a forward travels what followed the forward so far (`carried`): how many random numbers were drawn, for instance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise.transfer import collectives
+from meshwise.transfer.collectives import Group
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """The ranks of this pipeline, in the order of its stages.
+
+    down, up: groups of the same ranks, for what goes to a higher and to a lower one. Of two ranks, each then only sends
+    or only receives in a group, so that neither waits for the other.
+    """
+
+    rank: int
+    size: int
+    group: Group
+    down: Group
+    up: Group
+
+    def towards(self, source: int, target: int) -> Group:
+        """The group in which `source` sends to `target`."""
+        return self.down if target > source else self.up
+
+
+_pipe: list[Pipe | None] = [None]
+_lacks: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+_carried: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+_in_own_layers: list[bool] = [True]
+
+
+def pipe() -> Pipe | None:
+    """The pipeline that this rank is in."""
+    return _pipe[0]
+
+
+def join_pipe(found: Pipe | None) -> None:
+    """This rank is in a pipeline from now on, or in none."""
+    _pipe[0] = found
+    _in_own_layers[0] = True
+
+
+def lacks(model: nn.Module) -> set[str]:
+    """Names of the parameters and buffers of `model` that other stages hold, and this rank does not."""
+    return _lacks.get(model, set())
+
+
+def now_lacks(model: nn.Module, names: set[str]) -> None:
+    """From now on this rank lacks these."""
+    _lacks[model] = names
+
+
+def counts() -> bool:
+    """Whether what a module gives now is what one device computes: inside the layers of this rank's stage, it is."""
+    return _in_own_layers[0]
+
+
+def enter_own_layers(inside: bool) -> None:
+    """The forward has come to the layers of this rank, or begins or ends outside of them."""
+    _in_own_layers[0] = inside
+
+
+@contextlib.contextmanager
+def carried(leave: Callable[[], Any], enter: Callable[[Any], None]) -> Iterator[None]:
+    """During the body, what `leave` gives where a stage's layers end is given to `enter` where the next one's begin."""
+    _carried.append((leave, enter))
+    try:
+        yield
+    finally:
+        _carried.pop()
+
+
+def take_along() -> list[Any]:
+    """What travels to the next stage."""
+    return [leave() for leave, _ in _carried]
+
+
+def put_down(values: list[Any]) -> None:
+    """What has travelled from the stage before."""
+    for (_, enter), value in zip(_carried, values, strict=True):
+        enter(value)
+
+
+def send_object(value: Any, target: int, group: Group) -> Callable[[], None]:
+    """Begin to send any value that pickle takes; what is returned waits for it."""
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    device = collectives.device_of(group)
+    size = torch.tensor([len(data)], device=device)
+    begun = [collectives.begin_send(part, target, group) for part in (size, data.to(device))]
+
+    def wait() -> None:
+        for each in begun:
+            each()
+
+    return wait
+
+
+def receive_object(source: int, group: Group) -> Any:
+    """What rank `source` sends with `send_object`."""
+    device = collectives.device_of(group)
+    size = collectives.receive(torch.zeros(1, dtype=torch.int64, device=device), source, group)
+    data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    return pickle.loads(collectives.receive(data, source, group).cpu().numpy().tobytes())
