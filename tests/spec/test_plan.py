@@ -14,11 +14,11 @@ from meshwise.spec.plan import (
     RECOMPUTES,
     Plan,
     at_precision,
-    plan_from_settings,
     plan_from_toml,
     plan_to_toml,
 )
 from meshwise.spec.plan_devices import check_devices
+from meshwise.spec.plan_settings import plan_from_settings
 
 counts = st.integers(1, 2**40)
 block_names = st.lists(st.text('abc.01_"\\', min_size=1), min_size=1, unique=True).map(tuple)

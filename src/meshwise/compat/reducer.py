@@ -23,7 +23,7 @@ Hook = Callable[[GradBucket], torch.futures.Future[Tensor]]
 def make_reducer(
     parameters: Sequence[nn.Parameter], bucket_mb: int, hook: Hook, group: Any = None
 ) -> DistributedDataParallel:
-    """A DDP over `parameters` alone, whose buckets are reduced by `hook` over `group`. Broadcasts the parameters of rank 0.
+    """A DDP over `parameters` alone, whose buckets are reduced by `hook` over `group`. Broadcasts those of rank 0.
 
     Collective. Raises RuntimeError where this torch has no reducer to arm.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from meshwise.training.order import BatchSlice
 from meshwise.transfer import stages
 from meshwise.transfer.collectives import Group, gather_objects, get_rank
 
+Name = TypeVar("Name", str, tuple[str, str])
 LACKS = float("inf")  # how much a rank differs from the others that lacks what they have
 TINY = torch.finfo(torch.float64).tiny
 
@@ -46,7 +47,7 @@ def to_rank_0(value: Any, group: Group = None) -> list[Any]:
     return [pickle.loads(part) for part in parts] if get_rank(group) == 0 else []
 
 
-def of_any_rank(named: dict[str, Any], group: Group = None) -> dict[str, Any]:
+def of_any_rank(named: dict[Name, Any], group: Group = None) -> dict[Name, Any]:
     """What any rank has, by name, from the first that has it: a divided optimizer keeps its state on one rank."""
     names = gather_objects(list(named), group)
     earlier = {name for others in names[: get_rank(group)] for name in others}

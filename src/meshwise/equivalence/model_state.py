@@ -36,7 +36,8 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that this stage of the model trains, each once: where a block has stayed gathered, the part that it was made from."""
+    """The parameters that this rank's stage trains, each once: where a block has stayed gathered, the part that it was
+    made from."""
     parts = {}
     for _, module in sharded_modules(model):
         for group in groups_of(module):

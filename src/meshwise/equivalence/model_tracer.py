@@ -67,7 +67,8 @@ class ModelTracer:
     def forward(self, rows: Rows, *, alike: bool = False, number: int | None = None) -> Iterator[None]:
         """The forward of the next microbatch of the step, of which this rank has `rows`.
 
-        number: of the microbatch, where a pipeline takes them in its own order. alike: in a run, ranks draw the same numbers outside of the modules.
+        number: of the microbatch, where a pipeline takes them in its own order. alike: in a run, ranks draw the same
+        numbers outside of the modules.
         """
         step, newest = self._at
         self._at, self._rows = (step, newest + 1 if number is None else number), rows

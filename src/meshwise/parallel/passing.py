@@ -52,9 +52,9 @@ class Pass:
     """The forward of a microbatch in one stage: blocks `lo` to `hi` of `blocks`."""
 
     def __init__(
-        self, action: Action, lo: int, hi: int, is_last: bool, blocks: Sequence[tuple[str, nn.Module]]
+        self, action: Action, own: tuple[int, int], is_last: bool, blocks: Sequence[tuple[str, nn.Module]]
     ) -> None:
-        self.action, self.lo, self.hi, self.is_last, self._blocks = action, lo, hi, is_last, blocks
+        self.action, (self.lo, self.hi), self.is_last, self._blocks = action, own, is_last, blocks
         self.received: Any = None
         self.carried: list[Any] = []
         self.poison: Any = None
@@ -93,8 +93,8 @@ class Pass:
         if self._gave != self.hi - self.lo or not (self.is_last or self.left):
             missing = self._blocks[self.lo + self._gave if self._gave < self.hi - self.lo else self.hi][0]
             raise PlanError(
-                f"pipeline={ranks}: the loss did not come to block {missing}. Stages need every block in every forward, "
-                "one after the other. Use shard or tensor for this model."
+                f"pipeline={ranks}: the loss did not come to block {missing}. Stages need every block in every "
+                "forward, one after the other. Use shard or tensor for this model."
             )
 
     def end(self, *, check: bool) -> bool:
@@ -179,7 +179,7 @@ class Passing:
         after = Action(False, now.action.stage + 1, now.action.microbatch)
         pairs = [tensor for tensor in now.sent if tensor.requires_grad]
         _, gradients = self._receive(after)
-        return _Begin.apply(gradients, *pairs) if pairs else torch.zeros(())  # type: ignore[no-any-return, no-untyped-call]
+        return _Begin.apply(gradients, *pairs) if pairs else torch.zeros(())  # type: ignore[no-untyped-call]
 
     def send_backward(self, now: Pass) -> None:
         """The gradients of what this stage was given."""
@@ -248,7 +248,8 @@ def _has_nan(tensors: Iterable[Tensor]) -> bool:
 
 def _enter(now: Pass, place: int, tensor: Tensor) -> Tensor:
     token = torch.zeros((), dtype=tensor.dtype, device=tensor.device, requires_grad=True)
-    return _Enter.apply(token, now, place, tensor)  # type: ignore[no-any-return, no-untyped-call]
+    entered: Tensor = _Enter.apply(token, now, place, tensor)  # type: ignore[no-untyped-call]
+    return entered
 
 
 class _Enter(torch.autograd.Function):
@@ -260,7 +261,7 @@ class _Enter(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         ctx.now.gradients[ctx.place] = gradient
         return None, None, None, None
 
@@ -274,7 +275,7 @@ class _Begin(torch.autograd.Function):
         return tensors[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.gradients
 
 

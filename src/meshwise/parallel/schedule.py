@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 CHUNKS = {"interleaved": 2}
 """Stages a rank, where they are more than one."""
@@ -99,5 +100,4 @@ def stage_ranges(costs: Sequence[int], stages: int) -> list[tuple[int, int]]:
                     own = before[end] - before[begin]
                     choices.append((max(most, own), squares + own * own + (end - begin) ** 2, (*cuts, begin)))
             best[stage, end] = min(choices)
-    cuts = [*best[stages, len(costs)][2], len(costs)]
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(pairwise((*best[stages, len(costs)][2], len(costs))))

@@ -21,7 +21,6 @@ from meshwise.parallel.reduction import Reduction
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 
-
 if TYPE_CHECKING:
     from meshwise.parallel.pipeline import Pipeline
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ BATCH_NORMS = {
 }
 
 SCHEDULES = {
-    "1f1b": "one forward, one backward in turns: a stage keeps the activations of as many microbatches as stages follow",
+    "1f1b": "one forward, one backward in turns: a stage keeps as many microbatches' activations as stages follow",
     "gpipe": "all forwards, then all backwards: simple, and keeps the activations of every microbatch",
     "interleaved": "1f1b with two stages a rank: about half the idle time, and more messages",
 }
@@ -72,8 +72,8 @@ class Plan:
     data: replicas of the model; each takes its share of every global batch.
     shard: devices over which each replica's parameters, gradients and optimizer state are divided; each takes its share
         of the replica's batch.
-    pipeline: devices over which the model's blocks are cut into stages (pipeline parallel); they work on the same samples,
-        on one microbatch after the other, `accumulate` of them a step.
+    pipeline: devices over which the model's blocks are cut into stages (pipeline parallel); they work on the same
+        samples, one microbatch after the other, `accumulate` of them a step.
     context: devices over which the positions of each sample are divided (context parallel), attention with them; they
         work on the same samples.
     tensor: devices over which the weights of layers are split (tensor parallel); they work on the same samples.
@@ -97,8 +97,8 @@ class Plan:
     pipeline: int = _axis(
         Conflict(
             lambda plan: plan.accumulate < plan.pipeline,
-            "pipeline={plan.pipeline} with accumulate={plan.accumulate}: stages work at once on different microbatches, "
-            "and some would never have one. Use accumulate={plan.pipeline} or more; four times as many keep them busy.",
+            "pipeline={plan.pipeline} with accumulate={plan.accumulate}: stages work on different microbatches at "
+            "once, and some would never have one. Use accumulate={plan.pipeline} or more; four times as many keep them busy.",
         ),
         *(
             Conflict(
@@ -300,58 +300,8 @@ def plan_values(text: str) -> dict[str, Any]:
     except ValueError as error:  # TOMLDecodeError, or a number that Python refuses to read
         raise PlanError(f"the plan file is not TOML: {error}.") from None
     for name in values:
-        _check_name(name)
+        check_name(name)
     return values
-
-
-def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Plan:
-    """`start` (the default plan without one) with `field=value` settings over it, as a command line gives them.
-
-    Several values are written with commas: `offload=parameters,optimizer`. Raises PlanError for what is not a setting.
-    """
-    values: dict[str, Any] = {}
-    for setting in settings:
-        name, equals, text = (part.strip() for part in setting.partition("="))
-        if not equals:
-            raise PlanError(f"'{setting}' is not a setting of a plan. Use field=value, such as shard=4.")
-        _check_name(name)
-        if name in values:
-            raise PlanError(f"{name} is set twice, at last by '{setting}'. Set it once.")
-        values[name] = _value_of(name, text)
-    return replace(start or Plan(), **values)
-
-
-def plan_on(devices: int, settings: Sequence[str]) -> Plan:
-    """The plan of `field=value` settings on this many devices: replicas fill what the other axes leave of them."""
-    axes = [setting for setting in settings if setting.partition("=")[0].strip() in AXES]
-    if any(setting.partition("=")[0].strip() == "data" for setting in axes):
-        return plan_from_settings(settings)
-    taken = devices_of(axes)
-    return plan_from_settings(settings, Plan(data=devices // taken if devices % taken == 0 else 1))
-
-
-def devices_of(axes: Iterable[str]) -> int:
-    """How many devices the axes among `field=value` settings need. What is no number, the plan itself refuses."""
-    values = [_value_of(name.strip(), text.strip()) for name, _, text in (axis.partition("=") for axis in axes)]
-    return math.prod(value for value in values if isinstance(value, int) and value > 0)
-
-
-def _value_of(name: str, text: str) -> Any:
-    default = getattr(Plan(), name)
-    if default is None:
-        return None if text in ("", "none") else text
-    if isinstance(default, bool):
-        return {"true": True, "false": False}.get(text.lower(), text)
-    if isinstance(default, int):
-        try:
-            return int(text)
-        except ValueError:
-            return text
-    if isinstance(default, tuple):
-        return () if text in ("", "none") else tuple(part.strip() for part in text.split(","))
-    if name == "recompute" and text not in RECOMPUTES and ("," in text or "." in text):
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    return text
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:
@@ -363,7 +313,8 @@ def _check_type(name: str, value: Any, default: Any) -> None:
         raise PlanError(f"{name}={value!r}: must be a whole number of at least 1. Use {name}=1.")
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raises PlanError for what is no field of a plan."""
     known = {f.name for f in fields(Plan)}
     if name not in known:
         raise PlanError(f"a plan has no field '{name}'.{nearest(name, known)} Known are {', '.join(sorted(known))}.")

@@ -57,7 +57,6 @@ from meshwise.training.weighing import (
     mean_of_sum,
     unpadded,
 )
-from meshwise.transfer import collectives
 from meshwise.workers.gate import StepGate
 from meshwise.workers.worker import in_progress
 

@@ -61,12 +61,11 @@ def _of_last_stage(engine: Engine, sums: dict[str, Sum]) -> dict[str, Sum]:
     pipeline, device = engine.program.pipeline, engine.program.device
     if pipeline is None:
         return sums
-    held = {name: [float(number) for number in pair] for name, pair in sums.items()}
+    held = {name: (float(value), float(weight)) for name, (value, weight) in sums.items()}
     told = collectives.gather_objects(held, pipeline.pipe.group)[pipeline.last_rank]
-    wide = torch.float32 if device.startswith("mps") else torch.float64
-    return {
-        name: tuple(torch.tensor(number, dtype=wide, device=device) for number in pair) for name, pair in told.items()
-    }  # type: ignore[misc]
+    dtype = torch.float32 if device.startswith("mps") else torch.float64
+    pairs = {name: torch.tensor(pair, dtype=dtype, device=device) for name, pair in told.items()}
+    return {name: (pair[0], pair[1]) for name, pair in pairs.items()}
 
 
 def _measure(job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[str, Sum]:

@@ -69,7 +69,7 @@ def _compute(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -
 
 def _clip(engine: Engine, job: Job, state: RunState) -> None:
     if job.clip_norm is not None and engine.program.pipeline is not None:
-        engine.program.pipeline.clip(job.clip_norm)
+        engine.program.pipeline.holding.clip(job.clip_norm)
     elif job.clip_norm is not None:  # gradient clipping: exact under shard, since DTensors give the norm of the whole
         state.scaler.unscale_(state.optimizer)
         torch.nn.utils.clip_grad_norm_(state.model.parameters(), job.clip_norm)

@@ -6,8 +6,9 @@ Tested in tests/training/test_plans_in_a_loop.py and tests/parallel/test_pipelin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,7 @@ class Microbatches:
             draws = self._begin(number)
             with self._forward(draws):
                 loss = self._scaled(number, self._found(number))
-            self._backward(number, draws, loss, last=number == len(self._parts) - 1)
+            self._backward(draws, loss, last=number == len(self._parts) - 1)
         return self._weights.losses
 
     def as_stages(self, pipeline: Pipeline) -> Losses:
@@ -73,11 +74,7 @@ class Microbatches:
                 self._share_losses(pipeline)
             now, loss, draws = opened.pop(where)
             self._tell_place(action)
-            pipeline.back(
-                now,
-                loss,
-                lambda scalar, draws=draws: self._backward(action.microbatch, draws, scalar, last=place == last),
-            )
+            pipeline.back(now, loss, partial(self._backward, draws, last=place == last))
         pipeline.finish()
         return self._weights.losses
 
@@ -102,7 +99,7 @@ class Microbatches:
         return None if engine.draws is None else engine.draws.of_microbatch((*self._loss.key, number), part)
 
     @contextlib.contextmanager
-    def _forward(self, draws: KeyedDraws | None) -> Any:
+    def _forward(self, draws: KeyedDraws | None) -> Iterator[None]:
         with current().span("forward"), self._engine.computing(), draws.forward() if draws else NOTHING:
             yield
 
@@ -119,7 +116,7 @@ class Microbatches:
         self._weights.coupled |= engine.program.has_shared_terms
         return loss.scale(self._weights.scale(mean, weight, part))
 
-    def _backward(self, number: int, draws: KeyedDraws | None, scalar: Tensor, *, last: bool) -> None:
+    def _backward(self, draws: KeyedDraws | None, scalar: Tensor, *, last: bool) -> None:
         engine = self._engine
         with engine.watched_backward(last), current().span("backward"), draws.backward() if draws else NOTHING:
             factor = self._weights.begin_sum() if last and self._weighed else None

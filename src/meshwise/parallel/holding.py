@@ -1,0 +1,204 @@
+"""What each stage of a pipeline holds of the model: its blocks, and what lies outside of them and is used there.
+
+Outside of the blocks all ranks hold all during the first step. Whose gradients that step has found then decides: a
+parameter stays where it has one, and becomes NaN that takes no memory elsewhere. Where several stages have one (tied
+weights), their gradients are added up. A buffer is that of the first stage in whose layers its module ran.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from meshwise.parallel.step_hooks import held_parameters
+from meshwise.spec.errors import PlanError
+from meshwise.transfer import collectives, stages
+from meshwise.transfer.stages import Pipe
+
+_lacked = WeakIdKeyDictionary()  # parameters whose values are on other stages
+
+
+class Holding:
+    """What this rank holds of `model`.
+
+    blocks: all that stages are cut from. own: those of this rank.
+    """
+
+    def __init__(self, model: nn.Module, pipe: Pipe, blocks: Sequence[nn.Module], own: Sequence[nn.Module]) -> None:
+        self._model, self._pipe = weakref.ref(model), pipe
+        self.decided = False
+        """Whether a step has decided what lies where."""
+        self.reached: set[int] = set()
+        """Ids of the parameters that backwards of the first step reach."""
+        self._live_modules: set[str] = set()
+        self._trained: tuple[bool, ...] = ()
+        self._shared: list[tuple[str, collectives.Group]] = []
+        self._owned: set[str] = set()  # names of the parameters that count for this rank, where several hold them
+        self._hold(blocks, own)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    def _hold(self, blocks: Sequence[nn.Module], own: Sequence[nn.Module]) -> None:
+        others = [block for block in blocks if not any(block is mine for mine in own)]
+        inside = {id(part) for block in others for part in block.modules()}
+        kept = {
+            id(p) for name, m in self.model.named_modules() if id(m) not in inside for p in m.parameters(recurse=False)
+        }
+        names = {name for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) not in kept}
+        _drop(self.model, names, self._pipe.rank)
+        buffers = {
+            f"{name}.{key}"
+            for name, m in self.model.named_modules(remove_duplicate=False)
+            if id(m) in inside
+            for key, _ in m.named_buffers(recurse=False)
+        }
+        stages.now_lacks(self.model, names | buffers)
+        outside = {id(m) for block in blocks for m in block.modules()}
+        for name, module in self.model.named_modules():
+            module.register_load_state_dict_pre_hook(_before_load)
+            module.register_load_state_dict_post_hook(_after_load)
+            if id(module) not in outside and any(True for _ in module.buffers(recurse=False)):
+                module.register_forward_pre_hook(_Notes(self._live_modules, name))
+
+    def decide(self) -> None:
+        """After the first step: who holds what lies outside of the blocks. Collective over all ranks."""
+        model, own = self.model, self._pipe.rank
+        named = dict(model.named_parameters())
+        lacking = stages.lacks(model)
+        mine = {name for name, p in named.items() if id(p) in self.reached}
+        ranks = collectives.gather_objects((mine, set(self._live_modules), set(lacking)), self._pipe.group)
+        drop: set[str] = set()
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for name, p in named.items():
+            holders = tuple(rank for rank, (reached, _, _) in enumerate(ranks) if name in reached)
+            if len(holders) > 1:
+                groups.setdefault(holders, []).append(name)
+            if p.requires_grad and name not in lacking:
+                able = [rank for rank, (_, _, lacks) in enumerate(ranks) if name not in lacks]
+                if own not in (holders or able[-1:]):
+                    drop.add(name)
+            if own == (holders or (0,))[0]:
+                self._owned.add(name)
+        same = {name for name, p in model.named_parameters(remove_duplicate=False) if any(p is named[n] for n in drop)}
+        _drop(model, same, own)
+        stages.now_lacks(model, lacking | same | self._buffers_of_others([live for _, live, _ in ranks]))
+        every = collectives.gather_objects(sorted(groups), collectives.everyone())
+        pipes = sorted(set(collectives.gather_objects(collectives.ranks_of(self._pipe.group), collectives.everyone())))
+        for holders in sorted({h for each in every for h in each}):
+            for ranks_of_pipe in pipes:
+                group = collectives.group_of([ranks_of_pipe[rank] for rank in holders])
+                if ranks_of_pipe == collectives.ranks_of(self._pipe.group) and own in holders:
+                    self._shared += [(name, group) for name in groups.get(holders, ())]
+        self._trained = tuple(p.requires_grad for p in model.parameters())
+        self.decided = True
+
+    def _buffers_of_others(self, live: Sequence[set[str]]) -> set[str]:
+        """Buffers outside of the blocks whose modules ran on other stages alone."""
+        found = set()
+        for name in set().union(*live) - live[self._pipe.rank]:
+            module = self.model.get_submodule(name)
+            found |= {f"{name}.{key}" if name else key for key, _ in module.named_buffers(recurse=False)}
+        return found
+
+    def check_same(self) -> None:
+        """PlanError where parameters were frozen or thawed since it was decided what lies where."""
+        if self.decided and tuple(p.requires_grad for p in self.model.parameters()) != self._trained:
+            raise PlanError(
+                f"pipeline={self._pipe.size}: parameters were frozen or thawed after the first step, which decided on "
+                "which stage each is held. Freeze them before the run, or use shard instead of pipeline."
+            )
+
+    def add_up(self) -> None:
+        """Add up the gradients of what several stages hold. Collective."""
+        named = dict(self.model.named_parameters()) if self._shared else {}
+        for name, group in self._shared:
+            p = named[name]
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            collectives.all_reduce(p.grad, group=group, of="tied gradients")
+
+    def clip(self, norm: float) -> None:
+        """Clip the gradients by their norm over all stages, what several hold counted once. Collective."""
+        named = {n: p for n, p in self.model.named_parameters() if p.grad is not None}
+        held_by_several = {name for name, _ in self._shared}
+        counted = [
+            p.grad for n, p in named.items() if p.grad is not None and (n not in held_by_several or n in self._owned)
+        ]
+        own = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self._device())
+        squares = collectives.all_reduce(own.double().square(), group=self._pipe.group, of="gradient norm")
+        torch.nn.utils.clip_grads_with_norm_(named.values(), norm, squares.sqrt().to(own.dtype))
+
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+
+class _Notes:
+    """A hook that notes which modules ran inside the layers of this rank."""
+
+    def __init__(self, into: set[str], name: str) -> None:
+        self._into, self._name = into, name
+
+    def __call__(self, *given: Any) -> None:
+        if stages.counts():
+            self._into.add(self._name)
+
+
+def _drop(model: nn.Module, names: set[str], rank: int) -> None:
+    """Let go of the values of these parameters, which other stages have: what is left is NaN of their shape, in the
+    memory of one number."""
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if name in names and p not in _lacked:
+            _lacked[p] = True
+            _empty(p)
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(functools.partial(_refuse, name, rank))
+
+
+def _empty(p: nn.Parameter) -> None:
+    p.data = torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape)
+
+
+def _before_load(module: nn.Module, *unused: Any) -> None:
+    """What this rank lacks is loaded, too, so that torch compares shapes; then it is let go of again."""
+    for p in module.parameters(recurse=False):
+        if p in _lacked:
+            p.data = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+
+
+def _after_load(module: nn.Module, unused: Any) -> None:
+    for p in module.parameters(recurse=False):
+        if p in _lacked:
+            _empty(p)
+
+
+def _refuse(name: str, rank: int, p: Tensor) -> None:
+    raise PlanError(
+        f"pipeline: the loss on rank {rank} of it reaches {name}, whose values are on another: it reads a parameter of "
+        "a layer by itself, or one that the first step did not use. Use shard or tensor for this job."
+    )
+
+
+def own_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """Of a whole state that is loaded, what belongs to parameters of this rank."""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    others = {n for n, p in zip(numbers, held_parameters(optimizer), strict=False) if p in _lacked}
+    return {**saved, "state": {n: entry for n, entry in saved["state"].items() if n not in others}}
+
+
+def let_go(optimizer: Optimizer) -> None:
+    """Drop the state of what this rank lacks since the first step: a state that was loaded before had it."""
+    for p in held_parameters(optimizer):
+        if p in _lacked:
+            optimizer.state.pop(p, None)

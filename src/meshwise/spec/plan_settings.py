@@ -1,0 +1,61 @@
+"""A plan of `field=value` settings, as a command line gives them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import AXES, RECOMPUTES, Plan, check_name
+
+
+def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Plan:
+    """`start` (the default plan without one) with `field=value` settings over it, as a command line gives them.
+
+    Several values are written with commas: `offload=parameters,optimizer`. Raises PlanError for what is not a setting.
+    """
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, text = (part.strip() for part in setting.partition("="))
+        if not equals:
+            raise PlanError(f"'{setting}' is not a setting of a plan. Use field=value, such as shard=4.")
+        check_name(name)
+        if name in values:
+            raise PlanError(f"{name} is set twice, at last by '{setting}'. Set it once.")
+        values[name] = _value_of(name, text)
+    return replace(start or Plan(), **values)
+
+
+def plan_on(devices: int, settings: Sequence[str]) -> Plan:
+    """The plan of `field=value` settings on this many devices: replicas fill what the other axes leave of them."""
+    axes = [setting for setting in settings if setting.partition("=")[0].strip() in AXES]
+    if any(setting.partition("=")[0].strip() == "data" for setting in axes):
+        return plan_from_settings(settings)
+    taken = devices_of(axes)
+    return plan_from_settings(settings, Plan(data=devices // taken if devices % taken == 0 else 1))
+
+
+def devices_of(axes: Iterable[str]) -> int:
+    """How many devices the axes among `field=value` settings need. What is no number, the plan itself refuses."""
+    values = [_value_of(name.strip(), text.strip()) for name, _, text in (axis.partition("=") for axis in axes)]
+    return math.prod(value for value in values if isinstance(value, int) and value > 0)
+
+
+def _value_of(name: str, text: str) -> Any:
+    default = getattr(Plan(), name)
+    if default is None:
+        return None if text in ("", "none") else text
+    if isinstance(default, bool):
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if isinstance(default, int):
+        try:
+            return int(text)
+        except ValueError:
+            return text
+    if isinstance(default, tuple):
+        return () if text in ("", "none") else tuple(part.strip() for part in text.split(","))
+    if name == "recompute" and text not in RECOMPUTES and ("," in text or "." in text):
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    return text
