@@ -2,7 +2,7 @@
 
     python bench/predict.py [--runs 15]
 
-By hand: eval, no_grad, a slice of each batch, its outputs to the host; at the end JSON lines are written, or a tensor is
+By hand: eval, no_grad, a slice of each batch, its outputs to the host; at the end JSON lines or a tensor is
 saved (on two devices each rank takes its part of each batch, and rank 0 gets the others' rows by all_gather). Ours: the
 loop of `mw.predict`, written as it goes and synced to the disk; opening, joining and moving the file count. Starting
 workers and making the model is on neither side. Which side goes first alternates. CPU: of this rank's process, where

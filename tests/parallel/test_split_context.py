@@ -92,8 +92,10 @@ def on_ranks(size: int, work: Callable[[ThreadAxis], Any]) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join()
-    for error in sorted((e for e in found.values() if isinstance(e, BaseException)),
-                        key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+    for error in sorted(
+        (e for e in found.values() if isinstance(e, BaseException)),
+        key=lambda e: isinstance(e, threading.BrokenBarrierError),
+    ):
         raise error
     return [found[rank] for rank in range(size)]
 
@@ -103,7 +105,10 @@ def same(got: Tensor, wanted: Tensor) -> bool:
 
 
 def hold(
-    function: Callable[..., Any], inputs: Sequence[Tensor], dims: Sequence[int | None], size: int = 2,
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    dims: Sequence[int | None],
+    size: int = 2,
     part: Callable[..., Part] = plain,
 ) -> list[Any]:
     """Compare `function` of inputs that are split along `dims` with that of whole ones, values and gradients.
@@ -187,25 +192,54 @@ CASES = {
     "mean over positions": (lambda x: x.mean(1), [X], [1], None),
     "softmax over positions": (lambda x: x.softmax(1), [X], [1], 1),
     "cumsum over positions": (lambda x: x.cumsum(1), [X], [1], None),
-    "cross entropy": (lambda x, y: F.cross_entropy(x.view(-1, 6), y.view(-1), ignore_index=3), [X, IDS], [1, None], None),
-    "of split targets": (lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), label_smoothing=0.1), [X, IDS], [1, 1],
-                         None),
-    "with weights": (lambda x, y: F.cross_entropy(x.view(-1, 6), y.view(-1), BIAS[:6].abs(), ignore_index=2), [X, IDS],
-                     [1, None], None),
+    "cross entropy": (
+        lambda x, y: F.cross_entropy(x.view(-1, 6), y.view(-1), ignore_index=3),
+        [X, IDS],
+        [1, None],
+        None,
+    ),
+    "of split targets": (
+        lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), label_smoothing=0.1),
+        [X, IDS],
+        [1, 1],
+        None,
+    ),
+    "with weights": (
+        lambda x, y: F.cross_entropy(x.view(-1, 6), y.view(-1), BIAS[:6].abs(), ignore_index=2),
+        [X, IDS],
+        [1, None],
+        None,
+    ),
     "of each row": (lambda x, y: F.cross_entropy(x.transpose(1, 2), y, reduction="none"), [X, IDS], [1, None], 1),
-    "of probabilities": (lambda x, y: F.cross_entropy(x.view(-1, 6), y.view(-1, 6).softmax(-1)), [X, X], [1, None], None),
+    "of probabilities": (
+        lambda x, y: F.cross_entropy(x.view(-1, 6), y.view(-1, 6).softmax(-1)),
+        [X, X],
+        [1, None],
+        None,
+    ),
     "shifted": (lambda x, y: F.cross_entropy(x[:, :-1].reshape(-1, 6), y[:, 1:].reshape(-1)), [X, IDS], [1, 1], None),
     "nll": (lambda x, y: F.nll_loss(x.log_softmax(-1).view(-1, 6), y.view(-1)), [X, IDS], [1, None], None),
     "mse": (F.mse_loss, [X, X + 1], [1, None], None),
     "bce": (lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid(), reduction="sum"), [X, X], [1, None], None),
     "of positions": (lambda x, y: F.cross_entropy(x[..., 0], y[:, 0]), [X, IDS], [1, None], None),
-    "written into": (lambda x, y: F.pad(x, (0, 0, 0, 0)).index_add_(1, torch.arange(3), y), [X, X[:, :3]], [1, None], 1),
+    "written into": (
+        lambda x, y: F.pad(x, (0, 0, 0, 0)).index_add_(1, torch.arange(3), y),
+        [X, X[:, :3]],
+        [1, None],
+        1,
+    ),
     "an entry set": (lambda x, y: _set(x * 1, y), [X, X[0, 2]], [1, None], 1),
-    "baddbmm": (lambda q, k: torch.zeros(2, 1, 7, dtype=D).baddbmm(batch1=q, batch2=k.transpose(1, 2), beta=0.5), [X, X],
-                [1, 1], 1),
+    "baddbmm": (
+        lambda q, k: torch.zeros(2, 1, 7, dtype=D).baddbmm(batch1=q, batch2=k.transpose(1, 2), beta=0.5),
+        [X, X],
+        [1, 1],
+        1,
+    ),
     "eager attention": (
         lambda q, k, v: (q @ k.transpose(-1, -2) + torch.full((7, 7), -9e9, dtype=D).triu(1)).softmax(-1) @ v,
-        [torch.randn(2, 3, 7, 4, dtype=D) for _ in range(3)], [2, 2, 2], 2,
+        [torch.randn(2, 3, 7, 4, dtype=D) for _ in range(3)],
+        [2, 2, 2],
+        2,
     ),
 }
 
@@ -236,8 +270,11 @@ ATTENTION = {
     "grouped heads": (attend(is_causal=True, enable_gqa=True), [heads(4, 7), heads(2, 7), heads(2, 7)], "sss"),
     "a mask": (attend(), [*(heads(4, 7) for _ in range(3)), SEEN], "sssw"),
     "a mask of heads": (attend(), [*(heads(4, 7) for _ in range(3)), heads(4, 7, 7)[:1].detach()], "sssb"),
-    "a padding mask": (attend(), [*(heads(4, 7) for _ in range(3)), torch.tensor([[1] * 5 + [0] * 2, [1] * 7])[:, None, None] > 0],
-                       "sssw"),
+    "a padding mask": (
+        attend(),
+        [*(heads(4, 7) for _ in range(3)), torch.tensor([[1] * 5 + [0] * 2, [1] * 7])[:, None, None] > 0],
+        "sssw",
+    ),
     "a learned mask": (attend(), [*(heads(4, 7) for _ in range(3)), heads(4, 7, 7)], "sssw"),
     "of another sequence": (attend(), [heads(4, 7), heads(4, 5), heads(4, 5)], "sww"),
     "of another divided one": (attend(), [heads(4, 7), heads(4, 5), heads(4, 5)], "sss"),

@@ -24,8 +24,8 @@ def called(func: Callable[..., Any]) -> str:
 
 
 def determinism_of_parts() -> str:
-    """The `determinism_check` of torch's checkpoint under which it compares tensors as they are in memory: it would take
-    the shape of the whole for that of a part. Its own where torch has no table of them (read in 2.11 to 2.15)."""
+    """The `determinism_check` of torch's checkpoint under which it compares tensors as they are in memory: it would
+    take the shape of the whole for that of a part. Its own where torch has no table of them (read in 2.11 to 2.15)."""
     table = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
     if "default" not in table:
         return "default"

@@ -72,8 +72,8 @@ class Sharded:
     def __init__(self, setup: Setup) -> None:
         model, reshard = setup.model, setup.plan.reshard
         mesh = make_mesh(setup.plan, setup.world)
-        names = tuple(name for name in mesh.mesh_dim_names or () if name not in WITHIN_SAMPLES)
-        self.mesh = mesh = mesh[names] if len(names) < mesh.ndim else mesh
+        kept = tuple(name for name in mesh.mesh_dim_names or () if name not in WITHIN_SAMPLES)
+        self.mesh = mesh = mesh[kept] if len(kept) < mesh.ndim else mesh
         pin = torch.accelerator.is_available()  # memory can be pinned for an accelerator only
         policy = CPUOffloadPolicy(pin_memory=pin) if setup.parts_on_host else OffloadPolicy()
         dtypes = setup.gather_dtypes or MixedPrecisionPolicy()

@@ -1,8 +1,8 @@
 """Tensor parallel: each rank of the axis holds a part of the weights of layers, and works on the same samples.
 
 Parameters become DTensors on the mesh axis `tensor`: split along a dim (split/layout.py), or replicated. While a module
-runs, its parameters are this rank's parts: split tensors (split/tensor.py), of which plain code sees the whole shape and
-whose operators run on the parts where that is exact. So no line of the model changes, and any model is right; what has
+runs, its parameters are this rank's parts: split tensors (split/tensor.py), of which plain code sees the whole,
+and whose operators run on the parts where that is exact. So no line of the model changes, and any model is right; what has
 no rule is gathered, and said.
 
 Replicated parameters and whole activations are the same on all ranks of the axis, and so are their gradients: what goes
@@ -16,7 +16,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -28,8 +27,8 @@ from meshwise.parallel.blocks import called_in, repeated_blocks
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.split import rules
-from meshwise.parallel.split.crossing import entering_once
 from meshwise.parallel.split.axis import Axis, MeshAxis, Part
+from meshwise.parallel.split.crossing import entering_once
 from meshwise.parallel.split.layout import split_dims
 from meshwise.parallel.split.tensor import split
 from meshwise.parallel.technique import Setup, Technique
@@ -66,7 +65,7 @@ def _apply(setup: Setup) -> None:
             if any(True for _ in module.parameters()):
                 module.forward = functools.partial(_run, module, axis, blocks, module.forward)
     total = sum(p.numel() for p in known.values())
-    divided = sum(p.numel() for p in known.values() if p.placements != (Replicate(),))  # type: ignore[attr-defined]
+    divided = sum(p.numel() for p in known.values() if isinstance(p, DTensor) and not p.placements[0].is_replicate())
     setup.notes.append(f"tensor={mesh.size()}: {divided / max(total, 1):.0%} of the parameters are split.")
 
 
@@ -98,10 +97,12 @@ def _run(
             renew_flat_weights(own)
 
 
-def _localise(module: nn.Module, axis: Axis, blocks: set[nn.Module]) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
+def _localise(
+    module: nn.Module, axis: Axis, blocks: set[nn.Module]
+) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
     """Put local parts where modules have their parameters, and give what was there. Blocks inside come to it
     when they run: they may be gathered by themselves, and run again alone."""
-    changed = []
+    changed: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     local: dict[int, Tensor] = {}
     for own in _modules(module, blocks):
         held = {name: p for name, p in parameters_in(own).items() if isinstance(p, DTensor)}

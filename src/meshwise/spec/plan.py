@@ -98,7 +98,7 @@ class Plan:
         Conflict(
             lambda plan: plan.accumulate < plan.pipeline,
             "pipeline={plan.pipeline} with accumulate={plan.accumulate}: stages work on different microbatches at "
-            "once, and some would never have one. Use accumulate={plan.pipeline} or more; four times as many keep them busy.",
+            "once, and some would never have one. Use accumulate={plan.pipeline} or more; four times as many are good.",
         ),
         *(
             Conflict(

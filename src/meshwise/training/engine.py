@@ -57,6 +57,7 @@ from meshwise.training.weighing import (
     mean_of_sum,
     unpadded,
 )
+from meshwise.transfer import collectives
 from meshwise.workers.gate import StepGate
 from meshwise.workers.worker import in_progress
 
@@ -267,7 +268,8 @@ class Engine:
         if reduction is None:
             self.program.check_has_models()
             self.program.plain(loss).backward()
-            return self.program.plain(before.detach())
+            whole: Tensor = self.program.plain(before.detach())
+            return whole
         self.reads.check_one_share("mw.backward", weighed=summed or weight is not None)
         part, own = check_loss(loss, part), reduction.plain(loss)
         loss, before = own, own if before is loss else reduction.plain(before.detach())

@@ -43,7 +43,7 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
     if plan.within_samples * engine.world.size != world.size:
         raise PlanError(
             f"mw.distribute was given {plan}, whose ranks work on the same samples: that must be known when the script "
-            f"begins. Give the plan to the run: --set tensor={plan.tensor}, or {PLAN_FILE}=plan.toml in its environment."
+            f"begins. Give the plan to the run: --set tensor={plan.tensor}, or {PLAN_FILE}=plan.toml in the environment."
         )
     program.plan = plan
     return plan

@@ -92,7 +92,7 @@ def group_key(group: Group = None) -> str:
 
 @functools.cache
 def _group_key(group: Group) -> str:
-    name = "" if group in (None, everyone()) else group.group_name  # type: ignore[union-attr]
+    name = "" if group in (None, everyone()) else group.group_name
     return f"{','.join(map(str, dist.get_process_group_ranks(group)))}/{name}"
 
 

@@ -21,10 +21,10 @@ from torch.nn import functional
 
 from meshwise.compat.torch_function import on_parts
 from meshwise.parallel.split.axis import Part
-from meshwise.parallel.split.crossing import enter, gather
+from meshwise.parallel.split.crossing import enter, gather, through
 from meshwise.parallel.split.elementwise import RULES as ELEMENTWISE
 from meshwise.parallel.split.products import RULES as PRODUCTS
-from meshwise.parallel.split.rule import NoRule, Rule, moved, split_in, with_parts_of
+from meshwise.parallel.split.rule import NoRule, Rule, moved, part_of, split_in, with_parts_of
 from meshwise.parallel.split.tensor import SplitTensor, split, whole_shape
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -33,6 +33,7 @@ NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"
 def _attention(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     values = dict(zip(NAMES, args, strict=False)) | dict(kwargs)
     q, k, v, mask = (values.get(name) for name in NAMES[:4])
+    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if not any(each.part.dim == each.dim() - 2 for each in split_in((q, k, v))):
         return PRODUCTS["scaled_dot_product_attention"](func, args, kwargs)
     dims, dropout = q.dim(), values.get("dropout_p", 0.0)
@@ -47,14 +48,14 @@ def _attention(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         mask = with_parts_of(mask, q.part, dims)
     scale = values.get("scale")
     asked = _Asked(q.part, math.sqrt(1 / q.shape[-1]) if scale is None else scale, bool(values.get("is_causal")))
-    divided = isinstance(k, SplitTensor) and isinstance(v, SplitTensor) and k.part == v.part and k.part.repeats == 1
-    if not divided or dropout or (mask is not None and mask.requires_grad):
+    divided = isinstance(v, SplitTensor) and part_of(k) == v.part and v.part.repeats == 1
+    if not isinstance(k, SplitTensor) or not divided or dropout or (mask is not None and mask.requires_grad):
         return split(_of_whole_keys(q, k, v, mask, asked, dropout), q.part)
     columns = moved(k.part, 2)
     if dims == 4:
-        return split(_Ring.apply(q, k, v, mask, asked, columns), q.part)
+        return split(through(_Ring, q, k, v, mask, asked, columns), q.part)
     q, k, v, mask = (None if each is None else each.unsqueeze(1) for each in (q, k, v, mask))
-    return split(_Ring.apply(q, k, v, mask, asked, columns).squeeze(1), asked.rows)
+    return split(through(_Ring, q, k, v, mask, asked, columns).squeeze(1), asked.rows)
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ class _Ring(Function):
         log_sum = largest + total.log()
         ctx.save_for_backward(q, k, v, mask, result, log_sum.masked_fill_(total == 0, 0))
         ctx.asked, ctx.columns = asked, columns
-        return result.flatten(1, 2)
+        flat: Tensor = result.flatten(1, 2)
+        return flat
 
     @staticmethod
     @once_differentiable

@@ -16,9 +16,14 @@ from meshwise.transfer import collectives
 class Axis(Protocol):
     """Ranks that hold the parts of a tensor, and how they exchange them."""
 
-    name: str
-    size: int
-    rank: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """`tensor` reduced over the ranks, in place."""

@@ -1,4 +1,4 @@
-"""The four ways between whole tensors and split ones, each with its gradient (Megatron-LM, arXiv:1909.08053, section 3).
+"""The four ways between whole tensors and split ones, each with its gradient (Megatron-LM, arXiv:1909.08053).
 
 A whole tensor is the same on all ranks of the axis, and so is its gradient. The gradient of a split one is split alike.
 
@@ -25,7 +25,6 @@ from meshwise.compat.torch_function import on_parts
 from meshwise.parallel.split.axis import Axis, Part
 from meshwise.parallel.split.tensor import SplitTensor, split
 
-
 _entered: list[dict[tuple[int, str, int], tuple[Tensor, Tensor]]] = []
 """What has entered in each scope that is open, by the whole tensor's id, the axis and the tensor's version."""
 
@@ -46,16 +45,16 @@ def enter(whole: Tensor, axis: Axis) -> Tensor:
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole
     if not _entered:
-        return _Enter.apply(whole, axis)
+        return through(_Enter, whole, axis)
     key = id(whole), axis.name, version(whole)
     if key not in _entered[-1]:
-        _entered[-1][key] = whole, _Enter.apply(whole, axis)
+        _entered[-1][key] = whole, through(_Enter, whole, axis)
     return _entered[-1][key][1]
 
 
 def add_up(value: Tensor, axis: Axis) -> Tensor:
     """The sum over the ranks, whole."""
-    return _AddUp.apply(value, axis)
+    return through(_AddUp, value, axis)
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -63,12 +62,18 @@ def gather(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, SplitTensor):
         return tensor
     with on_parts():
-        return _Gather.apply(tensor, tensor.part)
+        return through(_Gather, tensor, tensor.part)
 
 
 def scatter(whole: Tensor, part: Part) -> SplitTensor:
     """This rank's part of a whole tensor, split."""
-    return split(_Scatter.apply(whole, part), part)
+    return split(through(_Scatter, whole, part), part)
+
+
+def through(function: Any, *given: Any) -> Tensor:
+    """What an autograd function gives."""
+    made: Tensor = function.apply(*given)
+    return made
 
 
 class _Enter(Function):
@@ -79,7 +84,7 @@ class _Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _AddUp.apply(gradient, ctx.axis), None
+        return through(_AddUp, gradient, ctx.axis), None
 
 
 class _AddUp(Function):
@@ -90,7 +95,7 @@ class _AddUp(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Enter.apply(gradient, ctx.axis), None
+        return through(_Enter, gradient, ctx.axis), None
 
 
 class _Gather(Function):
@@ -101,7 +106,7 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Scatter.apply(gradient, ctx.part), None
+        return through(_Scatter, gradient, ctx.part), None
 
 
 class _Scatter(Function):
@@ -112,4 +117,4 @@ class _Scatter(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Gather.apply(gradient, ctx.part), None
+        return through(_Gather, gradient, ctx.part), None

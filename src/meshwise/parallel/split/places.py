@@ -1,6 +1,6 @@
 """Places along the split dim: a range of them, one of them, some before and behind, several tensors one after another.
 
-Each rank keeps what it holds, so that nothing is sent; parts become of unequal length. None of it is done to merged dims
+Each rank keeps what it holds, so that nothing is sent; parts become of unequal length. Not done to merged dims
 (`Part.repeats`).
 """
 

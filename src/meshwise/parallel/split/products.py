@@ -237,7 +237,8 @@ def _grouped(func: Func, operands: Sequence[Tensor], mask: Any, values: Kwargs, 
     result = moved(parts[0].part, 1)
     if mask is not None:
         mask = with_parts_of(mask, result, 4)
-    return split(functional.scaled_dot_product_attention(*parts, mask, **values), result)
+    q, k, v = parts
+    return split(functional.scaled_dot_product_attention(q, k, v, mask, **values), result)
 
 
 RULES: dict[str, Rule] = {

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshwise.compat.torch_function import called, change_arguments_of_functions
@@ -71,7 +70,7 @@ def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
     written = first if writes_in_place(name) else None
     new_args, new_kwargs = map_kind(SplitTensor, of, (tuple(args), dict(kwargs)))
     result = func(*new_args, **new_kwargs)
-    if isinstance(first, SplitTensor) and first is written:
+    if isinstance(first, SplitTensor) and written is not None:
         first.copy_(scatter(whole[id(first)], first.part))
         return first if result is whole[id(first)] else result
     return result

@@ -1,4 +1,4 @@
-"""Operators that move dims, join and divide tensors, or run along a dim: they run on parts where the split dim stays."""
+"""Operators that move dims, join and divide tensors, or run along a dim: on parts where the split dim stays."""
 
 from __future__ import annotations
 
