@@ -139,11 +139,14 @@ class ModelTracer:
             self.step.modified_between_backwards.append((0, self._at[1] - 1, before, after, alike))
 
     def keyed(self, function: Callable[..., Any], rows: Sequence[Rows]) -> Callable[..., Any]:
-        """What a job evaluates with, in float64 and with keyed draws; called once for each of `rows`."""
+        """What a job evaluates with, in float64 and with keyed draws; called for each of `rows`, in their order."""
         batches = iter(enumerate(rows))
+        now: list[Any] = []  # the batch, its number and rows: a rank with two stages of a pipeline calls it twice
 
         def evaluated(*args: Any) -> Any:
-            number, own = next(batches)
+            if not now or args[-1] is not now[0]:
+                now[:] = args[-1], *next(batches)
+            _, number, own = now
             draws = KeyedDraws((self._seed, -1, number), own, by_rows(own))
             with upcast(self._upcast), draws.forward():
                 result = function(*args)

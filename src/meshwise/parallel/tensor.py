@@ -2,7 +2,7 @@
 
 Parameters become DTensors on the mesh axis `tensor`: split along a dim (split/layout.py), or replicated. While a module
 runs, its parameters are this rank's parts: split tensors (split/tensor.py), of which plain code sees the whole,
-and whose operators run on the parts where that is exact. So no line of the model changes, and any model is right; what has
+and whose operators run on parts where that is exact. So no line of the model changes, and any model is right; what has
 no rule is gathered, and said.
 
 Replicated parameters and whole activations are the same on all ranks of the axis, and so are their gradients: what goes

@@ -2,7 +2,7 @@
 
 A plan names the mesh axes (`data` replicas, each divided over `shard` devices), what a step is cut into, and the
 techniques that trade time for memory. Each field declares what it divides and what it cannot be combined with. The
-other axes of the design (sequence, pipeline) get their field when their technique exists.
+other axis of the design (sequence) gets its field when its technique exists.
 """
 
 from __future__ import annotations
@@ -57,6 +57,12 @@ def _axis(*conflicts: Conflict, divides: str = "", same_samples: bool = False) -
     return field(default=1, metadata=locals() | {"axis": True})
 
 
+def _not_yet(own: str, other: str) -> Conflict:
+    """A combination that is not built."""
+    message = f"{own}={{plan.{own}}} with {other}={{plan.{other}!r}} is not built yet. Remove {other}."
+    return Conflict(lambda plan: bool(getattr(plan, other) != getattr(Plan, other)), message)
+
+
 def _technique(default: Any, *conflicts: Conflict, divides: str = "") -> Any:
     """A technique that is off by default. Conflicts are those of any other value.
 
@@ -98,21 +104,9 @@ class Plan:
         Conflict(
             lambda plan: plan.accumulate < plan.pipeline,
             "pipeline={plan.pipeline} with accumulate={plan.accumulate}: stages work on different microbatches at "
-            "once, and some would never have one. Use accumulate={plan.pipeline} or more; four times as many are good.",
+            "once, and some would never have one. Use accumulate={plan.pipeline} or more; four times as many is better.",
         ),
-        *(
-            Conflict(
-                lambda plan, name=name: getattr(plan, name) != getattr(Plan, name),  # type: ignore[misc]
-                "pipeline={plan.pipeline} with "
-                + name
-                + "={plan."
-                + name
-                + "!r} is not built yet. Remove "
-                + name
-                + ".",
-            )
-            for name in ("shard", "context", "tensor", "zero1", "offload", "compile")
-        ),
+        *(_not_yet("pipeline", name) for name in ("shard", "context", "tensor", "zero1", "offload", "compile")),
         Conflict(
             lambda plan: plan.dtypes.scaled,
             "pipeline={plan.pipeline} with fp16: the scaler's one decision over the stages is not built yet. Use bf16.",

@@ -42,8 +42,8 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
         plan = engine.watcher.choose_plan(plan, world)
     if plan.within_samples * engine.world.size != world.size:
         raise PlanError(
-            f"mw.distribute was given {plan}, whose ranks work on the same samples: that must be known when the script "
-            f"begins. Give the plan to the run: --set tensor={plan.tensor}, or {PLAN_FILE}=plan.toml in the environment."
+            f"mw.distribute was given {plan}, whose ranks work on the same samples: that must be known when it "
+            f"begins. Give the plan to the run: --set tensor={plan.tensor}, or {PLAN_FILE}=plan.toml before it."
         )
     program.plan = plan
     return plan
@@ -67,6 +67,11 @@ def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Pla
 
 def check_for_scripts(plan: Plan) -> None:
     """Raises PlanError for what a plan cannot say of a loop that is not ours."""
+    if plan.pipeline > 1:
+        raise PlanError(
+            f"pipeline={plan.pipeline}: stages run the loss again and again in an order of their own, and a script runs "
+            "it itself, once. Write a Job, whose loss(model, batch) they call; or use shard or tensor for this script."
+        )
     if plan.accumulate > 1:
         raise PlanError(
             f"accumulate={plan.accumulate}: a script that keeps its own loop cuts its batches itself. Leave it out of "

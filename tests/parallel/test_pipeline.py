@@ -1,0 +1,254 @@
+"""Pipeline parallel: schedules, stages, what each holds, what is refused; and that it is what one device computes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.equivalence.one_device import one_device
+from meshwise.equivalence.programs import watch_job
+from meshwise.equivalence.proof import prove
+from meshwise.equivalence.trace import CheckSpec
+from meshwise.parallel.pipeline import PIPELINE
+from meshwise.parallel.schedule import CHUNKS, Action, orders, stage_ranges
+from meshwise.parallel.technique import Setup
+from meshwise.spec.errors import PlanError, WorkerFailed
+from meshwise.spec.plan import SCHEDULES, Plan
+from meshwise.spec.plan_settings import plan_on
+from meshwise.spec.world import World
+from meshwise.training.job import Job
+from meshwise.training.loop import run_job
+from meshwise.training.plan_choice import check_for_scripts
+from meshwise.training.run_options import RunOptions
+from meshwise.transfer import stages
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        y = torch.relu_(self.a(self.norm(x)))
+        return x + self.drop(self.b(y)), None
+
+
+class Net(nn.Module):
+    """Tied embedding and head, blocks that give a tuple, a frozen scale."""
+
+    def __init__(self, blocks: int = 5, dropout: float = 0.1, skip: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.scale = nn.Parameter(torch.full((8,), 1.5), requires_grad=False)
+        self.blocks = nn.ModuleList(Block(8, dropout) for _ in range(blocks))
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.skip = skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.embed(x) * self.scale
+        for number, block in enumerate(self.blocks):
+            last = number == len(self.blocks) - 1
+            (hidden, _) = block(hidden + first if self.skip and last else hidden)
+            first = hidden if number == 0 else first
+        found: Tensor = self.head(hidden)
+        return found
+
+
+def sequences() -> tuple[Tensor]:
+    return (torch.randint(16, (48, 6), generator=torch.Generator().manual_seed(3)),)
+
+
+def token_mean(model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, Tensor]:
+    """Unequal counts of tokens in microbatches."""
+    (x,) = batch
+    each = functional.cross_entropy(model(x).transpose(1, 2), x.roll(-1, 1), reduction="none")
+    counted = x > 4
+    return (each * counted).sum() / counted.sum().clamp(min=1), counted.sum()
+
+
+def job(**more: Any) -> Job:
+    settings: dict[str, Any] = {
+        "optimizer": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+        "data": sequences,
+        "test": sequences,
+        "batch_size": 12,
+        "epochs": 2,
+        "clip_norm": 0.5,
+        "loss": token_mean,
+        "model": Net,
+    }
+    return Job("net", **{**settings, **more})
+
+
+def followed(made: Job, spec: CheckSpec, draws: Any) -> Any:
+    return watch_job(made, spec, draws)
+
+
+def assert_equal(pool: Any, made: Job, plan: Plan) -> None:
+    spec = CheckSpec(plan)
+    one = one_device(made, spec)
+    found = pool(plan.devices).run(followed, made, spec, one.draws)[0]
+    proof = prove("net", spec, f"{plan.devices}xcpu", one, found.trace)
+    assert proof.equal, (proof.comparison.first, proof.cause)
+    counts = {compared.kind: compared.count for compared in proof.comparison.kinds}
+    assert counts["gradients"] == 3 * (2 + 6 * 5 - 1) and counts["evaluation"] and counts["module outputs"] > 100
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule_is_what_one_device_computes(schedule: str, pool: Any) -> None:
+    assert_equal(pool, job(), Plan(pipeline=2, accumulate=4, schedule=schedule))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(data=2, pipeline=2, accumulate=3),
+        Plan(data=2, pipeline=2, accumulate=4, schedule="interleaved"),
+        Plan(pipeline=4, accumulate=5),
+        Plan(pipeline=2, accumulate=3, recompute="full"),
+    ],
+    ids=repr,
+)
+def test_with_other_techniques(plan: Plan, pool: Any) -> None:
+    assert_equal(pool, job(), plan)
+
+
+def trained(made: Job, plan: Plan, folder: Path, resume: Path | None, epochs: int) -> tuple[dict[str, Any], int]:
+    """The facts of a run, and the bytes of its model's parameters on this rank at the end."""
+    held: list[int] = []
+
+    def look(end: Any) -> None:
+        own = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in end.model.parameters()}
+        held.append(sum(own.values()))
+
+    made = copy.copy(made)
+    object.__setattr__(made, "callbacks", (look,))
+    object.__setattr__(made, "epochs", epochs)
+    facts = run_job(made, RunOptions(plan=plan, resume=resume), folder, send=lambda kind, **more: None)
+    return facts, held[-1]
+
+
+def test_a_run_goes_on_under_another_plan(pool: Any, tmp_path: Path) -> None:
+    """Saved by stages, resumed on one device and by stages; the weights are those of one device all along."""
+    made, plan = job(model=lambda: Net(dropout=0.0)), Plan(pipeline=2, accumulate=4)
+    weights = {}
+    for name, first, then in (("one", 1, 1), ("staged", 2, 2), ("back", 2, 1)):
+        folder = tmp_path / name
+        folder.mkdir()
+        for size, epochs, resume in ((first, 1, None), (then, 2, folder)):
+            of = plan if size == 2 else Plan(accumulate=4)
+            results = pool(size).run(trained, made, of, folder, resume, epochs)
+            assert results[0][0]["status"] == "finished"
+            if size == 2:
+                assert all(abs(a - b) < 1e-4 for a, b in zip(*(r[0]["losses"] for r in results), strict=True))
+                assert max(held for _, held in results) < 0.75 * sum(p.nbytes for p in Net().parameters())
+        weights[name] = load_file(folder / "weights.safetensors")
+    for name in ("staged", "back"):
+        assert all(torch.allclose(weights["one"][key], tensor, atol=1e-5) for key, tensor in weights[name].items())
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (job(model=lambda: Net(skip=True)), "reads more than what the block before it gives"),
+        (job(loss=lambda m, b: token_mean(m, b)[0] + token_mean(m, b)[0]), "was called twice in one loss"),
+        (
+            job(loss=lambda m, b: token_mean(m, b)[0] + sum(p.sum() for p in m.parameters())),
+            "whose values are on another",
+        ),
+    ],
+    ids=["skip", "twice", "penalty"],
+)
+@pytest.mark.slow
+def test_what_cannot_be_cut_is_refused_by_name(made: Job, expected: str, processes: None) -> None:
+    from meshwise.api.check import check
+
+    with pytest.raises((PlanError, WorkerFailed), match=expected):
+        check(made, Plan(pipeline=2, accumulate=4), rounding=False)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8])
+def test_every_stage_takes_every_microbatch_once(schedule: str, ranks: int, microbatches: int) -> None:
+    found = orders(schedule, ranks, microbatches)
+    chunks = CHUNKS.get(schedule, 1)
+    for rank, order in enumerate(found):
+        assert len(set(order)) == len(order) == 2 * chunks * microbatches
+        assert {action.stage % ranks for action in order} == {rank}
+    kept = [max(sum(1 if a.forward else -1 for a in order[:n]) for n in range(1, len(order) + 1)) for order in found]
+    if schedule == "1f1b":
+        assert kept == [min(ranks - rank, microbatches) for rank in range(ranks)]
+    if schedule == "gpipe":
+        assert kept == [microbatches] * ranks
+
+
+def test_1f1b_is_the_known_order() -> None:
+    first, last = orders("1f1b", 2, 3)
+    assert "".join("F" if action.forward else "B" for action in first) == "FFBFBB"
+    assert last[:2] == (Action(True, 1, 0), Action(False, 1, 0))
+
+
+def test_stages_are_as_equal_as_can_be() -> None:
+    assert stage_ranges([1, 1, 1, 1], 2) == [(0, 2), (2, 4)]
+    assert stage_ranges([9, 1, 1, 1], 2) == [(0, 1), (1, 4)]
+    assert stage_ranges([1, 1, 8, 1], 3) == [(0, 2), (2, 3), (3, 4)]
+    assert stage_ranges([1] * 3, 3) == [(0, 1), (1, 2), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "Use accumulate=2 or more"),
+        ({"accumulate": 4, "shard": 2}, "pipeline=2 with shard=2 is not built yet. Remove shard"),
+        ({"accumulate": 4, "zero1": True, "data": 2}, "pipeline=2 with zero1=True is not built yet"),
+        ({"accumulate": 4, "offload": ("activations",)}, "is not built yet. Remove offload"),
+        ({"accumulate": 4, "precision": "fp16"}, "Use bf16"),
+        ({"accumulate": 4, "schedule": "1f1"}, "1f1b"),
+    ],
+)
+def test_plans_that_are_refused(fields: dict[str, Any], expected: str) -> None:
+    with pytest.raises(PlanError, match=expected):
+        Plan(pipeline=2, **fields)
+
+
+def test_a_schedule_without_stages_is_refused() -> None:
+    with pytest.raises(PlanError, match="no effect with pipeline=1"):
+        Plan(schedule="gpipe")
+
+
+def test_settings_may_come_in_any_order() -> None:
+    assert plan_on(4, ["pipeline=2", "accumulate=4"]) == Plan(data=2, pipeline=2, accumulate=4)
+
+
+def test_a_script_is_refused() -> None:
+    with pytest.raises(PlanError, match="Write a Job|write a Job"):
+        check_for_scripts(Plan(pipeline=2, accumulate=4))
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "expected"),
+    [
+        (nn.Linear(2, 2), Plan(pipeline=2, accumulate=2), "has no repeated layers"),
+        (Net(3), Plan(pipeline=4, accumulate=4), "needs 4 blocks, and Net has 3 .blocks.0, .*Use pipeline=3"),
+        (Net(3), Plan(pipeline=2, accumulate=4, schedule="interleaved"), "of 2 stages each needs 4 blocks"),
+    ],
+)
+def test_models_that_are_refused(model: nn.Module, plan: Plan, expected: str) -> None:
+    assert PIPELINE.check_model is not None
+    with pytest.raises(PlanError, match=expected):
+        PIPELINE.check_model(Setup(model, plan, World()))
+
+
+def test_outside_of_a_pipeline_a_rank_lacks_nothing() -> None:
+    assert stages.pipe() is None and not stages.lacks(Net()) and stages.counts()
