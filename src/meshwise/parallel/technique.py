@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from torch.optim import Optimizer
 from meshwise.parallel.reduction import Reduction
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-
-if TYPE_CHECKING:
-    from meshwise.parallel.pipeline import Pipeline
 
 
 @dataclass
@@ -57,7 +54,7 @@ class Setup:
     reduction: Reduction | None = None
     plain: Callable[[Tensor], Tensor] | None = None
     coupled_gradients: bool = False
-    pipeline: Pipeline | None = None
+    pipeline: Any = None
     notes: list[str] = field(default_factory=list)
 
 

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,14 +18,14 @@ from meshwise.compat.tree import tensors_in
 from meshwise.parallel.passing import Pass
 from meshwise.parallel.pipeline import Pipeline
 from meshwise.parallel.schedule import Action
+from meshwise.spec.world import World
 from meshwise.timeline.recorder import current
-from meshwise.training.keyed import KeyedDraws
+from meshwise.training.keyed import ExactDraws, KeyedDraws
 from meshwise.training.order import BatchSlice
+from meshwise.training.program import Program
+from meshwise.training.watcher import Watcher
 from meshwise.training.weighing import Losses, StepWeights, split_weight, total_of
 from meshwise.transfer import collectives
-
-if TYPE_CHECKING:
-    from meshwise.training.engine import Engine
 
 Part = tuple[Any, BatchSlice]
 """A microbatch on this rank, and which slice of the global batch it is."""
@@ -43,10 +43,25 @@ class LossOfJob:
     reduction: str | None
 
 
+class Trains(Protocol):
+    """The engine, as far as a step needs it."""
+
+    world: World
+    program: Program
+    draws: ExactDraws | None
+    watcher: Watcher | None
+
+    def begin(self, part: BatchSlice) -> None: ...
+    def computing(self) -> contextlib.AbstractContextManager[None]: ...
+    def cast(self, batch: Any) -> Any: ...
+    def look_at(self, loss: Any, reduction: str | None, where: str, verb: str) -> None: ...
+    def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]: ...
+
+
 class Microbatches:
     """The microbatches of one step. `in_turn` or `as_stages` leave the gradients of the step."""
 
-    def __init__(self, engine: Engine, loss: LossOfJob, parts: Sequence[Part]) -> None:
+    def __init__(self, engine: Trains, loss: LossOfJob, parts: Sequence[Part]) -> None:
         self._engine, self._loss, self._parts = engine, loss, parts
         self._weights = StepWeights(engine.world.size, engine.program.coupled_gradients)
         self._weighed = False  # whether the loss has a weight of its own
@@ -144,7 +159,7 @@ def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(tensor.shape) for tensor in tensors_in(batch))
 
 
-def tell_loss(engine: Engine, losses: Losses) -> None:
+def tell_loss(engine: Trains, losses: Losses) -> None:
     """Tell who looks on the mean loss of all ranks, and this rank's."""
     if engine.watcher is not None:
         own = total_of(losses)

@@ -34,6 +34,15 @@ from meshwise.timeline.recorder import current
 from meshwise.timeline.spans import collective_name
 from meshwise.transfer import foreign
 from meshwise.transfer.comm_log import OPEN, note
+from meshwise.transfer.groups import device_of as device_of
+from meshwise.transfer.groups import divide_among as divide_among
+from meshwise.transfer.groups import dividing as dividing
+from meshwise.transfer.groups import everyone as everyone
+from meshwise.transfer.groups import get_rank as get_rank
+from meshwise.transfer.groups import group_key as group_key
+from meshwise.transfer.groups import group_of as group_of
+from meshwise.transfer.groups import ranks_of as ranks_of
+from meshwise.transfer.groups import world_size as world_size
 from meshwise.transfer.stopwatch import Seconds, Stopwatch
 
 Ends = tuple[int | None, int | None]
@@ -45,66 +54,10 @@ entered: Counter[str] = Counter()
 """How many collectives this rank has entered, by `group_key`. Ranks of a group enter them in one order."""
 
 
-_dividing: list[Group] = [None]
-"""The group whose ranks divide the work on a batch among them; None: all of the run."""
-
-
-def divide_among(group: Group) -> None:
-    """From now on "all ranks" are those of this group; None: all of the run."""
-    _dividing[0] = group
-
-
-def dividing() -> Group:
-    """The group of "all ranks"."""
-    return _dividing[0]
-
-
-def ranks_of(group: Group) -> tuple[int, ...]:
-    """The ranks of a group, as the whole run counts them."""
-    return tuple(dist.get_process_group_ranks(group or _dividing[0]))
-
-
-def device_of(group: Group) -> torch.device:
-    """Where the group takes its tensors: on this process's accelerator with nccl, else on the CPU."""
-    on_host = backend.backend_of(_HOST, group) != "nccl"
-    return _HOST if on_host else torch.device("cuda", torch.cuda.current_device())
-
-
-def everyone() -> Group:
-    """The group of the whole run."""
-    return dist.group.WORLD if dist.is_initialized() else None
-
-
-def world_size(group: Group = None) -> int:
-    """How many ranks divide the work, or the group has; 1 outside a process group."""
-    return dist.get_world_size(group or _dividing[0]) if dist.is_initialized() else 1
-
-
-def get_rank(group: Group = None) -> int:
-    """This process among the ranks of the group."""
-    return dist.get_rank(group or _dividing[0]) if dist.is_initialized() else 0
-
-
-def group_key(group: Group = None) -> str:
-    """The ranks of a group, as the world counts them, and its name: the same text on all of them."""
-    return _group_key(group or _dividing[0])
-
-
-@functools.cache
-def _group_key(group: Group) -> str:
-    name = "" if group in (None, everyone()) else group.group_name
-    return f"{','.join(map(str, dist.get_process_group_ranks(group)))}/{name}"
-
-
-def group_of(ranks: Sequence[int]) -> Group:
-    """A group of these ranks, sorted; the others get one that they are no members of. Collective over all ranks."""
-    return dist.new_group(sorted(set(ranks))) if dist.is_initialized() else None
-
-
 def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, *, of: str = "") -> Tensor:
     """`tensor` reduced over the ranks, in place. op: `sum`, `max`, `min` or `product`; a sum of bools is `or`."""
     check_known("op", op, backend.OPS)
-    _run("all-reduce", [tensor], group, functools.partial(backend.all_reduce, tensor, op, group or _dividing[0]), of=of)
+    _run("all-reduce", [tensor], group, functools.partial(backend.all_reduce, tensor, op, group or dividing()), of=of)
     return tensor
 
 
@@ -144,7 +97,7 @@ def _begin_sum(tensor: Tensor, of: str) -> Future[Tensor]:
         return took[0]() if callable(took[0]) else took[0]
 
     with _ours():
-        begun = backend.begin_sum(tensor, _dividing[0])
+        begun = backend.begin_sum(tensor, dividing())
     future: Future[Tensor] = begun.then(ended)
     if watch is not None:
         _log("all-reduce", tensor.nbytes, tensor.device, None, seconds)
@@ -167,7 +120,7 @@ def all_gather(
         "all-gather",
         [into],
         group,
-        functools.partial(backend.all_gather, into, tensor, group or _dividing[0], direct),
+        functools.partial(backend.all_gather, into, tensor, group or dividing(), direct),
         of=of,
     )
     return into
@@ -185,7 +138,7 @@ def reduce_scatter(
         "reduce-scatter",
         [tensor],
         group,
-        functools.partial(backend.reduce_scatter, into, tensor, op, group or _dividing[0], direct),
+        functools.partial(backend.reduce_scatter, into, tensor, op, group or dividing(), direct),
     )
     return into
 
@@ -197,7 +150,7 @@ def broadcast(tensor: Tensor, source: int = 0, group: Group = None, *, direct: b
         "broadcast",
         [tensor],
         group,
-        functools.partial(backend.broadcast, tensor, source, group or _dividing[0], direct),
+        functools.partial(backend.broadcast, tensor, source, group or dividing(), direct),
         (source, None),
         of,
     )
@@ -209,7 +162,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: Group = None) -> None:
 
     def each() -> None:
         for tensor in tensors:
-            backend.broadcast(tensor, 0, group or _dividing[0], direct=True)
+            backend.broadcast(tensor, 0, group or dividing(), direct=True)
 
     if tensors:
         _run("broadcast", tensors, group, each, (0, None))
@@ -225,7 +178,7 @@ def all_to_all(tensor: Tensor, group: Group = None, *, out: Tensor | None = None
         "all-to-all",
         [tensor],
         group,
-        functools.partial(backend.all_to_all, into, tensor, group or _dividing[0], direct),
+        functools.partial(backend.all_to_all, into, tensor, group or dividing(), direct),
     )
     return into
 
@@ -239,7 +192,7 @@ def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[],
     """Begin to send `tensor` to rank `target`, which calls `receive`; what is returned waits until it is sent."""
     _check_rank("send", "target", target, group)
     with _ours():
-        return backend.begin_send(tensor, target, group or _dividing[0])
+        return backend.begin_send(tensor, target, group or dividing())
 
 
 def receive(tensor: Tensor, source: int, group: Group = None) -> Tensor:
@@ -262,12 +215,12 @@ def send_receive(sends: Pairs, receives: Pairs, group: Group = None, kind: str =
     moved = max(([tensor for tensor, _ in pairs] for pairs in (sends, receives)), key=_bytes)
     target, source = (pairs[0][1] if len(pairs) == 1 else own for pairs in (sends, receives))
     ends = (own, target) if sends else (source, own)
-    _run(kind, moved, group, functools.partial(backend.send_receive, sends, receives, group or _dividing[0]), ends)
+    _run(kind, moved, group, functools.partial(backend.send_receive, sends, receives, group or dividing()), ends)
 
 
 def barrier(group: Group = None) -> None:
     """Wait until every rank is here."""
-    _run("barrier", [], group, functools.partial(dist.barrier, group or _dividing[0]))
+    _run("barrier", [], group, functools.partial(dist.barrier, group or dividing()))
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
@@ -275,7 +228,7 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
     parts: list[Any] = [value] * world_size(group)
     if len(parts) > 1:
         with recorded("all-gather", 0, group, "main"):
-            dist.all_gather_object(parts, value, group=group or _dividing[0])
+            dist.all_gather_object(parts, value, group=group or dividing())
     return parts
 
 
@@ -284,7 +237,7 @@ def broadcast_object(value: Any, group: Group = None) -> Any:
     box = [value]
     if world_size(group) > 1:
         with recorded("broadcast", 0, group, "main"):
-            dist.broadcast_object_list(box, group_src=0, group=group or _dividing[0])
+            dist.broadcast_object_list(box, group_src=0, group=group or dividing())
     return box[0]
 
 
@@ -326,7 +279,7 @@ def _run(
 
 def _is_of_all(group: Group) -> bool:
     """Whether all ranks of the run enter it, each in its own group: its number is the same on all of them."""
-    return group in (None, _dividing[0]) or world_size(group) == world_size(everyone())
+    return group in (None, dividing()) or world_size(group) == world_size(everyone())
 
 
 def _enter(group: Group) -> None:
@@ -344,7 +297,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _log(kind: str, size: int, device: torch.device, group: Group, seconds: Seconds, ends: Ends = EVERYONE) -> None:
-    group = group or _dividing[0]
+    group = group or dividing()
     ranks = dist.get_process_group_ranks(group)
     several = "all ranks" if group is None else f"ranks {','.join(map(str, ranks))}"
     source, target = (several if end is None else f"rank {ranks[end]}" for end in ends)

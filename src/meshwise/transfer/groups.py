@@ -1,0 +1,71 @@
+"""Groups of ranks: who "all ranks" are, which rank this is among them, and groups of some.
+
+Tested in tests/transfer/test_collectives.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from meshwise.compat import collectives as backend
+from meshwise.compat.collectives import Group
+
+_HOST = torch.device("cpu")
+_dividing: list[Group] = [None]
+"""The group whose ranks divide the work on a batch among them; None: all of the run."""
+
+
+def divide_among(group: Group) -> None:
+    """From now on "all ranks" are those of this group; None: all of the run."""
+    _dividing[0] = group
+
+
+def dividing() -> Group:
+    """The group of "all ranks"."""
+    return _dividing[0]
+
+
+def ranks_of(group: Group) -> tuple[int, ...]:
+    """The ranks of a group, as the whole run counts them."""
+    return tuple(dist.get_process_group_ranks(group or _dividing[0]))
+
+
+def device_of(group: Group) -> torch.device:
+    """Where the group takes its tensors: on this process's accelerator with nccl, else on the CPU."""
+    on_host = backend.backend_of(_HOST, group) != "nccl"
+    return _HOST if on_host else torch.device("cuda", torch.cuda.current_device())
+
+
+def everyone() -> Group:
+    """The group of the whole run."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def world_size(group: Group = None) -> int:
+    """How many ranks divide the work, or the group has; 1 outside a process group."""
+    return dist.get_world_size(group or _dividing[0]) if dist.is_initialized() else 1
+
+
+def get_rank(group: Group = None) -> int:
+    """This process among the ranks of the group."""
+    return dist.get_rank(group or _dividing[0]) if dist.is_initialized() else 0
+
+
+def group_key(group: Group = None) -> str:
+    """The ranks of a group, as the world counts them, and its name: the same text on all of them."""
+    return _group_key(group or _dividing[0])
+
+
+@functools.cache
+def _group_key(group: Group) -> str:
+    name = "" if group in (None, everyone()) else group.group_name
+    return f"{','.join(map(str, dist.get_process_group_ranks(group)))}/{name}"
+
+
+def group_of(ranks: Sequence[int]) -> Group:
+    """A group of these ranks, sorted; the others get one that they are no members of. Collective over all ranks."""
+    return dist.new_group(sorted(set(ranks))) if dist.is_initialized() else None
