@@ -1,6 +1,8 @@
 """Models that nobody wrote for us, under every plan: what one device computes, and what the plan is for.
 
 `make test` runs each plan on one model, `make suite` all; `bench/equivalence.py` writes the figures of all.
+
+Tests parallel/tensor.py too.
 """
 
 from __future__ import annotations

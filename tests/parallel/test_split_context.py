@@ -1,6 +1,8 @@
 """Tensors whose positions are divided: each rule gives what the operator gives of the whole, and so does its gradient.
 
 Ranks are threads, so that no process starts.
+
+Tests parallel/context.py, parallel/split/attention.py, parallel/split/places.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A plan prints as it is written, survives its file, and refuses what it does not know."""
+"""A plan prints as it is written, survives its file, and refuses what it does not know.
+
+Tests spec/plan_settings.py too.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Predictions: every sample once and in order under any plan, written as they come, gone on with after a stop."""
+"""Predictions: every sample once and in order under any plan, written as they come, gone on with after a stop.
+
+Tests training/predict_options.py, training/predicted_rows.py, training/prediction_files.py.
+"""
 
 from __future__ import annotations
 

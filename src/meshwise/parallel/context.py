@@ -7,6 +7,8 @@ said. So no line of the model changes, and any model is right.
 
 Parameters are whole on every rank. Each rank's gradients are of its positions: they are added up over the axis as they
 arise (split/crossing.py), so that whatever comes after finds the same ones on all ranks.
+
+Tested in tests/parallel/test_split_context.py.
 """
 
 from __future__ import annotations

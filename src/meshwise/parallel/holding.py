@@ -3,6 +3,8 @@
 Outside of the blocks all ranks hold all during the first step. Whose gradients that step has found then decides: a
 parameter stays where it has one, and becomes NaN that takes no memory elsewhere. Where several stages have one (tied
 weights), their gradients are added up. A buffer is that of the first stage in whose layers its module ran.
+
+Tested in tests/parallel/test_pipeline.py.
 """
 
 from __future__ import annotations

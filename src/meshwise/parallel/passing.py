@@ -2,6 +2,8 @@
 
 Sends do not wait. A rank takes what another sends in the order in which that one sends it, which both know from the
 schedule, and keeps what it does not need yet. Shapes and form are sent once for each kind of batch.
+
+Tested in tests/parallel/test_pipeline.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Orders are found by playing the step through, each action a moment long: what they give cannot wait in a circle, for any
 number of microbatches. 1F1B is that of Narayanan and others, PipeDream (SOSP 2019); the interleaved one of Megatron-LM
 (SC 2021).
+
+Tested in tests/parallel/test_pipeline.py.
 """
 
 from __future__ import annotations

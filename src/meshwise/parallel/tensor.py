@@ -7,6 +7,8 @@ no rule is gathered, and said.
 
 Replicated parameters and whole activations are the same on all ranks of the axis, and so are their gradients: what goes
 from whole to split adds the gradients of all ranks up (split/crossing.py).
+
+Tested in tests/parallel/test_split_rules.py and tests/equivalence/test_models.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A plan of `field=value` settings, as a command line gives them."""
+"""A plan of `field=value` settings, as a command line gives them.
+
+Tested in tests/spec/test_plan.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The options of predictions, each once: the command line and `mw.predict` are made from them. No torch."""
+"""The options of predictions, each once: the command line and `mw.predict` are made from them. No torch.
+
+Tested in tests/training/test_predict.py.
+"""
 
 from __future__ import annotations
 

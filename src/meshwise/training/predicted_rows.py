@@ -1,4 +1,7 @@
-"""What a model predicts for a batch, as rows of its samples."""
+"""What a model predicts for a batch, as rows of its samples.
+
+Tested in tests/training/test_predict.py.
+"""
 
 from __future__ import annotations
 

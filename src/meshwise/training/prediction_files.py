@@ -6,6 +6,8 @@
         000000000-000000512.safetensors or a file a piece, each whole or not there
 
 What is finished is moved to OUT; pieces are joined, read one after the other.
+
+Tested in tests/training/test_predict.py.
 """
 
 from __future__ import annotations

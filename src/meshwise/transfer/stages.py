@@ -2,6 +2,8 @@
 
 What a rank lacks of a model is known by name (`lacks`): it is found on the first stage that has it. Beside the values
 of a forward travels what followed the forward so far (`carried`): how many random numbers were drawn, for instance.
+
+Tested in tests/parallel/test_pipeline.py.
 """
 
 from __future__ import annotations

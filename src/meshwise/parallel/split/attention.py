@@ -5,6 +5,8 @@ in the backward they go round again, with their gradients. A rank keeps its own 
 What the ring cannot do (dropout, a mask that is learned) gathers keys and values, and each rank makes its own rows.
 
 Shapes: B samples, H heads, K heads of keys, S own positions, T all positions of keys, E width of a head.
+
+Tested in tests/parallel/test_split_rules.py and test_split_context.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The ranks over which tensors are split, and what they exchange."""
+"""The ranks over which tensors are split, and what they exchange.
+
+Tested in tests/parallel/test_split_rules.py and test_split_context.py.
+"""
 
 from __future__ import annotations
 

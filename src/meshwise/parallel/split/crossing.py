@@ -8,6 +8,8 @@ A whole tensor is the same on all ranks of the axis, and so is its gradient. The
     scatter   each rank takes its part of a whole                backward: the parts are gathered
 
 Each is the other's backward, so that they can be differentiated twice.
+
+Tested in tests/parallel/test_split_rules.py and test_split_context.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Operators that make each element of the elements at its place: they run on parts that are divided alike."""
+"""Operators that make each element of the elements at its place: they run on parts that are divided alike.
+
+Tested in tests/parallel/test_split_rules.py and test_split_context.py.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@
 A pair of column and row needs one all-reduce forward and one backward (Megatron-LM, arXiv:1909.08053). The model's own
 plan (`tp_plan` of transformers) says which is which; else the last layer of a group that gives the width that the first
 one takes is the row.
+
+Tested in tests/parallel/test_split_rules.py and test_split_context.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Softmax and losses over a split dim: of a vocabulary numbers of each row are exchanged, of rows the sum.
 
 As Megatron-LM's vocabulary-parallel cross entropy; with class weights left out, label smoothing and ignored targets in.
+
+Tested in tests/parallel/test_split_rules.py and test_split_context.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Each rank keeps what it holds, so that nothing is sent; parts become of unequal length. Not done to merged dims
 (`Part.repeats`).
+
+Tested in tests/parallel/test_split_rules.py and test_split_context.py.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
     a letter that is summed over  each rank's product is of its part: they are added up
 
 Convolutions (over channels), embeddings and attention (over heads, over samples) are products in this sense.
+
+Tested in tests/parallel/test_split_rules.py and test_split_context.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What rules are made of: the parts that operands have, and how operands of one operator are brought together."""
+"""What rules are made of: the parts that operands have, and how operands of one operator are brought together.
+
+Tested in tests/parallel/test_split_rules.py and test_split_context.py.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 A rule gives what the operator gives of the whole, split or not, with right gradients; nothing else decides correctness.
 So a program is right under any placement of its parameters, and rules only spare communication. Each is held against
 the operator itself in tests/parallel/test_split_rules.py.
+
+Tested in tests/parallel/test_split_rules.py and test_split_context.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Operators that move dims, join and divide tensors, or run along a dim: on parts where the split dim stays."""
+"""Operators that move dims, join and divide tensors, or run along a dim: on parts where the split dim stays.
+
+Tested in tests/parallel/test_split_rules.py and test_split_context.py.
+"""
 
 from __future__ import annotations
 

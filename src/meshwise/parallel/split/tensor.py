@@ -2,6 +2,8 @@
 
 Operators find it through `__torch_function__`. Rules (rules.py) run on parts alone, where that is exact; any other
 operator finds the whole. Autograd sees plain operators on the parts: the gradient of a split tensor is split alike.
+
+Tested in tests/parallel/test_split_rules.py and test_split_context.py.
 """
 
 from __future__ import annotations
