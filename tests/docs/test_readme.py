@@ -86,8 +86,6 @@ def test_what_the_tutorials_page_calls_not_there_is_this_and_no_more() -> None:
         "Shares weighted by the speed of unequal devices",
         "Going on without the device",
         "Prediction and advice",
-        "Tensor and pipeline plans",
-        "Whole layers on one device each (a pipeline) are not yet there",
     ]
 
 

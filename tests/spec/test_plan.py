@@ -85,7 +85,8 @@ def test_a_plan_comes_back_from_its_file(plan: Plan) -> None:
 
 def test_a_plan_file_names_every_field() -> None:
     assert plan_to_toml(Plan(data=2, offload=("activations", "optimizer"))) == (
-        'data = 2\nshard = 1\naccumulate = 1\nprecision = "fp32"\nzero1 = false\nrecompute = "none"\n'
+        'data = 2\nshard = 1\npipeline = 1\ncontext = 1\ntensor = 1\nschedule = "1f1b"\n'
+        'accumulate = 1\nprecision = "fp32"\nzero1 = false\nrecompute = "none"\n'
         'offload = ["optimizer", "activations"]\nreshard = true\ncompile = false\n'
         'batch_norm = "global"\nbucket_mb = 25\n'
         '# param_dtype = "fp32"\n# compute_dtype = "fp32"\n# grad_dtype = "fp32"\n'
@@ -108,7 +109,7 @@ def test_what_a_plan_file_leaves_out_has_its_default() -> None:
         ("acumulate = 2", "no field 'acumulate'. Did you mean 'accumulate'?"),
         (
             "colour = 2",
-            "Known are accumulate, batch_norm, bucket_mb, compile, compute_dtype, data, grad_dtype, offload, ",
+            "Known are accumulate, batch_norm, bucket_mb, compile, compute_dtype, ",
         ),
         ("data = ", "not TOML"),
         ("data = 2.0", "data=2.0: must be a whole number of at least 1"),

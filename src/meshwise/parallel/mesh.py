@@ -54,7 +54,7 @@ def divide_work(plan: Plan, world: World) -> World:
 
 def _join_pipe(plan: Plan, world: World) -> None:
     """Make the groups of each pipeline: ranks that differ in nothing but their place on that axis. Collective."""
-    apart = plan.tensor  # the axes within: neighbours on this one lie so far apart
+    apart = plan.within_samples // plan.pipeline  # the axes within: neighbours on this one lie so far apart
     own = world.rank // apart % plan.pipeline
     for first in range(world.size):
         if first // apart % plan.pipeline == 0:

@@ -37,7 +37,7 @@ class Setup:
     plain: a loss as a plain tensor, where there is no reduction that makes it one.
     coupled_gradients: whether a rank's gradients depend on other ranks inside the backward (batch norms over all
         ranks), so that each rank's loss must be weighed before it, in a unit that all ranks share.
-    pipeline: runs the stages of this rank, where the plan has a pipeline.
+    pipeline: the `Pipeline` that runs the stages of this rank, where the plan has one.
     notes: what differs from one device, a sentence each, for the user to read.
     """
 

@@ -104,7 +104,7 @@ class Plan:
         Conflict(
             lambda plan: plan.accumulate < plan.pipeline,
             "pipeline={plan.pipeline} with accumulate={plan.accumulate}: stages work on different microbatches at "
-            "once, and some would never have one. Use accumulate={plan.pipeline} or more; four times as many are good.",
+            "once, and some would never have one. Use accumulate={plan.pipeline} or more.",
         ),
         *(_not_yet("pipeline", name) for name in ("shard", "context", "tensor", "zero1", "offload", "compile")),
         Conflict(

@@ -4,7 +4,7 @@ A script's loop and a job are the same engine's; `mw.distribute` uses the defaul
 own. A step reads no value but in the first ones, whose losses are looked at. They differ in how they enter it:
 
     backward(loss)                a script, which ran the forward itself
-    compute(loss_function, ...)   a job: forward and backward of all microbatches of a step, so that a schedule may
+    microbatches.compute(loss)    a job: forward and backward of all microbatches of a step, so that a schedule may
                                   order them, a rehearsal run them on fake tensors and a recovery run them again
 """
 
@@ -35,8 +35,6 @@ from meshwise.training.coupled import CoupledLosses
 from meshwise.training.generators import ProgramGenerator
 from meshwise.training.keyed import ExactDraws
 from meshwise.training.loops import LoopRead, Loops
-from meshwise.training.microbatches import LossOfJob, Microbatches, tell_loss
-from meshwise.training.microbatches import Part as Part
 from meshwise.training.model_stream import StepDraws
 from meshwise.training.order import BatchSlice
 from meshwise.training.phases import Phases
@@ -49,7 +47,6 @@ from meshwise.training.undistributed import UndistributedLoops
 from meshwise.training.unsummed import UnsummedLoops
 from meshwise.training.watcher import Watcher
 from meshwise.training.weighing import (
-    Losses,
     StepWeights,
     check_loss,
     check_reduction,
@@ -61,6 +58,8 @@ from meshwise.transfer import collectives
 from meshwise.workers.gate import StepGate
 from meshwise.workers.worker import in_progress
 
+Part = tuple[Any, BatchSlice]
+"""A microbatch on this rank, and which slice of the global batch it is."""
 Batch = TypeVar("Batch")
 NOTHING = contextlib.nullcontext()
 LOOKED_AT = 8  # backwards whose losses are looked at: a program may have several, and none becomes another one later
@@ -286,30 +285,6 @@ class Engine:
         reduction.backward(scaled, reduce=self.reduce, factor=weights.begin_sum(self.agreed.signs(scaled)))
         self.agreed.compare(weights.mean_of_more())
         return weights.global_mean().to(loss.dtype)
-
-    def compute(
-        self,
-        loss_function: Callable[[Any], Any],
-        parts: Sequence[Part],
-        *,
-        where: str,
-        key: tuple[int, int],
-        scale: Callable[[Tensor], Tensor] = lambda loss: loss,
-        reduction: str | None = None,
-    ) -> Losses:
-        """Leave in `.grad` the gradient of the mean loss over the global batch whose microbatches on this rank are
-        `parts`. Returns their losses and weights, still on the device.
-
-        loss_function: gives a microbatch's mean loss, or (mean, weight). where: its name in errors. key: (seed, step),
-        for its random draws. scale: of a loss scaler. reduction: of the loss: a `mean` or a `sum`, if it is said.
-        """
-        self.program.begin_backward()
-        self.step_draws.key = key
-        microbatches = Microbatches(self, LossOfJob(loss_function, where, key, scale, reduction), parts)
-        pipeline = self.program.pipeline
-        losses = microbatches.in_turn() if pipeline is None else microbatches.as_stages(pipeline)
-        tell_loss(self, losses)
-        return losses
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """A forward in the dtypes of the plan."""

@@ -12,6 +12,7 @@ from meshwise.recovery.state import RunState
 from meshwise.timeline.recorder import current
 from meshwise.training.engine import Engine, Part
 from meshwise.training.job import Job
+from meshwise.training.microbatches import LossOfJob, compute
 from meshwise.training.model_stream import seed_draws
 from meshwise.training.weighing import Losses, total_of
 from meshwise.transfer.collectives import all_reduce
@@ -57,14 +58,14 @@ def _compute(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -
     pipeline = engine.program.pipeline
     stage = () if pipeline is None else (pipeline.pipe.rank,)  # of the first stage as of one device
     seed_draws(engine.world, state.seed, state.step, *(number for number in stage if number))
-    return engine.compute(
+    loss = LossOfJob(
         lambda batch: job.loss(state.model, batch),
-        parts,
         where=f"the loss of job '{job.name}'",
         key=(state.seed, state.step),
         scale=state.scaler.scale,
         reduction=job.reduction,
     )
+    return compute(engine, loss, parts)
 
 
 def _clip(engine: Engine, job: Job, state: RunState) -> None:

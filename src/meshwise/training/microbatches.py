@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,21 +20,21 @@ from meshwise.parallel.pipeline import Pipeline
 from meshwise.parallel.schedule import Action
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import current
-from meshwise.training.keyed import ExactDraws, KeyedDraws
-from meshwise.training.order import BatchSlice
-from meshwise.training.program import Program
-from meshwise.training.watcher import Watcher
+from meshwise.training.engine import Engine, Part
+from meshwise.training.keyed import KeyedDraws
 from meshwise.training.weighing import Losses, StepWeights, split_weight, total_of
 from meshwise.transfer import collectives
 
-Part = tuple[Any, BatchSlice]
-"""A microbatch on this rank, and which slice of the global batch it is."""
 NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
 class LossOfJob:
-    """What a step computes: see `Engine.compute`."""
+    """The loss of a job.
+
+    function: gives a microbatch's mean loss, or (mean, weight). where: its name in errors. key: (seed, step), for its
+    random draws. scale: of a loss scaler. reduction: of the loss: a `mean` or a `sum`, if it is said.
+    """
 
     function: Callable[[Any], Any]
     where: str
@@ -43,19 +43,18 @@ class LossOfJob:
     reduction: str | None
 
 
-class Trains(Protocol):
-    """The engine, as far as a step needs it."""
-
-    world: World
-    program: Program
-    draws: ExactDraws | None
-    watcher: Watcher | None
-
-    def begin(self, part: BatchSlice) -> None: ...
-    def computing(self) -> contextlib.AbstractContextManager[None]: ...
-    def cast(self, batch: Any) -> Any: ...
-    def look_at(self, loss: Any, reduction: str | None, where: str, verb: str) -> None: ...
-    def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]: ...
+def compute(engine: Engine, loss: LossOfJob, parts: Sequence[Part]) -> Losses:
+    """Leave in `.grad` the gradient of the mean loss over the global batch whose microbatches on this rank are `parts`.
+    Returns their losses and weights, still on the device."""
+    engine.program.begin_backward()
+    engine.step_draws.key = loss.key
+    microbatches, pipeline = Microbatches(engine, loss, parts), engine.program.pipeline
+    losses = microbatches.in_turn() if pipeline is None else microbatches.as_stages(pipeline)
+    if engine.watcher is not None:
+        own = total_of(losses)
+        total, weighed = collectives.all_reduce(own.clone()).unbind()
+        engine.watcher.loss_known(total / weighed, own[0] / own[1])
+    return losses
 
 
 class Microbatches:
@@ -157,11 +156,3 @@ class Microbatches:
 def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
     """The shapes of a batch's tensors."""
     return tuple(tuple(tensor.shape) for tensor in tensors_in(batch))
-
-
-def tell_loss(engine: Trains, losses: Losses) -> None:
-    """Tell who looks on the mean loss of all ranks, and this rank's."""
-    if engine.watcher is not None:
-        own = total_of(losses)
-        total, weighed = collectives.all_reduce(own.clone()).unbind()
-        engine.watcher.loss_known(total / weighed, own[0] / own[1])

@@ -69,8 +69,8 @@ def check_for_scripts(plan: Plan) -> None:
     """Raises PlanError for what a plan cannot say of a loop that is not ours."""
     if plan.pipeline > 1:
         raise PlanError(
-            f"pipeline={plan.pipeline}: stages run the loss again and again in their own order, and a script runs "
-            "it itself, once. Write a Job, whose loss(model, batch) they call; or use shard or tensor for this script."
+            f"pipeline={plan.pipeline}: stages run the loss in an order of their own, and a script runs it "
+            "itself. Write a Job, whose loss(model, batch) they call; or use shard or tensor for this script."
         )
     if plan.accumulate > 1:
         raise PlanError(

@@ -25,7 +25,7 @@ from meshwise.parallel.load import load_weights
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint
 from meshwise.recovery.state import compare_states
-from meshwise.spec.errors import CheckpointError, UsageError
+from meshwise.spec.errors import CheckpointError, PlanError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.training.engine import Engine
 from meshwise.training.job import Job
@@ -82,6 +82,11 @@ def run_predict(
     """
     session = join()
     plan = options.run_options.plan_on(session.world.size)
+    if plan.pipeline > 1:
+        raise PlanError(
+            f"pipeline={plan.pipeline}: predictions by stages are not built yet. Use shard or tensor, which divide the "
+            "model too, or data."
+        )
     check_fits(plan, session.world)
     say = send or (session.channel.send if session.channel is not None else _nobody)
     first = session.world.rank == 0
