@@ -18,7 +18,6 @@ from meshwise.compat.tree import tensors_in
 from meshwise.parallel.passing import Pass
 from meshwise.parallel.pipeline import Pipeline
 from meshwise.parallel.schedule import Action
-from meshwise.spec.world import World
 from meshwise.timeline.recorder import current
 from meshwise.training.engine import Engine, Part
 from meshwise.training.keyed import KeyedDraws
@@ -60,7 +59,7 @@ def compute(engine: Engine, loss: LossOfJob, parts: Sequence[Part]) -> Losses:
 class Microbatches:
     """The microbatches of one step. `in_turn` or `as_stages` leave the gradients of the step."""
 
-    def __init__(self, engine: Trains, loss: LossOfJob, parts: Sequence[Part]) -> None:
+    def __init__(self, engine: Engine, loss: LossOfJob, parts: Sequence[Part]) -> None:
         self._engine, self._loss, self._parts = engine, loss, parts
         self._weights = StepWeights(engine.world.size, engine.program.coupled_gradients)
         self._weighed = False  # whether the loss has a weight of its own

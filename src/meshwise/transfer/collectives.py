@@ -34,33 +34,15 @@ from meshwise.timeline.recorder import current
 from meshwise.timeline.spans import collective_name
 from meshwise.transfer import foreign
 from meshwise.transfer.comm_log import OPEN, note
-from meshwise.transfer.groups import (
-    device_of as device_of,
-)
-from meshwise.transfer.groups import (
-    divide_among as divide_among,
-)
-from meshwise.transfer.groups import (
-    dividing as dividing,
-)
-from meshwise.transfer.groups import (
-    everyone as everyone,
-)
-from meshwise.transfer.groups import (
-    get_rank as get_rank,
-)
-from meshwise.transfer.groups import (
-    group_key as group_key,
-)
-from meshwise.transfer.groups import (
-    group_of as group_of,
-)
-from meshwise.transfer.groups import (
-    ranks_of as ranks_of,
-)
-from meshwise.transfer.groups import (
-    world_size as world_size,
-)
+from meshwise.transfer.groups import device_of as device_of
+from meshwise.transfer.groups import divide_among as divide_among
+from meshwise.transfer.groups import dividing as dividing
+from meshwise.transfer.groups import everyone as everyone
+from meshwise.transfer.groups import get_rank as get_rank
+from meshwise.transfer.groups import group_key as group_key
+from meshwise.transfer.groups import group_of as group_of
+from meshwise.transfer.groups import ranks_of as ranks_of
+from meshwise.transfer.groups import world_size as world_size
 from meshwise.transfer.stopwatch import Seconds, Stopwatch
 
 Ends = tuple[int | None, int | None]

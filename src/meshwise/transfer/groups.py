@@ -1,4 +1,7 @@
-"""Groups of ranks: all of the run, those that divide the work on a batch, and others."""
+"""Groups of ranks: who "all ranks" are, which rank this is among them, and groups of some.
+
+Tested in tests/transfer/test_collectives.py.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from meshwise.compat import collectives as backend
 from meshwise.compat.collectives import Group
 
+_HOST = torch.device("cpu")
 _dividing: list[Group] = [None]
 """The group whose ranks divide the work on a batch among them; None: all of the run."""
 
@@ -32,8 +36,8 @@ def ranks_of(group: Group) -> tuple[int, ...]:
 
 def device_of(group: Group) -> torch.device:
     """Where the group takes its tensors: on this process's accelerator with nccl, else on the CPU."""
-    on_host = backend.backend_of(torch.device("cpu"), group) != "nccl"
-    return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+    on_host = backend.backend_of(_HOST, group) != "nccl"
+    return _HOST if on_host else torch.device("cuda", torch.cuda.current_device())
 
 
 def everyone() -> Group:
