@@ -20,6 +20,7 @@ from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds
 from meshwise.equivalence.trace import CheckSpec, Draws, global_batches, test_samples
 from meshwise.equivalence.upcast import called_in_float64, upcast
+from meshwise.parallel.split.rules import said
 from meshwise.training.engine import Engine
 from meshwise.training.evaluate import evaluate
 from meshwise.training.job import Job
@@ -92,7 +93,7 @@ def _train(job: Job, spec: CheckSpec, engine: Engine, watcher: EngineWatcher) ->
         train_step(engine, job, state, list(read_parts(data, slices, epoch, engine.world.device)))
         watcher.complete_step()
     if watcher.found.trace is not None:
-        watcher.found.trace.notes = notes
+        watcher.found.trace.notes = (*notes, *said())
     _evaluate(job, state.model, engine, watcher)
 
 

@@ -17,6 +17,7 @@ from meshwise.machine.memory import peak_bytes
 from meshwise.parallel.apply import check_fits
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.mesh import divide_work
+from meshwise.parallel.split.rules import said
 from meshwise.parallel.step_hooks import needs_closure
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint, save_checkpoint
@@ -122,6 +123,7 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
                 (
                     run.best.why_over(run.state),
                     *engine.notes,
+                    *said(),
                     engine.draws.note() if engine.draws else "",
                 ),
             )

@@ -22,11 +22,14 @@ from meshwise.parallel.split import attention, elementwise, losses, products, sh
 from meshwise.parallel.split.crossing import gather, scatter
 from meshwise.parallel.split.rule import NoRule, Rule
 from meshwise.parallel.split.tensor import SplitTensor, dispatch_with, split, whole_shape
+from meshwise.spec.words import some
 
 RULES: dict[str, Rule] = {**elementwise.RULES, **shapes.RULES, **products.RULES, **losses.RULES, **attention.RULES}
 """By the name of the function, as torch calls it."""
 gathered: Counter[str] = Counter()
 """How often an operator without a rule found a split tensor, by its name."""
+_large: set[str] = set()
+"""Those that found activations: tensors of three dims or more."""
 
 
 def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -39,7 +42,7 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
             return rule(func, args, kwargs)
         except NoRule:
             pass
-    gathered[name] += 1
+    _count(name, args)
     return _on_the_whole(name, func, args, kwargs)
 
 
@@ -91,17 +94,36 @@ def writes_in_place(name: str) -> bool:
 IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"}
 
 
-@functools.cache
 def prepare() -> None:
-    """To be called before there are split tensors: autograd functions of the user are given wholes from now on."""
+    """To be called before a model has split tensors: autograd functions of the user are given wholes from now on, and
+    what is gathered is counted anew."""
+    _give_functions_wholes()
+    gathered.clear()
+    _large.clear()
+
+
+def said() -> list[str]:
+    """What was gathered of the activations of a model, as a sentence for the user to read; none where nothing was."""
+    names = sorted(_large, key=lambda name: (-gathered[name], name))
+    return [f"whole on every rank, for want of a rule for parts: {some(names)}. Exact, and not divided."] if names else []
+
+
+@functools.cache
+def _give_functions_wholes() -> None:
     change_arguments_of_functions(_whole_arguments)
 
 
 def _whole_arguments(name: str, args: Sequence[Any]) -> Sequence[Any]:
     """What an autograd function of the user is given: wholes."""
     if any(isinstance(each, SplitTensor) for each in args):
-        gathered[name] += 1
+        _count(name, args)
     return [gather(each) for each in args]
+
+
+def _count(name: str, args: Sequence[Any]) -> None:
+    gathered[name] += 1
+    if any(isinstance(each, SplitTensor) and each.is_floating_point() and each.dim() > 2 for each in args):
+        _large.add(name)
 
 
 dispatch_with(_dispatch)
