@@ -57,6 +57,15 @@ LATER = {
 """Each alone, as in `TECHNIQUES`. In float64 gradients are reduced in float64 too, whatever `grad_dtype` says: there
 the check shows that nothing else changes, and what is sent shows the dtype. A check leaves the compiler out."""
 
+CONTEXT = {
+    "context": Plan(context=2),
+    "context × recompute selective × bf16": Plan(context=2, recompute="selective", precision="bf16"),
+    "data × context": Plan(data=2, context=2),
+    "shard × context × recompute × accumulate": Plan(shard=2, context=2, recompute="full", accumulate=2),
+}
+"""Of models whose samples have positions."""
+WITH_POSITIONS = ("llama", "gpt2", "bert", "gpt")
+
 NAMES = (*SIZES, *MODELS)
 BLOCKS = {
     "mnist-mlp": "1",
@@ -122,5 +131,7 @@ def cases() -> list[Case]:
                 plan = replace(plan, recompute=(BLOCKS[name],))
             quick = name == IN_TURN[p % len(IN_TURN)] and plan.devices < 8
             found.append(Case(name, label, plan, quick))
+        if name in WITH_POSITIONS:
+            found += [Case(name, label, plan, (name, label) == ("llama", "context")) for label, plan in CONTEXT.items()]
         found += [Case(name, label, plan, LATER_QUICK.get(label) == name) for label, plan in LATER.items()]
     return found

@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from meshwise.parallel import context
 from meshwise.parallel.split import rules
 from meshwise.parallel.split.axis import Part
 from meshwise.parallel.split.crossing import gather
 from meshwise.parallel.split.tensor import SplitTensor, split
+from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
 
 
 @dataclass
@@ -339,3 +342,34 @@ def test_what_mixes_positions_is_gathered_and_named() -> None:
     weight = torch.randn(6, 1, 3, dtype=D)
     hold(lambda x: F.conv1d(x.transpose(1, 2), weight, padding=1, groups=6), [X], [1])
     assert rules.gathered["conv1d"]
+
+
+class Tokens(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(6, 4, dtype=D)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, labels: Tensor | None = None) -> Any:
+        return self.table(input_ids), input_ids, attention_mask, labels
+
+
+def test_positions_are_divided_as_the_model_is_given_them_but_not_masks_and_labels() -> None:
+    def work(axis: ThreadAxis) -> list[Any]:
+        model = Tokens()
+        return [type(each) for each in context._run(model, axis, model.forward, IDS, IDS > 0, labels=IDS)]
+
+    assert on_ranks(2, work) == [[SplitTensor, SplitTensor, Tensor, Tensor]] * 2
+
+
+def test_a_model_without_positions_is_refused_with_what_it_is_given() -> None:
+    model = torch.nn.Linear(4, 2)
+    with pytest.raises(PlanError, match=r"Linear is given input \(2, 4\), which have none. Use data or shard"):
+        context._run(model, ThreadAxis(Ranks(2), 0), model.forward, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"), [({"tensor": 2}, "split along one of them"), ({"compile": True}, "compile")]
+)
+def test_context_is_refused_with(other: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan(context=2, **other)
