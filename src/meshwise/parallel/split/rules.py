@@ -105,7 +105,8 @@ def prepare() -> None:
 def said() -> list[str]:
     """What was gathered of the activations of a model, as a sentence for the user to read; none where nothing was."""
     names = sorted(_large, key=lambda name: (-gathered[name], name))
-    return [f"whole on every rank, for want of a rule for parts: {some(names)}. Exact, and not divided."] if names else []
+    text = f"whole on every rank, for want of a rule for parts: {some(names)}. Exact, and not divided."
+    return [text] if names else []
 
 
 @functools.cache
@@ -122,7 +123,9 @@ def _whole_arguments(name: str, args: Sequence[Any]) -> Sequence[Any]:
 
 def _count(name: str, args: Sequence[Any]) -> None:
     gathered[name] += 1
-    if name != "__reduce_ex__" and any(isinstance(each, SplitTensor) and each.is_floating_point() and each.dim() > 2 for each in args):
+    if name != "__reduce_ex__" and any(
+        isinstance(each, SplitTensor) and each.is_floating_point() and each.dim() > 2 for each in args
+    ):
         _large.add(name)
 
 
