@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class _Waiting:
     def take(self, outputs: Outputs, indices: Tensor) -> None:
         self.rows.append(outputs)
         for rows in outputs.values():
-            if isinstance(rows, Tensor) and rows.is_floating_point() and rows.isnan().any():
+            if isinstance(rows, Tensor) and rows.is_floating_point() and math.isnan(rows.sum()):  # infinities too
                 self.nan += indices[: len(rows)][
                     rows.flatten(1).isnan().any(1) if rows.dim() > 1 else rows.isnan()
                 ].tolist()
