@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import meshwise as mw
+from meshwise.parallel.apply import apply
+from meshwise.parallel.precision import compute_in
 from meshwise.parallel.split import rules
+from meshwise.spec.plan import Plan, plan_to_toml
+from meshwise.spec.world import World
 from meshwise.training.predict import run_predict
 from meshwise.training.predict_options import PredictOptions
+from meshwise.workers.environment import PLAN_FILE
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,10 +43,19 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
+def distribute(model: Any, plan: dict[str, int] | None) -> bool:
+    """As a script of `meshwise run --set …` does. Whether there was a plan."""
+    if plan:
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            Path(folder, "plan.toml").write_text(plan_to_toml(mw.Plan(**plan)))
+            patch.setenv(PLAN_FILE, f"{folder}/plan.toml")
+            mw.distribute(model)
+    return bool(plan)
+
+
 def tokens(kind: str, plan: dict[str, int] | None = None) -> tuple[list[list[int]], dict[str, int]]:
     model = model_of(kind)
-    if plan:
-        mw.distribute(model, plan=mw.Plan(**plan))
+    distribute(model, plan)
     rules.gathered.clear()
     ids, mask = prompts()
     found = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
@@ -54,11 +71,22 @@ def test_greedy_generation_gives_the_tokens_of_one_device(kind: str, axis: str, 
         assert "cat" not in gathered  # the cache stays divided
 
 
+@pytest.mark.parametrize("plan", [{"precision": "bf16"}, {"recompute": "full"}, {"offload": ("activations",)}])
+def test_a_model_under_a_plan_still_says_what_it_takes(plan: dict[str, Any]) -> None:
+    """`generate` gives `position_ids` to a model that takes them: without, padded texts are others, with no error."""
+    model = model_of("gpt2").float()
+    before = inspect.signature(model.forward)
+    apply(model, Plan(**plan), World())
+    compute_in(model, Plan(**plan).dtypes, "cpu")
+    assert inspect.signature(model.forward) == before
+    block = model.transformer.h[0]
+    assert inspect.signature(block.forward) == inspect.signature(type(block).forward.__get__(block))
+
+
 def own_tokens(kind: str, plan: dict[str, int] | None = None) -> list[list[int]]:
     """Each rank generates from prompts of its own, each prompt to a length of its own."""
     model, rows = model_of(kind), range(4)
-    if plan:
-        mw.distribute(model, plan=mw.Plan(**plan))
+    if distribute(model, plan):
         rows = range(2 * mw.rank(), 2 * mw.rank() + 2)
     ids, _ = prompts()
     found = []

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor, nn
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -36,3 +41,12 @@ def generates_together(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "generate"):
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
+
+
+def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Let the module run `around(...)` for its forward, with the signature that its own has: programs ask for it, such
+    as `generate` of transformers, which gives `position_ids` to a model that takes them by name."""
+    changed: Any = around
+    with contextlib.suppress(ValueError, TypeError):  # TorchScript has none
+        changed.__signature__ = inspect.signature(module.forward)
+    module.forward = changed  # type: ignore[method-assign]

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwise.compat.modules import put_forward
 from meshwise.parallel.blocks import called_in
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.split import rules
@@ -38,7 +39,7 @@ def _apply(setup: Setup) -> None:
     mesh = make_mesh(setup.plan, setup.world)[AXIS]
     axis = MeshAxis(AXIS, mesh.size(), mesh.get_local_rank(), mesh.get_group())
     for root in called_in(setup.model):
-        root.forward = functools.partial(_run, root, axis, root.forward)
+        put_forward(root, functools.partial(_run, root, axis, root.forward))
     setup.notes.append(f"context={mesh.size()}: each rank has about 1/{mesh.size()} of the positions of every sample.")
 
 

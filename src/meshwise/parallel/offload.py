@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.compat.dispatch import StorageMap
+from meshwise.compat.modules import put_forward
 from meshwise.compat.reducer import base_of, version
 from meshwise.parallel.blocks import called_in
 from meshwise.parallel.technique import Setup, Technique
@@ -136,8 +137,7 @@ def offload_activations(model: nn.Module, window: int | None = None) -> None:
     to them.
     """
     for root in called_in(model):
-        changed: Any = root
-        changed.forward = functools.partial(_offloaded, root.forward, WINDOW if window is None else window)
+        put_forward(root, functools.partial(_offloaded, root.forward, WINDOW if window is None else window))
 
 
 def _offloaded(forward: Callable[..., Any], window: int, /, *arguments: Any, **keywords: Any) -> Any:

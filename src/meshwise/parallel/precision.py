@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from meshwise.compat.modules import put_forward
 from meshwise.compat.tree import map_tensors
 from meshwise.parallel.reduction import TORCH, reduced_in
 from meshwise.parallel.technique import Setup, Technique
@@ -50,8 +51,7 @@ def computing(device: str, dtypes: Dtypes) -> Iterator[None]:
 def compute_in(model: nn.Module, dtypes: Dtypes, device: str) -> None:
     """Let the model's own forward be computed in these dtypes, and give float32 back, as the loss needs it."""
     if dtypes.computed != dtypes.stored:
-        changed: Any = model
-        changed.forward = functools.partial(_computed, model.forward, dtypes, device)
+        put_forward(model, functools.partial(_computed, model.forward, dtypes, device))
 
 
 def _computed(forward: Callable[..., Any], dtypes: Dtypes, device: str, /, *arguments: Any, **keywords: Any) -> Any:

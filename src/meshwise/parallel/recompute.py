@@ -22,7 +22,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as selec
 
 from meshwise.compat.compiling import unwrapped
 from meshwise.compat.dispatch import named_arguments
-from meshwise.compat.modules import buffers_in
+from meshwise.compat.modules import buffers_in, put_forward
 from meshwise.compat.reducer import version
 from meshwise.compat.torch_function import determinism_of_parts
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
@@ -52,7 +52,7 @@ def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[s
         blocks = [(name, _module(model, name)) for name in recompute]
     for _, block in blocks:
         if getattr(block.forward, "func", None) is not _recomputed:
-            block.forward = functools.partial(_recomputed, block, block.forward, recompute == "selective")
+            put_forward(block, functools.partial(_recomputed, block, block.forward, recompute == "selective"))
     return [name or "the whole model" for name, _ in blocks]
 
 

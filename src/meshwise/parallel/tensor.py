@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from meshwise.compat.modules import parameters_in, renew_flat_weights
+from meshwise.compat.modules import parameters_in, put_forward, renew_flat_weights
 from meshwise.compat.whole_values import plain_loss, read_whole
 from meshwise.parallel.blocks import called_in, repeated_blocks
 from meshwise.parallel.mesh import make_mesh
@@ -65,7 +65,7 @@ def _apply(setup: Setup) -> None:
         blocks = {root, *(block for _, block in repeated_blocks(root))}
         for module in root.modules():
             if any(True for _ in module.parameters()):
-                module.forward = functools.partial(_run, module, axis, blocks, module.forward)
+                put_forward(module, functools.partial(_run, module, axis, blocks, module.forward))
     total = sum(p.numel() for p in known.values())
     divided = sum(p.numel() for p in known.values() if isinstance(p, DTensor) and not p.placements[0].is_replicate())
     setup.notes.append(f"tensor={mesh.size()}: {divided / max(total, 1):.0%} of the parameters are split.")
