@@ -49,4 +49,4 @@ def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:
     changed: Any = around
     with contextlib.suppress(ValueError, TypeError):  # TorchScript has none
         changed.__signature__ = inspect.signature(module.forward)
-    module.forward = changed  # type: ignore[method-assign]
+    module.forward = changed
