@@ -4,7 +4,7 @@
 
 By hand: eval, no_grad, a slice of each batch, its outputs to the host; at the end JSON lines or a tensor is
 saved (on two devices each rank takes its part of each batch, and rank 0 gets the others' rows by all_gather). Ours: the
-loop of `mw.predict`, written as it goes and synced to the disk; opening, joining and moving the file count. Starting
+loop of `mw.predict`, written as it goes; opening, joining, syncing and moving the file count. Starting
 workers and making the model is on neither side. Which side goes first alternates. CPU: of this rank's process, where
 other programs take turns with it. The claim is made for batches of 5 ms or more; a small model is shown beside it.
 """
@@ -39,14 +39,14 @@ def small() -> tuple[nn.Module, torch.Tensor, int]:
 
 def cnn() -> tuple[nn.Module, torch.Tensor, int]:
     """Two convolutions."""
-    layers = nn.Conv2d(3, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 24, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4)
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(24 * 64, 10)), torch.randn(960, 3, 32, 32), 64
+    layers = nn.Conv2d(3, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 12, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(12 * 64, 10)), torch.randn(3200, 3, 32, 32), 64
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor, int]:
     """Six wide layers."""
     layers = [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(6)]
-    return nn.Sequential(*layers, nn.Linear(1024, 100)), torch.randn(3200, 1024), 64
+    return nn.Sequential(*layers, nn.Linear(1024, 100)), torch.randn(6400, 1024), 64
 
 
 CASES = {"cnn": cnn, "mlp": mlp, "small": small}

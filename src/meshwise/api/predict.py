@@ -30,6 +30,7 @@ from meshwise.timeline.views.live_progress import LiveView
 from meshwise.training.job import Job
 from meshwise.training.predict import SAID, digest_of, run_predict
 from meshwise.training.predict_options import PredictOptions
+from meshwise.transfer.collectives import broadcast_object, everyone
 from meshwise.workers.channel import Message
 from meshwise.workers.environment import started_by_launcher
 from meshwise.workers.join import join
@@ -82,6 +83,7 @@ def predict_with(options: PredictOptions, console: Console) -> tuple[Predictions
     options = replace(options, data=_data_of(options))
     if started_by_launcher():
         results, stopped = [_joined(options)], 0
+        console.quiet |= join().world.rank > 0
     else:
         results, stopped = _launched(options, console)
     facts = results[0]
@@ -208,7 +210,8 @@ def _in_worker(options: PredictOptions, origin: dict[str, str]) -> dict[str, Any
 def _joined(options: PredictOptions) -> dict[str, Any]:
     """In this process, one of those that torchrun, srun, mpirun or mw.launch started. Collective."""
     first = join().world.rank == 0
-    return run_predict(_job_of(options), options, _origin(options), _said if first else None)
+    facts = run_predict(_job_of(options), options, _origin(options), _said if first else None)
+    return dict(broadcast_object(facts, everyone()))
 
 
 def _said(kind: str, **facts: Any) -> None:

@@ -1,4 +1,7 @@
-"""What a module of torch keeps to itself: its own tensors as dictionaries, and what all batch norms are."""
+"""What a module of torch keeps to itself: its own tensors as dictionaries, what all batch norms are, and its forward.
+
+Tested in tests/training/test_generate.py and tests/parallel.
+"""
 
 from __future__ import annotations
 

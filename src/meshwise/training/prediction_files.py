@@ -155,10 +155,10 @@ class Lines:
         text = "".join(f"{line}\n" for piece in pieces for line in _lines(piece))
         with self._path.open("ab") as file:
             file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
 
     def finish(self) -> None:
+        with self._path.open("ab") as file:
+            os.fsync(file.fileno())
         self._path.replace(self.folder.out)
         self.folder.remove()
 
