@@ -1,6 +1,10 @@
 """Pipeline parallel: schedules, stages, what each holds, what is refused; and that it is what one device computes.
 
-Of parallel/pipeline.py, holding.py, passing.py and schedule.py, training/microbatches.py and transfer/stages.py.
+Of parallel/pipeline.py, parallel/holding.py, parallel/passing.py, parallel/schedule.py, training/microbatches.py,
+transfer/stages.py.
+
+Tests parallel/holding.py, parallel/passing.py, parallel/schedule.py, training/microbatches.py,
+transfer/stages.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Ranks are threads, so that no process starts. What has no rule is gathered, and 
 
 Tests parallel/split/axis.py, parallel/split/crossing.py, parallel/split/elementwise.py, parallel/split/layout.py,
 parallel/split/losses.py, parallel/split/products.py, parallel/split/rule.py, parallel/split/rules.py,
-parallel/split/shapes.py, parallel/split/tensor.py.
+parallel/split/shapes.py, parallel/split/tensor.py, compat/torch_function.py.
 """
 
 from __future__ import annotations

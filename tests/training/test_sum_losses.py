@@ -313,3 +313,13 @@ def test_a_job_whose_sum_is_not_said_is_refused(pool: Any) -> None:
 def test_a_jobs_reduction_is_one_of_two() -> None:
     with pytest.raises(UsageError, match="reduction='total' is not known"):
         mw.Job(**{**vars(job()), "reduction": "total"})
+
+
+def test_a_graph_that_branches_at_every_step_is_walked_once() -> None:
+    """Thirty steps of x + x² have 2³⁰ paths."""
+    weight = torch.ones(4, requires_grad=True)
+    x = weight * 0.1
+    for _ in range(30):
+        x = x + x.pow(2)
+    assert summed_loss(x.sum()) == "" and mean_term(x.sum()) == "" and has_penalty(x.sum(), 2) in (True, False)
+    assert uneven_mean(x.sum(), 4) == ""

@@ -24,9 +24,9 @@ def predict(options: PredictOptions) -> None:
     The same command goes on where it was stopped. Without --out the file is predictions.jsonl.
 
     \b
-    meshwise predict mnist-cnn --weights runs/20261121-140502-mnist-cnn --devices 2xcpu
-    meshwise predict train.py:job --weights model.safetensors --out logits.safetensors
-    meshwise predict train.py:job --data new.py:samples --set shard=2 --set tensor=2 --devices 4xcpu
+    meshwise predict mnist-cnn --weights runs/20261121-140502-mnist-cnn
+    meshwise predict train.py:job --weights m.safetensors --out p.safetensors
+    meshwise predict train.py:job --data new.py:samples --set tensor=2
     """
     if is_script(options.job) and ":" not in options.job:
         raise UsageError(

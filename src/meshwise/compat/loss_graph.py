@@ -48,8 +48,12 @@ def summed_loss(loss: Tensor, weighed: bool = False) -> str:
     a sum makes the whole depend on the number of samples.
     """
     open_nodes: list[Any] = [loss.grad_fn]
+    seen = set[Any]()
     while open_nodes:
         node = open_nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         kind, below = ("", []) if node is None else (node.name(), _below(node))
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == SUM:
             if not all(_is_of_leaves(each, 0) for each in below):
@@ -64,8 +68,12 @@ def summed_loss(loss: Tensor, weighed: bool = False) -> str:
 def mean_term(loss: Tensor) -> str:
     """What one of the added terms of `loss` is a mean over samples of; empty where the graph does not tell."""
     open_nodes: list[Any] = [loss.grad_fn]
+    seen = set[Any]()
     while open_nodes:
         node = open_nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         kind, below = ("", []) if node is None else (node.name(), _below(node))
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == MEAN and _reads_data(node):
             return KNOWN[kind]
@@ -82,9 +90,12 @@ def _below(node: Any) -> list[Any]:
 
 def _of_each(node: Any, weighed: bool) -> str:
     """What these elements are of the rows that a model gives; empty where anything else may have been done to them."""
-    open_nodes, what = [node], "a loss"
+    open_nodes, what, seen = [node], "a loss", set[Any]()
     while open_nodes:
         node = open_nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         kind, below = node.name(), _below(node)
         if kind in KNOWN and getattr(node, "_saved_reduction", None) in (NONE, SUM):
             what = KNOWN[kind]
@@ -140,8 +151,12 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
     """The weight that a mean in `loss` is over, as code; empty where it is over equally many items of each of the
     `samples` samples, or the graph does not tell. Reads a value: on an accelerator it waits."""
     open_nodes: list[Any] = [loss.grad_fn]
+    seen = set[Any]()
     while open_nodes:
         node = open_nodes.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
         kind = "" if node is None else node.name()
         if kind.startswith("NllLoss") and getattr(node, "_saved_reduction", None) == MEAN:
             weights, ignored = node._saved_weight, node._saved_ignore_index
@@ -176,8 +191,12 @@ def has_penalty(loss: Tensor, ranks: int) -> bool:
     Only what is known to be one is taken for one.
     """
     open_nodes: list[Any] = [loss.grad_fn]
+    seen = set[Any]()
     while open_nodes:
         node = open_nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         if node is None:
             continue
         if _is_of_leaves(node, ranks):
@@ -189,9 +208,12 @@ def has_penalty(loss: Tensor, ranks: int) -> bool:
 
 def _is_of_leaves(node: Any, ranks: int) -> bool:
     """Whether it is made of leaves and plain numbers by operators of penalties, and nothing is divided by `ranks`."""
-    open_nodes, leaves = [node], 0
+    open_nodes, leaves, seen = [node], 0, set[Any]()
     while open_nodes:
         node = open_nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         kind, followers = node.name(), [following for following, _ in node.next_functions]
         leaves += kind == LEAF
         if kind in FACTORS and None in followers:

@@ -52,7 +52,8 @@ def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: An
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in given.items() if isinstance(value, Tensor))
         raise PlanError(
             f"context={axis.size} divides the positions of samples: dim 1 of numbers of tokens (B, T), or of vectors "
-            f"(B, T, width). {type(model).__name__} is given {shapes or 'no tensor'}, with none. Use data or shard."
+            f"(B, T, width). {type(model).__name__} is given {shapes or 'no tensor'}, which have none. "
+            "Use data or shard."
         )
     given.update(divided)
     return forward(*[given.pop(name) for name in names], **given)

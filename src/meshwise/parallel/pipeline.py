@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwise.compat.modules import put_forward
 from meshwise.compat.optimizers import takes_hooks
 from meshwise.parallel.blocks import repeated_blocks
 from meshwise.parallel.holding import Holding, let_go, own_state
@@ -58,7 +59,7 @@ class Pipeline:
         self._looks = LOOKS * len(self.own)  # forwards to be looked at
         self._now: Pass | None = None
         for number, (_, block) in enumerate(self._blocks):
-            block.forward = functools.partial(_run_block, weakref.ref(self), number, block.forward)
+            put_forward(block, functools.partial(_run_block, weakref.ref(self), number, block.forward))
         mine = [block for stage in self.own for _, block in self._blocks[slice(*self._ranges[stage])]]
         self.holding = Holding(model, pipe, [block for _, block in self._blocks], mine)
 

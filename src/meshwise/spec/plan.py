@@ -116,8 +116,8 @@ class Plan:
     context: int = _axis(
         Conflict(
             lambda plan: plan.tensor > 1,
-            "context={plan.context} with tensor={plan.tensor}: tensors are not split along two axes yet. Use one of "
-            "them, with data or shard: shard={plan.tensor}.",
+            "context={plan.context} with tensor={plan.tensor}: tensors are split along one of them so far. Use "
+            "one, with data or shard: shard={plan.tensor}.",
         ),
         Conflict(
             lambda plan: plan.compile,

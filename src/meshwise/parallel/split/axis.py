@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwise.transfer import collectives
+from meshwise.transfer.reading import meet
 
 
 class Axis(Protocol):
@@ -63,7 +64,7 @@ class MeshAxis:
         return taken
 
     def meet(self, what: str) -> None:
-        """Nothing to do: all ranks of the axis run the same program on the same samples."""
+        meet(what)
 
 
 Range = tuple[int, int]

@@ -26,6 +26,19 @@ from meshwise.spec.words import some
 
 RULES: dict[str, Rule] = {**elementwise.RULES, **shapes.RULES, **products.RULES, **losses.RULES, **attention.RULES}
 """By the name of the function, as torch calls it."""
+READS = {
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__format__",
+    "__repr__",
+    "__array__",
+    "__reduce_ex__",
+    "item",
+}
+READS |= {"numpy", "tolist"}
+"""What takes values out of tensors."""
 gathered: Counter[str] = Counter()
 """How often an operator without a rule found a split tensor, by its name."""
 _large: set[str] = set()
@@ -66,7 +79,8 @@ def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
 
     def of(thing: SplitTensor) -> Tensor:
         if id(thing) not in whole:
-            thing.part.axis.meet(name)
+            if name in READS:  # which some ranks may do alone, and wait for ever
+                thing.part.axis.meet(name)
             found = gather(thing)
             whole[id(thing)] = found.clone() if thing is written else found
         return whole[id(thing)]
