@@ -37,7 +37,7 @@ READS = {
     "__reduce_ex__",
     "item",
 }
-READS |= {"numpy", "tolist"}
+READS |= {"item", "numpy", "tolist"}
 """What takes values out of tensors."""
 gathered: Counter[str] = Counter()
 """How often an operator without a rule found a split tensor, by its name."""
