@@ -93,7 +93,7 @@ def _train(job: Job, spec: CheckSpec, engine: Engine, watcher: EngineWatcher) ->
         train_step(engine, job, state, list(read_parts(data, slices, epoch, engine.world.device)))
         watcher.complete_step()
     if watcher.found.trace is not None:
-        watcher.found.trace.notes = (*notes, *said())
+        watcher.found.trace.notes = (*notes, *(said() if spec.plan.split else ()))
     _evaluate(job, state.model, engine, watcher)
 
 

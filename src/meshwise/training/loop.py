@@ -123,7 +123,7 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
                 (
                     run.best.why_over(run.state),
                     *engine.notes,
-                    *said(),
+                    *(said() if plan.split else ()),
                     engine.draws.note() if engine.draws else "",
                 ),
             )
