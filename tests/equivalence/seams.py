@@ -20,12 +20,12 @@ from meshwise.transfer import collectives
 SEAMS = {
     # the training step
     "microbatches of a step": "meshwise.equivalence.programs.train_step",
-    "loss and weight": "meshwise.training.engine.split_weight",
+    "loss and weight": "meshwise.training.microbatches.split_weight",
     "backward of a microbatch": "meshwise.training.program.Program.reduced_backward",
-    "what watches a backward": "meshwise.training.engine.Engine._watched_backward",
+    "what watches a backward": "meshwise.training.engine.Engine.watched_backward",
     "weight of a microbatch": "meshwise.training.weighing.StepWeights.scale",
     "sum of weights": "meshwise.training.weighing.StepWeights.begin_sum",
-    "update": "meshwise.training.loop._update",
+    "update": "meshwise.training.job_step._update",
     "guard of steps": "meshwise.training.program.Program.check_step",
     "optimizer is bound": "meshwise.training.program.Program.add_optimizer",
     # the data
@@ -95,9 +95,9 @@ def _training(state: Any) -> Training:
 def before_update(patch: Any, change: Callable[[Training], None]) -> None:
     """Call `change` before each update: gradients are there, and not clipped."""
 
-    def update(real: Any, job: Any, state: Any) -> None:
+    def update(real: Any, engine: Any, job: Any, state: Any) -> None:
         change(_training(state))
-        real(job, state)
+        real(engine, job, state)
 
     around(patch, "update", update)
 
@@ -105,8 +105,8 @@ def before_update(patch: Any, change: Callable[[Training], None]) -> None:
 def after_update(patch: Any, change: Callable[[Training], None]) -> None:
     """Call `change` after each update: the scheduler has ticked, gradients are gone."""
 
-    def update(real: Any, job: Any, state: Any) -> None:
-        real(job, state)
+    def update(real: Any, engine: Any, job: Any, state: Any) -> None:
+        real(engine, job, state)
         change(_training(state))
 
     around(patch, "update", update)

@@ -31,11 +31,15 @@ def train_step(engine: Engine, job: Job, state: RunState, parts: Sequence[Part])
         return _step_with_closure(engine, job, state, parts)
     losses = _compute(engine, job, state, parts)
     with current().span("optimizer"):
-        _clip(engine, job, state)
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-        _end_step(state)
+        _update(engine, job, state)
     return losses
+
+
+def _update(engine: Engine, job: Job, state: RunState) -> None:
+    _clip(engine, job, state)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    _end_step(state)
 
 
 def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -> Losses:
