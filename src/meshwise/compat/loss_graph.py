@@ -8,6 +8,8 @@ Tested in tests/training/test_sum_losses.py.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -47,19 +49,13 @@ def summed_loss(loss: Tensor, weighed: bool = False) -> str:
     Values of factors are read: on an accelerator that waits. Terms that are added are looked at one by one: one that is
     a sum makes the whole depend on the number of samples.
     """
-    open_nodes: list[Any] = [loss.grad_fn]
-    seen = set[Any]()
-    while open_nodes:
-        node = open_nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        kind, below = ("", []) if node is None else (node.name(), _below(node))
+    for node, following in _walk(loss.grad_fn):
+        kind, below = node.name(), _below(node)
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == SUM:
             if not all(_is_of_leaves(each, 0) for each in below):
                 return f"{KNOWN[kind]}, reduction='sum'"
         elif kind in (*SUMS, "NegBackward0"):
-            open_nodes += below
+            following += below
         elif kind in ("SumBackward0", "SumBackward1") and (what := _of_each(below[0], weighed)) and _reads_data(node):
             return f"{what} of each sample, then .sum()"
     return ""
@@ -67,40 +63,40 @@ def summed_loss(loss: Tensor, weighed: bool = False) -> str:
 
 def mean_term(loss: Tensor) -> str:
     """What one of the added terms of `loss` is a mean over samples of; empty where the graph does not tell."""
-    open_nodes: list[Any] = [loss.grad_fn]
-    seen = set[Any]()
-    while open_nodes:
-        node = open_nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        kind, below = ("", []) if node is None else (node.name(), _below(node))
+    for node, following in _walk(loss.grad_fn):
+        kind = node.name()
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == MEAN and _reads_data(node):
             return KNOWN[kind]
         if kind == "MeanBackward0" and _reads_data(node):
             return ".mean()"
         if kind in SUMS or kind in FACTORS:
-            open_nodes += below
+            following += _below(node)
     return ""
 
 
-def _below(node: Any) -> list[Any]:
-    return [following for following, _ in node.next_functions if following is not None]
-
-
-def _of_each(node: Any, weighed: bool) -> str:
-    """What these elements are of the rows that a model gives; empty where anything else may have been done to them."""
-    open_nodes, what, seen = [node], "a loss", set[Any]()
+def _walk(node: Any) -> Iterator[tuple[Any, deque[Any]]]:
+    """Each node once, from `node` downwards, with those that follow: a loop adds to them what it wants to see."""
+    open_nodes, seen = deque([node]), {None}
     while open_nodes:
-        node = open_nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+        node = open_nodes.popleft()
+        if node not in seen:
+            seen.add(node)
+            yield node, open_nodes
+
+
+def _below(node: Any) -> list[Any]:
+    return [each for each, _ in node.next_functions if each is not None]
+
+
+def _of_each(elements: Any, weighed: bool) -> str:
+    """What these elements are of the rows that a model gives; empty where anything else may have been done to them."""
+    what = "a loss"
+    for node, following in _walk(elements):
         kind, below = node.name(), _below(node)
         if kind in KNOWN and getattr(node, "_saved_reduction", None) in (NONE, SUM):
             what = KNOWN[kind]
         elif kind in OF_EACH or _is_of_each(node, kind, weighed):
-            open_nodes += below
+            following += below
         elif kind not in OF_ROWS and not (kind in PRODUCTS and any(map(_is_parameter, below))):
             return ""
     return what
@@ -130,34 +126,24 @@ def _is_parameter(node: Any) -> bool:
     return bool((_below(node)[0] if node.name() == "TBackward0" else node).name() == LEAF)
 
 
-def _reads_data(node: Any) -> bool:
+def _reads_data(term: Any) -> bool:
     """Whether something below is a product of a parameter and a tensor that needs no gradient, or an embedding."""
-    open_nodes, seen = [node], set()
-    while open_nodes:
-        node = open_nodes.pop()
-        kind, followers = node.name(), [following for following, _ in node.next_functions]
+    for node, following in _walk(term):
+        kind, followers = node.name(), [each for each, _ in node.next_functions]
         factors = (
             followers[-2:] if kind in PRODUCTS else followers[:1] if "Convolution" in kind or "Rnn" in kind else []
         )
         if None in factors or kind == "EmbeddingBackward0":
             return True
-        new = [each for each in _below(node) if each not in seen]
-        seen.update(new)
-        open_nodes += new
+        following += _below(node)
     return False
 
 
 def uneven_mean(loss: Tensor, samples: int) -> str:
     """The weight that a mean in `loss` is over, as code; empty where it is over equally many items of each of the
     `samples` samples, or the graph does not tell. Reads a value: on an accelerator it waits."""
-    open_nodes: list[Any] = [loss.grad_fn]
-    seen = set[Any]()
-    while open_nodes:
-        node = open_nodes.pop(0)
-        if node in seen:
-            continue
-        seen.add(node)
-        kind = "" if node is None else node.name()
+    for node, following in _walk(loss.grad_fn):
+        kind = node.name()
         if kind.startswith("NllLoss") and getattr(node, "_saved_reduction", None) == MEAN:
             weights, ignored = node._saved_weight, node._saved_ignore_index
             if weights is not None and weights.min() != weights.max():
@@ -167,7 +153,7 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
         if kind == "DivBackward0" and _is_divided_sum(node, samples):
             return "…"
         if kind in SUMS or kind in FACTORS or kind == "MulBackward1":
-            open_nodes += [following for following, _ in node.next_functions]
+            following += _below(node)
     return ""
 
 
@@ -178,7 +164,7 @@ def signed(number: int) -> int:
 
 def _is_divided_sum(node: Any, samples: int) -> bool:
     """Whether a sum is divided by a number of items that is no multiple of the samples."""
-    above, below = (following for following, _ in node.next_functions)
+    above, below = (each for each, _ in node.next_functions)
     number = node._saved_other
     if above is None or above.name() != "SumBackward0" or below is not None or number is None or number.numel() != 1:
         return False
@@ -190,31 +176,19 @@ def has_penalty(loss: Tensor, ranks: int) -> bool:
 
     Only what is known to be one is taken for one.
     """
-    open_nodes: list[Any] = [loss.grad_fn]
-    seen = set[Any]()
-    while open_nodes:
-        node = open_nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node is None:
-            continue
+    for node, following in _walk(loss.grad_fn):
         if _is_of_leaves(node, ranks):
             return True
         if node.name() in SUMS:
-            open_nodes += [following for following, _ in node.next_functions]
+            following += _below(node)
     return False
 
 
-def _is_of_leaves(node: Any, ranks: int) -> bool:
+def _is_of_leaves(term: Any, ranks: int) -> bool:
     """Whether it is made of leaves and plain numbers by operators of penalties, and nothing is divided by `ranks`."""
-    open_nodes, leaves, seen = [node], 0, set[Any]()
-    while open_nodes:
-        node = open_nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        kind, followers = node.name(), [following for following, _ in node.next_functions]
+    leaves = 0
+    for node, following in _walk(term):
+        kind, followers = node.name(), [each for each, _ in node.next_functions]
         leaves += kind == LEAF
         if kind in FACTORS and None in followers:
             number = node._saved_other if followers[1] is None else node._saved_self
@@ -225,5 +199,5 @@ def _is_of_leaves(node: Any, ranks: int) -> bool:
                 return False
         elif kind not in OF_ONE and kind not in FACTORS and kind not in SUMS and kind != LEAF:
             return False
-        open_nodes += [following for following in followers if following is not None]
+        following += _below(node)
     return leaves > 0

@@ -14,8 +14,8 @@
     data         last: it reduces the gradients of whatever the others have made; with shard, shard does it for both
     zero1        and offload of the optimizer: they need parameters that do not change any more
 
-A technique is a
-field of the plan, a file of its own (`technique.py` says what is in it), and its place in `TECHNIQUES`.
+A technique is a field of the plan, a file of its own (`technique.py` says what is in it), and its place in
+`TECHNIQUES`.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class DataParallel:
         self._groups: list[_Group] = []
         self._trained: tuple[bool, ...] = ()
         self._calls = 0
-        self._key = f"meshwise/data/{collectives.group_key() if collectives.world_size() > 1 else ''}/{next(_made)}"
+        self._key = f"meshwise/data/{collectives.group_key()}/{next(_made)}"
         self._backwards = 0
         self._factor: Callable[[], Tensor] | None = None
         self._kept: dict[int, Tensor] = {}

@@ -57,7 +57,7 @@ entered: Counter[str] = Counter()
 def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, *, of: str = "") -> Tensor:
     """`tensor` reduced over the ranks, in place. op: `sum`, `max`, `min` or `product`; a sum of bools is `or`."""
     check_known("op", op, backend.OPS)
-    _run("all-reduce", [tensor], group, functools.partial(backend.all_reduce, tensor, op, group or dividing()), of=of)
+    _run("all-reduce", [tensor], group, functools.partial(backend.all_reduce, tensor, op), of=of)
     return tensor
 
 
@@ -116,13 +116,7 @@ def all_gather(
     into = _out("all_gather", out, (world_size(group), *tensor.shape), tensor)
     if len(into) == 1:
         return into.copy_(tensor.detach())
-    _run(
-        "all-gather",
-        [into],
-        group,
-        functools.partial(backend.all_gather, into, tensor, group or dividing(), direct),
-        of=of,
-    )
+    _run("all-gather", [into], group, functools.partial(backend.all_gather, into, tensor, direct=direct), of=of)
     return into
 
 
@@ -134,35 +128,24 @@ def reduce_scatter(
     into = _out("reduce_scatter", out, (_rows("reduce_scatter", tensor, group), *tensor.shape[1:]), tensor)
     if world_size(group) == 1:
         return into.copy_(tensor.detach())
-    _run(
-        "reduce-scatter",
-        [tensor],
-        group,
-        functools.partial(backend.reduce_scatter, into, tensor, op, group or dividing(), direct),
-    )
+    _run("reduce-scatter", [tensor], group, functools.partial(backend.reduce_scatter, into, tensor, op, direct=direct))
     return into
 
 
 def broadcast(tensor: Tensor, source: int = 0, group: Group = None, *, direct: bool = True, of: str = "") -> Tensor:
     """`tensor` of rank `source`, on every rank, in place."""
     _check_rank("broadcast", "source", source, group)
-    _run(
-        "broadcast",
-        [tensor],
-        group,
-        functools.partial(backend.broadcast, tensor, source, group or dividing(), direct),
-        (source, None),
-        of,
-    )
+    call = functools.partial(backend.broadcast, tensor, source, direct=direct)
+    _run("broadcast", [tensor], group, call, (source, None), of)
     return tensor
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: Group = None) -> None:
     """Write rank 0's values into `tensors` of every rank, one after the other, as one collective."""
 
-    def each() -> None:
+    def each(group: Group) -> None:
         for tensor in tensors:
-            backend.broadcast(tensor, 0, group or dividing(), direct=True)
+            backend.broadcast(tensor, 0, group, direct=True)
 
     if tensors:
         _run("broadcast", tensors, group, each, (0, None))
@@ -174,12 +157,7 @@ def all_to_all(tensor: Tensor, group: Group = None, *, out: Tensor | None = None
     into = _out("all_to_all", out, tuple(tensor.shape), tensor)
     if world_size(group) == 1:
         return into.copy_(tensor.detach())
-    _run(
-        "all-to-all",
-        [tensor],
-        group,
-        functools.partial(backend.all_to_all, into, tensor, group or dividing(), direct),
-    )
+    _run("all-to-all", [tensor], group, functools.partial(backend.all_to_all, into, tensor, direct=direct))
     return into
 
 
@@ -215,12 +193,12 @@ def send_receive(sends: Pairs, receives: Pairs, group: Group = None, kind: str =
     moved = max(([tensor for tensor, _ in pairs] for pairs in (sends, receives)), key=_bytes)
     target, source = (pairs[0][1] if len(pairs) == 1 else own for pairs in (sends, receives))
     ends = (own, target) if sends else (source, own)
-    _run(kind, moved, group, functools.partial(backend.send_receive, sends, receives, group or dividing()), ends)
+    _run(kind, moved, group, functools.partial(backend.send_receive, sends, receives), ends)
 
 
 def barrier(group: Group = None) -> None:
     """Wait until every rank is here."""
-    _run("barrier", [], group, functools.partial(dist.barrier, group or dividing()))
+    _run("barrier", [], group, dist.barrier)
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
@@ -257,7 +235,7 @@ def _run(
     kind: str,
     moved: Sequence[Tensor],
     group: Group,
-    call: Callable[[], object],
+    call: Callable[[Group], object],
     ends: Ends = EVERYONE,
     of: str = "",
 ) -> None:
@@ -272,7 +250,7 @@ def _run(
     numbered = None in ends and _is_of_all(group)
     dtype = moved[0].dtype if moved else None
     with _ours(), current().collective(collective_name(kind, of), size, numbered=numbered, dtype=dtype):
-        call()
+        call(group or dividing())
     if watch is not None:
         _log(kind, size, device, group, watch.stop(), ends)
 

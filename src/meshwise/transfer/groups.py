@@ -56,8 +56,9 @@ def get_rank(group: Group = None) -> int:
 
 
 def group_key(group: Group = None) -> str:
-    """The ranks of a group, as the world counts them, and its name: the same text on all of them."""
-    return _group_key(group or _dividing[0])
+    """The ranks of a group, as the world counts them, and its name: the same text on all of them. Empty outside a
+    process group."""
+    return _group_key(group or _dividing[0]) if dist.is_initialized() else ""
 
 
 @functools.cache
