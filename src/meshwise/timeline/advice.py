@@ -30,6 +30,7 @@ TRY = {
         "Samples of unequal length: batch similar ones together. A shared or throttling machine: look for other "
         "programs."
     ),
+    "bubble": "More microbatches a step (--accumulate), or schedule=interleaved with twice as many blocks as ranks.",
     "idle": "Look for host work in the training loop: printing, .item(), logging, metrics.",
     "checkpoint": "Save less often{save_option}, or to faster storage.",
     "evaluation": "Evaluate less often, or on fewer samples.",

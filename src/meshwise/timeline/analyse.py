@@ -15,9 +15,10 @@ import numpy as np
 from meshwise.spec.bandwidth import FACTORS, bus_bandwidth
 from meshwise.timeline.arrivals import ABSENT, Arrivals
 from meshwise.timeline.attribution import Whole
-from meshwise.timeline.findings import findings_of, verdict_of
+from meshwise.timeline.findings import RunFacts, findings_of, verdict_of
 from meshwise.timeline.goodput import goodput_of
 from meshwise.timeline.one_device import measured_alone
+from meshwise.timeline.pipeline_stages import pipeline_report
 from meshwise.timeline.run_report import (
     MEMORY,
     NOT_MEMORY,
@@ -48,6 +49,7 @@ def report_of(
     table = table or step_table_of(timeline)
     wall, goodput, waiting = goodput_of(timeline, table)
     collectives = _collectives(timeline, table.arrivals)
+    pipeline = pipeline_report(timeline.spans, timeline.names, table.step[table.steady])
     error = max((clock.error for clock in timeline.clocks), default=0.0) / 1e9
     findings = findings_of(
         table,
@@ -55,9 +57,12 @@ def report_of(
         goodput,
         collectives,
         timeline.counters,
-        str(timeline.facts.get("program", "job")),
-        links=_have_links(timeline),
-        alone=measured_alone(timeline, Path(folder)) if folder else None,
+        RunFacts(
+            program=str(timeline.facts.get("program", "job")),
+            links=_have_links(timeline),
+            alone=measured_alone(timeline, Path(folder)) if folder else None,
+            pipeline=pipeline,
+        ),
     )
     seconds = table.step_seconds()[table.trained]
     kinds = table.kind_seconds()[table.counted].sum(axis=0)
@@ -88,6 +93,7 @@ def report_of(
         series=_series(timeline, table),
         counters=[_thinned(counter) for counter in timeline.counters],
         views=step_windows(timeline, table, steps, findings[0].rank if findings else None),
+        pipeline=pipeline,
     )
 
 

@@ -7,12 +7,13 @@ Tested in tests/timeline/test_attribution.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.timeline.pipeline_stages import waits_for_stages
 from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE, operation_and_source
 from meshwise.timeline.timeline import Spans
 
@@ -34,6 +35,7 @@ class Arrivals:
     until: shape (collectives, ranks): until when each rank waits for the work of the last one; ABSENT as above. It is
     `last`, less the time by which the last rank left the collective before later than the others: its link is the
     slower one, so that is still communication.
+    of_stages: until when the receives of a pipeline's ranks wait for another stage, by rank and start.
     """
 
     ranks: Table
@@ -49,6 +51,7 @@ class Arrivals:
     complete: NDArray[np.bool_]
     last: Table
     until: Table
+    of_stages: Mapping[tuple[int, int], int]
 
     def until_of(self, ranks: Table, numbers: Table) -> Table:
         """`until` of these ranks in the collectives with these numbers, pair by pair; ABSENT for others."""
@@ -62,6 +65,10 @@ class Arrivals:
     def waits_until(self, spans: Spans) -> Table:
         """Until when each of the spans waits for another rank: its start where it does not."""
         until = np.where(is_collective(spans), self.until_of(spans["rank"], spans["collective"]), ABSENT)
+        if self.of_stages:
+            places = zip(spans["rank"].tolist(), spans["start"].tolist(), strict=True)
+            received = np.array([self.of_stages.get(place, ABSENT) for place in places], np.int64)
+            until = np.where(is_collective(spans) | (spans["kind"] != KIND["communication"]), until, received)
         result: Table = np.where(until == ABSENT, spans["start"], np.clip(until, spans["start"], spans["end"]))
         return result
 
@@ -101,6 +108,7 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
         complete=complete,
         last=np.where(complete, last, ABSENT),
         until=np.where(complete[:, None], last[:, None] - _left_later(arrival, end, last_rank), ABSENT),
+        of_stages=waits_for_stages(spans, names),
     )
 
 

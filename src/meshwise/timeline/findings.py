@@ -17,7 +17,7 @@ import numpy as np
 from meshwise.spec.units import bytes_text, percent_text, seconds_text
 from meshwise.timeline.advice import TRY, TRY_FOR_STRAGGLER, advised, for_communication
 from meshwise.timeline.one_device import Alone, one_device_seconds
-from meshwise.timeline.run_report import COMPUTING, MEMORY, CollectiveReport, Finding, GoodputPart
+from meshwise.timeline.run_report import COMPUTING, MEMORY, CollectiveReport, Finding, GoodputPart, PipelineReport
 from meshwise.timeline.spans import KINDS
 from meshwise.timeline.step_table import StepTable
 from meshwise.timeline.stragglers import straggler_ranks
@@ -36,6 +36,21 @@ steps and samples of it: allocators warm up for a while."""
 
 LATENCY_BOUND = 16 * 1024
 """A collective of at most so many bytes takes as long as one of a byte, on links of 1 GB/s and 10 µs or more."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run beside its times. program: the kind that the advice is for, see `advice.WORDS`. links:
+    whether there are any between the ranks: CPU workers of one machine have none. alone: the same on one device, where
+    that was measured. pipeline: its stages, where there are any."""
+
+    program: str = "job"
+    links: bool = True
+    alone: Alone | None = None
+    pipeline: PipelineReport | None = None
+
+
+UNKNOWN = RunFacts()
 
 
 @dataclass(frozen=True)
@@ -71,24 +86,20 @@ def findings_of(
     goodput: Sequence[GoodputPart],
     collectives: Sequence[CollectiveReport],
     counters: Sequence[Counter],
-    program: str = "job",
-    *,
-    links: bool = True,
-    alone: Alone | None = None,
+    facts: RunFacts = UNKNOWN,
 ) -> list[Finding]:
-    """What limits a step, the largest share first; then how much of it is computing; then growing memory. program: the
-    kind that the advice is for, see `advice.WORDS`. links: whether there are any between the ranks: CPU workers of one
-    machine have none. alone: the same on one device, where that was measured."""
+    """What limits a step, the largest share first; then how much of it is computing; then growing memory."""
     steady = table.steady
     if not steady.any():
         return []
     mean = table.kind_seconds()[steady].mean(axis=0)
     seconds = dict(zip(KINDS, mean.tolist(), strict=True))
-    shares = _Shares(int(steady.sum()), seconds, float(table.step_seconds()[steady].mean()), program)
+    shares = _Shares(int(steady.sum()), seconds, float(table.step_seconds()[steady].mean()), facts.program)
     stragglers = list(_stragglers(table, shares, error_seconds))
-    found = [*stragglers, *_input(shares), *_communication(table, shares, collectives, stragglers, links)]
-    slower = list(_slower_than_one(table, shares, collectives, alone))
-    found += [*_imbalance(shares, stragglers), *_idle(shares), *_of_run(goodput, program), *_stalls(table)]
+    found = [*stragglers, *_input(shares), *_communication(table, shares, collectives, stragglers, facts.links)]
+    slower = list(_slower_than_one(table, shares, collectives, facts.alone))
+    found += _imbalance(shares, stragglers) if facts.pipeline is None else _bubble(shares, facts.pipeline)
+    found += [*_idle(shares), *_of_run(goodput, facts.program), *_stalls(table)]
     return [*slower, *sorted(found, key=lambda finding: -finding.share), _computing(shares), *_memory(counters)]
 
 
@@ -205,6 +216,26 @@ def _imbalance(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Findi
     if share >= LEAST["imbalance"] and sum(finding.share for finding in stragglers) <= share / 2:
         sentence = f"Load imbalance: {shares.of_step(share)} is spent waiting for the slowest rank, which varies."
         yield shares.finding("imbalance", "waiting", "Load imbalance", share, sentence, TRY["imbalance"])
+
+
+def _bubble(shares: _Shares, pipeline: PipelineReport) -> Iterator[Finding]:
+    """Of the time that the pipeline takes; the finding's share is that of a step, of which it is waiting."""
+    share = shares.share("waiting")
+    if share < LEAST["imbalance"]:
+        return
+    stages = pipeline.stages
+    slowest = max(stages, key=lambda stage: stage.forward_seconds + stage.backward_seconds)
+    quickest = min(stages, key=lambda stage: stage.forward_seconds + stage.backward_seconds)
+    longest, shortest = (seconds_text(stage.forward_seconds + stage.backward_seconds) for stage in (slowest, quickest))
+    sentence = (
+        f"Pipeline bubble: {percent_text(pipeline.bubble)} of the time from the first forward to the last backward. "
+        f"The schedule alone ({len(stages)} stages, {pipeline.microbatches} microbatches) makes "
+        f"{percent_text(pipeline.bubble_of_schedule)}, with these stages {percent_text(pipeline.bubble_of_stages)}: "
+        f"stage {slowest.stage} takes {longest} a microbatch, stage {quickest.stage} {shortest}."
+    )
+    yield shares.finding(
+        "bubble", "waiting", "Pipeline bubble", share, sentence, advised(TRY["bubble"], shares.program)
+    )
 
 
 def _idle(shares: _Shares) -> Iterator[Finding]:

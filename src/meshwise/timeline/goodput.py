@@ -22,7 +22,6 @@ WAITING = {
     "data": KIND["data"],
     "transfer": KIND["transfer"],
     "communication": KIND["communication"],
-    "stragglers": KIND["waiting"],
     "between phases": KIND["idle"],
 }
 
@@ -33,7 +32,8 @@ def goodput_of(timeline: Timeline, table: StepTable) -> tuple[float, list[Goodpu
     counted = table.seconds[table.counted][:, :, :OUTSIDE].sum(axis=0)  # (ranks, kinds)
     ranks = max(len(table.ranks), 1)
     of_kind = counted.sum(axis=0) / ranks
-    waiting = {name: float(of_kind[code]) for name, code in WAITING.items()}
+    others = "other stages" if table.arrivals.of_stages else "stragglers"
+    waiting = {name: float(of_kind[code]) for name, code in {**WAITING, others: KIND["waiting"]}.items()}
     starting, lost = _around(timeline, table, wall)
     seconds = {
         "useful": float(of_kind[USEFUL].sum()),

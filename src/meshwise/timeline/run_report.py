@@ -36,9 +36,9 @@ Drift = Annotated[float, lambda drift: f"{drift * 1e6:.2f} ppm"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a reader should know. kind: straggler, input, communication, imbalance, compute, checkpoint,
-    evaluation, memory, slower. headline: at most ten words. share: of the time of a step (of the run for checkpoint and
-    evaluation), 0 to 1. seconds: a step (or in all). rank, phase: where it is about one."""
+    """One thing that a reader should know. kind: straggler, input, communication, imbalance, bubble, compute,
+    checkpoint, evaluation, memory, slower. headline: at most ten words. share: of the time of a step (of the run for
+    checkpoint and evaluation), 0 to 1. seconds: a step (or in all). rank, phase: where it is about one."""
 
     kind: str
     headline: str
@@ -119,6 +119,31 @@ class CollectiveReport:
     share: Share
     bus_bandwidth: Bandwidth | None
     dtype: str = ""
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """A stage of a pipeline. ranks: those that have it. forward_seconds, backward_seconds: of a microbatch, median,
+    without waiting for another stage."""
+
+    stage: int
+    ranks: list[int]
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """The pipeline of a run. microbatches: of a step. bubble: the share of the time from a step's first forward to its
+    last backward in which a rank has none under way, mean over ranks, median over steps. bubble_of_schedule: what the
+    same order makes with stages that take equally long, and bubble_of_stages with these ones, if sending took no time.
+    """
+
+    stages: list[StageReport]
+    microbatches: Count
+    bubble: Share
+    bubble_of_schedule: Share
+    bubble_of_stages: Share
 
 
 @dataclass(frozen=True)
@@ -234,6 +259,7 @@ class Report:
     series: Series
     counters: list[CounterSeries]
     views: list[StepWindow]
+    pipeline: PipelineReport | None = None
 
     @property
     def chosen_steps(self) -> tuple[int, int] | None:

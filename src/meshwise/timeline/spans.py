@@ -6,6 +6,7 @@ Tested in tests/timeline/views/test_chrome_trace.py.
 from __future__ import annotations
 
 import functools
+import re
 
 import numpy as np
 
@@ -30,6 +31,7 @@ LANE = {lane: code for code, lane in enumerate(LANES)}
 NO_COLLECTIVE = -1
 WIDTH = 6
 """Numbers that a recorder keeps of a span: code, start, end, step, bytes, collective."""
+_STAGE = re.compile(r"stage (\d+), microbatch (\d+)")
 
 
 @functools.cache
@@ -42,6 +44,17 @@ def operation_and_source(name: str) -> tuple[str, str]:
     """`all-reduce`, `gradients`; the second is empty where the name does not say what was sent."""
     operation, _, of = name.partition(" of ")
     return operation, of
+
+
+def stage_name(stage: int, microbatch: int) -> str:
+    """The name of a forward's or backward's span in a stage of a pipeline."""
+    return f"stage {stage}, microbatch {microbatch}"
+
+
+def stage_and_microbatch(name: str) -> tuple[int, int] | None:
+    """Of a span's name, both; None for what is in no stage."""
+    found = _STAGE.fullmatch(name)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 SPAN = np.dtype(

@@ -19,6 +19,7 @@ from meshwise.parallel.passing import Pass
 from meshwise.parallel.pipeline import Pipeline
 from meshwise.parallel.schedule import Action
 from meshwise.timeline.recorder import current
+from meshwise.timeline.spans import stage_name
 from meshwise.training.engine import Engine, Part
 from meshwise.training.keyed import KeyedDraws
 from meshwise.training.weighing import Losses, StepWeights, split_weight, total_of
@@ -87,7 +88,8 @@ class Microbatches:
                 self._share_losses(pipeline)
             now, loss, draws = opened.pop(where)
             self._tell_place(action)
-            pipeline.back(now, loss, partial(self._backward, draws, last=place == last))
+            name = stage_name(*where)
+            pipeline.back(now, loss, partial(self._backward, draws, last=place == last, name=name))
         pipeline.finish()
         return self._weights.losses
 
@@ -95,7 +97,7 @@ class Microbatches:
         number = action.microbatch
         self._tell_place(action)
         draws = self._begin(number)
-        with self._forward(draws):
+        with self._forward(draws, stage_name(action.stage, number)):
             now, found = pipeline.run(action, lambda: self._found(number))
             loss = self._scaled(number, found) if pipeline.is_last(action) else None
         if self._engine.watcher is not None:
@@ -112,8 +114,8 @@ class Microbatches:
         return None if engine.draws is None else engine.draws.of_microbatch((*self._loss.key, number), part)
 
     @contextlib.contextmanager
-    def _forward(self, draws: KeyedDraws | None) -> Iterator[None]:
-        with current().span("forward"), self._engine.computing(), draws.forward() if draws else NOTHING:
+    def _forward(self, draws: KeyedDraws | None, name: str = "") -> Iterator[None]:
+        with current().span("forward", name), self._engine.computing(), draws.forward() if draws else NOTHING:
             yield
 
     def _found(self, number: int) -> Any:
@@ -129,9 +131,9 @@ class Microbatches:
         self._weights.coupled |= engine.program.has_shared_terms
         return loss.scale(self._weights.scale(mean, weight, part))
 
-    def _backward(self, draws: KeyedDraws | None, scalar: Tensor, *, last: bool) -> None:
+    def _backward(self, draws: KeyedDraws | None, scalar: Tensor, *, last: bool, name: str = "") -> None:
         engine = self._engine
-        with engine.watched_backward(last), current().span("backward"), draws.backward() if draws else NOTHING:
+        with engine.watched_backward(last), current().span("backward", name), draws.backward() if draws else NOTHING:
             factor = self._weights.begin_sum() if last and self._weighed else None
             engine.program.reduced_backward(scalar, last, factor)
 

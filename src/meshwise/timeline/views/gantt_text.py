@@ -2,23 +2,25 @@
 
 Every column is a slice of the time; it shows the kind that owns most of it, by the report's attribution. Time in which
 nothing was recorded shows only where a column holds nothing else. The thin row below a rank shows its collectives that
-overlap with the computing.
+overlap with the computing. Where a stage of a pipeline begins with a microbatch stands the last digit of its number.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from rich.text import Text
 
 from meshwise.terminal.kind_marks import mark_of, printable, style_of
 from meshwise.timeline.run_report import Bar, StepTimes, StepWindow
-from meshwise.timeline.spans import KINDS
+from meshwise.timeline.spans import KINDS, stage_and_microbatch
 
 OVERLAPPED = "communication"
 NOTHING = ""
 LEAST_WIDTH = 10
+NO_BEGINS: Mapping[int, str] = MappingProxyType({})
 TICK_STEPS = (1.0, 2.0, 5.0, 10.0)
 
 
@@ -41,7 +43,8 @@ def gantt_text(
     lines: list[Text] = []
     for rank in ranks:
         row = _with_gaps(column_kinds(_of(window.attributed, rank, step), times, columns))
-        lines.append(_line(f"{f'rank {rank}':<{label}}", row, True, ascii_only))
+        begins = _begins(_of(window.bars, rank, step), row, times)
+        lines.append(_line(f"{f'rank {rank}':<{label}}", row, True, ascii_only, begins))
         collectives = [bar for bar in _of(window.bars, rank, step) if bar.lane == OVERLAPPED]
         if overlapped and collectives:
             row = column_kinds(collectives, times, columns)
@@ -75,10 +78,27 @@ def _with_gaps(row: list[str]) -> list[str]:
     return [kind or ("idle" if column in inside else NOTHING) for column, kind in enumerate(row)]
 
 
-def _line(label: str, row: Sequence[str], filled: bool, ascii_only: bool) -> Text:
+def _begins(bars: Sequence[Bar], row: Sequence[str], times: StepTimes) -> dict[int, str]:
+    """Of a pipeline's stages: where each forward and backward begins in `row`, the last digit of its microbatch."""
+    found = {}
+    for bar in bars:
+        if place := stage_and_microbatch(bar.name):
+            first, last = (
+                int((at - times.start) / times.seconds * len(row)) for at in (bar.start, bar.start + bar.seconds)
+            )
+            own = [column for column in range(first, min(last + 1, len(row))) if row[column] == bar.kind]
+            if own:
+                found[own[0]] = str(place[1] % 10)
+    return found
+
+
+def _line(
+    label: str, row: Sequence[str], filled: bool, ascii_only: bool, begins: Mapping[int, str] = NO_BEGINS
+) -> Text:
     line = Text(label, no_wrap=True)
-    for kind in row:
-        line.append(mark_of(kind, ascii_only) if kind else " ", style_of(kind, filled) if kind else "")
+    for column, kind in enumerate(row):
+        mark = begins.get(column) or (mark_of(kind, ascii_only) if kind else " ")
+        line.append(mark, style_of(kind, filled) if kind else "")
     line.rstrip()
     return line
 

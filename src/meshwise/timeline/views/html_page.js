@@ -62,7 +62,7 @@ function head() {
 function findings() {
   if (!R.findings.length) return;
   section("What limits it", "Shares of a step, mean over ranks, without the first step.");
-  const colour = { "straggler": "waiting", input: "data", imbalance: "waiting", compute: "backward", checkpoint: "checkpoint", evaluation: "evaluate", idle: "idle", memory: "lost", stalls: "lost" };
+  const colour = { "straggler": "waiting", input: "data", imbalance: "waiting", bubble: "waiting", compute: "backward", checkpoint: "checkpoint", evaluation: "evaluate", idle: "idle", memory: "lost", stalls: "lost" };
   add(el("div", { class: "findings" }, ...R.findings.map((finding, i) =>
     el("div", { class: "card finding", style: `--kind: var(--${colour[finding.kind] || finding.kind})` },
       shown(`findings/${i}/sentence`, "p"), el("p", { class: "advice" }, shown(`findings/${i}/advice`))))));
@@ -110,12 +110,14 @@ function rows(view) { // of the Gantt: [rank, lane] from top to bottom
   return R.ranks.flatMap((rank) => LANES.filter((lane) => used.has(`${rank.rank} ${lane}`)).map((lane) => [rank.rank, lane]));
 }
 function label(rank, lane) { return lane === "main" ? `rank ${rank}` : `${lane === "communication" ? "comm." : lane} ${rank}`; }
+function microbatch(bar) { const found = /^stage \d+, microbatch (\d+)$/.exec(bar.name); return found ? found[1] : ""; }
 function gantt(view) {
   const order = rows(view).map(([rank, lane]) => label(rank, lane));
   const found = view.bars.filter((bar) => bar.found), logged = view.bars.filter((bar) => !bar.found);
   const trace = (bars, kind, name, more) => ({ type: "bar", orientation: "h", name, legendgroup: kind, base: bars.map((bar) => bar.start * 1e3), x: bars.map((bar) => bar.seconds * 1e3),
     y: bars.map((bar) => label(bar.rank, bar.lane)), width: bars.map((bar) => (bar.lane === "main" ? 0.86 : 0.6)), hoverinfo: "text",
-    hovertext: bars.map((bar) => `<b>${safe(kind)}${bar.name ? ` · ${safe(bar.name)}` : ""}</b><br>rank ${bar.rank}, step ${bar.step}<br>${safe(bar.text)}`), ...more });
+    hovertext: bars.map((bar) => `<b>${safe(kind)}${bar.name ? ` · ${safe(bar.name)}` : ""}</b><br>rank ${bar.rank}, step ${bar.step}<br>${safe(bar.text)}`),
+    ...(bars.some(microbatch) ? { text: bars.map(microbatch), textposition: "inside", insidetextanchor: "start", textangle: 0, textfont: { color: "#fff" } } : {}), ...more });
   const line = { color: colour("card"), width: 0.6 };
   const traces = KINDS.map((kind) => [kind, logged.filter((bar) => bar.kind === kind)]).filter(([, bars]) => bars.length)
     .map(([kind, bars]) => trace(bars, kind, kind, { marker: { color: colour(kind), line } }));
@@ -123,7 +125,7 @@ function gantt(view) {
   const waits = [...found, ...view.attributed.filter((bar) => bar.kind === "waiting")], sends = view.attributed.filter((bar) => bar.kind === "communication");
   if (waits.length) traces.push(trace(waits, "waiting", "waiting for the last rank", hatch("waiting")));
   if (sends.length) traces.push(trace(sends, "communication", "communicating, nothing to compute", hatch("communication")));
-  return [traces, { barmode: "overlay", bargap: 0, showlegend: document.getElementById("gantt").clientWidth > 640, dragmode: "zoom", margin: { l: 84, r: 18, t: document.getElementById("gantt").clientWidth > 640 ? 40 : 12, b: 48 },
+  return [traces, { barmode: "overlay", bargap: 0, uniformtext: { minsize: 9, mode: "hide" }, showlegend: document.getElementById("gantt").clientWidth > 640, dragmode: "zoom", margin: { l: 84, r: 18, t: document.getElementById("gantt").clientWidth > 640 ? 40 : 12, b: 48 },
     xaxis: { title: { text: "ms" }, range: [0, view.seconds * 1e3], zeroline: false },
     yaxis: { categoryorder: "array", categoryarray: order, autorange: "reversed", fixedrange: true, showgrid: false } }];
 }
@@ -189,6 +191,15 @@ function collectives() {
   add(table([["collective", true], ["of", true], ["bytes"], ["times"], ["share"], ["takes"], ["skew"], ["bus bandwidth"]], R.collectives.map((_, i) => [shown(`collectives/${i}/name`), shown(`collectives/${i}/of`),
     shown(`collectives/${i}/bytes`), shown(`collectives/${i}/count`), shown(`collectives/${i}/share`), shown(`collectives/${i}/seconds`), shown(`collectives/${i}/skew_seconds`), at(`collectives/${i}/bus_bandwidth`) === null ? "" : shown(`collectives/${i}/bus_bandwidth`)])));
 }
+function stages() {
+  if (!R.pipeline) return;
+  section("Pipeline", ["The bubble is the share of the time from a step's first forward to its last backward in which a rank has none under way: ", shown("pipeline/bubble"),
+    ". The schedule alone, with ", shown("pipeline/microbatches"), " microbatches, makes ", shown("pipeline/bubble_of_schedule"), "; with these stages ", shown("pipeline/bubble_of_stages"), ". Times are of a microbatch, median, without waiting."]);
+  const most = Math.max(...R.pipeline.stages.map((stage) => stage.forward_seconds + stage.backward_seconds));
+  add(table([["stage", true], ["ranks", true], ["forward"], ["backward"], ["of the longest", true]], R.pipeline.stages.map((stage, i) => [`stage ${stage.stage}`, stage.ranks.join(", "),
+    shown(`pipeline/stages/${i}/forward_seconds`), shown(`pipeline/stages/${i}/backward_seconds`),
+    stack([["forward", stage.forward_seconds / most], ["backward", stage.backward_seconds / most], ["", 1 - (stage.forward_seconds + stage.backward_seconds) / most]])])));
+}
 function watching() {
   if (!R.ranks.length) return;
   section("Clocks and watching", "Each rank's clock against rank 0's, from round trips between them; what was recorded, and what that took of a core.");
@@ -199,7 +210,7 @@ function watching() {
 }
 function drawAll() { return Promise.all(charts.map((draw) => draw())); }
 
-head(); findings(); goodput(); ranks(); timeline(); series(); memoryByPhase(); collectives(); watching();
+head(); findings(); goodput(); ranks(); timeline(); stages(); series(); memoryByPhase(); collectives(); watching();
 add(el("footer", {}, "meshwise report ", shown("folder")));
 drawAll().then(() => { document.documentElement.dataset.drawn = "yes"; });
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

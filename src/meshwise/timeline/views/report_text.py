@@ -15,6 +15,7 @@ from rich.text import Text
 from meshwise.spec.units import percent_text, plural, rate_text, seconds_text
 from meshwise.terminal.kind_marks import legend
 from meshwise.terminal.screen import GLUE, Drawn, Screen, spaced
+from meshwise.terminal.table import Cell, table_lines
 from meshwise.timeline.run_report import GoodputPart, Report
 from meshwise.timeline.views.gantt_text import gantt_text
 from meshwise.timeline.views.rank_table import OF_STEP, outliers, rank_table
@@ -22,7 +23,14 @@ from meshwise.timeline.views.rank_table import OF_STEP, outliers, rank_table
 STATUS_STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "bold red"}
 WHOLE_TITLE = 30  # characters of a title that are never cut: the line wraps
 MOST_MISSING = 3
-LEAST_NEEDED = (("clocks", False), ("missing", True), ("marks", False), ("advice", False), ("about", False))
+LEAST_NEEDED = (
+    ("clocks", False),
+    ("missing", True),
+    ("stages", False),
+    ("marks", False),
+    ("advice", False),
+    ("about", False),
+)
 """What is left out, or shortened (True), in this order, where the screen is too low."""
 EMPTY_LINES = 3
 FEWEST_GANTT_ROWS = 2
@@ -45,6 +53,7 @@ def report_lines(report: Report, screen: Screen, height: int | None) -> list[Tex
         "head": screen.wrap(_title(report, width), *_verdict(report)),
         "about": screen.wrap(*(Text(f"{name:8} {text}", "dim") for name, text in report.about.items())),
         "table": table,
+        "stages": _stages(report, width),
         "gantt": [],
         "marks": legend(kinds, width, ascii_only) if table else [],
         "goodput": screen.wrap(*_goodput(report)),
@@ -58,7 +67,7 @@ def report_lines(report: Report, screen: Screen, height: int | None) -> list[Tex
             parts[less] = screen.wrap(*_missing(report, 1)) if shorter else []
     parts["gantt"] = _gantt(report, width, most - sum(map(len, parts.values())), ascii_only)
     marks = parts["gantt"] + parts["marks"]
-    first = [parts["table"], marks] if parts["gantt"] else [parts["table"] + marks]
+    first = [parts["table"], parts["stages"], marks] if parts["gantt"] else [parts["table"] + marks, parts["stages"]]
     last = [line for name in ("goodput", "missing", "advice", "clocks", "about") for line in parts[name]]
     return spaced([parts["head"], *first, last], height)
 
@@ -114,6 +123,17 @@ def _missing(report: Report, most: int = MOST_MISSING) -> list[Text]:
 
 def _advice(report: Report) -> list[Text]:
     return [Text("try      ", "green").append(f.advice, "default") for f in report.findings[:1] if f.advice]
+
+
+def _stages(report: Report, width: int) -> list[Text]:
+    """The stages of a pipeline, a row each."""
+    if report.pipeline is None:
+        return []
+    rows: list[list[Cell]] = []
+    for stage in report.pipeline.stages:
+        times = (stage.forward_seconds, stage.backward_seconds, stage.forward_seconds + stage.backward_seconds)
+        rows.append([str(stage.stage), ",".join(map(str, stage.ranks)), *map(seconds_text, times)])
+    return table_lines(["stage", "ranks", "forward", "backward", "a microbatch"], rows, width, left=(0, 1))
 
 
 def _clocks(report: Report) -> Text:

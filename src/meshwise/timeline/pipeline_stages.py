@@ -1,0 +1,194 @@
+"""The stages of a pipeline in a timeline: how long each takes, until when it waits for another, and the bubble.
+
+The bubble is the share of the time from a step's first forward to its last backward in which a rank has no forward and
+no backward under way, mean over ranks. What the schedule alone makes of it is found by playing the recorded order.
+
+Tested in tests/timeline/test_pipeline_stages.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.timeline.run_report import PipelineReport, StageReport
+from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE, stage_and_microbatch
+from meshwise.timeline.timeline import Spans
+
+Table = NDArray[np.int64]
+Place = tuple[bool, int, int]
+"""Whether it is a forward, its stage and its microbatch."""
+
+
+@dataclass(frozen=True)
+class Actions:
+    """The forwards and backwards of microbatches in stages, sorted by rank, then time: arrays of one length.
+
+    pipe: which pipeline; ranks of one work on the same samples. seconds: without what it waits for another stage.
+    """
+
+    pipe: Table
+    rank: Table
+    step: Table
+    forward: NDArray[np.bool_]
+    stage: Table
+    microbatch: Table
+    start: Table
+    end: Table
+    seconds: NDArray[np.float64]
+
+    def place(self, at: int) -> Place:
+        """What the action with this number is."""
+        return bool(self.forward[at]), int(self.stage[at]), int(self.microbatch[at])
+
+
+def actions_of(spans: Spans, names: Sequence[str]) -> Actions | None:
+    """The actions of a timeline's spans; None where there is no pipeline."""
+    places = np.array([stage_and_microbatch(name) or (-1, -1) for name in names], np.int64).reshape(-1, 2)
+    found = spans[places[spans["name"], 0] >= 0]
+    if not len(found):
+        return None
+    found = found[np.lexsort((found["start"], found["rank"]))]
+    stage, microbatch = places[found["name"]].T
+    rank = found["rank"].astype(np.int64)
+    waited = np.zeros(len(found))
+    for one in np.unique(rank).tolist():
+        mine, received = rank == one, _received(spans[spans["rank"] == one], names)
+        waited[mine] = _covered(received, found["end"][mine]) - _covered(received, found["start"][mine])
+    return Actions(
+        pipe=_pipes(rank, stage),
+        rank=rank,
+        step=found["step"].astype(np.int64),
+        forward=found["kind"] == KIND["forward"],
+        stage=stage,
+        microbatch=microbatch,
+        start=found["start"],
+        end=found["end"],
+        seconds=(found["end"] - found["start"] - waited) / 1e9,
+    )
+
+
+def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int], int]:
+    """Until when each receive of a pipeline's rank waits for what another stage computes, by its rank and start.
+
+    It needs what its next forward or backward begins with: that of the same microbatch in the stage before or behind.
+    """
+    actions = actions_of(spans, names)
+    if actions is None:
+        return {}
+    pipes, steps, ends = actions.pipe.tolist(), actions.step.tolist(), actions.end.tolist()
+    ended = {(pipes[at], steps[at], actions.place(at)): ends[at] for at in range(len(ends))}
+    until = {}
+    for rank in np.unique(actions.rank).tolist():
+        mine = np.flatnonzero(actions.rank == rank)
+        received = _received(spans[spans["rank"] == rank], names)
+        following = np.searchsorted(actions.end[mine], received["start"], side="right")
+        for start, at in zip(received["start"].tolist(), following.tolist(), strict=True):
+            if at < len(mine):
+                action = int(mine[at])
+                forward, stage, microbatch = actions.place(action)
+                source = (forward, stage - 1 if forward else stage + 1, microbatch)
+                until[rank, start] = ended.get((pipes[action], steps[action], source), start)
+    return until
+
+
+def pipeline_report(spans: Spans, names: Sequence[str], steps: Table) -> PipelineReport | None:
+    """The stages in these steps; None where there is no pipeline, or logs lack a part of every step."""
+    actions = actions_of(spans, names)
+    if actions is None or not actions.stage.any() or not actions.forward.any():
+        return None
+    inside = np.isin(actions.step, steps)
+    stages = [_stage(actions, inside & (actions.stage == stage)) for stage in np.unique(actions.stage).tolist()]
+    own = {(forward, each.stage): each.forward_seconds if forward else each.backward_seconds
+           for each in stages for forward in (True, False)}  # fmt: skip
+    mean = {forward: float(np.mean([own[forward, each.stage] for each in stages])) for forward in (True, False)}
+    found = []
+    for step in np.unique(actions.step[inside]).tolist():
+        for pipe in np.unique(actions.pipe).tolist():
+            orders = _orders(actions, (actions.step == step) & (actions.pipe == pipe))
+            equal = played_bubble(orders, lambda place: mean[place[0]])
+            unequal = played_bubble(orders, lambda place: own[place[:2]])
+            if equal is not None and unequal is not None:
+                found.append((_bubble(actions, (actions.step == step) & (actions.pipe == pipe)), equal, unequal))
+    if not found:
+        return None
+    bubble, equal, unequal = np.median(np.array(found), axis=0).tolist()
+    return PipelineReport(stages, int(actions.microbatch.max()) + 1, bubble, equal, unequal)
+
+
+def played_bubble(orders: Sequence[Sequence[Place]], seconds: Callable[[Place], float]) -> float | None:
+    """The bubble of ranks that each do their actions in this order as soon as they can, where sending takes no time.
+    None where they cannot come to the end: something is missing. seconds: of each action."""
+    last = max((stage for order in orders for _, stage, _ in order), default=0)
+    ends: dict[Place, float] = {}
+    done, free = [0] * len(orders), [0.0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(orders):
+            while done[rank] < len(order):
+                place = forward, stage, microbatch = order[done[rank]]
+                before = (forward, stage - 1, microbatch) if forward else (False, stage + 1, microbatch)
+                if not forward and stage == last:
+                    before = (True, stage, microbatch)
+                first = forward and stage == 0
+                if not first and before not in ends:
+                    break
+                free[rank] = ends[place] = max(free[rank], 0.0 if first else ends[before]) + seconds(place)
+                done[rank] += 1
+                moved = True
+    if not ends or any(count < len(order) for count, order in zip(done, orders, strict=True)):
+        return None
+    whole = max(ends.values()) * len(orders)
+    return 1 - sum(map(seconds, ends)) / whole if whole > 0 else None
+
+
+def _orders(actions: Actions, chosen: NDArray[np.bool_]) -> list[list[Place]]:
+    return [
+        [actions.place(int(at)) for at in np.flatnonzero(chosen & (actions.rank == rank))]
+        for rank in np.unique(actions.rank[chosen]).tolist()
+    ]
+
+
+def _bubble(actions: Actions, chosen: NDArray[np.bool_]) -> float:
+    whole = (actions.end[chosen].max() - actions.start[chosen].min()) / 1e9
+    busy = actions.seconds[chosen].sum() / len(np.unique(actions.rank[chosen]))
+    return float(1 - busy / whole) if whole > 0 else 0.0
+
+
+def _stage(actions: Actions, chosen: NDArray[np.bool_]) -> StageReport:
+    ways = (chosen & actions.forward, chosen & ~actions.forward)
+    seconds = [float(np.median(actions.seconds[way])) if way.any() else 0.0 for way in ways]
+    return StageReport(int(actions.stage[chosen][0]), np.unique(actions.rank[chosen]).tolist(), *seconds)
+
+
+def _pipes(rank: Table, stage: Table) -> Table:
+    """The pipeline of each action: of the ranks that have the same stages, the first is in the first, and so on."""
+    stages = {one: frozenset(stage[rank == one].tolist()) for one in np.unique(rank).tolist()}
+    alike: dict[frozenset[int], list[int]] = {}
+    for one, own in stages.items():
+        alike.setdefault(own, []).append(one)
+    pipe = {one: alike[own].index(one) for one, own in stages.items()}
+    return np.array([pipe[one] for one in rank.tolist()], np.int64)
+
+
+def _received(spans: Spans, names: Sequence[str]) -> Spans:
+    """The receives of one rank that it waits for, in their order."""
+    is_receive = np.array([name.startswith("receive") for name in names], bool)
+    chosen = (spans["kind"] == KIND["communication"]) & (spans["lane"] == LANE["main"])
+    found: Spans = spans[chosen & (spans["collective"] == NO_COLLECTIVE) & is_receive[spans["name"]]]
+    return found
+
+
+def _covered(received: Spans, times: Table) -> NDArray[np.float64]:
+    """How many ns before each of these times lie in receives, which do not overlap."""
+    if not len(received):
+        return np.zeros(len(times))
+    edges = np.stack([received["start"], received["end"]], axis=1)
+    before = np.cumsum(edges[:, 1] - edges[:, 0])
+    known = np.stack([before - (edges[:, 1] - edges[:, 0]), before], axis=1)
+    covered: NDArray[np.float64] = np.interp(times, edges.ravel(), known.ravel())
+    return covered
