@@ -61,6 +61,39 @@ class ResNet(nn.Module):
         return self.fc(self.layer2(self.layer1(x)).mean((2, 3)))
 
 
+class UNet(nn.Module):
+    """Down and up again, with what each level had beside what comes from below (Ronneberger and others, 2015)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([self.level(3, 8), self.level(8, 12)])
+        self.bottom = self.level(12, 20)
+        self.up = nn.ModuleList([nn.ConvTranspose2d(20, 12, 2, 2), nn.ConvTranspose2d(12, 8, 2, 2)])
+        self.join = nn.ModuleList([self.level(24, 12), self.level(16, 8)])
+        self.each_pixel = nn.Conv2d(8, 4, 1)
+
+    @staticmethod
+    def level(channels_in: int, channels: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(channels_in, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.GroupNorm(4, channels),
+            nn.SiLU(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = []
+        for level in self.down:
+            beside.append(level(x))
+            x = F.max_pool2d(beside[-1], 2)
+        x = self.bottom(x)
+        for up, join in zip(self.up, self.join, strict=True):
+            x = join(torch.cat([beside.pop(), up(x)], 1))
+        return self.each_pixel(x)
+
+
 class Tagger(nn.Module):
     """Words to tags: a bidirectional LSTM of two layers, with dropout between them."""
 
@@ -166,6 +199,17 @@ def images(count: int, seed: int) -> Batch:
     }
 
 
+def outlined(count: int, seed: int) -> Batch:
+    """Images with a class for each pixel, or none."""
+    draw = torch.Generator().manual_seed(seed)
+    classes = torch.randint(4, (count, 8, 8), generator=draw)
+    unknown = torch.rand(count, 8, 8, generator=draw) < torch.linspace(0, 0.6, count)[:, None, None]
+    return {
+        "pixel_values": torch.randn(count, 3, 8, 8, generator=draw),
+        "labels": classes.masked_fill(unknown, IGNORED),
+    }
+
+
 def sentences(count: int, seed: int) -> Batch:
     """Sentences of unequal lengths, padded; what is padding has no label."""
     draw = torch.Generator().manual_seed(seed)
@@ -216,6 +260,11 @@ def of_class(model: nn.Module, batch: Batch) -> Tensor:
 
 def of_image(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["pixel_values"]), batch["labels"])
+
+
+def of_pixels(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    loss = F.cross_entropy(model(batch["pixel_values"]), batch["labels"], ignore_index=IGNORED)
+    return loss, (batch["labels"] != IGNORED).sum()
 
 
 def of_tags(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -292,6 +341,7 @@ MODELS: dict[str, Callable[[str, int], Job]] = {
     "resnet": lambda n, s: of(
         n, s, ResNet, images, of_image, optimizer=momentum, scheduler=one_cycle, metrics=right_images
     ),
+    "unet": lambda n, s: of(n, s, UNet, outlined, of_pixels, optimizer=momentum, clip_norm=1.0, scheduler=one_cycle),
     "lstm-tagger": lambda n, s: of(n, s, Tagger, tagged, of_tags, clip_norm=0.3, metrics=right_tags),
     "two-tower": lambda n, s: of(n, s, TwoTowers, pairs, of_pairs, scheduler=halved),
     "llama": lambda n, s: of(

@@ -73,6 +73,7 @@ BLOCKS = {
     "mlp": "0",
     "gpt": "blocks.0",
     "resnet": "layer1.0",
+    "unet": "down.0",
     "lstm-tagger": "lstm",
     "two-tower": "users.layers.0",
     "llama": "model.layers.0",

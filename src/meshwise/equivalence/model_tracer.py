@@ -23,6 +23,7 @@ from meshwise.equivalence.sketches import sketches
 from meshwise.equivalence.trace import Draws, Output, StepTrace, Trace
 from meshwise.equivalence.upcast import upcast
 from meshwise.parallel.recompute import recomputed
+from meshwise.parallel.split.crossing import gather
 from meshwise.training.keyed import DrawLayout, KeyedDraws, Rows, by_reference, by_rows, on_one_device
 from meshwise.transfer import stages
 from meshwise.transfer.sharded import full_tensor
@@ -173,7 +174,7 @@ class ModelTracer:
     def _keep(self, name: str, kind: str, tensor: Tensor) -> None:
         number = self._calls[name] = self._calls.get(name, -1) + 1
         with without_interception():  # selective recomputation counts the operators of a block
-            value = full_tensor(tensor.detach())
+            value = gather(full_tensor(tensor.detach()))
             found = sketches(value, self._rows.count)
         if self._rows.samples > 0:
             output = Output(self._at[1], name, kind, number, tuple(value.shape), self._rows.count, found)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwise.spec.errors import PlanError, UsageError
-from meshwise.spec.plan import Plan
+from meshwise.spec.plan import Plan, changed
 from meshwise.spec.plan_devices import check_devices, on_one_device
 from meshwise.spec.plan_file import read_plan
 from meshwise.spec.world import World
@@ -41,9 +41,10 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
     if engine.watcher is not None:
         plan = engine.watcher.choose_plan(plan, world)
     if plan.within_samples * engine.world.size != world.size:
+        sizes = " ".join(f"--set {name}={value}" for name, value in changed(plan).items())
         raise PlanError(
-            f"mw.distribute was given {plan}, whose ranks work on the same samples: that must be known when it "
-            f"begins. Give the plan to the run: --set tensor={plan.tensor}, or {PLAN_FILE}=plan.toml before it."
+            f"mw.distribute was given {plan}, whose ranks work on the same samples: that must be known when the program "
+            f"begins. Give the plan to the run: {sizes}, or {PLAN_FILE}=plan.toml before it."
         )
     program.plan = plan
     return plan
