@@ -36,11 +36,10 @@ def _apply(setup: Setup) -> None:
     if setup.plan.context == 1:
         return
     rules.prepare()
-    mesh = make_mesh(setup.plan, setup.world)[AXIS]
-    axis = MeshAxis(AXIS, mesh.size(), mesh.get_local_rank(), mesh.get_group())
+    axis = MeshAxis.of(make_mesh(setup.plan, setup.world), AXIS)
     for root in called_in(setup.model):
         put_forward(root, functools.partial(_run, root, axis, root.forward))
-    setup.notes.append(f"context={mesh.size()}: each rank has about 1/{mesh.size()} of the positions of every sample.")
+    setup.notes.append(f"context={axis.size}: each rank has about 1/{axis.size} of the positions of every sample.")
 
 
 def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

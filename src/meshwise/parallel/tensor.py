@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,15 +39,14 @@ from meshwise.spec.world import World
 from meshwise.transfer.reading import look_out, meet, together
 
 AXIS = "tensor"
-NOTHING = contextlib.nullcontext()
 
 
 def _apply(setup: Setup) -> None:
     if setup.plan.tensor == 1:
         return
     rules.prepare()
-    mesh = make_mesh(setup.plan, setup.world)[AXIS]
-    axis = MeshAxis(AXIS, mesh.size(), mesh.get_local_rank(), mesh.get_group())
+    whole_mesh = make_mesh(setup.plan, setup.world)
+    mesh, axis = whole_mesh[AXIS], MeshAxis.of(whole_mesh, AXIS)
     dims = split_dims(setup.model, mesh.size())
     known: dict[int, nn.Parameter] = {}
     for module in setup.model.modules():
@@ -64,8 +63,10 @@ def _apply(setup: Setup) -> None:
     for root in called_in(setup.model):
         blocks = {root, *(block for _, block in repeated_blocks(root))}
         for module in root.modules():
+            owners = tuple(own for own in _modules(module, blocks) if parameters_in(own))
             if any(True for _ in module.parameters()):
-                put_forward(module, functools.partial(_run, module, axis, blocks, module.forward))
+                around = entering_once if module in blocks else contextlib.nullcontext
+                put_forward(module, functools.partial(_run, owners, axis, around, module.forward))
     total = sum(p.numel() for p in known.values())
     divided = sum(p.numel() for p in known.values() if isinstance(p, DTensor) and not p.placements[0].is_replicate())
     setup.notes.append(f"tensor={mesh.size()}: {divided / max(total, 1):.0%} of the parameters are split.")
@@ -86,12 +87,18 @@ def _placed(p: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
 
 
 def _run(
-    module: nn.Module, axis: Axis, blocks: set[nn.Module], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    owners: Sequence[nn.Module],
+    axis: Axis,
+    around: Callable[[], contextlib.AbstractContextManager[None]],
+    forward: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """The module's forward, with its parameters as this rank's parts."""
-    changed = _localise(module, axis, blocks)
+    """A module's forward, with the parameters of `owners`, which run in it, as this rank's parts."""
+    changed = _localise(owners, axis)
     try:
-        with entering_once() if module in blocks else NOTHING:
+        with around():
             return forward(*args, **kwargs)
     finally:
         for own, held in changed:
@@ -99,14 +106,11 @@ def _run(
             renew_flat_weights(own)
 
 
-def _localise(
-    module: nn.Module, axis: Axis, blocks: set[nn.Module]
-) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
-    """Put local parts where modules have their parameters, and give what was there. Blocks inside come to it
-    when they run: they may be gathered by themselves, and run again alone."""
+def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
+    """Put local parts where modules have their parameters, and give what was there."""
     changed: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     local: dict[int, Tensor] = {}
-    for own in _modules(module, blocks):
+    for own in owners:
         held = {name: p for name, p in parameters_in(own).items() if isinstance(p, DTensor)}
         if held:
             changed.append((own, dict(held)))
@@ -119,6 +123,8 @@ def _localise(
 
 
 def _modules(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+    """It and those inside. Blocks inside come to it when they run: they may be gathered by themselves, and run again
+    alone."""
     yield module
     for child in module.children():
         if child not in blocks:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from meshwise.transfer import collectives
@@ -50,6 +51,16 @@ class MeshAxis:
     size: int
     rank: int
     group: collectives.Group
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, name: str) -> MeshAxis:
+        """The axis of `mesh` that has this name."""
+        one = mesh[name]
+        return cls(name, one.size(), one.get_local_rank(), one.get_group())
+
+    def __deepcopy__(self, memo: Any) -> MeshAxis:
+        """Itself: a copy of a model has its parts on the same ranks."""
+        return self
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         return collectives.all_reduce(tensor, op, self.group, of=self.name)

@@ -15,7 +15,7 @@ Tested in tests/parallel/test_split_rules.py and test_split_context.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -47,16 +47,16 @@ def enter(whole: Tensor, axis: Axis) -> Tensor:
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole
     if not _entered:
-        return through(_Enter, whole, axis)
+        return through(_Crossing, whole, "enter", axis)
     key = id(whole), axis.name, version(whole)
     if key not in _entered[-1]:
-        _entered[-1][key] = whole, through(_Enter, whole, axis)
+        _entered[-1][key] = whole, through(_Crossing, whole, "enter", axis)
     return _entered[-1][key][1]
 
 
 def add_up(value: Tensor, axis: Axis) -> Tensor:
     """The sum over the ranks, whole."""
-    return through(_AddUp, value, axis)
+    return through(_Crossing, value, "add up", axis)
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -64,12 +64,12 @@ def gather(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, SplitTensor):
         return tensor
     with on_parts():
-        return through(_Gather, tensor, tensor.part)
+        return through(_Crossing, tensor, "gather", tensor.part)
 
 
 def scatter(whole: Tensor, part: Part) -> SplitTensor:
     """This rank's part of a whole tensor, split."""
-    return split(through(_Scatter, whole, part), part)
+    return split(through(_Crossing, whole, "scatter", part), part)
 
 
 def through(function: Any, *given: Any) -> Tensor:
@@ -78,45 +78,27 @@ def through(function: Any, *given: Any) -> Tensor:
     return made
 
 
-class _Enter(Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, whole: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis  # type: ignore[attr-defined]
-        return whole.view_as(whole)
+class _Crossing(Function):
+    """One of `WAYS`. where: an axis, or a part."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return through(_AddUp, gradient, ctx.axis), None
-
-
-class _AddUp(Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, value: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis  # type: ignore[attr-defined]
-        return axis.all_reduce(value.clone(memory_format=torch.contiguous_format))
+    def forward(ctx: FunctionCtx, tensor: Tensor, way: str, where: Any) -> Tensor:
+        ctx.way, ctx.where = way, where  # type: ignore[attr-defined]
+        return _WAYS[way][0](tensor, where)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return through(_Enter, gradient, ctx.axis), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return through(_Crossing, gradient, _WAYS[ctx.way][1], ctx.where), None, None
 
 
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, local: Tensor, part: Part) -> Tensor:
-        ctx.part = part  # type: ignore[attr-defined]
-        return part.gathered(local)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return through(_Scatter, gradient, ctx.part), None
+def _added_up(value: Tensor, axis: Axis) -> Tensor:
+    return axis.all_reduce(value.clone(memory_format=torch.contiguous_format))
 
 
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, whole: Tensor, part: Part) -> Tensor:
-        ctx.part = part  # type: ignore[attr-defined]
-        return part.slice_of(whole)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return through(_Gather, gradient, ctx.part), None
+_WAYS: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
+    "enter": (lambda whole, axis: whole.view_as(whole), "add up"),
+    "add up": (_added_up, "enter"),
+    "gather": (lambda local, part: part.gathered(local), "scatter"),
+    "scatter": (lambda whole, part: part.slice_of(whole), "gather"),
+}
+"""What each way does, and its backward."""
