@@ -109,15 +109,22 @@ def same(got: Tensor, wanted: Tensor) -> bool:
     return got.shape == wanted.shape and torch.allclose(got, wanted, atol=1e-11, rtol=1e-11, equal_nan=True)
 
 
+def _asked(part: Callable[..., Part], axis: ThreadAxis, x: Tensor, dim: int | tuple[int, int] | None) -> Part | None:
+    if isinstance(dim, tuple):
+        return Part(axis, dim[0], x.shape[dim[0]], dim[1])
+    return None if dim is None else part(axis, dim, x.shape[dim])
+
+
 def hold(
     function: Callable[..., Any],
     inputs: Sequence[Tensor],
-    dims: Sequence[int | None],
+    dims: Sequence[int | tuple[int, int] | None],
     size: int = 2,
     part: Callable[..., Part] = plain,
 ) -> list[Any]:
     """Compare `function` of inputs that are split along `dims` with that of whole ones, values and gradients.
 
+    dims: of each input, None where it is whole; with a second number, of how many sections a rank has a part.
     Returns of rank 0 what each result is split along (None: whole), and of each rank what it sent.
     """
 
@@ -141,7 +148,7 @@ def hold(
     backward(wanted)
 
     def work(axis: ThreadAxis) -> Any:
-        parts = [None if dim is None else part(axis, dim, x.shape[dim]) for x, dim in zip(inputs, dims, strict=True)]
+        parts = [_asked(part, axis, x, dim) for x, dim in zip(inputs, dims, strict=True)]
         mine = [leaf(x if p is None else p.slice_of(x)) for x, p in zip(inputs, parts, strict=True)]
         given = [twin(x) if p is None else split(twin(x), p) for x, p in zip(mine, parts, strict=True)]
         made = several(function(*given))

@@ -9,6 +9,8 @@ parallel/split/shapes.py, parallel/split/tensor.py, compat/torch_function.py.
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwise.parallel.split.layout import split_dims
+from meshwise.parallel.split.layout import Cut, cuts_of
 from tests.parallel.test_split_context import hold
 
 Case = tuple[Callable[..., Any], list[Tensor], list[int | None]]
@@ -132,6 +134,92 @@ def test_a_pair_of_column_and_row_adds_up_once() -> None:
     assert sent[0] == {"all-reduce": X.numel()}
 
 
+def conv1d_attention(x: Tensor, w: Tensor, b: Tensor, out: Tensor, p: float = 0.0) -> Tensor:
+    """As GPT-2 has it: its weights are transposed, and queries, keys and values packed."""
+    made = torch.addmm(b, x.view(-1, 12), w).view(2, 5, 36)
+    q, k, v = (each.view(2, 5, 6, 2).transpose(1, 2) for each in made.split(12, dim=2))
+    attended = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+    return torch.addmm(OUT_BIAS, attended.transpose(1, 2).reshape(-1, 12), out).view(2, 5, 12)
+
+
+def sliced_attention(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
+    made = F.linear(x, w)
+    q, k, v = (made[..., n * 12 : (n + 1) * 12].view(2, 5, 6, 2).transpose(1, 2) for n in range(3))
+    return F.linear((q @ k.transpose(-1, -2)).softmax(-1).matmul(v).transpose(1, 2).flatten(2), out)
+
+
+def reshaped_attention(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
+    q, k, v = F.linear(x, w).reshape(2, 5, 3, 6, 2).permute(2, 0, 3, 1, 4).unbind(0)
+    return F.linear(attend(q, k, v).transpose(1, 2).reshape(2, 5, 12), out)
+
+
+def gated(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
+    up, gate = F.linear(x, w).chunk(2, dim=-1)
+    return F.linear(up * F.silu(gate), out)
+
+
+def multi_head(p: float = 0.0, same: bool = True, **options: Any) -> Callable[..., Any]:
+    def attended(x: Tensor, w: Tensor, b: Tensor, out: Tensor) -> Any:
+        y = x if same else x * 2
+        made, weights = F.multi_head_attention_forward(
+            x, y, y, 12, 6, w, b, None, None, False, p, out, OUT_BIAS, **options
+        )
+        return made if weights is None else (made, weights)
+
+    return attended
+
+
+SEQUENCE, PACKED_BIAS, OUT, OUT_BIAS = draw(2, 5, 12), draw(36), draw(12, 12), draw(12)
+PADDING = torch.arange(5) > torch.tensor([[3], [4]])
+HIDDEN = torch.ones(5, 5, dtype=torch.bool).triu(1)
+MULTI_HEAD = [SEQUENCE.transpose(0, 1), draw(36, 12), PACKED_BIAS, OUT], [None, (0, 3), (0, 3), 1]
+PACKED: dict[str, Any] = {
+    "split": (conv1d_attention, [SEQUENCE, draw(12, 36), PACKED_BIAS, OUT], [None, (1, 3), (0, 3), 0]),
+    "slices": (sliced_attention, [SEQUENCE, draw(36, 12), OUT], [None, (0, 3), 1]),
+    "reshape": (reshaped_attention, [SEQUENCE, draw(36, 12), OUT], [None, (0, 3), 1]),
+    "chunk": (gated, [SEQUENCE, draw(24, 12), OUT], [None, (0, 2), 1]),
+    "multi-head": (multi_head(need_weights=False), *MULTI_HEAD),
+    "multi-head, masked": (multi_head(need_weights=False, attn_mask=HIDDEN, key_padding_mask=PADDING), *MULTI_HEAD),
+    "multi-head of other keys": (multi_head(same=False, need_weights=False), *MULTI_HEAD),
+    "multi-head with weights": (multi_head(attn_mask=HIDDEN), *MULTI_HEAD),
+}
+DROPPING: dict[str, Any] = {
+    "attention": (functools.partial(conv1d_attention, p=0.3), *PACKED["split"][1:]),
+    "multi-head": (multi_head(0.3, need_weights=False), *MULTI_HEAD),
+    "multi-head with weights": (multi_head(0.3), *MULTI_HEAD),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_projections_stay_split(name: str, size: int) -> None:
+    function, inputs, dims = PACKED[name]
+    _, sent = hold(function, inputs, dims, size)
+    assert "all-gather" not in sent[0], sent[0]
+    reduced = SEQUENCE.numel() + (2 * 5 * 5 if "weights" in name else 0)
+    assert sent[0]["all-reduce"] == reduced
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", DROPPING)
+def test_attention_over_heads_drops_what_one_device_drops(
+    name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, dropout = threading.Lock(), F.dropout
+
+    def seeded(*args: Any, **kwargs: Any) -> Tensor:  # threads share a generator
+        with lock:
+            torch.manual_seed(5)
+            return dropout(*args, **kwargs)
+
+    seeded.__name__ = "dropout"
+    monkeypatch.setattr(F, "dropout", seeded)
+    function, inputs, dims = DROPPING[name]
+    torch.manual_seed(5)
+    _, sent = hold(function, inputs, dims, size)
+    assert "all-gather" not in sent[0], sent[0]
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -141,12 +229,80 @@ class Block(nn.Module):
 
 def test_the_last_layer_of_a_group_is_split_by_its_inputs() -> None:
     model = nn.Sequential(nn.Embedding(50, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 50))
-    dims, names = split_dims(model, 2), {id(p): name for name, p in model.named_parameters()}
-    rows = {names[key] for key, dim in dims.items() if dim == 1}
+    dims, names = cuts_of(model, 2), {id(p): name for name, p in model.named_parameters()}
+    rows = {names[key] for key, cut in dims.items() if cut == Cut(1)}
     assert rows == {f"1.{n}.{layer}.weight" for n in (0, 1) for layer in ("attention.o", "down")}
     split = sum(p.numel() for p in model.parameters() if id(p) in dims)
     assert split > 0.95 * sum(p.numel() for p in model.parameters())
 
 
 def test_what_is_too_short_for_the_ranks_stays_whole() -> None:
-    assert split_dims(nn.Linear(3, 5), 2) == {}
+    assert cuts_of(nn.Linear(3, 5), 2) == {}
+
+
+class Packed(nn.Module):
+    """A layer of three sections, taken apart in a way of its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.calls = way, 0
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor | None, *rest: Any, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        made = self.qkv(x).contiguous()
+        if self.way == "split":
+            q, k, v = made.split(8, dim=2)
+        elif self.way == "slices":
+            q, k, v = made[..., :8], made[..., 8:16], made[..., 16:]
+        elif self.way == "reshape":
+            q, k, v = made.reshape(*x.shape[:2], 3, 4, 2).flatten(3).unbind(2)
+        elif self.way == "heads":
+            q, k, v = made.view(*x.shape[:2], 4, 3, 2).flatten(-2).view(*x.shape[:2], 12, 2).chunk(3, 2)
+        else:
+            q, k, v = made[..., :4], made[..., 4:8], made[..., 8:]
+        return self.proj(q * k + v)
+
+
+@pytest.mark.parametrize(("way", "sections"), [("split", 3), ("slices", 3), ("reshape", 3), ("heads", 1), ("odd", 1)])
+def test_how_a_result_is_taken_apart_is_found_by_a_trial(way: str, sections: int) -> None:
+    model = nn.Sequential(*(Packed(way) for _ in range(2)))
+    cuts = cuts_of(model, 2)
+    for block in model:
+        assert isinstance(block, Packed)
+        assert cuts[id(block.qkv.weight)] == cuts[id(block.qkv.bias)] == Cut(0, sections)
+        assert cuts[id(block.proj.weight)] == Cut(1)
+        assert block.calls == 0  # the trial is not the module's
+    assert cuts_of(model, 2, packed=False)[id(model[0].qkv.weight)] == Cut(0)
+
+
+def test_torch_s_attention_is_split_by_heads() -> None:
+    layer = nn.MultiheadAttention(12, 6)
+    cuts = cuts_of(layer, 2)
+    assert cuts[id(layer.in_proj_weight)] == cuts[id(layer.in_proj_bias)] == Cut(0, 3)
+    assert cuts[id(layer.out_proj.weight)] == Cut(1)
+    assert id(layer.in_proj_weight) not in cuts_of(layer, 4)  # six heads
+
+
+def test_what_the_blocks_add_to_is_gathered_once() -> None:
+    model = nn.Sequential(nn.Conv1d(4, 8, 2), nn.Sequential(Block(), Block()), nn.Linear(8, 8))
+    cuts = cuts_of(model, 2)
+    assert cuts[id(model[0].weight)] == Cut(0, gathered=True)
+    assert not cuts[id(model[2].weight)].gathered
+
+
+class Bert(nn.Module):
+    """The layer that ends an attention stands in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = nn.ModuleDict({name: nn.Linear(8, 8) for name in "qkv"})
+        self.attention = nn.ModuleDict({"self": inner, "output": nn.ModuleDict({"dense": nn.Linear(8, 8)})})
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+
+def test_a_row_may_stand_beside_the_module_of_its_columns() -> None:
+    model = nn.Sequential(Bert(), Bert())
+    cuts, names = cuts_of(model, 2), {id(p): name for name, p in model.named_parameters()}
+    rows = {names[key] for key, cut in cuts.items() if cut == Cut(1)}
+    assert rows == {f"{n}.{layer}.weight" for n in (0, 1) for layer in ("attention.output.dense", "down")}

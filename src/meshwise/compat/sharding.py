@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Shard, placement_types
 
@@ -153,12 +155,29 @@ def _waiting(part: Any) -> Tensor | None:
     return gradient if gradient is not None or whole is None else whole.grad
 
 
-def in_order_of_division(placements: Sequence[Placement]) -> list[tuple[int, int]]:
-    """(axis of the mesh, dim) of what is sharded, in the order in which a whole tensor is cut: FSDP cuts the part that
-    an inner axis has of the same dim, which torch writes as a strided shard."""
-    plain = [(axis, placement.dim) for axis, placement in enumerate(placements) if isinstance(placement, Shard)]
-    strided = [(axis, p.dim) for axis, p in enumerate(placements) if isinstance(p, placement_types._StridedShard)]
-    return plain + strided[::-1]
+def packed(dim: int, sections: int) -> Placement:
+    """Of each of so many equal sections along a dim, one after the other, every rank has its part."""
+    strided: Placement = placement_types._StridedShard(dim, split_factor=sections) if sections > 1 else Shard(dim)
+    return strided
+
+
+def division(placement: Placement) -> tuple[int, int] | None:
+    """(dim, sections) of what is sharded; None of what is not."""
+    if isinstance(placement, placement_types._StridedShard):
+        return placement.dim, int(placement.split_factor)
+    return (placement.dim, 1) if isinstance(placement, Shard) else None
+
+
+def in_order_of_division(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[tuple[int, int, int]]:
+    """(axis of the mesh, dim, sections) of what is sharded, in the order in which a whole tensor is cut: FSDP cuts the
+    part that an inner axis has of the same dim, which torch writes as a strided shard, as it does a packed one."""
+    found = [(axis, *divided) for axis, each in enumerate(placements) if (divided := division(each)) is not None]
+    plain = [each for each in found if each[2] == 1]
+    strided = []
+    for axis, dim, sections in reversed([each for each in found if each[2] > 1]):
+        within = math.prod(mesh.size(other) for other, along, _ in found if along == dim and other > axis)
+        strided.append((axis, dim, sections if sections % within else sections // within))
+    return plain + strided
 
 
 def with_local(tensor: Tensor, local: Tensor) -> Tensor:

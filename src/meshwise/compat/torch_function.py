@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,6 +23,17 @@ def called(func: Callable[..., Any]) -> str:
     """The name of a function that `__torch_function__` is given; `.shape` of a property that is read."""
     name = getattr(func, "__name__", "")
     return f".{func.__self__.__name__}" if name == "__get__" else name  # type: ignore[attr-defined]
+
+
+@functools.cache
+def written_out(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that torch wrote in Python, which calls its operators on subclasses instead of telling these of
+    itself."""
+    body = types.FunctionType(
+        func.__code__, {**func.__globals__, "has_torch_function": lambda _: False}, func.__name__, func.__defaults__
+    )
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
 
 
 def determinism_of_parts() -> str:

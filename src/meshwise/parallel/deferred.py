@@ -31,7 +31,7 @@ from meshwise.parallel.op_replay import ReplayMismatch, StorageView, replay
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.transfer import collectives
-from meshwise.transfer.sharded import local_slices
+from meshwise.transfer.sharded import local_part
 
 LARGE = 8 << 20  # bytes: holes of this size in the heap would add up to a good part of a large model
 
@@ -225,7 +225,7 @@ def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
     whole = whole.to(like.dtype)
     if not isinstance(like, DTensor):
         return whole.to(device)
-    return with_local(like, whole[local_slices(like)].clone(memory_format=torch.contiguous_format).to(device))
+    return with_local(like, local_part(like, whole.__getitem__).clone(memory_format=torch.contiguous_format).to(device))
 
 
 def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:

@@ -24,7 +24,7 @@ from meshwise.parallel.op_record import record_of
 from meshwise.parallel.op_replay import StorageView
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import some
-from meshwise.transfer.sharded import local_slices
+from meshwise.transfer.sharded import local_part
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {
@@ -62,9 +62,9 @@ class _Stored:
 
     def part(self, like: Tensor, device: torch.device | str) -> Tensor:
         """This rank's part, sharded as `like` is, in its dtype."""
-        bounds = local_slices(like)
         with safe_open(self.file, "pt") as opened:  # closed at once: pages of a mapped file count as memory in use
-            read = opened.get_slice(self.name)[bounds] if bounds else opened.get_tensor(self.name)
+            stored = opened.get_slice(self.name) if like.dim() else None
+            read = opened.get_tensor(self.name) if stored is None else local_part(like, stored.__getitem__)
             local = torch.empty(read.shape, dtype=like.dtype).copy_(read)
             del read
         return with_local(like, local.to(device))

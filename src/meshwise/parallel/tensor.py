@@ -20,18 +20,19 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from meshwise.compat.modules import parameters_in, put_forward, renew_flat_weights
+from meshwise.compat.sharding import division, packed
 from meshwise.compat.whole_values import plain_loss, read_whole
 from meshwise.parallel.blocks import called_in, repeated_blocks
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.split import rules
 from meshwise.parallel.split.axis import Axis, MeshAxis, Part
-from meshwise.parallel.split.crossing import entering_once
-from meshwise.parallel.split.layout import split_dims
+from meshwise.parallel.split.crossing import entering_once, gather
+from meshwise.parallel.split.layout import cuts_of
 from meshwise.parallel.split.tensor import split
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.plan import Plan
@@ -47,14 +48,17 @@ def _apply(setup: Setup) -> None:
     rules.prepare()
     whole_mesh = make_mesh(setup.plan, setup.world)
     mesh, axis = whole_mesh[AXIS], MeshAxis.of(whole_mesh, AXIS)
-    dims = split_dims(setup.model, mesh.size())
+    packed_too = setup.plan.shard == 1  # else both would divide the same dim, which torch has no word for
+    cuts = cuts_of(setup.model, mesh.size(), packed=packed_too)
     known: dict[int, nn.Parameter] = {}
     for module in setup.model.modules():
         for name, p in list(parameters_in(module).items()):
             if p is not None:
+                if name == "weight" and id(p) in cuts and cuts[id(p)].gathered:
+                    put_forward(module, functools.partial(_gathered, module.forward))
                 if id(p) not in known:
-                    dim = dims.get(id(p))
-                    known[id(p)] = _placed(p, mesh, Replicate() if dim is None else Shard(dim))
+                    cut = cuts.get(id(p))
+                    known[id(p)] = _placed(p, mesh, Replicate() if cut is None else packed(cut.dim, cut.sections))
                 module.register_parameter(name, known[id(p)])
     register_model_load_hooks(setup.model)
     read_whole(mesh, meet)
@@ -70,6 +74,10 @@ def _apply(setup: Setup) -> None:
     total = sum(p.numel() for p in known.values())
     divided = sum(p.numel() for p in known.values() if isinstance(p, DTensor) and not p.placements[0].is_replicate())
     setup.notes.append(f"tensor={mesh.size()}: {divided / max(total, 1):.0%} of the parameters are split.")
+
+
+def _gathered(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return gather(forward(*args, **kwargs))
 
 
 def _plain(mesh: DeviceMesh, loss: Tensor) -> Tensor:
@@ -133,11 +141,12 @@ def _modules(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
 
 def _part_of(p: DTensor, axis: Axis) -> Tensor:
     """This rank's part of a parameter, for plain code."""
-    placement = p.placements[-1]
-    local = p.to_local()
-    if not isinstance(placement, Shard):
-        return local.view_as(local) if local.is_leaf else local
-    found = split(local.view_as(local) if local.is_leaf else local, Part(axis, placement.dim, p.shape[placement.dim]))
+    divided, local = division(p.placements[-1]), p.to_local()
+    local = local.view_as(local) if local.is_leaf else local
+    if divided is None:
+        return local
+    dim, sections = divided
+    found = split(local, Part(axis, dim, p.shape[dim], sections))
     found.of_parameter = True  # type: ignore[attr-defined]
     return found
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def _alike(first: Any, tensor: Any) -> bool:
 def _sharded_axis(tensor: DTensor) -> int | None:
     """The axis of the mesh over which the first dim is divided, if that is all that is divided."""
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    return axes[0] if len(axes) == 1 and tensor.placements[axes[0]].is_shard(0) else None
+    return axes[0] if len(axes) == 1 and sharding.division(tensor.placements[axes[0]]) == (0, 1) else None
 
 
 def _gathered(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
@@ -71,17 +72,31 @@ def _gathered(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
         yield gathered.reshape(-1)[: tensor.numel()].view(tensor.shape)
 
 
-def local_slices(like: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor is this rank's shard, a slice a dim: all of it where `like` is not sharded."""
-    bounds = [(0, length) for length in like.shape]
+def local_part(like: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
+    """This rank's shard of a whole tensor as `like` is sharded, all of it where it is not.
+
+    read: gives what lies in these slices of the whole, one a dim.
+    """
+    bounds = [[(0, length)] for length in like.shape]
     if isinstance(like, DTensor):
-        for axis, dim in sharding.in_order_of_division(like.placements):
-            begin, end = bounds[dim]
+        for axis, dim, sections in sharding.in_order_of_division(like.device_mesh, like.placements):
             size, own = like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis)
-            step = -(-(end - begin) // size)  # as torch.chunk divides
-            first = min(end, begin + own * step)
-            bounds[dim] = first, min(end, first + step)
-    return tuple(slice(begin, end) for begin, end in bounds)
+            bounds[dim] = [_nth(piece, own, size) for whole in bounds[dim] for piece in _cut(whole, sections)]
+    pieces = [read(tuple(slice(*each) for each in bound)) for bound in itertools.product(*bounds)]
+    several = next((dim for dim, each in enumerate(bounds) if len(each) > 1), 0)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, several)
+
+
+def _cut(whole: tuple[int, int], sections: int) -> list[tuple[int, int]]:
+    begin, length = whole[0], (whole[1] - whole[0]) // sections
+    return [(begin + n * length, begin + (n + 1) * length) for n in range(sections)] if sections > 1 else [whole]
+
+
+def _nth(piece: tuple[int, int], own: int, size: int) -> tuple[int, int]:
+    begin, end = piece
+    step = -(-(end - begin) // size)  # as torch.chunk divides
+    first = min(end, begin + own * step)
+    return first, min(end, first + step)
 
 
 def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
@@ -92,7 +107,7 @@ def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value
     if value.shape == parameter.shape:
-        part = value.detach()[local_slices(parameter)].clone(memory_format=torch.contiguous_format)
+        part = local_part(parameter, value.detach().__getitem__).clone(memory_format=torch.contiguous_format)
         return sharding.with_local(parameter, part.to(parameter.device))
     mesh = parameter.device_mesh
     sharded = distribute_tensor(value.detach(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)

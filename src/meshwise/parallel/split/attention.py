@@ -24,8 +24,8 @@ from torch.nn import functional
 from meshwise.compat.torch_function import on_parts
 from meshwise.parallel.split.axis import Part
 from meshwise.parallel.split.crossing import enter, gather, through
-from meshwise.parallel.split.elementwise import RULES as ELEMENTWISE
 from meshwise.parallel.split.products import RULES as PRODUCTS
+from meshwise.parallel.split.products import dropped
 from meshwise.parallel.split.rule import NoRule, Rule, moved, part_of, split_in, with_parts_of
 from meshwise.parallel.split.tensor import SplitTensor, split, whole_shape
 
@@ -89,13 +89,7 @@ def _of_whole_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, asked: 
         mask = allowed.to(q.device)
     if not dropout:
         return functional.scaled_dot_product_attention(q, k, v, mask, scale=asked.scale)
-    scores = q @ k.transpose(-1, -2) * asked.scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    blind = (scores == -torch.inf).all(-1, keepdim=True)
-    weights = split(scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0), asked.rows)
-    dropped: Tensor = ELEMENTWISE["dropout"](functional.dropout, (weights, dropout), {})
-    return dropped @ v
+    return dropped(q, k, v, mask, asked.scale, dropout, asked.rows)
 
 
 class _Ring(Function):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from meshwise.parallel.blocks import repeated_blocks
+from meshwise.parallel.split.packing import sections_of
 
 UNEVEN = 8  # times as long as there are ranks: shorter dims are split evenly or not at all
 
@@ -48,22 +49,57 @@ class Layer:
         return self.weight.shape[self.inputs]
 
 
-def split_dims(model: nn.Module, ranks: int) -> dict[int, int]:
-    """The dim along which each parameter is split, by its id; those that are not in it stay whole on every rank."""
-    found: dict[int, int] = {}
-    layers = list(_layers(model))
+@dataclass(frozen=True)
+class Cut:
+    """Along which dim a parameter is split.
+
+    sections: so many equal ones lie packed in it, one after the other (queries, keys, values); of each, every rank has
+        a part.
+    gathered: what the layer gives is gathered at once: blocks add to it, and each would gather it again.
+    """
+
+    dim: int
+    sections: int = 1
+    gathered: bool = False
+
+
+def cuts_of(model: nn.Module, ranks: int, *, packed: bool = True) -> dict[int, Cut]:
+    """How each parameter is split, by its id; those that are not in it stay whole on every rank.
+
+    packed: whether sections may be kept together.
+    """
+    found = _of_multi_head(model, ranks) if packed else {}
+    layers = [layer for layer in _layers(model) if id(layer.weight) not in found]
     rows = _rows(model, layers)
+    first = _first(model, layers)
+    widths = {layer.in_length for layer in layers if layer.name in rows}
     for layer in layers:
-        row = layer.name in rows
+        row, sections = layer.name in rows, 1
         dim = layer.inputs if row else layer.outputs
         if not _divides(layer.weight.shape[dim], ranks):
             dim, row = (layer.outputs, False) if row else (layer.inputs, True)
             if isinstance(layer.module, nn.Embedding) or not _divides(layer.weight.shape[dim], ranks):
                 continue
-        found.setdefault(id(layer.weight), dim)
+        likely = {n for n in (2, 3) if layer.out_length % n == 0 and layer.out_length // n in widths}
+        if packed and not row and likely:
+            sections = sections_of(model, layer.name, layer.module, layer.in_length, layer.out_length)
+            sections = sections if sections in likely and layer.out_length % (sections * ranks) == 0 else 1
+        cut = found.setdefault(id(layer.weight), Cut(dim, sections, not row and layer.name in first))
         bias = getattr(layer.module, "bias", None)
-        if not row and isinstance(bias, Tensor) and found[id(layer.weight)] == dim:
-            found.setdefault(id(bias), 0)
+        if not row and isinstance(bias, Tensor) and (cut.dim, cut.sections) == (dim, sections):
+            found.setdefault(id(bias), Cut(0, sections))
+    return found
+
+
+def _of_multi_head(model: nn.Module, ranks: int) -> dict[int, Cut]:
+    """Torch's attention modules, whose first projection is a packed parameter."""
+    found = {}
+    for module in model.modules():
+        if not isinstance(module, nn.MultiheadAttention) or module.num_heads % ranks or module.bias_k is not None:
+            continue
+        if module.in_proj_weight is not None:
+            found[id(module.out_proj.weight)] = Cut(1)
+            found |= {id(p): Cut(0, 3) for p in (module.in_proj_weight, module.in_proj_bias) if p is not None}
     return found
 
 
@@ -109,6 +145,17 @@ def _style(name: str, plan: Mapping[str, str]) -> str:
     return ""
 
 
+def _first(model: nn.Module, layers: list[Layer]) -> set[str]:
+    """The names of the layers before the blocks that give what the blocks take."""
+    blocks = tuple(f"{name}." for name, _ in repeated_blocks(model))
+    begin = next((n for n, layer in enumerate(layers) if layer.name.startswith(blocks)), 0) if blocks else 0
+    return {
+        layer.name
+        for layer in layers[:begin]
+        if layer.out_length == layers[begin].in_length and not isinstance(layer.module, nn.Embedding)
+    }
+
+
 def _derived(model: nn.Module, layers: list[Layer]) -> set[str]:
     rows = set()
     for block_name, _ in repeated_blocks(model):
@@ -119,12 +166,15 @@ def _derived(model: nn.Module, layers: list[Layer]) -> set[str]:
         groups: dict[str, list[Layer]] = {}
         for layer in inside:
             groups.setdefault(_group_of(layer.name, inside), []).append(layer)
-        for group in groups.values():
-            width = group[0].in_length
-            last = group[-1]
+        ends = dict[str, str]()
+        for name, group in groups.items():
+            width, last = group[0].in_length, group[-1]
             rows |= {layer.name for layer in group if layer.out_length == width != layer.in_length}
-            if len(group) > 1 and last.in_length == width == last.out_length:
-                rows.add(last.name)
+            around = [layer for layer in inside if layer.name.startswith(f"{name}.")]  # groups within it, too
+            if len(around) > 1 and around[-1] is last and around[0].in_length == last.in_length == last.out_length:
+                ends[name] = last.name
+        ended = {inner for inner in ends for name in ends if len(groups[name]) == 1 and inner.startswith(f"{name}.")}
+        rows |= {last for name, last in ends.items() if name not in ended}
     return rows
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from meshwise.compat.torch_function import called
+from meshwise.parallel.split.along import RULES as ALONG
 from meshwise.parallel.split.crossing import add_up, enter, gather
 from meshwise.parallel.split.elementwise import RULES as ELEMENTWISE
 from meshwise.parallel.split.rule import NoRule, Rule, moved, with_parts_of
-from meshwise.parallel.split.shapes import RULES as SHAPES
 from meshwise.parallel.split.tensor import SplitTensor, split, whole_shape
 
 Func = Callable[..., Any]
@@ -46,7 +46,7 @@ def _one(x: Tensor, dim: int) -> list[int]:
 
 
 def _softmax(log: bool) -> Rule:
-    other = SHAPES["log_softmax"]
+    other = ALONG["log_softmax"]
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
         x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
@@ -118,7 +118,7 @@ def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
     losses = ELEMENTWISE["add"](partial(func, reduction="none"), args, options)
     if reduction == "none":
         return losses
-    total = SHAPES["mean" if reduction == "mean" else "sum"](torch.sum, (losses,), {})
+    total = ALONG["mean" if reduction == "mean" else "sum"](torch.sum, (losses,), {})
     return total / whole_shape(losses)[0] if reduction == "batchmean" else total
 
 

@@ -1,7 +1,7 @@
 """Places along the split dim: a range of them, one of them, some before and behind, several tensors one after another.
 
-Each rank keeps what it holds, so that nothing is sent; parts become of unequal length. Not done to merged dims
-(`Part.repeats`).
+Each rank keeps what it holds, so that nothing is sent; parts become of unequal length. Of parts of several runs
+(`Part.repeats`) only whole runs are taken out.
 
 Tested in tests/parallel/test_split_rules.py and test_split_context.py.
 """
@@ -9,6 +9,7 @@ Tested in tests/parallel/test_split_rules.py and test_split_context.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,8 +21,14 @@ from meshwise.parallel.split.tensor import SplitTensor, whole_shape
 
 
 def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, Part]:
-    """This rank's part of the places from `begin` to `end`."""
-    part = _one_run(x.part)
+    """This rank's part of the places from `begin` to `end`: of a part of several runs, those that lie between."""
+    part = x.part
+    if part.repeats > 1:
+        run, held = part.run, part.own // part.repeats
+        if begin % run or end % run or begin == end:
+            raise NoRule
+        new = replace(part, length=end - begin, repeats=(end - begin) // run)
+        return x.narrow(part.dim, begin // run * held, new.own), new
     first = sum(min(e, begin) - min(b, begin) for b, e in part.of_rank(part.axis.rank))
     new = part.divided(
         [[(max(b, begin) - begin, min(e, end) - begin) for b, e in each] for each in _pieces(part)], end - begin

@@ -10,6 +10,8 @@ Tested in tests/parallel/test_split_rules.py and test_split_context.py.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwise.parallel.split.axis import Axis
+from meshwise.parallel.split.axis import Axis, Part
 from meshwise.parallel.split.crossing import add_up, enter, gather, scatter
+from meshwise.parallel.split.elementwise import RULES as ELEMENTWISE
 from meshwise.parallel.split.rule import NoRule, Rule, moved, split_in, with_parts_of
 from meshwise.parallel.split.tensor import SplitTensor, split, whole_shape
 
@@ -206,7 +209,7 @@ def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     q, k, v, mask = (values.pop(name, None) for name in names[:4])
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or values.get("dropout_p", 0) > 0:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise NoRule
     heads, groups = q.shape[1], k.shape[1]
     if any(isinstance(each, SplitTensor) and each.part.dim == 1 for each in (q, k, v)):
@@ -223,10 +226,10 @@ def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
             -mask.dim() :
         ]
 
-    def attended(a: Tensor, b: Tensor, c: Tensor, m: Tensor | None) -> Tensor:
-        return functional.scaled_dot_product_attention(a, b, c, m, **values)
-
-    return by_letters((q, k, v, mask), ("Ah..", "Ah..", "Ah..", own), "Ah..", attended, may="Ah")
+    letters = ("Ah..", "Ah..", "Ah..", own)
+    letter, like = _chosen((q, k, v, mask), letters, "Ah")
+    part = moved(like.part, "Ah".index(letter))
+    return by_letters((q, k, v, mask), letters, "Ah..", functools.partial(_attended, values, part), may="Ah")
 
 
 def _grouped(func: Func, operands: Sequence[Tensor], mask: Any, values: Kwargs, axis: Axis) -> Any:
@@ -240,7 +243,31 @@ def _grouped(func: Func, operands: Sequence[Tensor], mask: Any, values: Kwargs, 
     if mask is not None:
         mask = with_parts_of(mask, result, 4)
     q, k, v = parts
-    return split(functional.scaled_dot_product_attention(q, k, v, mask, **values), result)
+    return split(_attended(values, result, q, k, v, mask), result)
+
+
+def _attended(values: Kwargs, part: Part, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Own heads, or samples, of an attention whose whole result is divided as `part` says."""
+    dropout = values.get("dropout_p", 0.0)
+    if not dropout:
+        return functional.scaled_dot_product_attention(q, k, v, mask, **values)
+    if k.shape[1] != q.shape[1]:
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+    if values.get("is_causal"):
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    scale = values.get("scale")
+    return dropped(q, k, v, mask, math.sqrt(1 / q.shape[-1]) if scale is None else scale, dropout, part)
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, part: Part) -> Tensor:
+    """This rank's part of an attention with dropout, whose mask is drawn of the whole, as one device does."""
+    scores = q @ k.transpose(-1, -2) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = split(scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0), part)
+    kept: Tensor = ELEMENTWISE["dropout"](functional.dropout, (weights, dropout), {})
+    return kept @ v
 
 
 RULES: dict[str, Rule] = {

@@ -33,6 +33,26 @@ def split_in(things: Sequence[Any]) -> list[SplitTensor]:
     return [thing for thing in things if isinstance(thing, SplitTensor)]
 
 
+def numbers(args: Sequence[Any]) -> tuple[int, ...]:
+    """Sizes or dims, given one by one or as one tuple."""
+    one = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
+    return tuple(int(each) for each in one)
+
+
+def first_split(args: Sequence[Any]) -> SplitTensor:
+    """The first argument. Raises NoRule where it is not split."""
+    if not isinstance(args[0], SplitTensor):
+        raise NoRule
+    return args[0]
+
+
+def positive(dim: Any, dims: int) -> int:
+    """A dim that may be counted from the end."""
+    if not isinstance(dim, int):
+        raise NoRule
+    return dim % dims
+
+
 def moved(part: Part, dim: int, length: int | None = None) -> Part:
     """The part, of another dim; of a plain one, of another length too."""
     return replace(part, dim=dim, length=part.length if length is None else length)

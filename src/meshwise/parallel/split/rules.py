@@ -16,16 +16,22 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwise.compat.torch_function import called, change_arguments_of_functions
+from meshwise.compat.torch_function import called, change_arguments_of_functions, on_parts, written_out
 from meshwise.compat.tree import map_kind
-from meshwise.parallel.split import attention, elementwise, losses, products, shapes
+from meshwise.parallel.split import along, attention, elementwise, losses, products, shapes
 from meshwise.parallel.split.crossing import gather, scatter
 from meshwise.parallel.split.rule import NoRule, Rule
 from meshwise.parallel.split.tensor import SplitTensor, dispatch_with, split, whole_shape
 from meshwise.spec.words import some
 
-RULES: dict[str, Rule] = {**elementwise.RULES, **shapes.RULES, **products.RULES, **losses.RULES, **attention.RULES}
+RULES: dict[str, Rule] = {
+    name: rule
+    for room in (elementwise, shapes, along, products, losses, attention)
+    for name, rule in room.RULES.items()
+}
 """By the name of the function, as torch calls it."""
+WRITTEN_OUT = {"multi_head_attention_forward"}
+"""Functions of Python, whose operators have rules."""
 READS = {
     "__bool__",
     "__float__",
@@ -47,6 +53,13 @@ _large: set[str] = set()
 
 def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     name = called(func)
+    if name in WRITTEN_OUT:
+        return written_out(func)(*args, **kwargs)
+    with on_parts():
+        return _on_parts(name, func, args, kwargs)
+
+
+def _on_parts(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if name.startswith("."):
         return _property(name, func, args)
     rule = RULES.get(name)

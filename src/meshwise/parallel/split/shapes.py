@@ -1,10 +1,11 @@
-"""Operators that move dims, join and divide tensors, or run along a dim: on parts where the split dim stays.
+"""Operators that move dims, join and divide tensors: on parts where the split dim stays.
 
 Tested in tests/parallel/test_split_rules.py and test_split_context.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,33 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshwise.compat.torch_function import called
 from meshwise.parallel.split import places
+from meshwise.parallel.split.along import along
 from meshwise.parallel.split.axis import Part
-from meshwise.parallel.split.crossing import add_up, enter
-from meshwise.parallel.split.rule import NoRule, Rule, given, moved, only_split, with_parts_of
+from meshwise.parallel.split.rule import NoRule, Rule, first_split, given, moved, numbers, positive, with_parts_of
 from meshwise.parallel.split.tensor import SplitTensor, whole_shape
 
 Func = Callable[..., Any]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
-
-
-def _numbers(args: Args) -> tuple[int, ...]:
-    """Sizes or dims, given one by one or as one tuple."""
-    one = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
-    return tuple(int(each) for each in one)
-
-
-def _first(args: Args) -> SplitTensor:
-    if not isinstance(args[0], SplitTensor):
-        raise NoRule
-    return args[0]
-
-
-def _positive(dim: Any, dims: int) -> int:
-    if not isinstance(dim, int):
-        raise NoRule
-    return dim % dims
 
 
 def reshaped(part: Part, before: Sequence[int], after: Sequence[int]) -> Part:
@@ -59,11 +43,11 @@ def reshaped(part: Part, before: Sequence[int], after: Sequence[int]) -> Part:
 
 
 def _view(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = _first(args)
+    x = first_split(args)
     given_sizes = kwargs.get("shape", kwargs.get("size"))
     if len(args) > 1 and isinstance(args[1], torch.dtype | Tensor):
         raise NoRule
-    return _into(func, x, _numbers(args[1:] if given_sizes is None else (given_sizes,)))
+    return _into(func, x, numbers(args[1:] if given_sizes is None else (given_sizes,)))
 
 
 def _into(func: Func, x: SplitTensor, sizes: Sequence[int]) -> Any:
@@ -77,20 +61,20 @@ def _into(func: Func, x: SplitTensor, sizes: Sequence[int]) -> Any:
 
 
 def _view_as(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return _into(torch.reshape, _first(args), whole_shape(args[1]))
+    return _into(torch.reshape, first_split(args), whole_shape(args[1]))
 
 
 def _flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, dims = _first(args), args[0].dim()
-    begin = _positive(args[1] if len(args) > 1 else kwargs.get("start_dim", 0), dims)
-    end = _positive(args[2] if len(args) > 2 else kwargs.get("end_dim", -1), dims)
+    x, dims = first_split(args), args[0].dim()
+    begin = positive(args[1] if len(args) > 1 else kwargs.get("start_dim", 0), dims)
+    end = positive(args[2] if len(args) > 2 else kwargs.get("end_dim", -1), dims)
     shape = whole_shape(x)
     return _into(torch.reshape, x, [*shape[:begin], math.prod(shape[begin : end + 1]), *shape[end + 1 :]])
 
 
 def _unflatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = _first(args)
-    dim = _positive(args[1] if len(args) > 1 else kwargs["dim"], x.dim())
+    x = first_split(args)
+    dim = positive(args[1] if len(args) > 1 else kwargs["dim"], x.dim())
     sizes = list(args[2] if len(args) > 2 else kwargs["sizes"])
     shape = whole_shape(x)
     if -1 in sizes:
@@ -99,8 +83,8 @@ def _unflatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _expand(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = _first(args)
-    sizes = list(whole_shape(args[1]) if isinstance(args[1], Tensor) else _numbers(args[1:]))
+    x = first_split(args)
+    sizes = list(whole_shape(args[1]) if isinstance(args[1], Tensor) else numbers(args[1:]))
     dim = x.part.dim + len(sizes) - x.dim()
     if sizes[dim] not in (-1, x.part.length):
         raise NoRule
@@ -112,7 +96,7 @@ def _permuted(order: Callable[[Args, Kwargs, int], Sequence[int]]) -> Rule:
     """order: the dims of the input in the order of the output."""
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
-        x = _first(args)
+        x = first_split(args)
         dims = list(order(args[1:], kwargs, x.dim()))
         return given(x.permute(dims), moved(x.part, dims.index(x.part.dim)))
 
@@ -122,13 +106,13 @@ def _permuted(order: Callable[[Args, Kwargs, int], Sequence[int]]) -> Rule:
 def _swapped(args: Args, kwargs: Kwargs, dims: int) -> Sequence[int]:
     first, second = [*args, *kwargs.values()] if args or kwargs else (0, dims - 1)
     order = list(range(dims))
-    one, other = _positive(first, dims), _positive(second, dims)
+    one, other = positive(first, dims), positive(second, dims)
     order[one], order[other] = other, one
     return order
 
 
 def _in_order(args: Args, kwargs: Kwargs, dims: int) -> Sequence[int]:
-    return [dim % dims for dim in _numbers(args or (kwargs["dims"],))]
+    return [dim % dims for dim in numbers(args or (kwargs["dims"],))]
 
 
 def _transposed(args: Args, kwargs: Kwargs, dims: int) -> Sequence[int]:
@@ -136,23 +120,23 @@ def _transposed(args: Args, kwargs: Kwargs, dims: int) -> Sequence[int]:
 
 
 def _squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = _first(args)
+    x = first_split(args)
     given_dims = args[1:] or tuple(kwargs.values())
     ones = [dim for dim, size in enumerate(whole_shape(x)) if size == 1]
-    wanted = [dim % x.dim() for dim in _numbers(given_dims)] if given_dims else ones
+    wanted = [dim % x.dim() for dim in numbers(given_dims)] if given_dims else ones
     gone = [dim for dim in wanted if dim in ones]
     return given(x.squeeze(gone), moved(x.part, x.part.dim - sum(dim < x.part.dim for dim in gone)))
 
 
 def _unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = _first(args)
-    dim = _positive(args[1] if len(args) > 1 else kwargs["dim"], x.dim() + 1)
+    x = first_split(args)
+    dim = positive(args[1] if len(args) > 1 else kwargs["dim"], x.dim() + 1)
     return given(x.unsqueeze(dim), moved(x.part, x.part.dim + (dim <= x.part.dim)))
 
 
 def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Numbers, slices, None and an ellipsis."""
-    x, index = _first(args), args[1] if isinstance(args[1], tuple) else (args[1],)
+    x, index = first_split(args), args[1] if isinstance(args[1], tuple) else (args[1],)
     if not all(each is None or each is Ellipsis or type(each) in (int, slice) for each in index):
         raise NoRule
     taken = sum(each is not None and each is not Ellipsis for each in index)
@@ -185,9 +169,9 @@ def _sliced(x: SplitTensor, along: slice, others: tuple[Any, ...], now: int) -> 
 
 
 def _narrow(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = _first(args)
+    x = first_split(args)
     dim, begin, length = [*args[1:], *kwargs.values()]
-    dim = _positive(dim, x.dim())
+    dim = positive(dim, x.dim())
     if not isinstance(begin, int) or begin < 0:
         raise NoRule
     if dim != x.part.dim:
@@ -201,7 +185,7 @@ def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any
     tensors = [each for each in args[0] if new or whole_shape(each) != empty]
     first = max((each for each in tensors if isinstance(each, SplitTensor)), key=lambda each: whole_shape(each).numel())
     dims = first.dim()
-    dim = _positive(args[1] if len(args) > 1 else kwargs.get("dim", 0), dims + new)
+    dim = positive(args[1] if len(args) > 1 else kwargs.get("dim", 0), dims + new)
     if any(each.dim() != dims for each in tensors):
         raise NoRule
     if dim == first.part.dim and not new:
@@ -216,38 +200,29 @@ def _stacked(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return _joined(func, args, kwargs, new=True)
 
 
-def _along(at: int, default: Any = None) -> Rule:
-    """Operators that run along a dim, or several, and maybe remove it: rows of other dims do not meet in them.
-
-    at: where the dim stands among the arguments. default: of the dim.
-    """
-
-    def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
-        x = _first(args)
-        only_split(args, kwargs, x)
-        dim = args[at] if len(args) > at else kwargs.get("dim", default)
-        along = [_positive(each, x.dim()) for each in (dim if isinstance(dim, Sequence) else [dim])]
-        if x.part.dim in along:
-            raise NoRule
-        result = func(*args, **kwargs)
-        dims = (result if isinstance(result, Tensor) else result[0]).dim()
-        gone = sum(each < x.part.dim for each in along) if dims < x.dim() else 0
-        return given(result, moved(x.part, x.part.dim - gone))
-
-    return rule
-
-
-def _unbind(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = _first(args)
-    dim = _positive(args[1] if len(args) > 1 else kwargs.get("dim", 0), x.dim())
-    if dim == x.part.dim:
+def _in_pieces(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """`chunk` and `split`. Along the split dim, of parts of several runs: pieces that are whole runs."""
+    x = first_split(args)
+    dim = positive(args[2] if len(args) > 2 else kwargs.get("dim", 0), x.dim())
+    if dim != x.part.dim:
+        return along(2, 0)(func, args, kwargs)
+    if x.part.repeats == 1:
+        raise NoRule  # pieces of unequal length on the ranks: gathered once they are cheaper
+    asked, length = [*args[1:2], *(value for name, value in kwargs.items() if name != "dim")][0], x.part.length
+    if isinstance(asked, int):
+        size = asked if called(func) == "split" else -(-length // asked)
+        sizes = [min(size, length - begin) for begin in range(0, length, size)]
+    else:
+        sizes = [int(size) for size in asked]
+    ends = list(itertools.accumulate(sizes))
+    if any(end % x.part.run for end in ends) or ends[-1] != length:
         raise NoRule
-    return given(func(*args, **kwargs), moved(x.part, x.part.dim - (dim < x.part.dim)))
+    return tuple(given(*places.cut(x, end - size, end)) for size, end in zip(sizes, ends, strict=True))
 
 
 def _repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = _first(args)
-    dim = _positive(args[2] if len(args) > 2 else kwargs.get("dim"), x.dim())
+    x = first_split(args)
+    dim = positive(args[2] if len(args) > 2 else kwargs.get("dim"), x.dim())
     if dim != x.part.dim:
         return given(func(*args, **kwargs), x.part)
     times = args[1] if len(args) > 1 else kwargs.get("repeats")
@@ -256,38 +231,8 @@ def _repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return given(func(*args, **kwargs), moved(x.part, dim, x.part.length * times))
 
 
-def _summed(mean: bool) -> Rule:
-    """A sum or mean: along other dims, or over the split one, whose parts are added up."""
-    other = _along(1)
-
-    def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
-        x = _first(args)
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        every = dim is None or (isinstance(dim, Sequence) and not dim)
-        along = range(x.dim()) if every else [each % x.dim() for each in _numbers((dim,))]
-        if x.part.dim not in along:
-            return other(func, args, kwargs)
-        total = torch.sum(*args, **kwargs)
-        whole = add_up(total, x.part.axis)
-        return whole / math.prod(whole_shape(x)[each] for each in along) if mean else whole
-
-    return rule
-
-
-def _normalised(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Layer norms, over the last dims: they run on parts of the others."""
-    x = _first(args)
-    shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
-    if x.part.dim >= x.dim() - len(shape):
-        raise NoRule
-    only_split(args, kwargs, x)
-    new = [enter(each, x.part.axis) if isinstance(each, Tensor) else each for each in args[1:]]
-    options = {k: enter(each, x.part.axis) if isinstance(each, Tensor) else each for k, each in kwargs.items()}
-    return given(func(x, *new, **options), x.part)
-
-
 def _pad(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = _first(args)
+    x = first_split(args)
     pads = args[1] if len(args) > 1 else kwargs["pad"]
     mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
     if mode != "constant":
@@ -314,19 +259,8 @@ RULES: dict[str, Rule] = {
     "narrow": _narrow,
     **dict.fromkeys(["cat", "concat", "concatenate"], _joined),
     "stack": _stacked,
-    **dict.fromkeys(["chunk", "split", "tensor_split"], _along(2, 0)),
-    **dict.fromkeys(["softmax", "log_softmax", "softmin", "cumsum", "cumprod", "flip"], _along(1)),
-    **dict.fromkeys(["sort", "argsort", "glu"], _along(1, -1)),
-    "normalize": _along(2, 1),
-    "topk": _along(2, -1),
-    **dict.fromkeys(
-        ["amax", "amin", "std", "var", "logsumexp", "argmax", "argmin", "max", "min", "all", "any", "prod"], _along(1)
-    ),
-    "index_select": _along(1),
-    "unbind": _unbind,
+    **dict.fromkeys(["chunk", "split"], _in_pieces),
+    "tensor_split": along(2, 0),
     "repeat_interleave": _repeat_interleave,
-    "sum": _summed(mean=False),
-    "mean": _summed(mean=True),
-    **dict.fromkeys(["layer_norm", "rms_norm"], _normalised),
     "pad": _pad,
 }

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.torch_function import on_parts
 from meshwise.parallel.split.axis import Part
 
 Dispatch = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
@@ -30,8 +29,7 @@ class SplitTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        with on_parts():
-            return _dispatch[0](func, args, kwargs or {})
+        return _dispatch[0](func, args, kwargs or {})
 
 
 def split(local: Tensor, part: Part) -> SplitTensor:
