@@ -2,9 +2,10 @@
 
 Ranks are threads, so that no process starts. What has no rule is gathered, and right as well.
 
-Tests parallel/split/axis.py, parallel/split/crossing.py, parallel/split/elementwise.py, parallel/split/layout.py,
-parallel/split/losses.py, parallel/split/products.py, parallel/split/rule.py, parallel/split/rules.py,
-parallel/split/shapes.py, parallel/split/tensor.py, compat/torch_function.py.
+Tests parallel/split/along.py, parallel/split/axis.py, parallel/split/crossing.py, parallel/split/elementwise.py,
+parallel/split/layout.py, parallel/split/losses.py, parallel/split/packing.py, parallel/split/products.py,
+parallel/split/rule.py, parallel/split/rules.py, parallel/split/shapes.py, parallel/split/tensor.py,
+compat/torch_function.py.
 """
 
 from __future__ import annotations

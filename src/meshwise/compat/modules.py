@@ -6,6 +6,7 @@ Tested in tests/training/test_generate.py and tests/parallel.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,13 @@ def generates_together(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "generate"):
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
+
+
+def twin_with(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
+    """`module` once more, with `child` of this name in it: attributes set on one are not set on the other."""
+    twin = copy.copy(module)
+    twin.__dict__.update(_modules={**module._modules, name: child})
+    return twin
 
 
 def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:

@@ -9,7 +9,6 @@ Tested in tests/parallel/test_split_rules.py and test_split_models.py.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwise.compat.modules import twin_with
 from meshwise.compat.torch_function import called, on_parts
 
 
@@ -65,8 +65,7 @@ def sections_of(model: nn.Module, name: str, layer: nn.Module, takes: int, gives
     weight, slices = next(layer.parameters()), list[tuple[int, int]]()
     stand_in = nn.Module()
     stand_in.forward = lambda x: _watched(x.new_zeros(*x.shape[:-1], gives), slices)
-    twin = copy.copy(parent)  # what the trial sets, it sets on the twin
-    twin.__dict__.update(_modules={**parent._modules, name.rpartition(".")[2]: stand_in})
+    twin = twin_with(parent, name.rpartition(".")[2], stand_in)
     names = [p.name for p in inspect.signature(type(parent).forward).parameters.values() if p.default is p.empty][1:]
     given = [torch.zeros(1, 2, takes, dtype=weight.dtype, device=weight.device), *[None] * (len(names) - 1)]
     sections = 0
