@@ -43,8 +43,8 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
     if plan.within_samples * engine.world.size != world.size:
         sizes = " ".join(f"--set {name}={value}" for name, value in changed(plan).items())
         raise PlanError(
-            f"mw.distribute was given {plan}, whose ranks work on the same samples: that must be known when the program "
-            f"begins. Give the plan to the run: {sizes}, or {PLAN_FILE}=plan.toml before it."
+            f"mw.distribute was given {plan}, whose ranks work on the same samples: that must be known when the "
+            f"program begins. Give the plan to the run: {sizes}, or {PLAN_FILE}=plan.toml before it."
         )
     program.plan = plan
     return plan
