@@ -1,0 +1,225 @@
+"""Published architectures under each axis: whether two workers compute what one device computes, in float64.
+
+    python bench/breadth.py [--lines FILE] [--only WORD ...] [--plan NAME ...] [--again STATUS ...] [--limit SECONDS]
+    python bench/breadth.py --table
+
+Every architecture of bench/tiny_models.py is trained for two steps, one of them ragged, on one device and under data=2,
+shard=2, tensor=2, pipeline=2 with 4 microbatches, and context=2, and everything that `meshwise check` compares is
+compared. Each result is a line of JSON, written as it is known: `equal`, `refused` (with the sentence), `wrong` (the
+largest difference and where it began), `crash` or `timeout`. What has a line is not run again, unless its status is
+named with `--again`. `--table` writes bench/results/breadth.json and docs/architectures.md from the lines.
+
+An equal model counts under shard if 80 % of its parameters were divided, under tensor if half of them were, and under
+pipeline if both stages had a block and 4 microbatches were trained; else it is `equal, hardly divided`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterable
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+import tiny_models
+from torch.distributed.tensor import DTensor
+
+from meshwise.equivalence.one_device import one_device
+from meshwise.equivalence.programs import watch_job
+from meshwise.equivalence.proof import prove
+from meshwise.equivalence.trace import CheckSpec, Trace
+from meshwise.spec.plan import Plan
+from tests.pool import CaseFailed, Pool
+
+ROOT = Path(__file__).parents[1]
+STEPS, MICROBATCHES = 2, 4
+PLANS = {
+    "data": Plan(data=2),
+    "shard": Plan(shard=2),
+    "tensor": Plan(tensor=2),
+    "pipeline": Plan(pipeline=2, accumulate=MICROBATCHES),
+    "context": Plan(context=2),
+}
+LEAST = {"shard": 0.8, "tensor": 0.5}
+"""Share of the parameters that must be divided."""
+REFUSALS = ("PlanError", "UsageError", "DataError")
+LINES = ROOT / "runs" / "breadth.jsonl"
+Row = dict[str, Any]
+
+
+def under_plan(folder: str, name: str, spec: CheckSpec, draws: Any) -> tuple[Trace | None, float, int]:
+    """On a worker: what the plan does, the share of the parameters that is divided, calls of the loss."""
+    import logging as log
+    import sys as system
+    import warnings as warned
+
+    if folder not in system.path:
+        system.path.insert(0, folder)
+    log.disable(log.WARNING)
+    warned.filterwarnings("ignore")
+    import tiny_models as models
+
+    job, seen = models.job_of(name), {"share": 0.0, "calls": 0}
+
+    def loss(model: Any, batch: Any) -> Any:
+        seen["calls"] += 1
+        return job.loss(model, batch)
+
+    def optimizer(parameters: Iterable[Any]) -> Any:
+        known = list(parameters)
+        divided = [p for p in known if isinstance(p, DTensor) and any(q.is_shard() for q in p.placements)]
+        seen["share"] = sum(p.numel() for p in divided) / max(sum(p.numel() for p in known), 1)
+        return job.optimizer(known)
+
+    found = watch_job(replace(job, loss=loss, optimizer=optimizer), spec, draws)
+    return None if found is None else found.trace, seen["share"], int(seen["calls"])
+
+
+@contextmanager
+def time_limit(seconds: float) -> Any:
+    """Raise TimeoutError in this process after so many seconds."""
+
+    def ring(*unused: Any) -> None:
+        raise TimeoutError(f"not done in {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(int(seconds))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def hold(pool: Any, name: str, label: str, reference: dict[int, Trace], limit: float = 120) -> Row:
+    """One architecture under one plan. reference: microbatches -> what one device does; filled here."""
+    spec, row = CheckSpec(PLANS[label], STEPS), Row(status="crash")
+    micro = spec.plan.accumulate
+    try:
+        with time_limit(limit):
+            if not reference and (why := cannot_be_built(name)):
+                return Row(status="not built", text=why)
+            if micro not in reference:
+                reference[micro] = one_device(tiny_models.job_of(name), spec)
+    except TimeoutError as late:
+        return Row(status="timeout", text=f"one device: {late}")
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return Row(status="crash", text=f"one device: {type(error).__name__}: {_short(error)}", at=_where())
+    one = reference[micro]
+    try:
+        answers = pool.run(under_plan, str(ROOT / "bench"), name, spec, one.draws, timeout=limit)
+    except CaseFailed as failed:
+        status = "refused" if failed.kind in REFUSALS else "crash"
+        more = {} if status == "refused" else {"at": failed.args[0][-600:]}
+        return Row(
+            status=status, text=_short(failed.text if status == "refused" else f"{failed.kind}: {failed.text}"), **more
+        )
+    except TimeoutError as late:
+        return Row(status="timeout", text=str(late))
+    many, row["share"], _ = answers[0]
+    calls = [answer[2] for answer in answers]
+    proof = prove(name, spec, "2xcpu", one, many)
+    row["largest"] = max((k.largest.relative for k in proof.comparison.kinds if k.largest is not None), default=0.0)
+    row["notes"] = list(proof.notes)
+    if proof.equal:
+        divided = row["share"] >= LEAST.get(label, 0.0) and (label != "pipeline" or min(calls) >= STEPS * MICROBATCHES)
+        return row | {"status": "equal" if divided else "equal, hardly divided"}
+    first, cause = proof.comparison.first, proof.cause
+    row |= {"status": "wrong", "module": proof.module, "cause": "" if cause is None else cause.name}
+    if first is not None:
+        row["first"] = [first.kind, first.step, first.name, first.relative]
+    return row | {"text": "" if cause is None else _short(cause.evidence)}
+
+
+def cannot_be_built(name: str) -> str:
+    """Why PyTorch alone does not train the architecture as bench/tiny_models.py makes it; empty where it does."""
+    job = tiny_models.job_of(name)
+    try:
+        data = job.data()
+        few = {k: v[:4] for k, v in data.items()} if isinstance(data, dict) else tuple(v[:4] for v in data)
+        found = job.loss(job.model().train(), few)
+        (found[0] if isinstance(found, tuple) else found).backward()
+    except Exception as error:  # whatever a model of others raises
+        return f"{type(error).__name__}: {_short(error, 200)}"
+    return ""
+
+
+def _where() -> str:
+    return traceback.format_exc()[-600:]
+
+
+def _short(text: object, most: int = 500) -> str:
+    return " ".join(str(text).split())[:most]
+
+
+def read(lines: Path) -> dict[tuple[str, str], Row]:
+    """(architecture, plan) -> its last result."""
+    rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    return {(row["name"], row["plan"]): row for row in rows}
+
+
+def main() -> None:
+    """Run what has no line yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lines", type=Path, default=LINES)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--plan", nargs="*", default=list(PLANS), choices=PLANS)
+    parser.add_argument("--again", nargs="*", default=[])
+    parser.add_argument("--limit", type=float, default=120)
+    parser.add_argument("--table", action="store_true")
+    asked = parser.parse_args()
+    if asked.table:
+        import breadth_table
+
+        breadth_table.write(read(asked.lines))
+        return
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    asked.lines.parent.mkdir(parents=True, exist_ok=True)
+    pool: Pool | None = None
+    for name, (task, kind, _) in tiny_models.architectures().items():
+        if asked.only and not any(word.lower() in name.lower() for word in asked.only):
+            continue
+        known, reference = read(asked.lines), dict[int, Trace]()
+        for label in asked.plan:
+            before = known.get((name, label))
+            if before is not None and before["status"] not in asked.again:
+                continue
+            pool = pool or Pool(2)
+            began = time.perf_counter()
+            row = Row(name=name, task=task, type=kind, plan=label) | hold(pool, name, label, reference, asked.limit)
+            row |= {"seconds": round(time.perf_counter() - began, 1), "commit": commit()}
+            with asked.lines.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(name, label, row["status"], row["seconds"], row.get("text", "")[:200], flush=True)
+    if pool is not None:
+        pool.close()
+
+
+def commit() -> str:
+    """The commit of the code, with a `+` where it was changed after it."""
+    import subprocess
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("log", "-1", "--format=%h", "--", "src") + "+" * bool(git("status", "--short", "--", "src"))
+
+
+if __name__ == "__main__":
+    main()
