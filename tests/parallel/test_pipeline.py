@@ -23,6 +23,7 @@ from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.programs import watch_job
 from meshwise.equivalence.proof import prove
 from meshwise.equivalence.trace import CheckSpec
+from meshwise.parallel.passing import Pass
 from meshwise.parallel.pipeline import PIPELINE
 from meshwise.parallel.schedule import CHUNKS, Action, orders, stage_ranges
 from meshwise.parallel.technique import Setup
@@ -259,3 +260,18 @@ def test_models_that_are_refused(model: nn.Module, plan: Plan, expected: str) ->
 
 def test_outside_of_a_pipeline_a_rank_lacks_nothing() -> None:
     assert stages.pipe() is None and not stages.lacks(Net()) and stages.counts()
+
+
+def test_what_lies_between_two_stages_follows_the_first() -> None:
+    """An encoder ends with dropout behind its last block, and the decoder's embedding has one: both run before the
+    decoder's first block, and draw what comes after the encoder's."""
+    reached: list[int] = []
+    blocks = [(f"blocks.{n}", nn.Linear(1, 1)) for n in range(4)]
+    now = Pass(Action(True, 1, 0), (2, 4), True, blocks)
+    now.carried, now.received, now.poison = [7], "hidden", "poison"
+    stages.enter_own_layers(False)
+    with stages.carried(lambda: None, reached.append):
+        assert now.passed_by(0) == "poison" and reached == [] and not stages.counts()
+        assert now.passed_by(1) == "hidden" and reached == [7] and stages.counts()
+        now.enter(2)
+    assert reached == [7]

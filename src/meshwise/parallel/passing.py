@@ -68,7 +68,11 @@ class Pass:
 
     def passed_by(self, number: int) -> Any:
         """What a block of a stage before gives."""
-        return self.received if number == self.lo - 1 else self.poison
+        if number < self.lo - 1:
+            return self.poison
+        stages.put_down(self.carried)
+        stages.enter_own_layers(True)
+        return self.received
 
     def enter(self, number: int) -> None:
         """A block of this stage is called. PlanError where it is not their turn."""
@@ -79,9 +83,6 @@ class Pass:
                 f"pipeline: block {name} {what} in one loss. Stages need a loss that calls the model once, and its "
                 "blocks one after the other. Use shard or tensor for this job."
             )
-        if self._entered == 0 and self.lo:
-            stages.put_down(self.carried)
-            stages.enter_own_layers(True)
         self._entered += 1
 
     def leave(self, number: int, result: Any) -> None:
