@@ -1,9 +1,11 @@
-"""Blocks are found from the module tree alone."""
+"""Blocks are found from the module tree alone, and a block that is sharded is gathered however it is called."""
 
+import torch
 from torch import nn
 
+from meshwise.compat.modules import hooks_at_forward
 from meshwise.jobs.registry import find_job
-from meshwise.parallel.blocks import blocks_of
+from meshwise.parallel.blocks import blocks_of, repeated_blocks
 
 
 def test_the_entries_of_lists_are_blocks_and_what_stands_beside_them() -> None:
@@ -33,3 +35,22 @@ def test_lists_inside_other_modules_are_looked_into() -> None:
 def test_a_sequence_and_a_plain_module() -> None:
     assert [n for n, _ in blocks_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))] == ["0", "2"]
     assert blocks_of(nn.Linear(2, 2)) == []
+
+
+def test_a_list_of_lists_is_looked_into() -> None:
+    """Funnel's encoder is a list of stages, each a list of one layer or more: a list is never called."""
+    layer = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())  # noqa: E731
+    stages = nn.ModuleList(nn.ModuleList([layer()]) for _ in range(2))
+    assert [name for name, _ in repeated_blocks(nn.ModuleDict({"blocks": stages}))] == ["blocks.0.0", "blocks.1.0"]
+
+
+def test_a_forward_that_is_called_by_itself_comes_past_the_hooks_once() -> None:
+    layer, seen = nn.Linear(2, 2), list[str]()
+    layer.register_forward_pre_hook(lambda *unused: seen.append("before"))
+    layer.register_forward_hook(lambda *unused: seen.append("after"))
+    hooks_at_forward(layer)
+    x = torch.ones(1, 2)
+    for _ in range(2):
+        assert torch.equal(layer.forward(x), nn.functional.linear(x, layer.weight, layer.bias))
+        assert torch.equal(layer(x), layer.forward(x))
+    assert seen == ["before", "after"] * 6

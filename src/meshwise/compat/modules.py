@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,35 @@ def twin_with(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
     twin = copy.copy(module)
     twin.__dict__.update(_modules={**module._modules, name: child})
     return twin
+
+
+def hooks_at_forward(module: nn.Module) -> None:
+    """Let who calls `module.forward(x)` itself (SqueezeBERT's encoder) come past the module's hooks, as module(x). One
+    whose forward something was put around (recompute) stays as it is."""
+    if "forward" in vars(module):
+        return
+    entered: list[bool] = []
+    module.register_forward_pre_hook(_Entered(entered), prepend=True)
+    put_forward(module, functools.partial(_with_hooks, module, entered, module.forward))
+
+
+class _Entered:
+    """A hook that notes that the module is called."""
+
+    def __init__(self, entered: list[bool]) -> None:
+        self._entered = entered
+
+    def __call__(self, *unused: Any) -> None:
+        self._entered[:] = [True]
+
+
+def _with_hooks(
+    module: nn.Module, entered: list[bool], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    if not entered:
+        return module(*args, **kwargs)
+    entered.clear()
+    return forward(*args, **kwargs)
 
 
 def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:

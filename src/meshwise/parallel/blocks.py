@@ -52,7 +52,7 @@ def _entries(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     inside = isinstance(module, CONTAINERS)
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}" if name else child_name
-        if inside and not (isinstance(child, CONTAINERS) and _holds_layers(child)):
+        if inside and not (isinstance(child, CONTAINERS) and (_holds_layers(child) or not _is_called(child))):
             if any(True for _ in child.parameters()):
                 yield full, child
         else:
@@ -63,3 +63,8 @@ def _holds_layers(container: nn.Module) -> bool:
     """Whether several entries are of one class, and modules with parts of their own."""
     kinds = Counter(type(child) for child in container.children() if any(True for _ in child.children()))
     return any(count > 1 for count in kinds.values())
+
+
+def _is_called(container: nn.Module) -> bool:
+    """Whether it may be called: a list has no forward, and a list of lists (Funnel's stages) no layers but theirs."""
+    return isinstance(container, nn.Sequential)

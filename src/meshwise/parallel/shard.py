@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from meshwise.compat import sharding
-from meshwise.compat.modules import generates_together
+from meshwise.compat.modules import generates_together, hooks_at_forward
 from meshwise.compat.optimizers import takes_hooks
 from meshwise.compat.reducer import default_store
 from meshwise.compat.whole_values import plain_loss, read_whole
@@ -87,6 +87,7 @@ class Sharded:
                 fully_shard(module, mesh=mesh, reshard_after_forward=not keep, offload_policy=policy, mp_policy=dtypes)
                 sharding.keep_class_name(module)
                 module.register_forward_hook(refuse_second_backward)
+                hooks_at_forward(module)
             self._roots.append(root)  # type: ignore[arg-type]
         names = {id(p): name for name, p in model.named_parameters()}
         self._groups: list[sharding.Group] = []
