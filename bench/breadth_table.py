@@ -97,6 +97,7 @@ def _ran(entry: Mapping[str, Any]) -> bool:
 
 def _totals(results: Mapping[str, Any]) -> list[str]:
     kinds = {"equal": "equal", "equal, hardly divided": "equal, hardly divided", "refused": "refused", "wrong": "wrong"}
+    kinds["equal but for a buffer, told"] = "equal but for a buffer that the model updates from its own samples, told"
     counts = counts_of(results)
     rows = [[title, *(str(counts[plan][status]) for plan in AXES)] for status, title in kinds.items()]
     return _table(["architectures", *AXES.values()], rows)
@@ -108,6 +109,8 @@ def _cell(name: str, result: Mapping[str, Any] | None, reasons: list[str]) -> st
         return ""
     if status == "equal":
         return "equal"
+    if status.startswith("equal but"):
+        return "equal but a buffer"
     if status == "equal, hardly divided":
         return f"equal, {result.get('share', 0.0):.0%}"
     text = reason(name, result)

@@ -13,6 +13,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -224,7 +225,7 @@ LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "
 
 @cache
 def architectures() -> dict[str, tuple[str, str, str]]:
-    """Name -> (task, model type, class), each class once: families that most look for first, then task by task."""
+    """Name -> (task, model type, class), each class once: families that most look for first, then the tasks in turn."""
     modeling_auto = importlib.import_module("transformers.models.auto.modeling_auto")
     found: dict[str, tuple[str, str, str]] = {}
     for task, mapping in MAPPINGS.items():
@@ -240,7 +241,11 @@ def architectures() -> dict[str, tuple[str, str, str]]:
         found[f"torchvision.{name}"] = ("torchvision", name, name)
     first = {name: entry for name, entry in found.items() if entry[1] in FIRST}
     ranked = sorted(first, key=lambda name: FIRST.index(first[name][1]))
-    return {name: found[name] for name in [*ranked, *found]}
+    by_task: dict[str, list[str]] = {}
+    for name, (task, _, _) in found.items():
+        by_task.setdefault(task, []).append(name)
+    in_turn = (name for names in zip_longest(*by_task.values()) for name in names if name is not None)
+    return {name: found[name] for name in [*ranked, *in_turn]}
 
 
 def config_of(configs: Any, kind: str = "", **more: Any) -> Any:

@@ -6,6 +6,7 @@ Of the draws of an optimizer's step (training/model_stream.py) and of training/r
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import meshwise as mw
 from meshwise.compat.fingerprint import fingerprint
 from meshwise.spec.errors import DataError, UsageError
-from meshwise.training.replicas import PARAMETERS, parted
+from meshwise.spec.plan import Plan
+from meshwise.training.replicas import BUFFER, PARAMETERS, parted, sums_of
 from meshwise.training.session import default_engine, end_sessions
 
 F = nn.functional
@@ -114,6 +116,16 @@ def test_a_buffer_of_this_ranks_samples_is_said_once(ranks: Any) -> None:
         raised, said, _ = rank["buffer"]
         assert raised == "" and len(said) == 1
         assert "the ranks' buffers center differ" in said[0] and "test_replicas.py:" in said[0]
+
+
+@pytest.mark.parametrize(("plan", "kinds"), [(Plan(data=2), {PARAMETERS, BUFFER}), (Plan(shard=2), {BUFFER})], ids=repr)
+def test_buffers_are_compared_under_shard_too(plan: Plan, kinds: set[str]) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("center", torch.ones(2))
+    program: Any = SimpleNamespace(
+        backwards=2, plan=plan, models=[model], named_parameters=lambda: dict(model.named_parameters())
+    )
+    assert {kind for kind, _, _ in sums_of(program)} == kinds
 
 
 def other_data() -> list[str]:

@@ -31,7 +31,7 @@ def held_alike(program: Program, schedulers: Iterable[LRScheduler]) -> Settings:
 def sums_of(program: Program) -> Settings:
     """Sums of what the program's replicas hold, where it is time to compare them."""
     count = program.backwards
-    if count < 2 or count & (count - 1) or program.plan is None or program.plan.parameters_divided:
+    if count < 2 or count & (count - 1) or program.plan is None:
         return ()
     named = [
         (f"{place}.{name}".lstrip("."), buffer)
@@ -41,8 +41,10 @@ def sums_of(program: Program) -> Settings:
         for name, buffer in module.named_buffers(recurse=False)
         if buffer.is_floating_point()
     ]
-    parameters = (PARAMETERS, "", _sum(program.named_parameters().values()))
-    return parameters, *((BUFFER, name, _sum([buffer])) for name, buffer in named)
+    buffers = tuple((BUFFER, name, _sum([buffer])) for name, buffer in named)
+    if program.plan.parameters_divided:  # each rank has its own part of them
+        return buffers
+    return (PARAMETERS, "", _sum(program.named_parameters().values())), *buffers
 
 
 def _sum(tensors: Iterable[Tensor]) -> float:
