@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,12 +245,20 @@ def test_a_script_is_refused() -> None:
         check_for_scripts(Plan(pipeline=2, accumulate=4))
 
 
+def dropping(**config: float) -> nn.Module:
+    """A model of transformers with layers that are left out at random, as a part of another."""
+    net: Any = Net(3)
+    net.config = SimpleNamespace(encoder=SimpleNamespace(to_dict=dict, **config))
+    return net  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("model", "plan", "expected"),
     [
         (nn.Linear(2, 2), Plan(pipeline=2, accumulate=2), "has no repeated layers"),
         (Net(3), Plan(pipeline=4, accumulate=4), r"needs 4 blocks, and Net has 3 .blocks.0, .*Use pipeline=3"),
         (Net(3), Plan(pipeline=2, accumulate=4, schedule="interleaved"), "of 2 stages each needs 4 blocks"),
+        (dropping(encoder_layerdrop=0.1), Plan(pipeline=2, accumulate=2), "encoder_layerdrop=0.1 leaves out layers"),
     ],
 )
 def test_models_that_are_refused(model: nn.Module, plan: Plan, expected: str) -> None:
@@ -268,10 +277,36 @@ def test_what_lies_between_two_stages_follows_the_first() -> None:
     reached: list[int] = []
     blocks = [(f"blocks.{n}", nn.Linear(1, 1)) for n in range(4)]
     now = Pass(Action(True, 1, 0), (2, 4), True, blocks)
-    now.carried, now.received, now.poison = [7], "hidden", "poison"
+    now.carried, now.received, now.forms = [7], "hidden", {0: "of block 0", 1: "of block 1"}
     stages.enter_own_layers(False)
     with stages.carried(lambda: None, reached.append):
-        assert now.passed_by(0) == "poison" and reached == [] and not stages.counts()
+        assert now.passed_by(0) == "of block 0" and reached == [] and not stages.counts()
         assert now.passed_by(1) == "hidden" and reached == [7] and stages.counts()
         now.enter(2)
     assert reached == [7]
+
+
+class Tapering(Net):
+    """Blocks of one class that give tensors of other shapes, and code between them that looks at shapes."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.widen = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(Block(width, 0.1) for width in (8, 16, 16, 16))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for number, block in enumerate(self.blocks):
+            hidden = block(self.widen(hidden) if number == 1 else hidden)[0]
+            hidden = hidden.unflatten(-1, (2, 4)).flatten(-2) if number == 0 else hidden
+        found: Tensor = self.head(hidden)
+        return found
+
+
+def test_code_between_blocks_sees_the_shape_that_each_gives(pool: Any) -> None:
+    spec, made = CheckSpec(Plan(pipeline=2, accumulate=4)), job(model=Tapering)
+    one = one_device(made, spec)
+    found = pool(2).run(followed, made, spec, one.draws)[0]
+    proof = prove("net", spec, "2xcpu", one, found.trace)
+    assert proof.equal, (proof.comparison.first, proof.cause)

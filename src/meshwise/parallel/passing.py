@@ -34,14 +34,20 @@ class _Form:
 
 @dataclass(frozen=True)
 class _Hidden:
-    """What a block gives: its form, with a `_Form` in the place of each tensor, and what travels with it."""
+    """What a block gives: its form, with a `_Form` in the place of each tensor, and what travels with it. before: the
+    forms of what the blocks before it gave, by number."""
 
     form: Any
     carried: list[Any]
+    before: dict[int, Any]
 
     @property
     def tensors(self) -> list[_Form]:
         return list(_forms_in(self.form))
+
+
+def _form_of(given: Any) -> Any:
+    return map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, t.requires_grad), given)
 
 
 def _forms_in(tree: Any) -> Iterator[_Form]:
@@ -59,7 +65,8 @@ class Pass:
         self.action, (self.lo, self.hi), self.is_last, self._blocks = action, own, is_last, blocks
         self.received: Any = None
         self.carried: list[Any] = []
-        self.poison: Any = None
+        self.forms: dict[int, Any] = {}  # of what blocks up to here give, by number
+        self.device = torch.device("cpu")
         self.gradients: list[Tensor | None] = []  # of what was received, as the backward finds them
         self.output: Any = None
         self.sent: list[Tensor] = []
@@ -69,7 +76,7 @@ class Pass:
     def passed_by(self, number: int) -> Any:
         """What a block of a stage before gives."""
         if number < self.lo - 1:
-            return self.poison
+            return map_kind(_Form, lambda form: _poison(form, self.device), self.forms[number])
         stages.put_down(self.carried)
         stages.enter_own_layers(True)
         return self.received
@@ -88,6 +95,8 @@ class Pass:
     def leave(self, number: int, result: Any) -> None:
         """A block of this stage has given `result`."""
         self._gave += 1
+        if not self.is_last:
+            self.forms[number] = _form_of(result)
         if number == self.hi - 1:
             self.output, self.carried = result, stages.take_along()
 
@@ -106,14 +115,13 @@ class Pass:
         wrong = check and _has_nan(sent) and not _has_nan(tensors_in(self.received))
         if not self.is_last:
             self.sent = sent
-            form = map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, t.requires_grad), self.output)
-            self.form = _Hidden(form, self.carried)
+            self.form = _Hidden(_form_of(self.output), self.carried, self.forms)
         self.output = None
         return wrong
 
     def let_go(self) -> None:
         """The backward is over."""
-        self.received = self.poison = self.output = None
+        self.received = self.output = None
         self.sent = []
 
 
@@ -165,7 +173,7 @@ class Passing:
         """What the stage before gives, as this stage's blocks find it."""
         before = Action(True, now.action.stage - 1, now.action.microbatch)
         hidden, tensors = self._receive(before)
-        now.carried = hidden.carried
+        now.carried, now.forms, now.device = hidden.carried, dict(hidden.before), self._device
         now.gradients = [None] * len(tensors)
         training = torch.is_grad_enabled()
         parts = iter(
@@ -173,7 +181,6 @@ class Passing:
             for place, (form, tensor) in enumerate(zip(hidden.tensors, tensors, strict=True))
         )
         now.received = map_kind(_Form, lambda form: next(parts), hidden.form)
-        now.poison = map_kind(_Form, lambda form: _poison(form, self._device), hidden.form)
 
     # Backwards.
 

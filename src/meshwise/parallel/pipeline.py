@@ -196,6 +196,13 @@ def _check_model(setup: Setup) -> None:
                 f"pipeline={plan.pipeline}: {name} collects values of all layers, which lie on different ranks. Set "
                 f"{name}=False in the model's configuration, or use shard."
             )
+    for each in (config, *(value for value in vars(config or plan).values() if hasattr(value, "to_dict"))):
+        for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+            if getattr(each, name, 0):
+                raise PlanError(
+                    f"pipeline={plan.pipeline}: {name}={getattr(each, name)} leaves out layers at random, and stages "
+                    f"need every block in every forward. Set {name}=0.0 in the model's configuration, or use shard."
+                )
 
 
 def _apply(setup: Setup) -> None:
