@@ -52,7 +52,16 @@ PRIVATE_OF_THE_STANDARD_LIBRARY = {"_exit", "_getframe", "_current_frames", "_fi
 ASKED_FOR_BY_NOTEBOOKS = {"_repr_html_"}
 # Files of parallel/ that techniques may import: a floor that they share, itself no technique.
 SHARED_BY_TECHNIQUES = {"technique", "blocks", "buckets", "mesh", "op_record", "op_replay", "rebind", "reduction"}
-SHARED_BY_TECHNIQUES |= {"shard_units", "step_hooks", "trial", "split", "schedule", "passing", "holding"}
+SHARED_BY_TECHNIQUES |= {
+    "shard_units",
+    "step_hooks",
+    "trial",
+    "split",
+    "schedule",
+    "passing",
+    "holding",
+    "shard_refusals",
+}
 JOIN_TECHNIQUES = {"apply"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "manager", "managers", "base", "misc"}
 

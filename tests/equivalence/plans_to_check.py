@@ -66,6 +66,17 @@ CONTEXT = {
 """Of models whose samples have positions."""
 WITH_POSITIONS = ("llama", "gpt2", "bert", "gpt")
 
+PIPELINES = {
+    "pipeline": Plan(pipeline=2, accumulate=2),
+    "data × pipeline × bf16": Plan(data=2, pipeline=2, accumulate=2, schedule="gpipe", precision="bf16"),
+    "shard × pipeline × recompute": Plan(shard=2, pipeline=2, accumulate=2, recompute="full"),
+    "tensor × pipeline": Plan(tensor=2, pipeline=2, accumulate=2),
+    "8 devices: shard 2 × tensor 2 × pipeline 2": Plan(shard=2, tensor=2, pipeline=2, accumulate=2),
+}
+"""Of models that are cut into stages."""
+WITH_STAGES = ("llama", "gpt2", "bert", "vit", "gpt", "mlp")
+PIPELINES_OF_POSITIONS = {"context × pipeline": Plan(context=2, pipeline=2, accumulate=2)}
+
 NAMES = (*SIZES, *MODELS)
 BLOCKS = {
     "mnist-mlp": "1",
@@ -134,5 +145,7 @@ def cases() -> list[Case]:
             found.append(Case(name, label, plan, quick))
         if name in WITH_POSITIONS:
             found += [Case(name, label, plan, (name, label) == ("llama", "context")) for label, plan in CONTEXT.items()]
+        stages = PIPELINES | (PIPELINES_OF_POSITIONS if name in WITH_POSITIONS else {})
+        found += [Case(name, label, plan, False) for label, plan in stages.items() if name in WITH_STAGES]
         found += [Case(name, label, plan, LATER_QUICK.get(label) == name) for label, plan in LATER.items()]
     return found

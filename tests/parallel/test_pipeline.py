@@ -10,13 +10,14 @@ transfer/stages.py.
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,9 +25,14 @@ from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.programs import watch_job
 from meshwise.equivalence.proof import prove
 from meshwise.equivalence.trace import CheckSpec
+from meshwise.parallel.blocks import repeated_blocks
+from meshwise.parallel.buckets import local
+from meshwise.parallel.deferred import constructed, take_fakes
+from meshwise.parallel.load import load_weights
 from meshwise.parallel.passing import Pass
-from meshwise.parallel.pipeline import PIPELINE
+from meshwise.parallel.pipeline import STAGES, Pipeline, costs_of
 from meshwise.parallel.schedule import CHUNKS, Action, orders, stage_ranges
+from meshwise.parallel.split.axis import MeshAxis, Part
 from meshwise.parallel.technique import Setup
 from meshwise.spec.errors import PlanError, WorkerFailed
 from meshwise.spec.plan import SCHEDULES, Plan
@@ -37,6 +43,7 @@ from meshwise.training.loop import run_job
 from meshwise.training.plan_choice import check_for_scripts
 from meshwise.training.run_options import RunOptions
 from meshwise.transfer import stages
+from meshwise.transfer.stages import Pipe
 
 
 class Block(nn.Module):
@@ -53,12 +60,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Tied embedding and head, blocks that give a tuple, a frozen scale."""
 
-    def __init__(self, blocks: int = 5, dropout: float = 0.1, skip: bool = False) -> None:
+    def __init__(self, blocks: int = 5, dropout: float = 0.1, skip: bool = False, width: int = 8) -> None:
         super().__init__()
-        self.embed = nn.Embedding(16, 8)
-        self.scale = nn.Parameter(torch.full((8,), 1.5), requires_grad=False)
-        self.blocks = nn.ModuleList(Block(8, dropout) for _ in range(blocks))
-        self.head = nn.Linear(8, 16, bias=False)
+        self.embed = nn.Embedding(16, width)
+        self.scale = nn.Parameter(torch.full((width,), 1.5), requires_grad=False)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
+        self.head = nn.Linear(width, 16, bias=False)
         self.head.weight = self.embed.weight
         self.skip = skip
 
@@ -132,12 +139,91 @@ def test_with_other_techniques(plan: Plan, pool: Any) -> None:
     assert_equal(pool, job(), plan)
 
 
+LARGE = {"model": lambda: Net(width=40)}
+"""Whose blocks are large enough to be sharded each by itself."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_shard_inside_stages(schedule: str, pool: Any) -> None:
+    assert_equal(pool, job(**LARGE), Plan(shard=2, pipeline=2, accumulate=4, schedule=schedule))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(tensor=2, pipeline=2, accumulate=3),
+        Plan(tensor=2, pipeline=2, accumulate=4, schedule="interleaved", recompute="full"),
+        Plan(context=2, pipeline=2, accumulate=3),
+        Plan(data=2, pipeline=2, accumulate=3, zero1=True),
+        Plan(shard=2, pipeline=2, accumulate=3, recompute="full", precision="bf16", offload=("optimizer",)),
+        Plan(shard=2, pipeline=2, accumulate=3, reshard=False, offload=("activations",)),
+        Plan(data=2, shard=2, pipeline=2, accumulate=2),
+        Plan(shard=2, tensor=2, pipeline=2, accumulate=2),
+        Plan(data=2, tensor=2, pipeline=2, accumulate=3),
+        Plan(shard=2, context=2, pipeline=2, accumulate=2, schedule="gpipe"),
+    ],
+    ids=repr,
+)
+def test_with_other_axes(plan: Plan, pool: Any) -> None:
+    assert_equal(pool, job(**LARGE), plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan", [Plan(shard=2, pipeline=2, accumulate=4), Plan(tensor=2, pipeline=2, accumulate=4)], ids=repr
+)
+def test_parts_of_stages_are_saved_and_loaded_whole(plan: Plan, pool: Any, tmp_path: Path) -> None:
+    made, whole = job(model=lambda: Net(dropout=0.0, width=40)), sum(p.nbytes for p in Net(width=40).parameters())
+    weights = {}
+    for name, first, then in (
+        ("one", Plan(accumulate=4), Plan(accumulate=4)),
+        ("back", plan, Plan(accumulate=4)),
+        ("there", Plan(accumulate=4), plan),
+        ("again", plan, plan),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        for of, epochs, resume in ((first, 1, None), (then, 2, folder)):
+            results = pool(of.devices).run(trained, made, of, folder, resume, epochs)
+            assert results[0][0]["status"] == "finished"
+            if of.devices > 1:
+                assert max(held for _, held in results) < 0.4 * whole
+        weights[name] = load_file(folder / "weights.safetensors")
+    for name in ("back", "there", "again"):
+        assert all(torch.allclose(weights["one"][key], tensor, atol=1e-5) for key, tensor in weights[name].items())
+
+
+class Overflowing(Net):
+    """Whose last block alone has gradients that overflow."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.blocks[-1].register_parameter("extra", nn.Parameter(torch.zeros(1)))
+        self.blocks[-1].register_forward_hook(lambda block, given, out: (out[0] + block.extra * 1e38, None))
+
+
+@pytest.mark.slow
+def test_a_scaler_decides_for_all_stages(pool: Any, tmp_path: Path) -> None:
+    """The gradients of one stage overflow: no stage steps."""
+    made = job(model=Overflowing)
+    plan = Plan(pipeline=2, accumulate=4, precision="fp16")
+    assert pool(2).run(trained, made, plan, tmp_path, None, 1)[0][0]["status"] == "finished"
+    torch.manual_seed(made.seed)
+    before = Overflowing().state_dict()
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in load_file(tmp_path / "weights.safetensors").items()
+    )
+
+
 def trained(made: Job, plan: Plan, folder: Path, resume: Path | None, epochs: int) -> tuple[dict[str, Any], int]:
     """The facts of a run, and the bytes of its model's parameters on this rank at the end."""
     held: list[int] = []
 
     def look(end: Any) -> None:
-        own = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in end.model.parameters()}
+        parts = [local(p).untyped_storage() for p in end.model.parameters()]
+        own = {part.data_ptr(): part.nbytes() for part in parts}
         held.append(sum(own.values()))
 
     made = copy.copy(made)
@@ -219,10 +305,8 @@ def test_stages_are_as_equal_as_can_be() -> None:
     ("fields", "expected"),
     [
         ({}, "Use accumulate=2 or more"),
-        ({"accumulate": 4, "shard": 2}, "pipeline=2 with shard=2 is not built yet. Remove shard"),
-        ({"accumulate": 4, "zero1": True, "data": 2}, "pipeline=2 with zero1=True is not built yet"),
-        ({"accumulate": 4, "offload": ("activations",)}, "is not built yet. Remove offload"),
-        ({"accumulate": 4, "precision": "fp16"}, "Use bf16"),
+        ({"accumulate": 4, "shard": 2, "offload": ("parameters",)}, "'parameters' is not built yet. Use offload='opt"),
+        ({"accumulate": 4, "compile": True}, "pipeline=2 with compile=True is not built yet. Remove compile"),
         ({"accumulate": 4, "schedule": "1f1"}, "1f1b"),
     ],
 )
@@ -262,9 +346,49 @@ def dropping(**config: float) -> nn.Module:
     ],
 )
 def test_models_that_are_refused(model: nn.Module, plan: Plan, expected: str) -> None:
-    assert PIPELINE.check_model is not None
+    assert STAGES.check_model is not None
     with pytest.raises(PlanError, match=expected):
-        PIPELINE.check_model(Setup(model, plan, World()))
+        STAGES.check_model(Setup(model, plan, World()))
+
+
+def test_a_deferred_model_gets_no_values_of_other_stages(tmp_path: Path) -> None:
+    """Built and loaded, foreign blocks take the memory of one number a parameter, and the rest is what it was."""
+    plain = Net(4)
+    save_file({name: tensor.clone() for name, tensor in plain.state_dict().items()}, tmp_path / "model.safetensors")
+    for loads in (False, True):
+        model, note = constructed(lambda: Net(4))
+        assert not note
+        if loads:
+            load_weights(model, tmp_path)
+        stages.now_lacks(
+            model, {name for name, _ in model.named_parameters() if name.startswith(("blocks.2", "blocks.3"))}
+        )
+        fill = take_fakes(model)
+        assert fill is not None
+        fill("cpu", "cpu")
+        for name, p in model.named_parameters():
+            foreign = name in stages.lacks(model)
+            assert p.untyped_storage().nbytes() == (4 if foreign else p.nbytes)
+            assert bool(p.isnan().all()) == foreign
+            if loads and not foreign:
+                assert torch.equal(p, plain.state_dict()[name])
+
+
+def test_stages_are_cut_by_the_cost_of_blocks_that_a_job_gives() -> None:
+    blocks = repeated_blocks(Net(4))
+    assert stage_ranges(costs_of(blocks, None), 2) == [(0, 2), (2, 4)]
+    assert stage_ranges(costs_of(blocks, lambda name, block: 9.0 if name == "blocks.0" else 1.0), 2) == [(0, 1), (1, 4)]
+    with pytest.raises(PlanError, match=r"stage_cost.'blocks.0', block. gave nan. Give a number of at least 0"):
+        costs_of(blocks, lambda name, block: float("nan"))
+    pipe = Pipe(0, 2, None, None, None)
+    note = Pipeline(Net(4), Plan(pipeline=2, accumulate=2), pipe, lambda name, block: 1.0).note(4000)
+    assert "stage 1: blocks.2 to blocks.3 (2.3 KiB of parameters)" in note
+
+
+def test_a_split_hidden_state_is_put_together_on_the_axis_of_the_stage_that_takes_it() -> None:
+    sent = pickle.dumps(Part(MeshAxis("an axis", 2, 1, None), 1, 8))
+    own = MeshAxis("an axis", 2, 0, None)
+    assert pickle.loads(sent).axis is own
 
 
 def test_outside_of_a_pipeline_a_rank_lacks_nothing() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from pytest import MonkeyPatch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwise.compat import sharding
 from meshwise.compat.dispatch import intercept_operators, operator_name
 from meshwise.parallel import shard
 from meshwise.parallel.apply import apply
@@ -335,3 +338,19 @@ class Scalar(nn.Module):
 def test_what_cannot_be_sharded_is_refused(model: nn.Module, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         check_can_be_sharded(model, model)
+
+
+def test_what_has_waited_is_reduced_over_replicas_too() -> None:
+    """Of data × shard, `set_requires_gradient_sync(False)` stops both reductions, and `reduce_now` begins both."""
+    State = Enum("State", ("IDLE", "BUSY"))
+    seen: list[tuple[bool, bool]] = []
+    group = SimpleNamespace(
+        fsdp_params=[],
+        reduce_grads=False,
+        all_reduce_grads=False,
+        _training_state=State.BUSY,  # type: ignore[attr-defined]
+        post_backward=lambda: seen.append((group.reduce_grads, group.all_reduce_grads)),
+        finalize_backward=lambda: None,
+    )
+    sharding.Group(group).reduce_now()
+    assert seen == [(True, True)]

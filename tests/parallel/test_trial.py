@@ -1,4 +1,7 @@
-"""An optimizer is tried before a plan divides it: what would make another step is refused, without a wrong number."""
+"""An optimizer is tried before a plan divides it: what would make another step is refused, without a wrong number.
+
+Tests parallel/shard_refusals.py too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwise.parallel.offload_state import OffloadedState
-from meshwise.parallel.shard import check_steps_on_parts
+from meshwise.parallel.shard_refusals import check_steps_on_parts
 from meshwise.parallel.trial import unlike_by_parameters
 from meshwise.parallel.zero1 import DividedOptimizer
 from meshwise.spec.errors import PlanError

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import meshwise as mw
-from meshwise.parallel.shard import note_what_was_not_gathered
+from meshwise.parallel.shard_refusals import note_what_was_not_gathered
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint
 from meshwise.spec.errors import PlanError, UsageError

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _before = WeakTensorKeyDictionary()
@@ -30,6 +31,13 @@ def note_scaling() -> None:
         return result
 
     scaler.scale = scale
+
+
+def found_infinite(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[Tensor]:
+    """Above 0 where `scaler.unscale_(optimizer)` has found gradients that are not finite. Written in place, they decide
+    whether the step is taken and how the scale goes on."""
+    state: Any = scaler._per_optimizer_states[id(optimizer)]
+    return list(state["found_inf_per_device"].values())
 
 
 def unscaled(loss: Tensor) -> Tensor:

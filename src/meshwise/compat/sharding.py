@@ -109,10 +109,23 @@ class Group:
         found = [_waiting(part) for part in self._group.fsdp_params]
         return [g for g in found if g is not None]
 
+    def let_go(self, places: Collection[int]) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]], nn.Parameter]]:
+        """The parameters at `places` are gathered and reduced no more. Of each: what this rank held of it, which is NaN
+        without memory now; its places, by module and name; and what its modules find there in a forward: NaN, too."""
+        found = []
+        for part in [self._group.fsdp_params[place] for place in places]:
+            info, held = part._module_info, part.sharded_param
+            modules = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+            seen = nn.Parameter(_empty_like(part._unsharded_param.detach()), held.requires_grad)
+            empty(held)
+            found.append((held, modules, seen))
+            self._group.fsdp_params.remove(part)
+        return found
+
     def reduce_now(self) -> None:
         """Reduce what waits, outside a backward. Collective."""
         group = self._group
-        group.reduce_grads = True
+        group.reduce_grads = group.all_reduce_grads = True
         group.post_backward()
         group._training_state = type(group._training_state).IDLE
         group.finalize_backward()
@@ -125,6 +138,58 @@ def groups_of(module: FSDPModule) -> list[Group]:
     if found is None:  # torch 2.11: one group, or none
         found = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return [Group(group) for group in found]
+
+
+def leave_forward(module: FSDPModule) -> None:
+    """The forward of a whole sharded model was left by an exception: let the next one begin as if it had ended."""
+    state: Any = module._get_fsdp_state()
+    idle = type(state._training_state).IDLE
+    state._training_state = idle
+    for group in groups_of(module):
+        group._group._training_state = idle
+    if state._state_ctx.iter_forward_root is state:
+        state._state_ctx.iter_forward_root = None
+    communication = state._comm_ctx
+    if (last := getattr(communication, "all_gather_state", None)) is not None:
+        communication.all_gather_copy_in_stream.wait_event(last.event)
+        communication.all_gather_stream.wait_event(last.event)
+        communication.all_gather_state = None
+
+
+def without_empty_groups(module: FSDPModule) -> None:
+    """Forget groups of the module of which all parameters were let go."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        state._fsdp_param_groups = [group for group in state._fsdp_param_groups if group.fsdp_params]
+    elif state._fsdp_param_group is not None and not state._fsdp_param_group.fsdp_params:
+        state._fsdp_param_group = None
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, in its own memory; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def empty(tensor: Tensor) -> None:
+    """Let go of a tensor's values, or of this rank's part of a DTensor: it is NaN, in the memory of one number."""
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = _empty_like(tensor._local_tensor)
+    else:
+        tensor.data = _empty_like(tensor.detach())
+
+
+def refill(tensor: Tensor) -> None:
+    """Give an `empty` tensor memory for its values again, or for this rank's part of them."""
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = torch.empty_like(tensor._local_tensor, memory_format=torch.contiguous_format)
+    else:
+        tensor.data = torch.empty_like(tensor.detach(), memory_format=torch.contiguous_format)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return DTensor(_empty_like(tensor._local_tensor), tensor._spec, requires_grad=False)
+    return torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def sharded_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:

@@ -2,6 +2,7 @@
 
     precision    first: later techniques must see the parameters in the dtype that they are stored in
     placement    on the device, with the start values of rank 0; those of a deferred model come later
+    stages       what a rank of a pipeline holds: what others hold needs nothing of what follows
     batch norm   over all ranks: a layer's own forward, which recompute and shard then take as it is
     tensor       each module's forward, as its author wrote it, finds this rank's parts of its parameters
     context      the whole model's forward finds this rank's positions of what it is given
@@ -33,7 +34,7 @@ from meshwise.parallel.data import DATA
 from meshwise.parallel.deferred import PLACEMENT, START_VALUES, take_fakes
 from meshwise.parallel.offload import OFFLOAD
 from meshwise.parallel.offload_state import OFFLOAD_STATE
-from meshwise.parallel.pipeline import PIPELINE
+from meshwise.parallel.pipeline import PIPELINE, STAGES
 from meshwise.parallel.precision import PRECISION
 from meshwise.parallel.recompute import RECOMPUTE
 from meshwise.parallel.shard import SHARD
@@ -47,6 +48,7 @@ from meshwise.spec.world import World
 TECHNIQUES = (
     PRECISION,
     PLACEMENT,
+    STAGES,
     BATCH_NORM,
     TENSOR,
     CONTEXT,
@@ -78,6 +80,7 @@ def apply(
     *,
     piggyback_loss: bool = False,
     samples: Callable[[], int | None] | None = None,
+    stage_cost: Callable[[str, nn.Module], float] | None = None,
 ) -> Setup:
     """Change `model` as `plan` says, in place, on this rank's device. Start values are those of rank 0. Collective.
 
@@ -86,10 +89,11 @@ def apply(
     piggyback_loss: `backward` will be asked for the mean of a value with most losses, so that it should travel along.
     samples: how many samples this rank works on now (0: a padding sample; None: not in a loop over batches). Where it
         is given, batch norms take the statistics of all ranks: forwards in training are then collective.
+    stage_cost: what a block costs, by its name; see `Job`.
     """
     if plan.devices != world.size * plan.within_samples:
         check_devices(plan, world.size * plan.within_samples)
-    setup = Setup(model, plan, world, samples, piggyback_loss, was_compiled=uncompile(model))
+    setup = Setup(model, plan, world, samples, piggyback_loss, was_compiled=uncompile(model), stage_cost=stage_cost)
     for technique in TECHNIQUES:
         if technique.check_model:
             technique.check_model(setup)

@@ -30,7 +30,7 @@ from meshwise.parallel.op_record import OpRecord, record_of
 from meshwise.parallel.op_replay import ReplayMismatch, StorageView, replay
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError, UsageError
-from meshwise.transfer import collectives
+from meshwise.transfer import collectives, stages
 from meshwise.transfer.sharded import local_part
 
 LARGE = 8 << 20  # bytes: holes of this size in the heap would add up to a good part of a large model
@@ -152,6 +152,7 @@ class _Skeleton:
             for t, view in self._views_in(value):
                 filling.others.setdefault(view.storage, []).append((t, view))
         record.check_loaded()
+        filling.put_nothing_of_others()
         for number in record.loaded.keys() & filling.slots.keys():
             for slot in filling.slots.pop(number):
                 filling.put(slot, record.loaded[number])
@@ -183,6 +184,7 @@ class _Filling:
         """By the id of a tensor that is neither parameter nor buffer."""
         self._model, self._device, self._parts = model, device, parts
         self._metas, self._made = _tensors(model), dict[int, Tensor]()
+        self._lacked = {id(p) for p in stages.lacked_parameters(model)}
 
     def put(self, slot: _Slot, make: Callable[[Tensor, torch.device | str], Tensor]) -> None:
         """Fill a slot with `make(meta tensor, device)`; what is tied is made once."""
@@ -190,6 +192,13 @@ class _Filling:
         if id(meta) not in self._made:
             self._made[id(meta)] = _like(meta, make(meta, self._parts if isinstance(meta, DTensor) else self._device))
         slot.put(self._model, self._made[id(meta)])
+
+    def put_nothing_of_others(self) -> None:
+        """What other stages of a pipeline hold gets no values, and is made of none."""
+        for number, slots in list(self.slots.items()):
+            if all(id(self._metas[slot.module, slot.name]) in self._lacked for slot in slots):
+                for slot in self.slots.pop(number):
+                    self.put(slot, _nothing)
 
     def finished(self, number: int, storage: torch.UntypedStorage) -> None:
         """A storage has the values that it will have."""
@@ -226,6 +235,11 @@ def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
     if not isinstance(like, DTensor):
         return whole.to(device)
     return with_local(like, local_part(like, whole.__getitem__).clone(memory_format=torch.contiguous_format).to(device))
+
+
+def _nothing(like: Tensor, device: torch.device | str) -> Tensor:
+    """What this rank has of a parameter that another stage of a pipeline holds: a shape."""
+    return torch.full((), torch.nan, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:

@@ -4,6 +4,9 @@ Outside of the blocks all ranks hold all during the first step. Whose gradients 
 parameter stays where it has one, and becomes NaN that takes no memory elsewhere. Where several stages have one (tied
 weights), their gradients are added up. A buffer is that of the first stage in whose layers its module ran.
 
+Under shard, what stages hold is divided over the ranks of each; under tensor, what lies outside of the blocks is split
+before it is let go of.
+
 Tested in tests/parallel/test_pipeline.py.
 """
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +22,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshwise.compat import sharding
+from meshwise.compat.modules import parameters_in
 from meshwise.parallel.step_hooks import held_parameters
 from meshwise.spec.errors import PlanError
 from meshwise.transfer import collectives, stages
+from meshwise.transfer.reading import together
+from meshwise.transfer.sharded import full_tensor
 from meshwise.transfer.stages import Pipe
 
 _lacked = WeakIdKeyDictionary()  # parameters whose values are on other stages
@@ -43,6 +50,9 @@ class Holding:
         self._trained: tuple[bool, ...] = ()
         self._shared: list[tuple[str, collectives.Group]] = []
         self._owned: set[str] = set()  # names of the parameters that count for this rank, where several hold them
+        self.let_go_parts: Callable[[set[str]], list[Any]] | None = None
+        """See `Setup.let_go`."""
+        self._seen: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._hold(blocks, own)
 
     @property
@@ -74,13 +84,33 @@ class Holding:
             if id(module) not in outside and any(True for _ in module.buffers(recurse=False)):
                 module.register_forward_pre_hook(_Notes(self._live_modules, name))
 
+    def let_go_again(self) -> None:
+        """The parameters of a deferred model have been made anew."""
+        _drop(self.model, stages.lacks(self.model), self._pipe.rank)
+
+    def show(self, seen: bool) -> None:
+        """A forward begins or ends: modules find plain NaN where this rank has let go of a part of a parameter."""
+        for module, name, held, shown in self._seen:
+            parameters_in(module)[name] = shown if seen else held
+
+    def _reached_by_name(self) -> set[str]:
+        made: dict[int, nn.Parameter] = {}
+        for _, module in sharding.sharded_modules(self.model):
+            for group in sharding.groups_of(module):
+                made |= group.made_from()
+        reached = self.reached | {id(made[key]) for key in self.reached if key in made}
+        return {name for name, p in self.model.named_parameters() if id(p) in reached}
+
     def decide(self) -> None:
         """After the first step: who holds what lies outside of the blocks. Collective over all ranks."""
         model, own = self.model, self._pipe.rank
         named = dict(model.named_parameters())
         lacking = stages.lacks(model)
-        mine = {name for name, p in named.items() if id(p) in self.reached}
-        ranks = collectives.gather_objects((mine, set(self._live_modules), set(lacking)), self._pipe.group)
+        mine = self._reached_by_name(), set(self._live_modules), set(lacking)
+        ranks: list[tuple[set[str], set[str], set[str]]] = [(set(), set(), set()) for _ in range(self._pipe.size)]
+        for rank, facts in collectives.gather_objects((own, mine), collectives.everyone()):
+            for known, more in zip(ranks[rank], facts, strict=True):
+                known |= more
         drop: set[str] = set()
         groups: dict[tuple[int, ...], list[str]] = {}
         for name, p in named.items():
@@ -94,6 +124,9 @@ class Holding:
             if own == (holders or (0,))[0]:
                 self._owned.add(name)
         same = {name for name, p in model.named_parameters(remove_duplicate=False) if any(p is named[n] for n in drop)}
+        for held, places, shown in self.let_go_parts(same) if self.let_go_parts is not None else ():
+            shown.register_post_accumulate_grad_hook(functools.partial(_refuse, places[0][1], own))
+            self._seen += [(module, name, held, shown) for module, name in places]
         _drop(model, same, own)
         stages.now_lacks(model, lacking | same | self._buffers_of_others([live for _, live, _ in ranks]))
         every = collectives.gather_objects(sorted(groups), collectives.everyone())
@@ -129,18 +162,20 @@ class Holding:
             p = named[name]
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            collectives.all_reduce(p.grad, group=group, of="tied gradients")
+            collectives.all_reduce(sharding.local_of(p.grad), group=group, of="tied gradients")
 
-    def clip(self, norm: float) -> None:
+    def clip(self, most: float) -> None:
         """Clip the gradients by their norm over all stages, what several hold counted once. Collective."""
         named = {n: p for n, p in self.model.named_parameters() if p.grad is not None}
         held_by_several = {name for name, _ in self._shared}
         counted = [
             p.grad for n, p in named.items() if p.grad is not None and (n not in held_by_several or n in self._owned)
         ]
-        own = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self._device())
+        with together():
+            norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self._device())
+        own = full_tensor(norm)
         squares = collectives.all_reduce(own.double().square(), group=self._pipe.group, of="gradient norm")
-        torch.nn.utils.clip_grads_with_norm_(named.values(), norm, squares.sqrt().to(own.dtype))
+        torch.nn.utils.clip_grads_with_norm_(named.values(), most, squares.sqrt().to(own.dtype))
 
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
@@ -163,26 +198,22 @@ def _drop(model: nn.Module, names: set[str], rank: int) -> None:
     for name, p in model.named_parameters(remove_duplicate=False):
         if name in names and p not in _lacked:
             _lacked[p] = True
-            _empty(p)
+            sharding.empty(p)
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(functools.partial(_refuse, name, rank))
-
-
-def _empty(p: nn.Parameter) -> None:
-    p.data = torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape)
 
 
 def _before_load(module: nn.Module, *unused: Any) -> None:
     """What this rank lacks is loaded, too, so that torch compares shapes; then it is let go of again."""
     for p in module.parameters(recurse=False):
         if p in _lacked:
-            p.data = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+            sharding.refill(p)
 
 
 def _after_load(module: nn.Module, unused: Any) -> None:
     for p in module.parameters(recurse=False):
         if p in _lacked:
-            _empty(p)
+            sharding.empty(p)
 
 
 def _refuse(name: str, rank: int, p: Tensor) -> None:
@@ -190,6 +221,11 @@ def _refuse(name: str, rank: int, p: Tensor) -> None:
         f"pipeline: the loss on rank {rank} of it reaches {name}, whose values are on another: it reads a parameter of "
         "a layer by itself, or one that the first step did not use. Use shard or tensor for this job."
     )
+
+
+def is_lacked(p: Tensor) -> bool:
+    """Whether other stages of a pipeline have the values of a parameter, and this rank does not."""
+    return p in _lacked
 
 
 def own_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,13 @@ def make_mesh(plan: Plan, world: World) -> DeviceMesh:
     return _meshes[key]
 
 
+def mesh_of_stage(plan: Plan, world: World) -> DeviceMesh:
+    """Those devices of the mesh that are at the place of this rank's stage in their pipelines."""
+    mesh = make_mesh(plan, world)
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != "pipeline")
+    return mesh[names] if 0 < len(names) < mesh.ndim else mesh
+
+
 def divide_work(plan: Plan, world: World) -> World:
     """This rank among those that divide a batch, as a world of their own: ranks that hold parts of one split model
     count as one. Collectives "over all ranks" are theirs from now on. Collective where a plan splits models."""
@@ -61,4 +68,5 @@ def _join_pipe(plan: Plan, world: World) -> None:
             ranks = range(first, first + apart * plan.pipeline, apart)
             groups = [collectives.group_of(ranks) for _ in range(3)]
             if world.rank in ranks:
-                stages.join_pipe(stages.Pipe(own, plan.pipeline, *groups))
+                same = tuple(rank for rank in range(world.size) if rank // apart % plan.pipeline == own)
+                stages.join_pipe(stages.Pipe(own, plan.pipeline, groups[0], groups[1], groups[2], same))

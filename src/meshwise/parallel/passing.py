@@ -1,7 +1,8 @@
 """What passes from stage to stage of a pipeline: hidden states forwards, their gradients backwards.
 
 Sends do not wait. A rank takes what another sends in the order in which that one sends it, which both know from the
-schedule, and keeps what it does not need yet. Shapes and form are sent once for each kind of batch.
+schedule, and keeps what it does not need yet. Shapes and form are sent once for each kind of batch. Of a split tensor
+each rank sends its part to the rank at its place in the other stage, which puts it together with the same part.
 
 Tested in tests/parallel/test_pipeline.py.
 """
@@ -16,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import map_kind, map_tensors, tensors_in
 from meshwise.parallel.schedule import Action
+from meshwise.parallel.split.axis import Part
+from meshwise.parallel.split.tensor import split_again
 from meshwise.spec.errors import PlanError
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.stages import Pipe
@@ -25,11 +29,12 @@ from meshwise.transfer.stages import Pipe
 
 @dataclass(frozen=True)
 class _Form:
-    """A tensor of a hidden state."""
+    """A tensor of a hidden state, as it is in memory; of a split one, the part that it is."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool
+    part: Part | None
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,8 @@ class _Hidden:
 
 
 def _form_of(given: Any) -> Any:
-    return map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, t.requires_grad), given)
+    with on_parts():
+        return map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, t.requires_grad, getattr(t, "part", None)), given)
 
 
 def _forms_in(tree: Any) -> Iterator[_Form]:
@@ -112,10 +118,11 @@ class Pass:
     def end(self, *, check: bool) -> bool:
         """The forward is over: keep what is sent. With `check`, whether it is not a number although what came was."""
         sent = list(tensors_in(self.output))
-        wrong = check and _has_nan(sent) and not _has_nan(tensors_in(self.received))
-        if not self.is_last:
-            self.sent = sent
-            self.form = _Hidden(_form_of(self.output), self.carried, self.forms)
+        with on_parts():
+            wrong = check and _has_nan(sent) and not _has_nan(tensors_in(self.received))
+            if not self.is_last:
+                self.sent = sent
+                self.form = _Hidden(_form_of(self.output), self.carried, self.forms)
         self.output = None
         return wrong
 
@@ -177,7 +184,7 @@ class Passing:
         now.gradients = [None] * len(tensors)
         training = torch.is_grad_enabled()
         parts = iter(
-            _enter(now, place, tensor) if training and form.trained else tensor
+            split_again(_enter(now, place, tensor) if training and form.trained else tensor, form.part)
             for place, (form, tensor) in enumerate(zip(hidden.tensors, tensors, strict=True))
         )
         now.received = map_kind(_Form, lambda form: next(parts), hidden.form)
@@ -189,7 +196,8 @@ class Passing:
         after = Action(False, now.action.stage + 1, now.action.microbatch)
         pairs = [tensor for tensor in now.sent if tensor.requires_grad]
         _, gradients = self._receive(after)
-        return _Begin.apply(gradients, *pairs) if pairs else torch.zeros(())  # type: ignore[no-untyped-call]
+        with on_parts():
+            return _Begin.apply(gradients, *pairs) if pairs else torch.zeros(())  # type: ignore[no-untyped-call]
 
     def send_backward(self, now: Pass) -> None:
         """The gradients of what this stage was given."""
@@ -222,8 +230,8 @@ class Passing:
                     f"{[form.shape for form in known.tensors]} and {[form.shape for form in hidden.tensors]}. Stages "
                     "need hidden states whose shapes follow from those of the batch. Use shard for this model."
                 )
-        for tensor in tensors:
-            self._sends.append(collectives.begin_send(tensor, target, group))
+        with on_parts():
+            self._sends += [collectives.begin_send(tensor, target, group) for tensor in tensors]
 
     def _receive(self, wanted: Action) -> tuple[_Hidden, list[Tensor]]:
         """What an action of another stage sends to this one."""
@@ -258,7 +266,8 @@ def _has_nan(tensors: Iterable[Tensor]) -> bool:
 
 def _enter(now: Pass, place: int, tensor: Tensor) -> Tensor:
     token = torch.zeros((), dtype=tensor.dtype, device=tensor.device, requires_grad=True)
-    entered: Tensor = _Enter.apply(token, now, place, tensor)  # type: ignore[no-untyped-call]
+    with on_parts():
+        entered: Tensor = _Enter.apply(token, now, place, tensor)  # type: ignore[no-untyped-call]
     return entered
 
 
@@ -292,4 +301,4 @@ class _Begin(torch.autograd.Function):
 def _poison(form: _Form, device: torch.device) -> Tensor:
     """What a block gives that nothing may read: it takes no memory."""
     value = torch.nan if form.dtype.is_floating_point else 0
-    return torch.full((), value, dtype=form.dtype, device=device).expand(form.shape)
+    return split_again(torch.full((), value, dtype=form.dtype, device=device).expand(form.shape), form.part)

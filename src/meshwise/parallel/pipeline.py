@@ -14,6 +14,7 @@ Tested in tests/parallel/test_pipeline.py.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,39 +35,60 @@ from meshwise.parallel.technique import Setup, Technique
 from meshwise.parallel.trial import unlike_by_parameters
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
+from meshwise.spec.units import bytes_text
 from meshwise.spec.words import some
 from meshwise.spec.world import World
-from meshwise.transfer import stages
+from meshwise.transfer import collectives, stages
 from meshwise.transfer.stages import Pipe
 
+Cost = Callable[[str, nn.Module], float]
 LOOKS = 3  # first forwards of a stage, and those after what it holds has changed, of which values are read
 
 
 class Pipeline:
     """A model whose blocks are stages of a pipeline. `run` a forward, `back` its backward, in order."""
 
-    def __init__(self, model: nn.Module, plan: Plan, pipe: Pipe) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, pipe: Pipe, cost: Cost | None = None) -> None:
         self.pipe = pipe
         self._schedule = plan.schedule
         self._chunks = CHUNKS.get(plan.schedule, 1)
         self.stages = pipe.size * self._chunks
         self._blocks = repeated_blocks(model)
-        costs = [sum(p.numel() for p in block.parameters()) for _, block in self._blocks]
-        self._ranges = stage_ranges(costs, self.stages)
+        self._ranges = stage_ranges(costs_of(self._blocks, cost), self.stages)
         self.own = range(pipe.rank, self.stages, pipe.size)
         """The stages of this rank."""
-        self._passing = Passing(pipe, self.stages, next(model.parameters()).device)
         self._looks = LOOKS * len(self.own)  # forwards to be looked at
         self._now: Pass | None = None
-        for number, (_, block) in enumerate(self._blocks):
-            put_forward(block, functools.partial(_run_block, weakref.ref(self), number, block.forward))
         mine = [block for stage in self.own for _, block in self._blocks[slice(*self._ranges[stage])]]
         self.holding = Holding(model, pipe, [block for _, block in self._blocks], mine)
+
+    def take_blocks(self, let_go_parts: Callable[[set[str]], list[Any]] | None) -> None:
+        """From now on the forwards of blocks are those of stages. let_go_parts: see `Setup.let_go`."""
+        for number, (_, block) in enumerate(self._blocks):
+            put_forward(block, functools.partial(_run_block, weakref.ref(self), number, block.forward))
+        self.holding.let_go_parts = let_go_parts
+        self.holding.let_go_again()
+        self._passing = Passing(self.pipe, self.stages, next(self.holding.model.parameters()).device)
 
     @property
     def last_rank(self) -> int:
         """The rank that has the last stage, and so the loss."""
         return self.pipe.size - 1
+
+    def note(self, whole: int) -> str:
+        """What is on which stage, in a sentence. whole: elements of all parameters."""
+        cut = [self._blocks[lo:hi] for lo, hi in self._ranges]
+        parts = [[p for _, block in blocks for p in block.parameters()] for blocks in cut]
+        text = "; ".join(
+            f"stage {n}: {blocks[0][0]}{f' to {blocks[-1][0]}' if blocks[1:] else ''} "
+            f"({bytes_text(sum(p.nbytes for p in own))} of parameters)"
+            for n, (blocks, own) in enumerate(zip(cut, parts, strict=True))
+        )
+        inside = sum(p.numel() for own in parts for p in own)
+        return (
+            f"pipeline={self.pipe.size}: {text}. These blocks have {inside / max(whole, 1):.0%} of the parameters; "
+            "what lies outside is held by every rank during the first step, and then where it is used."
+        )
 
     def begin(self, keys: Sequence[object]) -> Sequence[Action]:
         """A step of so many microbatches begins; gives this rank's actions in their order. keys: of each microbatch: of
@@ -94,6 +116,7 @@ class Pipeline:
         if action.stage:
             self._passing.receive_forward(now)
         self._now = now
+        self.holding.show(True)
         stages.enter_own_layers(action.stage == 0)
         result: Any = None
         try:
@@ -102,6 +125,7 @@ class Pipeline:
             pass
         finally:
             self._now = None
+            self.holding.show(False)
             stages.enter_own_layers(True)
         now.check_complete(self.pipe.size)
         looks = action.stage > 0 and action.microbatch == 0 and self._looks > 0
@@ -170,6 +194,18 @@ def _run_block(
     return forward(*args, **kwargs) if pipeline is None else pipeline.block_call(number, forward, args, kwargs)
 
 
+def costs_of(blocks: Sequence[tuple[str, nn.Module]], cost: Cost | None) -> list[float]:
+    """What each block costs; rank 0 says so, since a measurement differs from rank to rank."""
+    if cost is None:
+        return [sum(p.numel() for p in block.parameters()) for _, block in blocks]
+    found = [cost(name, block) for name, block in blocks]
+    for (name, _), value in zip(blocks, found, strict=True):
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise PlanError(f"stage_cost({name!r}, block) gave {value!r}. Give a number of at least 0, in any unit.")
+    costs: list[float] = collectives.broadcast_object(found, collectives.everyone())
+    return costs
+
+
 def _check_model(setup: Setup) -> None:
     plan = setup.plan
     if plan.pipeline == 1:
@@ -205,26 +241,18 @@ def _check_model(setup: Setup) -> None:
                 )
 
 
-def _apply(setup: Setup) -> None:
+def _hold(setup: Setup) -> None:
     pipe = stages.pipe()
     if setup.plan.pipeline == 1 or pipe is None:
         return
     whole = sum(p.numel() for p in setup.model.parameters())
-    setup.pipeline = pipeline = Pipeline(setup.model, setup.plan, pipe)
-    setup.notes.append(pipeline_note(pipeline, whole))
+    setup.pipeline = pipeline = Pipeline(setup.model, setup.plan, pipe, setup.stage_cost)
+    setup.notes.append(pipeline.note(whole))
 
 
-def pipeline_note(pipeline: Pipeline, whole: int) -> str:
-    """What is on which stage, in a sentence."""
-    cut = [[name for name, _ in pipeline._blocks[lo:hi]] for lo, hi in pipeline._ranges]
-    text = "; ".join(
-        f"stage {n}: {names[0]}" + (f" to {names[-1]}" if names[1:] else "") for n, names in enumerate(cut)
-    )
-    inside = sum(p.numel() for _, block in pipeline._blocks for p in block.parameters())
-    return (
-        f"pipeline={pipeline.pipe.size}: {text}. These blocks have {inside / max(whole, 1):.0%} of the parameters; "
-        "what lies outside is held by every rank during the first step, and then where it is used."
-    )
+def _apply(setup: Setup) -> None:
+    if setup.pipeline is not None:
+        setup.pipeline.take_blocks(setup.let_go)
 
 
 def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
@@ -250,4 +278,5 @@ def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
     first.append(optimizer.register_step_post_hook(stepped))
 
 
-PIPELINE = Technique(check_model=_check_model, apply=_apply, bind=_bind)
+STAGES = Technique(check_model=_check_model, apply=_hold)
+PIPELINE = Technique(apply=_apply, bind=_bind)

@@ -84,12 +84,12 @@ def forwards(ranks: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(Action(True, chunk * ranks + rank, 0) for chunk in range(chunks)) for rank in range(ranks))
 
 
-def stage_ranges(costs: Sequence[int], stages: int) -> list[tuple[int, int]]:
+def stage_ranges(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
     """Cut layers, in their order, into stages of which the most expensive is as cheap as can be; every stage has one.
 
     costs: of each layer. Of equal cuts, the one whose stages are most alike.
     """
-    before = [0]
+    before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost)
     best: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {(0, 0): (0, 0, ())}

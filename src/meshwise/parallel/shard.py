@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,38 +25,34 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from meshwise.compat import sharding
-from meshwise.compat.modules import generates_together, hooks_at_forward
-from meshwise.compat.optimizers import takes_hooks
+from meshwise.compat.modules import generates_together, hooks_at_forward, put_forward
 from meshwise.compat.reducer import default_store
 from meshwise.compat.whole_values import plain_loss, read_whole
-from meshwise.parallel.mesh import WITHIN_SAMPLES, make_mesh
+from meshwise.parallel.mesh import WITHIN_SAMPLES, make_mesh, mesh_of_stage
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.reduction import SKIPPED
+from meshwise.parallel.shard_refusals import check_steps_on_parts
 from meshwise.parallel.shard_units import (
-    AGAIN,
     check_can_be_sharded,
     make_contiguous,
     refuse_second_backward,
     roots_of,
     units_of,
 )
-from meshwise.parallel.step_hooks import held_parameters
 from meshwise.parallel.technique import Setup, Technique
-from meshwise.parallel.trial import unlike_by_parameters, unlike_on_parts
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.transfer import collectives
+from meshwise.transfer import collectives, stages
 from meshwise.transfer.agreement import agree
 from meshwise.transfer.reading import look_out, meet, together
 
 _made = itertools.count()  # every rank shards its models in the same order
 FIRST = 1800.0  # seconds in which all ranks must come to the first reduction: as long as gloo waits in a collective
 GRACE = 60.0  # seconds for a later one in an order that is new: a rank with a known order does not say so
-_tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that step parts as they step whole parameters
 
 
 class Sharded:
@@ -80,15 +74,26 @@ class Sharded:
         self._mixed = dtypes.param_dtype is not None
         wide = {name for name, p in model.named_parameters() if id(p) not in setup.gathered_narrow}
         self._roots: list[FSDPModule] = []
+        self._staged = setup.plan.pipeline > 1
+        lacked = stages.lacked_parameters(model)
         for root in roots_of(model):
-            units = units_of(root)
+            units = [unit for unit in units_of(root) if lacked.isdisjoint(unit.parameters())]
             for module, keep in [*((unit, not reshard) for unit in units), (root, bool(units) or not reshard)]:
                 check_can_be_sharded(model, module)
-                fully_shard(module, mesh=mesh, reshard_after_forward=not keep, offload_policy=policy, mp_policy=dtypes)
+                fully_shard(
+                    module,
+                    mesh=mesh,
+                    reshard_after_forward=not keep,
+                    offload_policy=policy,
+                    mp_policy=dtypes,
+                    ignored_params=lacked,
+                )
                 sharding.keep_class_name(module)
                 module.register_forward_hook(refuse_second_backward)
                 hooks_at_forward(module)
             self._roots.append(root)  # type: ignore[arg-type]
+            if self._staged:
+                put_forward(root, functools.partial(_leave_in_order, self._roots[-1], root.forward))
         names = {id(p): name for name, p in model.named_parameters()}
         self._groups: list[sharding.Group] = []
         self._names: dict[int, list[str]] = {}
@@ -114,7 +119,7 @@ class Sharded:
         self.unreduced = False
         """Whether gradients of this rank alone wait to be reduced."""
         self.shared_terms = False
-        self.whole_mesh = make_mesh(setup.plan, setup.world)
+        self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
         """That of the parameters: with the axes over which they are split besides."""
 
     def backward(
@@ -126,10 +131,13 @@ class Sharded:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """`Reduction.backward`: `.grad` has this rank's part of the mean.
+        """`Reduction.backward`: `.grad` has this rank's part of the mean. Of stages, once `reduce_now` is called.
 
         factor: asked for when the first block is reduced, or before a backward that must not multiply what waits.
         """
+        if self._staged:
+            self._backward_of_stage(loss, factor if reduce else None)
+            return None
         self._start()
         fresh = {name for name, p in self._parameters() if p.grad is None}
         if factor is not None:
@@ -155,6 +163,26 @@ class Sharded:
             self.unreduced = True
         return None if mean is None else mean.wait()
 
+    def _backward_of_stage(self, loss: Tensor, factor: Callable[[], Tensor] | None) -> None:
+        """Forwards of other microbatches have begun before and go on after it, so what lies outside of the blocks stays
+        gathered, and all is reduced at the end of the step."""
+        self._factor, self.unreduced = factor, True
+        for root in self._roots:
+            root.set_requires_gradient_sync(False)
+            root.set_reshard_after_backward(False, recurse=False)
+        loss.backward()
+
+    def let_go(self, names: set[str]) -> list[Any]:
+        """See `Setup.let_go`."""
+        found = []
+        for index, group in enumerate(self._groups):
+            places = [place for place, name in enumerate(self._names[index]) if name in names]
+            found += group.let_go(places)
+            self._names[index] = [name for name in self._names[index] if name not in names]
+        for root in self._roots:
+            sharding.without_empty_groups(root)
+        return found
+
     def plain(self, loss: Tensor) -> Tensor:
         """`Reduction.plain`: of a loss that holds terms of the parts of parameters (an L2 norm)."""
         with together():
@@ -170,11 +198,13 @@ class Sharded:
         """Reduce what waits: for gradients that every backward so far kept local. Collective."""
         self._start()
         fresh = {name for name, p in self._parameters() if p.grad is None}
+        for root in self._roots if self._staged else ():
+            root.set_reshard_after_backward(True, recurse=False)
         for group in self._groups:
             if group.gathered:
                 group.reduce_now()
         self._finish(fresh)
-        self.unreduced = False
+        self.unreduced, self._factor = False, None
 
     def close(self) -> None:
         """Nothing to let go of: the model's hooks hold this, not the other way about."""
@@ -278,35 +308,12 @@ class Sharded:
                 gradient.mul_(mean.to(gradient.dtype))
 
 
-COPIED = (
-    "A copy of the model (an EMA) is made before mw.distribute and given to it with the model, so that both are "
-    "divided alike: mw.distribute(model, ema, optimizer, loader)."
-)
-
-
-def note_what_was_not_gathered(error: BaseException) -> None:
-    """Say in words what torch says of what runs on the parts of parameters, or copies a model of such."""
-    text = str(error)
-    if "FSDP does not support deepcopy" in text:
-        error.add_note(f"A sharded model cannot be copied. {COPIED}")
-    if "out of bounds for storage of size 0" in text:
-        error.add_note(AGAIN)
-    if not isinstance(error, RuntimeError) or "DTensor" not in text:
-        return
-    through = "".join(frame.filename for frame in traceback.extract_tb(error.__traceback__)).replace("\\", "/")
-    if "torch/optim/" in through:
-        error.add_note(
-            "This optimizer cannot step where each rank holds a part of a parameter. Use another, or shard=1, such as "
-            "--set zero1=true."
-        )
-    elif re.search(r"aten\.\w+_\.\w+ got mixed", text):  # written in place
-        error.add_note(f"Each rank holds a part of a sharded parameter, and one was given a whole tensor. {COPIED}")
-    elif "mixed torch.Tensor and DTensor" in text:
-        error.add_note(
-            "A sharded model's parameters are gathered while the model itself is called, model(x). What was called "
-            "here is another method, or a layer of it alone. Let forward call it (with an argument that says so), or "
-            "use shard=1, such as --set zero1=true."
-        )
+def _leave_in_order(root: FSDPModule, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return forward(*args, **kwargs)
+    except BaseException:  # a stage leaves behind its last block
+        sharding.leave_forward(root)
+        raise
 
 
 def _apply(setup: Setup) -> None:
@@ -315,30 +322,11 @@ def _apply(setup: Setup) -> None:
     generates_together(setup.model)
     setup.notes += make_contiguous(setup.model)
     sharded = setup.reduction = Sharded(setup)
+    of_model = weakref.ref(sharded)
+    setup.let_go = lambda names: [] if (held := of_model()) is None else held.let_go(names)
     register_model_load_hooks(setup.model)
     read_whole(sharded.whole_mesh, meet, sharded.weighed)
     look_out()
-
-
-def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
-    """Raises PlanError for an optimizer whose step on the parts of parameters is another one, or none."""
-    if plan is None or not plan.parameters_divided or optimizer in _tried:
-        return
-    name, divided = type(optimizer).__name__, any(isinstance(p, DTensor) for p in held_parameters(optimizer))
-    if isinstance(optimizer, LBFGS):
-        why = "it computes over one vector of all parameters"
-    elif takes_hooks(optimizer):
-        why = unlike_on_parts(optimizer) if divided else ""
-    else:
-        why = "it wraps another one, and is none of torch's itself"
-    if why:
-        alone = isinstance(optimizer, LBFGS) or not takes_hooks(optimizer) or unlike_by_parameters(optimizer)
-        raise PlanError(
-            f"shard: {name} may make another step where each rank holds a part of every parameter: {why}. Use another "
-            f"optimizer, or shard=1{'' if alone else ', such as --set zero1=true'}."
-        )
-    if divided:
-        _tried.add(optimizer)
 
 
 def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:

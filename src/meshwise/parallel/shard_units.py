@@ -16,6 +16,7 @@ from meshwise.compat.tree import tensors_in
 from meshwise.parallel.blocks import called_in, repeated_blocks
 from meshwise.spec.errors import PlanError
 from meshwise.spec.words import some
+from meshwise.transfer import stages
 
 SMALL = 4096  # elements: below, a collective of its own costs more than keeping the layer's parameters gathered
 
@@ -48,7 +49,8 @@ def _places(module: nn.Module) -> Counter[int]:
 def check_can_be_sharded(model: nn.Module, module: nn.Module) -> None:
     """Raises PlanError for a block that `fully_shard` cannot take, with its parameter's name."""
     names = {id(p): name for name, p in model.named_parameters()}
-    own = [p for p in module.parameters() if not isinstance(p, DTensor)]
+    lacked = stages.lacked_parameters(model)
+    own = [p for p in module.parameters() if not isinstance(p, DTensor) and p not in lacked]
     for p in own:
         if p.ndim == 0:
             raise PlanError(
@@ -71,7 +73,8 @@ def check_can_be_sharded(model: nn.Module, module: nn.Module) -> None:
 
 def make_contiguous(model: nn.Module) -> list[str]:
     """Make parameters contiguous in memory, in place, where they are not; returns what is to be said of it."""
-    changed = [(name, p) for name, p in model.named_parameters() if not p.is_contiguous()]
+    lacked = stages.lacked_parameters(model)
+    changed = [(name, p) for name, p in model.named_parameters() if not p.is_contiguous() and p not in lacked]
     for _, p in changed:
         p.data = p.data.contiguous()
     found = some([name for name, _ in changed])

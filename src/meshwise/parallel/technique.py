@@ -30,6 +30,7 @@ class Setup:
         is given, batch norms take the statistics of all ranks.
     piggyback_loss: whether the mean of a loss should travel with the gradients.
     was_compiled: whether the user had compiled the model or a part of it.
+    stage_cost: what a block costs, by its name; None: its number of parameters.
     fill: gives a deferred model its values on a device, and this rank's parts of them on another.
     parts_on_host: whether this rank's parts of divided parameters lie in the host's memory.
     gather_dtypes, gathered_narrow: what a shard gathers in, and the ids of the parameters of which that is true.
@@ -37,6 +38,8 @@ class Setup:
     plain: a loss as a plain tensor, where there is no reduction that makes it one.
     coupled_gradients: whether a rank's gradients depend on other ranks inside the backward (batch norms over all
         ranks), so that each rank's loss must be weighed before it, in a unit that all ranks share.
+    let_go: of parameters that other stages of a pipeline hold, by their names: this rank keeps no part of them. Gives
+        them as `compat.sharding.Group.let_go` does. None where parameters are not sharded.
     pipeline: the `Pipeline` that runs the stages of this rank, where the plan has one.
     notes: what differs from one device, a sentence each, for the user to read.
     """
@@ -47,6 +50,7 @@ class Setup:
     samples: Callable[[], int | None] | None = None
     piggyback_loss: bool = False
     was_compiled: bool = False
+    stage_cost: Callable[[str, nn.Module], float] | None = None
     fill: Callable[[torch.device | str, torch.device | str], None] | None = None
     parts_on_host: bool = False
     gather_dtypes: MixedPrecisionPolicy | None = None
@@ -54,6 +58,7 @@ class Setup:
     reduction: Reduction | None = None
     plain: Callable[[Tensor], Tensor] | None = None
     coupled_gradients: bool = False
+    let_go: Callable[[set[str]], list[Any]] | None = None
     pipeline: Any = None
     notes: list[str] = field(default_factory=list)
 

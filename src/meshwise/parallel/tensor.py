@@ -37,6 +37,7 @@ from meshwise.parallel.split.tensor import split
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.transfer import stages
 from meshwise.transfer.reading import look_out, meet, together
 
 AXIS = "tensor"
@@ -51,9 +52,10 @@ def _apply(setup: Setup) -> None:
     packed_too = setup.plan.shard == 1  # else both would divide the same dim, which torch has no word for
     cuts = cuts_of(setup.model, mesh.size(), packed=packed_too)
     known: dict[int, nn.Parameter] = {}
+    lacked = stages.lacked_parameters(setup.model)
     for module in setup.model.modules():
         for name, p in list(parameters_in(module).items()):
-            if p is not None:
+            if p is not None and p not in lacked:
                 if name == "weight" and id(p) in cuts and cuts[id(p)].gathered:
                     put_forward(module, functools.partial(_gathered, module.forward))
                 if id(p) not in known:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from meshwise.compat.optimizers import after_method, takes_hooks
 from meshwise.parallel.buckets import buckets_of
+from meshwise.parallel.holding import is_lacked
 from meshwise.parallel.step_hooks import Order, has_closure, held_parameters, subscribe
 from meshwise.parallel.technique import Technique
 from meshwise.parallel.trial import unlike_by_parameters
@@ -50,7 +51,7 @@ class DividedOptimizer:
                 f"some of them: {why}. Use data alone, or another optimizer."
             )
         self._rank = rank
-        self._owned = owners(held_parameters(optimizer), size)
+        self._owned = owners([p for p in held_parameters(optimizer) if not is_lacked(p)], size)
         self._owner = {id(p): owner for owner, held in enumerate(self._owned) for p in held}
         self._set_aside: list[tuple[nn.Parameter, Tensor]] = []
         for p in [p for p in optimizer.state if self._owner.get(id(p), rank) != rank]:
@@ -64,7 +65,7 @@ class DividedOptimizer:
         """Of a whole state that is loaded, what belongs to this rank's parameters."""
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         held = held_parameters(optimizer)
-        others = {n for n, p in zip(numbers, held, strict=False) if self._owner[id(p)] != self._rank}
+        others = {n for n, p in zip(numbers, held, strict=False) if self._owner.get(id(p)) != self._rank}
         return {**saved, "state": {n: entry for n, entry in saved["state"].items() if n not in others}}
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -88,7 +89,7 @@ class DividedOptimizer:
 
     def _send(self) -> None:
         for owner, held in enumerate(self._owned):
-            for bucket in buckets_of([p for p in held if p.requires_grad], BUCKET):
+            for bucket in buckets_of([p for p in held if p.requires_grad and not is_lacked(p)], BUCKET):
                 _broadcast(bucket, owner, own=owner == self._rank)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwise.compat.tree import map_leaves, map_tensors, tensors_in
 from meshwise.transfer import collectives, stages
-from meshwise.transfer.sharded import full_tensors
+from meshwise.transfer.sharded import full_tensor, full_tensors
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,17 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     lacking = collectives.gather_objects(stages.lacks(model), pipe.group)
     for name in [name for name in state if name in lacking[0]]:
         owner = next(rank for rank, names in enumerate(lacking) if name not in names)
+        if pipe.rank == owner:
+            whole = full_tensor(state[name].detach())  # of all ranks of that stage
+        if 0 not in collectives.ranks_of(pipe.group):
+            continue
         if pipe.rank == 0:
-            like = state[name]
+            like, device = state[name], collectives.device_of(pipe.group)
             state[name] = collectives.receive(
-                torch.empty(like.shape, dtype=like.dtype, device=like.device), owner, pipe.group
-            )
+                torch.empty(like.shape, dtype=like.dtype, device=device), owner, pipe.group
+            ).cpu()
         elif pipe.rank == owner:
-            collectives.send(state[name].detach().contiguous(), 0, pipe.group)
+            collectives.send(whole.contiguous(), 0, pipe.group)
     return state
 
 
@@ -95,5 +99,5 @@ def _received(form: Any, owner: int, group: collectives.Group) -> Any:
 
 
 def _sent(tensor: Tensor, group: collectives.Group) -> Tensor:
-    collectives.send(tensor.contiguous(), 0, group)
+    collectives.send(full_tensor(tensor).contiguous(), 0, group)
     return tensor

@@ -106,10 +106,10 @@ class Plan:
             "pipeline={plan.pipeline} with accumulate={plan.accumulate}: stages work on different microbatches at "
             "once, and some would never have one. Use accumulate={plan.pipeline} or more.",
         ),
-        *(_not_yet("pipeline", name) for name in ("shard", "context", "tensor", "zero1", "offload", "compile")),
+        _not_yet("pipeline", "compile"),
         Conflict(
-            lambda plan: plan.dtypes.scaled,
-            "pipeline={plan.pipeline} with fp16: the scaler's one decision over the stages is not built yet. Use bf16.",
+            lambda plan: "parameters" in plan.offload,
+            "pipeline={plan.pipeline} with offload='parameters' is not built yet. Use offload='optimizer', or shard.",
         ),
         same_samples=True,
     )

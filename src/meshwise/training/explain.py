@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from meshwise.machine.memory import memory_facts
-from meshwise.parallel.shard import note_what_was_not_gathered
+from meshwise.parallel.shard_refusals import note_what_was_not_gathered
 from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.units import bytes_text
 from meshwise.spec.world import World

@@ -74,6 +74,8 @@ class Job:
     best: which evaluation is the best, `max accuracy` or `min loss`: its weights are kept as best.safetensors.
     patience: the training ends after so many evaluations that were no better than the best.
     callbacks: called on every rank after each epoch and its evaluation, with an `EpochEnd`.
+    stage_cost: `stage_cost(name, block)` says what a block of the model costs, in any unit: a pipeline is cut so that
+        its most expensive stage is as cheap as can be. By default the number of parameters.
     log: where losses and metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, or functions of your
         own, `track(values, step)`, called on rank 0. `--log` adds to it. One that fails ends no training.
     """
@@ -99,6 +101,7 @@ class Job:
     patience: int | None = None
     callbacks: Sequence[Callable[[EpochEnd], object]] = ()
     log: str | Tracker | Sequence[str | Tracker] = ()
+    stage_cost: Callable[[str, nn.Module], float] | None = None
 
     def __post_init__(self) -> None:
         missing = [name for name in ("model", "loss", "optimizer", "data") if getattr(self, name) is _MUST_BE_GIVEN]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from meshwise.compat.loss_scale import found_infinite
+from meshwise.compat.sharding import local_of
 from meshwise.parallel.step_hooks import needs_closure
 from meshwise.recovery.state import RunState
 from meshwise.timeline.recorder import current
@@ -73,8 +75,14 @@ def _compute(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -
 
 
 def _clip(engine: Engine, job: Job, state: RunState) -> None:
-    if job.clip_norm is not None and engine.program.pipeline is not None:
-        engine.program.pipeline.holding.clip(job.clip_norm)
+    pipeline = engine.program.pipeline
+    if pipeline is not None and state.scaler.is_enabled():  # all stages step, or none does
+        state.scaler.scale(torch.zeros((), device=engine.program.device))  # it begins with what it scales first
+        state.scaler.unscale_(state.optimizer)
+        for found in found_infinite(state.scaler, state.optimizer):
+            all_reduce(local_of(found), "max", pipeline.pipe.group, of="the loss scaler's decision")
+    if job.clip_norm is not None and pipeline is not None:
+        pipeline.holding.clip(job.clip_norm)
     elif job.clip_norm is not None:  # gradient clipping: exact under shard, since DTensors give the norm of the whole
         state.scaler.unscale_(state.optimizer)
         torch.nn.utils.clip_grad_norm_(state.model.parameters(), job.clip_norm)

@@ -161,7 +161,8 @@ def _prepare(
 def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
     """The state of a run before its first step: the model of `job` under `plan`, its optimizer. Collective."""
     torch.manual_seed(job.seed)
-    model, note = constructed(job.model) if plan.parameters_divided else (job.model(), "")
+    model, note = constructed(job.model) if plan.parameters_divided or plan.pipeline > 1 else (job.model(), "")
+    engine.program.stage_cost = job.stage_cost
     engine.add_models([model], plan)
     if note:
         engine.notify(note)

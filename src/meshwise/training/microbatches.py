@@ -90,6 +90,9 @@ class Microbatches:
             self._tell_place(action)
             name = stage_name(*where)
             pipeline.back(now, loss, partial(self._backward, draws, last=place == last, name=name))
+        reduction = self._engine.program.reduction
+        if reduction is not None and reduction.unreduced:
+            reduction.reduce_now()
         pipeline.finish()
         return self._weights.losses
 

@@ -28,7 +28,7 @@ from meshwise.parallel.pipeline import Pipeline
 from meshwise.parallel.precision import compute_in
 from meshwise.parallel.rebind import rebind
 from meshwise.parallel.reduction import Reduction
-from meshwise.parallel.shard import check_steps_on_parts
+from meshwise.parallel.shard_refusals import check_steps_on_parts
 from meshwise.parallel.step_hooks import After, Order, Subscription, held_parameters, subscribe
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
@@ -65,6 +65,7 @@ class Program:
         """Whether gradients of a rank depend on other ranks inside the backward (see `Setup`)."""
         self.pipeline: Pipeline | None = None
         """Runs the stages of this rank, where the plan has a pipeline."""
+        self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job`
         self.backwards = 0
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
@@ -177,7 +178,8 @@ class Program:
         world = self.world
         if world.size == 1:
             world = replace(world, device=_device_of(together, world.device))
-        setup = apply(together, plan, world, samples=self._samples, piggyback_loss=self._piggyback_loss)
+        said: Any = {"piggyback_loss": self._piggyback_loss, "stage_cost": self.stage_cost}
+        setup = apply(together, plan, world, samples=self._samples, **said)
         self.pipeline = setup.pipeline
         for note in setup.notes:
             self._notify(note)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from meshwise.compat.reducer import default_store
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import user_place
-from meshwise.transfer import collectives
+from meshwise.transfer import collectives, stages
 from meshwise.transfer.agreement import POLL, SLOWEST
 
 KEY = "meshwise/read"
@@ -44,14 +44,15 @@ def together() -> Iterator[None]:
 
 
 def meet(what: str) -> None:
-    """Return when every rank has come to read `what` in the same line of the program. Raises UsageError where a rank
-    reads another thing, or cannot come."""
-    size, rank = collectives.world_size(collectives.everyone()), _own()
-    if _unmet[0] or size == 1:
+    """Return when every rank has come to read `what` in the same line of the program, in a pipeline every rank of the
+    same stage. Raises UsageError where a rank reads another thing, or cannot come."""
+    pipe, rank = stages.pipe(), _own()
+    ranks = range(collectives.world_size(collectives.everyone())) if pipe is None else pipe.same_stage
+    if _unmet[0] or len(ranks) == 1:
         return
     number, here, store = _past[0], user_place(), default_store()
     own, before = f"{KEY}/{number}/{rank}", f"{KEY}/{number - 1}/{rank}"
-    keys = {other: f"{KEY}/{number}/{other}" for other in range(size) if other != rank}
+    keys = {other: f"{KEY}/{number}/{other}" for other in ranks if other != rank}
     store.set(own, f"{here}|{what}")
     try:
         _wait_for(keys, here)

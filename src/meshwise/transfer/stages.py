@@ -35,6 +35,8 @@ class Pipe:
     group: Group
     down: Group
     up: Group
+    same_stage: tuple[int, ...] = ()
+    """The ranks of the run that have the stages of this one, in all pipelines."""
 
     def towards(self, source: int, target: int) -> Group:
         """The group in which `source` sends to `target`."""
@@ -61,6 +63,12 @@ def join_pipe(found: Pipe | None) -> None:
 def lacks(model: nn.Module) -> set[str]:
     """Names of the parameters and buffers of `model` that other stages hold, and this rank does not."""
     return _lacks.get(model, set())
+
+
+def lacked_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of `model` that other stages hold."""
+    names = lacks(model)
+    return {p for name, p in model.named_parameters(remove_duplicate=False) if name in names}
 
 
 def now_lacks(model: nn.Module, names: set[str]) -> None:

@@ -17,6 +17,9 @@ from torch.nn import functional
 from meshwise.transfer import collectives
 from meshwise.transfer.reading import meet
 
+_own: dict[str, MeshAxis] = {}
+"""This rank's axes, by their names."""
+
 
 class Axis(Protocol):
     """Ranks that hold the parts of a tensor, and how they exchange them."""
@@ -52,6 +55,9 @@ class MeshAxis:
     rank: int
     group: collectives.Group
 
+    def __post_init__(self) -> None:
+        _own[self.name] = self
+
     @classmethod
     def of(cls, mesh: DeviceMesh, name: str) -> MeshAxis:
         """The axis of `mesh` that has this name."""
@@ -61,6 +67,10 @@ class MeshAxis:
     def __deepcopy__(self, memo: Any) -> MeshAxis:
         """Itself: a copy of a model has its parts on the same ranks."""
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sent to another stage, it is the axis of that name there."""
+        return _axis_named, (self.name,)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         return collectives.all_reduce(tensor, op, self.group, of=self.name)
@@ -76,6 +86,10 @@ class MeshAxis:
 
     def meet(self, what: str) -> None:
         meet(what)
+
+
+def _axis_named(name: str) -> MeshAxis:
+    return _own[name]
 
 
 Range = tuple[int, int]

@@ -1,0 +1,72 @@
+"""What a program cannot do with the parts of parameters: said in words, and refused where it would go wrong.
+
+Tested in tests/parallel/test_trial.py and tests/training/test_plans_in_a_loop.py.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+import weakref
+
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Optimizer
+
+from meshwise.compat.optimizers import takes_hooks
+from meshwise.parallel.shard_units import AGAIN
+from meshwise.parallel.step_hooks import held_parameters
+from meshwise.parallel.trial import unlike_by_parameters, unlike_on_parts
+from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
+
+_tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that step parts as they step whole parameters
+COPIED = (
+    "A copy of the model (an EMA) is made before mw.distribute and given to it with the model, so that both are "
+    "divided alike: mw.distribute(model, ema, optimizer, loader)."
+)
+
+
+def note_what_was_not_gathered(error: BaseException) -> None:
+    """Say in words what torch says of what runs on the parts of parameters, or copies a model of such."""
+    text = str(error)
+    if "FSDP does not support deepcopy" in text:
+        error.add_note(f"A sharded model cannot be copied. {COPIED}")
+    if "out of bounds for storage of size 0" in text:
+        error.add_note(AGAIN)
+    if not isinstance(error, RuntimeError) or "DTensor" not in text:
+        return
+    through = "".join(frame.filename for frame in traceback.extract_tb(error.__traceback__)).replace("\\", "/")
+    if "torch/optim/" in through:
+        error.add_note(
+            "This optimizer cannot step where each rank holds a part of a parameter. Use another, or shard=1, such as "
+            "--set zero1=true."
+        )
+    elif re.search(r"aten\.\w+_\.\w+ got mixed", text):  # written in place
+        error.add_note(f"Each rank holds a part of a sharded parameter, and one was given a whole tensor. {COPIED}")
+    elif "mixed torch.Tensor and DTensor" in text:
+        error.add_note(
+            "A sharded model's parameters are gathered while the model itself is called, model(x). What was called "
+            "here is another method, or a layer of it alone. Let forward call it (with an argument that says so), or "
+            "use shard=1, such as --set zero1=true."
+        )
+
+
+def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
+    """Raises PlanError for an optimizer whose step on the parts of parameters is another one, or none."""
+    if plan is None or not plan.parameters_divided or optimizer in _tried:
+        return
+    name, divided = type(optimizer).__name__, any(isinstance(p, DTensor) for p in held_parameters(optimizer))
+    if isinstance(optimizer, LBFGS):
+        why = "it computes over one vector of all parameters"
+    elif takes_hooks(optimizer):
+        why = unlike_on_parts(optimizer) if divided else ""
+    else:
+        why = "it wraps another one, and is none of torch's itself"
+    if why:
+        alone = isinstance(optimizer, LBFGS) or not takes_hooks(optimizer) or unlike_by_parameters(optimizer)
+        raise PlanError(
+            f"shard: {name} may make another step where each rank holds a part of every parameter: {why}. Use another "
+            f"optimizer, or shard=1{'' if alone else ', such as --set zero1=true'}."
+        )
+    if divided:
+        _tried.add(optimizer)
