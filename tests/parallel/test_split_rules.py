@@ -44,6 +44,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=k.shape[1] != q.shape[1])
 
 
+def running(x: Tensor, w: Tensor, training: bool = True) -> tuple[Tensor, ...]:
+    mean, var = draw(6) * 0 + 0.5, draw(6) * 0 + 2.0
+    return F.batch_norm(x, mean, var, weight=w, training=training, momentum=0.3), mean, var
+
+
 RULES: dict[str, Case] = {
     "add": (torch.add, [X, X], [2, 2]),
     "add whole": (torch.add, [X, X], [2, None]),
@@ -114,7 +119,10 @@ RULES: dict[str, Case] = {
     "rotate": (lambda x: torch.cat([-x[..., 3:], x[..., :3]], -1), [X], [1]),
     "no rule: cumsum over the split dim": (lambda x: x.cumsum(1), [X], [1]),
     "no rule: norm": (lambda x: x.norm(dim=-1), [X], [1]),
-    "no rule: batch norm": (lambda x: F.batch_norm(x, None, None, training=True), [X], [1]),
+    "batch norm": (lambda x, w: F.batch_norm(x, None, None, w, training=True), [X, draw(4)], [1, None]),
+    "batch norm of split weights": (lambda x, w: running(x, w), [draw(4, 6, 5, 5), draw(6)], [1, 0]),
+    "batch norm in evaluation": (lambda x, w: running(x, w, training=False), [draw(4, 6, 5), draw(6)], [1, None]),
+    "no rule: batch norm": (lambda x: F.batch_norm(x, None, None, training=True), [X], [2]),
 }
 
 

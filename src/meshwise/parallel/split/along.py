@@ -11,10 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from meshwise.parallel.split.crossing import add_up, enter
-from meshwise.parallel.split.rule import NoRule, Rule, first_split, given, moved, numbers, only_split, positive
-from meshwise.parallel.split.tensor import whole_shape
+from meshwise.parallel.split.rule import (
+    NoRule,
+    Rule,
+    first_split,
+    given,
+    moved,
+    numbers,
+    only_split,
+    positive,
+    with_parts_of,
+)
+from meshwise.parallel.split.tensor import SplitTensor, whole_shape
 
 Func = Callable[..., Any]
 Args = Sequence[Any]
@@ -80,6 +91,29 @@ def _normalised(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return given(func(x, *new, **options), x.part)
 
 
+def _batch_norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Of channels that are divided: each rank norms its own. The running statistics are whole on all ranks."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+    values = dict(zip(names, args, strict=False)) | dict(kwargs)
+    x, rest = values.pop("input"), args[len(names) :]
+    if func is not functional.batch_norm or not isinstance(x, SplitTensor) or x.part.dim != 1:
+        raise NoRule
+    part = moved(x.part, 0)
+    if not all(part.held(rank) for rank in range(part.axis.size)):
+        raise NoRule
+    kept = {name: values[name] for name in names[1:3] if values.get(name) is not None}
+    own = {name: part.slice_of(whole).clone() for name, whole in kept.items()}
+    scale, shift = (with_parts_of(values.get(name), part, 1) for name in ("weight", "bias"))
+    options = {name: value for name, value in values.items() if name not in names[:5]}
+    training = options.pop("training", False)
+    made = func(x, own.get("running_mean"), own.get("running_var"), scale, shift, training, *rest, **options)
+    if training and own:
+        new = moved(part, 1).gathered(torch.stack([*own.values()]))
+        for whole, row in zip(kept.values(), new, strict=True):
+            whole.copy_(row)
+    return given(made, x.part)
+
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys(["softmax", "log_softmax", "softmin", "cumsum", "cumprod", "flip"], along(1)),
     **dict.fromkeys(["sort", "argsort", "glu"], along(1, -1)),
@@ -90,6 +124,7 @@ RULES: dict[str, Rule] = {
     ),
     "index_select": along(1),
     "unbind": _unbind,
+    "batch_norm": _batch_norm,
     "sum": _summed(mean=False),
     "mean": _summed(mean=True),
     **dict.fromkeys(["layer_norm", "rms_norm"], _normalised),
