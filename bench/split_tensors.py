@@ -176,14 +176,15 @@ def main() -> None:
     """Measure, print, keep."""
     torch.set_num_threads(1)
     rows: dict[str, Any] = {}
-    for name in MODELS:
+    plans = [(name, name, Plan(tensor=2)) for name in MODELS]
+    for label, name, plan in [*plans, ("llama, sequence", "llama", Plan(tensor=2, sequence=True))]:
         alone = measured(name, Plan())
-        ranks = mw.launch(measured, name, Plan(tensor=2), devices="2xcpu")
+        ranks = mw.launch(measured, name, plan, devices="2xcpu")
         ratio = {key: ranks[0][key] / alone[key] for key in ("parameters", "state", "of the step", "peak")}
-        rows[name] = {"share": ranks[0]["share"], "goal": GOALS.get(name, 0.9), "of one device": ratio}
-        rows[name] |= {"one device": alone, "ranks": ranks}
+        rows[label] = {"share": ranks[0]["share"], "goal": GOALS.get(name, 0.9), "of one device": ratio}
+        rows[label] |= {"one device": alone, "ranks": ranks}
         said = ", ".join(f"{key} {value:.2f}" for key, value in ratio.items())
-        print(f"{name}: {ranks[0]['share']:.1%} split; bytes of one device: {said}", flush=True)
+        print(f"{label}: {ranks[0]['share']:.1%} split; bytes of one device: {said}", flush=True)
     ours, hand = (mw.launch(called, by_hand, devices="2xcpu")[0] for by_hand in (False, True))
     assert abs(ours["value"] / hand["value"] - 1) < 1e-4, (ours["value"], hand["value"])
     ratio = ours["operators"] / hand["operators"]

@@ -46,6 +46,7 @@ class ThreadAxis:
     rank: int
     sent: Counter[str] = field(default_factory=Counter, compare=False)
     name: str = "context"
+    sequence: bool = False
 
     @property
     def size(self) -> int:
@@ -63,6 +64,9 @@ class ThreadAxis:
         every = torch.stack(self._all("all-reduce", tensor))
         with torch.no_grad():
             return tensor.copy_(every.sum(0) if op == "sum" else every.amax(0))
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._all("reduce-scatter", tensor)).sum(0)[self.rank]
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.stack(self._all("all-gather", tensor))
@@ -82,12 +86,12 @@ def plain(axis: ThreadAxis, dim: int, length: int) -> Part:
     return Part(axis, dim, length)
 
 
-def on_ranks(size: int, work: Callable[[ThreadAxis], Any]) -> list[Any]:
+def on_ranks(size: int, work: Callable[[ThreadAxis], Any], **options: Any) -> list[Any]:
     ranks, found = Ranks(size), dict[int, Any]()
 
     def one(rank: int) -> None:
         try:
-            found[rank] = work(ThreadAxis(ranks, rank))
+            found[rank] = work(ThreadAxis(ranks, rank, **options))
         except BaseException as error:
             found[rank] = error
             ranks.barrier.abort()
@@ -121,6 +125,7 @@ def hold(
     dims: Sequence[int | tuple[int, int] | None],
     size: int = 2,
     part: Callable[..., Part] = plain,
+    **options: Any,
 ) -> list[Any]:
     """Compare `function` of inputs that are split along `dims` with that of whole ones, values and gradients.
 
@@ -158,7 +163,7 @@ def hold(
         backward(full)
         return kinds, shapes, full, [(x.grad, p) for x, p in zip(mine, parts, strict=True)], sent
 
-    found = on_ranks(size, work)
+    found = on_ranks(size, work, **options)
     for rank, (_, shapes, full, gradients, _) in enumerate(found):
         assert shapes == [each.shape for each in wanted]
         for got, expected in zip(full, wanted, strict=True):

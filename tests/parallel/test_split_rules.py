@@ -229,6 +229,25 @@ def test_attention_over_heads_drops_what_one_device_drops(
     assert "all-gather" not in sent[0], sent[0]
 
 
+def between(x: Tensor, up: Tensor, bias: Tensor, down: Tensor, after: Tensor, norm: Tensor) -> Tensor:
+    """A pair of column and row beside the residual stream, a norm, and a column that follows."""
+    x = x + F.linear(F.gelu(F.linear(x, up, bias)), down, after)
+    return F.linear(F.layer_norm(x, (6,), norm), up).pow(2).mean(1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_are_divided_along_positions(size: int) -> None:
+    inputs = [X, draw(24, 6), draw(24), draw(6, 24), draw(6), draw(6)]
+    dims = [None, 0, 0, 1, None, None]
+    _, sent = hold(between, inputs, dims, size, sequence=True)
+    rounded = -(-4 // size) * size  # positions, of equal number on the ranks
+    assert sent[0] == {"reduce-scatter": X.numel() // 4 * rounded, "all-gather": X.numel() // 4 * rounded // size}
+    _, sent = hold(
+        lambda ids, table: F.embedding(ids, table) * 2, [WORDS.view(2, 4) % 6, W], [None, 0], size, sequence=True
+    )
+    assert set(sent[0]) == {"reduce-scatter"}
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

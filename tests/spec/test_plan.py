@@ -85,7 +85,7 @@ def test_a_plan_comes_back_from_its_file(plan: Plan) -> None:
 
 def test_a_plan_file_names_every_field() -> None:
     assert plan_to_toml(Plan(data=2, offload=("activations", "optimizer"))) == (
-        'data = 2\nshard = 1\npipeline = 1\ncontext = 1\ntensor = 1\nschedule = "1f1b"\n'
+        'data = 2\nshard = 1\npipeline = 1\ncontext = 1\ntensor = 1\nsequence = false\nschedule = "1f1b"\n'
         'accumulate = 1\nprecision = "fp32"\nzero1 = false\nrecompute = "none"\n'
         'offload = ["optimizer", "activations"]\nreshard = true\ncompile = false\n'
         'batch_norm = "global"\nbucket_mb = 25\n'
@@ -139,6 +139,7 @@ def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str
         ({"zero1": 1}, "zero1=1: must be True or False"),
         ({"zero1": True}, "data=1 is one. Use data=2 or more"),
         ({"zero1": True, "data": 2, "shard": 2}, "zero1=True with shard=2: shard divides the optimizer's state"),
+        ({"sequence": True}, "sequence=True has no effect with tensor=1. Remove it."),
         ({"reshard": False}, "reshard=False has no effect with shard=1. Remove it."),
         ({"offload": ("parameters",)}, "shard=1 makes no parts. Use shard=2 or more, or offload='optimizer'"),
         ({"grad_dtype": "b16"}, "grad_dtype='b16' is not known. Did you mean"),

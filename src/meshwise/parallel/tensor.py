@@ -48,7 +48,7 @@ def _apply(setup: Setup) -> None:
         return
     rules.prepare()
     whole_mesh = make_mesh(setup.plan, setup.world)
-    mesh, axis = whole_mesh[AXIS], MeshAxis.of(whole_mesh, AXIS)
+    mesh, axis = whole_mesh[AXIS], MeshAxis.of(whole_mesh, AXIS, sequence=setup.plan.sequence)
     packed_too = setup.plan.shard == 1  # else both would divide the same dim, which torch has no word for
     cuts = cuts_of(setup.model, mesh.size(), packed=packed_too)
     known: dict[int, nn.Parameter] = {}

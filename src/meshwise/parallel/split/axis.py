@@ -33,8 +33,15 @@ class Axis(Protocol):
     @property
     def rank(self) -> int: ...
 
+    @property
+    def sequence(self) -> bool:
+        """Whether sums over the ranks are divided along positions, where a whole is not asked for."""
+
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """`tensor` reduced over the ranks, in place."""
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """This rank's entry of the first dim of `tensor`, one a rank, added up over the ranks."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """`tensor` of every rank, stacked."""
@@ -54,15 +61,16 @@ class MeshAxis:
     size: int
     rank: int
     group: collectives.Group
+    sequence: bool = False
 
     def __post_init__(self) -> None:
         _own[self.name] = self
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, name: str) -> MeshAxis:
+    def of(cls, mesh: DeviceMesh, name: str, *, sequence: bool = False) -> MeshAxis:
         """The axis of `mesh` that has this name."""
         one = mesh[name]
-        return cls(name, one.size(), one.get_local_rank(), one.get_group())
+        return cls(name, one.size(), one.get_local_rank(), one.get_group(), sequence)
 
     def __deepcopy__(self, memo: Any) -> MeshAxis:
         """Itself: a copy of a model has its parts on the same ranks."""
@@ -77,6 +85,9 @@ class MeshAxis:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return collectives.all_gather(tensor, self.group, of=self.name)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return collectives.reduce_scatter(tensor, group=self.group)[0]
 
     def pass_on(self, tensor: Tensor) -> Tensor:
         taken = torch.empty_like(tensor)
@@ -181,6 +192,15 @@ class Part:
         parts = [whole.narrow(dim, begin, end - begin) for begin, end in self.of_rank(self.axis.rank) or ((0, 0),)]
         part = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         return part.flatten(self.dim, dim) if self.repeats > 1 else part
+
+    def summed(self, value: Tensor) -> Tensor:
+        """This rank's part, which is plain, of the sum of all ranks' values of the whole. Collective."""
+        size, dim = self.axis.size, self.dim
+        step = -(-self.length // size)
+        if self.length < size * step:
+            value = functional.pad(value, [0, 0] * (value.dim() - dim - 1) + [0, size * step - self.length])
+        parts = value.unflatten(dim, (size, step)).movedim(dim, 0).contiguous()
+        return self.axis.reduce_scatter(parts).narrow(dim, 0, self.own)
 
     def gathered(self, local: Tensor) -> Tensor:
         """The whole of what each rank has a part of. Collective."""

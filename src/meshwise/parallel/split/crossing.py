@@ -1,4 +1,4 @@
-"""The four ways between whole tensors and split ones, each with its gradient (Megatron-LM, arXiv:1909.08053).
+"""The ways between whole tensors and split ones, each with its gradient (Megatron-LM, arXiv:1909.08053).
 
 A whole tensor is the same on all ranks of the axis, and so is its gradient. The gradient of a split one is split alike.
 
@@ -6,6 +6,8 @@ A whole tensor is the same on all ranks of the axis, and so is its gradient. The
     add_up    the ranks' values are added to a whole             backward: each rank's is that of the whole
     gather    a split tensor becomes whole                       backward: each rank takes its part
     scatter   each rank takes its part of a whole                backward: the parts are gathered
+    sum apart    the ranks' values are added, each takes a part  backward: spread
+    spread       a split tensor is used whole, with parts        backward: sum apart
 
 Each is the other's backward, so that they can be differentiated twice.
 
@@ -46,17 +48,36 @@ def enter(whole: Tensor, axis: Axis) -> Tensor:
     """`whole`, about to be used with parts."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole
+    return _once(whole, "enter", axis, axis.name)
+
+
+def spread(tensor: Tensor, axis: Axis) -> Tensor:
+    """A tensor, split or not, whole and about to be used with parts of others: gathered and entered in one."""
+    if not isinstance(tensor, SplitTensor):
+        return enter(tensor, axis)
+    return _once(tensor, "spread", tensor.part, axis.name)
+
+
+def _once(tensor: Tensor, way: str, where: Any, axis: str) -> Tensor:
     if not _entered:
-        return through(_Crossing, whole, "enter", axis)
-    key = id(whole), axis.name, version(whole)
+        return through(_Crossing, tensor, way, where)
+    key = id(tensor), axis, version(tensor)
     if key not in _entered[-1]:
-        _entered[-1][key] = whole, through(_Crossing, whole, "enter", axis)
+        _entered[-1][key] = tensor, through(_Crossing, tensor, way, where)
     return _entered[-1][key][1]
 
 
 def add_up(value: Tensor, axis: Axis) -> Tensor:
     """The sum over the ranks, whole."""
     return through(_Crossing, value, "add up", axis)
+
+
+def add_apart(value: Tensor, axis: Axis) -> Tensor:
+    """The sum over the ranks; its positions, dim 1, are divided where the axis says so."""
+    if not axis.sequence or value.dim() != 3 or value.shape[1] < axis.size:
+        return add_up(value, axis)
+    part = Part(axis, 1, value.shape[1])
+    return split(through(_Crossing, value, "sum apart", part), part)
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -100,5 +121,7 @@ _WAYS: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
     "add up": (_added_up, "enter"),
     "gather": (lambda local, part: part.gathered(local), "scatter"),
     "scatter": (lambda whole, part: part.slice_of(whole), "gather"),
+    "sum apart": (lambda value, part: part.summed(value), "spread"),
+    "spread": (lambda local, part: part.gathered(local), "sum apart"),
 }
 """What each way does, and its backward."""

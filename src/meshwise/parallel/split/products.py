@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwise.parallel.split.axis import Axis, Part
-from meshwise.parallel.split.crossing import add_up, enter, gather, scatter
+from meshwise.parallel.split.crossing import add_apart, enter, gather, scatter, spread
 from meshwise.parallel.split.elementwise import RULES as ELEMENTWISE
 from meshwise.parallel.split.rule import NoRule, Rule, moved, split_in, with_parts_of
 from meshwise.parallel.split.tensor import SplitTensor, split, whole_shape
@@ -46,13 +46,19 @@ def by_letters(
         if not isinstance(operand, Tensor):
             parts.append(operand)
         elif letter not in own:
-            parts.append(enter(gather(operand), axis))
+            parts.append(_entered(operand, axis))
         else:
             parts.append(_divided(operand, own.index(letter), like))
     made = call(*parts)
     if letter not in result:
-        return add_up(made, axis)
+        return add_apart(made, axis)
     return split(made, moved(like.part, result.index(letter), length))
+
+
+def _entered(operand: Tensor, axis: Axis) -> Tensor:
+    """Whole, for a product with parts."""
+    plain = isinstance(operand, SplitTensor) and operand.part.is_plain
+    return spread(operand, axis) if plain and torch.is_grad_enabled() else enter(gather(operand), axis)
 
 
 def _chosen(operands: Sequence[Any], letters: Sequence[str], may: str | None) -> tuple[str, SplitTensor]:
@@ -107,7 +113,8 @@ def _with_bias(
         return by_letters([*operands, bias], [*letters, result[at]], result, func)
     made, bias = by_letters(operands, letters, result, lambda *parts: func(*parts, None)), gather(bias)
     after = made.dim() - 1 - (at % made.dim())
-    return made + bias.reshape(-1, *[1] * after)
+    bias = bias.reshape(-1, *[1] * after)
+    return ELEMENTWISE["add"](torch.add, (made, bias), {}) if isinstance(made, SplitTensor) else made + bias
 
 
 def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -201,7 +208,7 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Any:
         found = weight.new_zeros((*ids.shape, weight.shape[1])) + weight.sum()
     else:
         found = functional.embedding(own.masked_fill(elsewhere, 0), weight, padding)
-    return add_up(found.masked_fill(elsewhere[..., None], 0), part.axis)
+    return add_apart(found.masked_fill(elsewhere[..., None], 0), part.axis)
 
 
 def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
