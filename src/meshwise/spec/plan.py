@@ -83,8 +83,7 @@ class Plan:
     context: devices over which the positions of each sample are divided (context parallel), attention with them; they
         work on the same samples.
     tensor: devices over which the weights of layers are split (tensor parallel); they work on the same samples.
-    sequence: whether activations between the layers that `tensor` splits are divided along positions:
-        sequence parallel. Less memory, as much communication.
+    sequence: whether activations between the layers that `tensor` splits are divided along positions.
     schedule: one of `SCHEDULES`: in which order a stage of the pipeline takes its forwards and backwards.
     accumulate: microbatches that a global batch is cut into; gradients add up before one optimizer step.
     precision: one of `PRECISIONS`, a word for the three dtypes below.
