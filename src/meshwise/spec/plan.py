@@ -141,12 +141,12 @@ class Plan:
     sequence: bool = _technique(
         False,
         Conflict(lambda plan: plan.tensor == 1, "sequence=True has no effect with tensor=1. Remove it."),
+        _not_yet("sequence", "pipeline"),
     )
     schedule: str = _technique(
         "1f1b",
         Conflict(
-            lambda plan: plan.pipeline == 1,
-            "schedule='{plan.schedule}' has no effect with pipeline=1. Remove it.",
+            lambda plan: plan.pipeline == 1, "schedule='{plan.schedule}' has no effect with pipeline=1. Remove it."
         ),
     )
     accumulate: int = 1
