@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwise.compat.dispatch import intercept_operators, operator_name
 from meshwise.compat.tree import tensors_in
-from meshwise.equivalence.trace import CheckSpec, global_batches
+from meshwise.equivalence.trace import Batches, CheckSpec
 from meshwise.spec.plan import Plan
 from meshwise.training.job_step import train_step
 from meshwise.training.loop import begun, make_engine, open_data, read_parts
@@ -89,7 +89,7 @@ def effect_of(job: Job, plan: Plan) -> Effect:
 
     job = replace(job, loss=loss)
     data = open_data(job, job.data(), "training set")
-    epoch, batch = next(global_batches(job.seed, data.samples, job.batch_size, CheckSpec(plan, 2)))
+    epoch, batch = next(iter(Batches(job.seed, data.samples, job.batch_size, CheckSpec(plan, 2))))
     (shares,) = epoch_slices(batch, len(batch), world, plan.accumulate)
     parts = list(read_parts(data, shares, epoch, world.device))
     state.model.train()

@@ -274,7 +274,9 @@ def reference(name: str, seed: int, spec: CheckSpec) -> Trace:
     key = (
         name,
         seed,
-        replace(spec, plan=plain if spec.in_float64 else replace(spec.plan, data=spec.plan.devices, shard=1)),
+        replace(
+            spec, perturb=False, plan=plain if spec.in_float64 else replace(spec.plan, data=spec.plan.devices, shard=1)
+        ),
     )
     if key not in _references:
         for other in [other for other in _references if other[:2] != key[:2]]:
@@ -301,12 +303,14 @@ def checked(
     steps: int = 3,
     plant: Callable[[Any], Any] | None = None,
     rounding: bool = False,
+    perturb: bool = False,
 ) -> Proof:
     """Check a job in a pool of workers. rounding: in the plan's own precision as well."""
     if plant is not None:
         for module in (sys.modules[plant.__module__], seams):  # workers cannot import the tests' modules
             cloudpickle.register_pickle_by_value(module)
-    specs = [CheckSpec(plan, steps), *([CheckSpec(plan, steps, in_float64=False)] if rounding else [])]
+    specs = [CheckSpec(plan, steps, perturb=perturb)]
+    specs += [replace(specs[0], in_float64=False)] if rounding else []
     sides = []
     for spec in specs:
         one = reference(name, seed, spec)

@@ -32,7 +32,10 @@ SEAMS = {
     "slice of a rank": "meshwise.training.order.batch_slice",
     "slices of an evaluation": "meshwise.equivalence.programs.sequential_slices",
     "random numbers": "meshwise.training.keyed.KeyedDraws._uniform",
+    "order of an epoch": "meshwise.equivalence.trace.epoch_order",
+    "saved state is loaded": "meshwise.equivalence.programs.unpack",
     # the evaluation
+    "evaluation": "meshwise.equivalence.programs.evaluate",
     "metrics of a batch": "meshwise.training.evaluate._measure",
     "metrics over ranks": "meshwise.training.evaluate._over_ranks",
     # techniques
@@ -56,6 +59,22 @@ SEAMS = {
     "checkpoint": "meshwise.parallel.recompute.checkpoint",
     "second run of a block": "meshwise.parallel.recompute._again",
     "sending to the host": "meshwise.parallel.offload._send",
+    # tensors in parts
+    "crossing to and from parts": "meshwise.parallel.split.crossing.through",
+    "parts are put together": "meshwise.parallel.split.axis.Part.gathered",
+    "sum over an axis": "meshwise.parallel.split.axis.MeshAxis.all_reduce",
+    "sums of a loss over parts": "meshwise.parallel.split.losses.add_up",
+    "log of the sum over a row": "meshwise.parallel.split.losses._log_sum",
+    "positions are divided": "meshwise.parallel.context._divided",
+    "keys go round": "meshwise.parallel.split.attention._round",
+    "scores of a block": "meshwise.parallel.split.attention._scores",
+    "blocks of attention": "meshwise.parallel.split.attention._blocks",
+    # pipelines
+    "send that is begun": "meshwise.transfer.collectives.begin_send",
+    "receive": "meshwise.transfer.collectives.receive",
+    "gradients go to the stage before": "meshwise.parallel.passing.Passing.send_backward",
+    "gradients of ties": "meshwise.parallel.holding.Holding.add_up",
+    "clipping over stages": "meshwise.parallel.holding.Holding.clip",
     # torch
     "clipping": "torch.nn.utils.clip_grad_norm_",
     "norm that clipping takes": "torch.nn.utils.clip_grad._get_total_norm",

@@ -23,7 +23,7 @@ from meshwise.equivalence.compare import compare
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.sketches import sketches
 from meshwise.equivalence.tolerance import LIMIT
-from meshwise.equivalence.trace import CheckSpec, global_batches, microbatches
+from meshwise.equivalence.trace import Batches, CheckSpec, microbatches
 from meshwise.equivalence.upcast import called_in_float64, upcast
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
@@ -273,18 +273,18 @@ def test_sketches_differ_as_much_as_their_rows() -> None:
     assert 0.5 < float(apart[2] / (x - y)[2].norm()) < 2
 
 
-def test_the_last_step_is_ragged() -> None:
+def test_the_last_step_is_ragged_and_of_another_epoch() -> None:
     def batches(samples: int, spec: CheckSpec) -> list[tuple[int, list[int]]]:
-        return [(epoch, batch.tolist()) for epoch, batch in global_batches(5, samples, 16, spec)]
+        return [(epoch, batch.tolist()) for epoch, batch in Batches(5, samples, 16, spec)]
 
-    order = epoch_order(5, 0, 100).tolist()
-    assert batches(100, CheckSpec(Plan(data=3))) == [(0, order[:16]), (0, order[16:32]), (0, order[32:39])]
-    first, second = (epoch_order(5, epoch, 20).tolist() for epoch in (0, 1))
+    order, another = (epoch_order(5, epoch, 100).tolist() for epoch in (0, 1))
+    assert batches(100, CheckSpec(Plan(data=3))) == [(0, order[:16]), (0, order[16:32]), (1, another[:7])]
+    first, second, third = (epoch_order(5, epoch, 20).tolist() for epoch in (0, 1, 2))
     assert batches(20, CheckSpec(Plan(data=2), steps=4)) == [
         (0, first[:16]),
         (0, first[16:]),
         (1, second[:16]),
-        (1, second[16:]),
+        (2, third[:5]),
     ]
     shares = microbatches(torch.arange(7), 2)
     assert [(share.indices.tolist(), share.total) for share in shares] == [([0, 1, 2, 3], 7), ([4, 5, 6], 7)]

@@ -106,7 +106,7 @@ def check_options(options: CheckOptions) -> Proof:
     slots = find_devices(parse_devices(devices))
     if plan is not None:
         check_devices(plan, len(slots))
-    specs = [CheckSpec(plan or Plan(data=len(slots)), options.steps)]
+    specs = [CheckSpec(plan or Plan(data=len(slots)), options.steps, perturb=options.perturb)]
     if options.rounding and (plan is None or plan.precision != "fp64"):
         specs.append(replace(specs[0], in_float64=False))
     with tempfile.TemporaryDirectory(prefix="meshwise-check-") as folder:

@@ -48,6 +48,10 @@ class CheckOptions:
     ] = ()
     seed: Annotated[int | None, Option("seed of the start values, the data order and the draws")] = None
     data: Annotated[str | Path | None, Option("another data set in the same format: a folder", scripts=False)] = None
+    perturb: Annotated[
+        bool,
+        Option("delay the plan's ranks at random, and spoil what they exchange until it is waited for: races show"),
+    ] = False
     rounding: Annotated[bool, Option("run both sides in the plan's own precision too")] = True
     arguments: Sequence[str] = ()
     notify: Callable[[str], None] = lambda text: None

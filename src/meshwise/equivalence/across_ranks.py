@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from meshwise.equivalence.model_state import buffers_of, optimizer_state_of, parameters_of
 from meshwise.equivalence.sketches import sketch
 from meshwise.equivalence.tolerance import finite, precision_of
-from meshwise.equivalence.trace import Divergence, Named, StepTrace, Trace
+from meshwise.equivalence.trace import Divergence, Named, Output, StepTrace, Trace
 from meshwise.spec.world import World
 from meshwise.training.keyed import Rows
 from meshwise.training.order import BatchSlice
 from meshwise.transfer import stages
-from meshwise.transfer.collectives import Group, gather_objects, get_rank
+from meshwise.transfer.collectives import Group, everyone, gather_objects, get_rank
 
 Name = TypeVar("Name", str, tuple[str, str])
 LACKS = float("inf")  # how much a rank differs from the others that lacks what they have
@@ -92,13 +92,20 @@ def start_diverges(trace: Trace) -> Divergence:
     Collective; what one of them lacks is known to every rank, the rest to rank 0.
     """
     found: Divergence = {}
-    ranks = gather_objects((trace.tied, trace.modules, list(trace.initial_parameters)))
+    group = _alike()
+    ranks = gather_objects((trace.tied, trace.modules, list(trace.initial_parameters)), group)
     for tied, modules, names in ranks:
         found |= {("initial parameters", name): LACKS for name in set(names) ^ set(ranks[0][2])}
         found |= {("tied weights", " = ".join(group)): LACKS for group in set(tied) ^ set(ranks[0][0])}
         found |= {("modules", name): LACKS for name, _ in modules.items() ^ ranks[0][1].items()}
-    found |= tensors_diverge("initial parameters", trace.initial_parameters)
-    return found | tensors_diverge("initial buffers", trace.initial_buffers)
+    found |= tensors_diverge("initial parameters", trace.initial_parameters, group=group)
+    return found | tensors_diverge("initial buffers", trace.initial_buffers, group=group)
+
+
+def _alike() -> Group:
+    """The ranks that must have the same parameters, gradients and numbers: all of the run, those that work on the same
+    samples too. Stages of a pipeline have others, and are joined afterwards."""
+    return None if stages.pipe() is not None else everyone()
 
 
 def cannot_train(divergence: Divergence) -> bool:
@@ -128,25 +135,53 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
 
     optimizer: None for an update by hand. divided: each rank has the optimizer's state of some parameters only.
     """
-    step.outputs = [output for outputs in to_rank_0(step.outputs) for output in outputs]
+    step.outputs, differ = _outputs_of_ranks(step.outputs)
+    step.evaluating = set().union(*gather_objects(step.evaluating))
     ranks = enumerate(gather_objects(step.modified_between_backwards))
     step.modified_between_backwards = [(rank, *found[1:]) for rank, each in ranks for found in each]
     step.rank_losses = [loss for own in gather_objects(step.rank_losses) for loss in own]
     step.rng_mismatch = any(gather_objects(step.rng_mismatch))
     step.parameters, step.buffers = parameters_of(model), buffers_of(model)
     state = {} if optimizer is None else optimizer_state_of(optimizer, model)
+    group = _alike()
     step.rank_divergence |= {
-        **tensors_diverge("gradients", step.gradients),
-        **tensors_diverge("clipped gradients", step.clipped_gradients, divided=divided),
-        **numbers_diverge("learning rate", step.learning_rates),
-        **tensors_diverge("optimizer state", state, divided=divided),
-        **tensors_diverge("parameters", step.parameters),
-        **tensors_diverge("buffers", step.buffers),
-        **numbers_diverge("loss", {"loss": step.loss}),
+        **differ,
+        **tensors_diverge("gradients", step.gradients, group=group),
+        **tensors_diverge("clipped gradients", step.clipped_gradients, divided=divided, group=group),
+        **numbers_diverge("learning rate", step.learning_rates, group),
+        **tensors_diverge("optimizer state", state, divided=divided, group=group),
+        **tensors_diverge("parameters", step.parameters, group=group),
+        **tensors_diverge("buffers", step.buffers, group=group),
+        **numbers_diverge("loss", {"loss": step.loss}, group),
     }
     step.low_precision = low_precision_on_any(step.parameters)
     step.optimizer_state, step.clipped_gradients = of_any_rank(state), of_any_rank(step.clipped_gradients)
     _join_stages(step)
+
+
+def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], Divergence]:
+    """The outputs of all samples, in rank order, on rank 0; and how much ranks that have the same samples differ in
+    them. Collective."""
+    found: dict[int, list[Output]] = {}
+    differ: Divergence = {}
+    for rank, outputs in to_rank_0((get_rank(), own), _alike()):
+        first = {output.key: output for output in found.setdefault(rank, outputs)}
+        for output in outputs:
+            apart = _apart(first[output.key], output) if output.key in first else LACKS
+            if apart > 0:
+                key = "module outputs", output.module
+                differ[key] = max(apart, differ.get(key, 0.0))
+    return [output for outputs in found.values() for output in outputs], differ
+
+
+def _apart(first: Output, other: Output) -> float:
+    """How much the same calls on two ranks differ, relative to the size of what they gave."""
+    if first.sketches.keys() != other.sketches.keys():
+        return LACKS
+    pairs = [(first.sketches[layout], other.sketches[layout]) for layout in first.sketches]
+    if any(a.shape != b.shape for a, b in pairs):
+        return LACKS
+    return max((finite(float((a - b).norm()) / max(float(a.norm()), TINY)) for a, b in pairs), default=0.0)
 
 
 def _join_stages(step: StepTrace) -> None:
@@ -164,6 +199,7 @@ def _join_stages(step: StepTrace) -> None:
     step.rank_divergence = of_any_rank(step.rank_divergence, group)
     step.outputs = [output for outputs in to_rank_0(step.outputs, group) for output in outputs]
     step.rng_mismatch = any(gather_objects(step.rng_mismatch, group))
+    step.evaluating = set().union(*gather_objects(step.evaluating, group))
 
 
 def collect_run(trace: Trace) -> None:
@@ -172,7 +208,7 @@ def collect_run(trace: Trace) -> None:
     trace.drawn_alike = set().union(*gather_objects(trace.drawn_alike))
     trace.random_modules = set().union(*gather_objects(trace.random_modules))
     trace.evaluation_draws = max(gather_objects(trace.evaluation_draws))
-    trace.rank_divergence |= numbers_diverge("evaluation", trace.evaluation)
+    trace.rank_divergence |= numbers_diverge("evaluation", trace.evaluation, _alike())
     pipe = stages.pipe()
     if pipe is not None:
         for kind, named in (("parameters", trace.initial_parameters), ("buffers", trace.initial_buffers)):

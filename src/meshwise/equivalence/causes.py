@@ -28,6 +28,8 @@ class CauseKind(Enum):
     SCALED_LEARNING_RATE = "learning rate times devices", "it depends on the number of devices; the batch is global"
     LEARNING_RATE = "learning rate", "the optimizer uses another learning rate"
     START_VALUES = "start values", "the model starts from other values"
+    RACE = "race", "a value is used before its exchange has ended, or changed while it is under way"
+    MODE = "training mode", "a module is in evaluation mode in a step of the training, or not where it should be"
     BUFFER = "buffer", "a buffer is updated on one side only, or by each rank by itself"
     MODULE = "module", "a module gives another output for the same input"
     LOSS = "loss", "the loss differs although the outputs are the same"

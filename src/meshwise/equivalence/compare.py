@@ -36,6 +36,7 @@ ADAPTIVE_STEPS = (
 )
 
 KINDS = (
+    "races",
     "modules",
     "tied weights",
     "initial parameters",
@@ -112,13 +113,14 @@ class Comparison:
 
 def compare(reference: Trace, actual: Trace) -> Comparison:
     """Compare one device with a plan."""
-    found = _over_ranks(_start(reference, actual), actual.rank_divergence)
+    found = [Difference("races", 0, race, math.inf, 0.0) for race in actual.races]
+    found += _over_ranks(_start(reference, actual), actual.rank_divergence)
     noise: dict[str, Tensor] = {}
     not_compared: Counter[str] = Counter()
     for number, (mine, other) in enumerate(zip(reference.steps, actual.steps, strict=bool(actual.steps)), 1):
         found += _samples(number, mine, other)
         gradients = _over_ranks(_gradients(number, mine, other), other.rank_divergence)
-        outputs = list(_outputs(number, mine, other, not_compared))
+        outputs = _over_ranks(_outputs(number, mine, other, not_compared), other.rank_divergence)
         found += outputs if any(d.fault for d in gradients) else _of_samples(outputs, not_compared)
         found += gradients
         _note_noise(noise, mine.gradients, other.gradients)
@@ -143,7 +145,9 @@ def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> li
     for d in differences:
         ranks = divergence.get((d.kind, d.name), 0.0)
         if ranks > LIMIT:
-            d = replace(d, relative=max(d.relative, ranks), facts={**d.facts, "ranks apart": ranks})
+            d = replace(
+                d, relative=max(d.relative, ranks), facts={**d.facts, "ranks apart": ranks, "first rank": d.relative}
+            )
         found.append(d)
     return found
 

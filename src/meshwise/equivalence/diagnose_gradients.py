@@ -76,6 +76,18 @@ def _one_factor(evidence: Evidence) -> Cause | None:
     return Cause(K.LOSS_WEIGHTING, f"{text}: {_meaning(factor, plan)}.") if _all_wrong(evidence) else None
 
 
+def _begins_with_a_factor(evidence: Evidence) -> str:
+    """The first wrong gradient is right but for the number of ranks: those before it follow from it."""
+    factor, plan = evidence.first.factor, evidence.plan
+    sizes = {plan.devices, plan.data, plan.shard, plan.tensor, plan.context} - {1}
+    if factor is None or not any(near(factor, size) or near(factor, 1 / size) for size in sizes):
+        return ""
+    return (
+        f"{evidence.how_many()}; the first of the backward, of {evidence.first.name}, is {factor:.12g} times that of "
+        "one device: added up over ranks that have the same, or divided by their number."
+    )
+
+
 def _meaning(factor: float, plan: Plan) -> str:
     if plan.accumulate > 1 and any(near(factor, size) for size in (plan.accumulate, 1 / plan.accumulate)):
         return "the number of microbatches counts once too often or not at all"
@@ -204,6 +216,7 @@ GRADIENT_RULES: tuple[Rule, ...] = (
     says(K.DROPOUT, _random_recompute),
     _one_factor,
     _other_weights_of_microbatches,
+    says(K.DOUBLED_REDUCTION, _begins_with_a_factor),
     says(K.TIED_WEIGHT, _only_tied_weights),
     says(K.LOWER_PRECISION, _lower_precision),
     says(K.BACKWARD, _wrong_recompute),

@@ -17,7 +17,7 @@ from meshwise.equivalence.diagnose_evaluation import EVALUATION_RULES
 from meshwise.equivalence.diagnose_gradients import GRADIENT_RULES
 from meshwise.equivalence.evidence import ROUNDING, Evidence, Rule, is_inside, near, owner_of, precision_lost, says
 from meshwise.equivalence.pairs import pairs_of_both
-from meshwise.equivalence.tolerance import precision_of
+from meshwise.equivalence.tolerance import LIMIT, precision_of
 from meshwise.equivalence.trace import Named, Trace
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
@@ -106,6 +106,31 @@ def _sum_and_mean(evidence: Evidence) -> str:
     if near(plan, one * ranks):
         return f"{text}, that times the number of ranks: is your loss a mean over samples? Leave out {SAY_SUM}."
     return ""
+
+
+def _lacks_a_part(evidence: Evidence) -> bool:
+    """Whether ranks that have the same samples differ from each other, and all from one device."""
+    return bool(evidence.first.facts.get("first rank", 0.0) > LIMIT)
+
+
+def _is_weighed(evidence: Evidence) -> bool:
+    """Whether there are several means to weigh: of ranks with other samples or positions, or of microbatches."""
+    return evidence.plan.context * evidence.plan.accumulate > 1 or evidence.plan.data * evidence.plan.shard > 1
+
+
+def _other_mode(evidence: Evidence) -> str:
+    one, plan = (step.evaluating for step in evidence.steps)
+    which = sorted(name for name in one ^ plan if is_inside(name, evidence.first.name))
+    if not which:
+        return ""
+    side = "under the plan" if which[0] in plan else "on one device"
+    return f"{some(which)}: in evaluation mode {side} while it trains, as model.eval() leaves it."
+
+
+def _reads_other_samples(evidence: Evidence) -> bool:
+    """Whether a step has as many samples as on one device, none twice, and not the same."""
+    one, plan = ([index for ranks in step.samples for part in ranks for index in part] for step in evidence.steps)
+    return len(one) == len(plan) == len(set(plan)) and set(one) != set(plan)
 
 
 def _pairs_samples(evidence: Evidence) -> str:
@@ -251,6 +276,7 @@ UPDATE_RULES: tuple[Rule, ...] = (
     says(K.OPTIMIZER_STEP, "gradients and parameters are equal, the optimizer's {name} differs."),
 )
 RULES: Mapping[str, tuple[Rule, ...]] = {
+    "races": (says(K.RACE, "{name}."),),
     "modules": (says(K.MODULE, "{name} is of one class on some ranks, and of another on others."),),
     "tied weights": (
         says(K.TIED_WEIGHT, "{name} is one parameter on some ranks only.", ranks_differ),
@@ -260,10 +286,12 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "initial buffers": START_RULES,
     "sample order": (
         says(K.BATCH_SIZE, _is_of_a_share_of_the_batch),
+        says(K.DATA_ORDER, "{name} has as many samples, each once, and other ones: {samples}.", _reads_other_samples),
         says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
         says(K.DATA_ORDER, "{name} has the same samples in another order."),
     ),
     "module outputs": (
+        says(K.MODE, _other_mode),
         says(K.BATCH_NORM, "{name} is a {class}: its inputs are equal, its outputs are not.", _is_norm),
         says(K.DROPOUT, "{name} ({class}) draws random numbers; everything before it is equal.", _is_random),
         says(K.DROPOUT, _random_before),
@@ -272,13 +300,18 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             K.DROPOUT, "a forward draws from numpy.random, which is not keyed: ranks draw other numbers.", _numpy_draws
         ),
         says(K.BATCH_NORM, "{name} contains a batch norm, and nothing before it differs.", _contains_batch_norm),
+        says(
+            K.MISSING_REDUCTION,
+            "{name} ({class}) gives other outputs on ranks that work on the same samples: a sum lacks a part.",
+            _lacks_a_part,
+        ),
         says(K.MODULE, "{name} ({class}) is the first whose outputs differ; everything before it is equal."),
     ),
     "loss": (
         says(K.LOSS, "ranks have different losses, which should all be that of the global batch.", ranks_differ),
         says(K.LOSS_WEIGHTING, _sum_and_mean),
         says(K.COUPLED, _pairs_samples),
-        says(K.LOSS_WEIGHTING, "module outputs are equal, the loss is {both}.", _outputs_are_equal),
+        says(K.LOSS_WEIGHTING, "module outputs are equal, the loss is {both}.", _outputs_are_equal, _is_weighed),
         says(K.LOSS, "the loss is {both}."),
     ),
     "gradients": GRADIENT_RULES,

@@ -79,6 +79,12 @@ class EngineWatcher:
         )
         return self._spec.applied(plan if world.size > 1 else alone)
 
+    def follow(self, engine: Engine, model: nn.Module) -> None:
+        """Another engine goes on, with another model, where the last one was saved."""
+        self._engine, self._model = engine, model
+        if self.tracer is not None:
+            self.tracer.follow(model)
+
     # A loop over batches.
 
     def loop_begins(self) -> None:

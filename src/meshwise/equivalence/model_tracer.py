@@ -41,7 +41,7 @@ class ModelTracer:
         again = tuple(clean(name) for name in recomputed(model))
         self.trace = Trace(kinds, tied_in(model), parameters_of(model), buffers_of(model), recomputed_modules=again)
         self.step = StepTrace()
-        self._model, self._seed, self._reference, self._upcast = model, seed, reference, upcast
+        self._seed, self._reference, self._upcast = seed, reference, upcast
         self._at = 0, -1  # the step that began last, its newest microbatch
         self._begun = 0  # of those before this step
         self._forwards = 0  # of microbatches, and of batches that became none
@@ -52,8 +52,13 @@ class ModelTracer:
         self._in_forward = False
         self._open_calls: list[list[int]] = []  # of each: draws before it, draws of the calls inside it
         self._norms_left: dict[str, float] | None = None
+        self.follow(model)
+
+    def follow(self, model: nn.Module) -> None:
+        """`model` is what trains from now on."""
+        self._model = model
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(_Hook(self._entered))
+            module.register_forward_pre_hook(_Hook(partial(self._entered, clean(name))))
             module.register_forward_hook(_Hook(partial(self._left, clean(name))))
         for name, p in model.named_parameters():
             if p.requires_grad:
@@ -160,8 +165,10 @@ class ModelTracer:
     def _ready(self, name: str, p: Tensor) -> None:
         self.step.ready_order.append(name)
 
-    def _entered(self, module: nn.Module, inputs: Any) -> None:
+    def _entered(self, name: str, module: nn.Module, inputs: Any) -> None:
         if self._in_forward:
+            if not module.training:
+                self.step.evaluating.add(name)
             self._open_calls.append([self._drawn(), 0])
 
     def _left(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:

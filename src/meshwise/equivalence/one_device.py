@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshwise.equivalence import model_state
 from meshwise.equivalence.model_tracer import ModelTracer
 from meshwise.equivalence.sketches import sketch
-from meshwise.equivalence.trace import CheckSpec, Named, StepTrace, Trace, global_batches, microbatches, test_samples
+from meshwise.equivalence.trace import Batches, CheckSpec, Named, StepTrace, Trace, microbatches, test_samples
 from meshwise.equivalence.upcast import called_in_float64, upcast
 from meshwise.machine.memory import free_bytes
 from meshwise.parallel.precision import cast_batch, computing, store_parameters
@@ -57,9 +57,7 @@ def one_device(job: Job, spec: CheckSpec, device: str = "cpu") -> Trace:
         model.to(device)
         check_room(model, spec, job)
         run = _Reference(job, spec, device, model, ModelTracer(model, job.seed, upcast=spec.in_float64))
-        _train(run)
-        if job.test is not None:
-            _evaluate(run, open_data(job, job.test(), "test set"))
+        _train(run, None if job.test is None else open_data(job, job.test(), "test set"))
     return run.tracer.trace
 
 
@@ -81,13 +79,17 @@ def check_room(model: nn.Module, spec: CheckSpec, job: Job) -> None:
         )
 
 
-def _train(run: _Reference) -> None:
+def _train(run: _Reference, test: Data | None) -> None:
+    """Train, and evaluate before the last step and after it."""
     job, model = run.job, run.model
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     data = open_data(job, job.data(), "training set")
     model.train()
-    for number, (epoch, batch) in enumerate(global_batches(job.seed, data.samples, job.batch_size, run.spec)):
+    for number, (epoch, batch) in enumerate(Batches(job.seed, data.samples, job.batch_size, run.spec)):
+        if 0 < number == run.spec.steps - 1:
+            _evaluate(run, test)
+            model.train()
         step = run.tracer.begin(number)
         parts = microbatches(batch, run.spec.plan.accumulate)
         closure = partial(_closure, run, _batches(run, data, parts, epoch), step)
@@ -105,6 +107,7 @@ def _train(run: _Reference) -> None:
         step.parameters, step.buffers = model_state.parameters_of(model), model_state.buffers_of(model)
         step.scheduler = model_state.scheduler_numbers(scheduler)
         run.tracer.trace.steps.append(step)
+    _evaluate(run, test)
 
 
 def _closure(run: _Reference, batches: list[Part], step: StepTrace) -> float:
@@ -157,8 +160,12 @@ def _backward(run: _Reference, batches: list[Part], step: StepTrace) -> float:
     return float(total / weights)
 
 
-def _evaluate(run: _Reference, data: Data) -> None:
+def _evaluate(run: _Reference, data: Data | None) -> None:
+    """Metrics of the test set, in the place of those of an earlier evaluation."""
+    if data is None:
+        return
     job, trace = run.job, run.tracer.trace
+    trace.evaluated, trace.evaluation_draws = [], 0
     order = torch.arange(test_samples(data.samples, job.batch_size))
     run.model.eval()
     metrics = job.metrics or (lambda model, batch: {"loss": job.loss(model, batch)})

@@ -21,8 +21,8 @@ from meshwise.spec.user_code import user_place
 
 Dims = tuple[tuple[int, float], ...]
 """Dims of a tensor that are multiples of the rows, and how often each has them."""
-Pairs = dict[tuple[str, int, Dims], str]
-"""(operator, number of its call, dims of what it gives) -> where it stands in the program."""
+Pairs = dict[tuple[str, int, Dims, int], str]
+"""(operator, number of its call, dims of what it gives, rows) -> where it stands in the program."""
 
 
 STATISTIC = -1  # in the place of a dim
@@ -44,13 +44,13 @@ def noting_pairs(rows: int, found: Pairs, in_model: Callable[[], bool]) -> Abstr
             calls[name] += 1
             dims = tuple((d, size / rows) for d, size in enumerate(result.shape) if size and size % rows == 0)
             if len(dims) > 1:
-                found.setdefault((name, calls[name], dims), user_place())
+                found.setdefault((name, calls[name], dims, rows), user_place())
         if rows > 1 and name in TOGETHER and not in_model() and args and isinstance(args[0], Tensor):
             calls[f"{name} of rows"] += 1
             if name in CURVED and args[0].is_floating_point() and args[0].dim() == 0:
-                found.setdefault((name, calls[f"{name} of rows"], ((STATISTIC, 0.0),)), user_place())
+                found.setdefault((name, calls[f"{name} of rows"], ((STATISTIC, 0.0),), rows), user_place())
             if size := _rows_taken_together(name, args[0], result, named_arguments(operator, args, kwargs), rows):
-                key = name, calls[f"{name} of rows"], ((STATISTIC, size / rows),)
+                key = name, calls[f"{name} of rows"], ((STATISTIC, size / rows),), rows
                 found.setdefault(key, user_place())
         return result
 
@@ -81,11 +81,14 @@ def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str
 
 
 def pairs_of_both(one: Pairs, rank: Pairs) -> list[str]:
-    """Where both sides do, in the order of one device, and what."""
-    both = [(key, place) for key, place in one.items() if key in rank and place]
+    """Where both sides do, of other numbers of rows, in the order of one device, and what."""
+    rows: dict[Any, set[int]] = {}
+    for *call, count in rank:
+        rows.setdefault(tuple(call), set()).add(count)
+    both = [(key, place) for key, place in one.items() if place and rows.get(key[:3], set()) - {key[3]}]
     return [
         f"{place} takes several samples of a batch together ({name})"
         if dims[0][0] == STATISTIC
         else f"{place} compares the samples of a batch with each other"
-        for (name, _, dims), place in both
+        for (name, _, dims, _), place in both
     ]

@@ -6,29 +6,35 @@ Nothing here trains: the real `apply`, the real step and the real evaluation do.
 from __future__ import annotations
 
 import contextlib
+import io
 import random
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
+from meshwise.compat.perturbed import perturbed
 from meshwise.equivalence.across_ranks import slices_of_ranks
 from meshwise.equivalence.engine_watcher import EngineWatcher
 from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds
-from meshwise.equivalence.trace import CheckSpec, Draws, global_batches, test_samples
+from meshwise.equivalence.trace import Batches, CheckSpec, Draws, test_samples
 from meshwise.equivalence.upcast import called_in_float64, upcast
 from meshwise.parallel.split.rules import said
+from meshwise.recovery.state import RunState, pack, unpack
 from meshwise.training.engine import Engine
 from meshwise.training.evaluate import evaluate
 from meshwise.training.job import Job
 from meshwise.training.job_step import train_step
-from meshwise.training.loop import begun, make_engine, open_data, read_parts
+from meshwise.training.loop import Data, begun, make_engine, open_data, read_parts
 from meshwise.training.order import epoch_slices, sequential_slices
 from meshwise.training.session import default_engine
+from meshwise.transfer.collectives import broadcast_object, everyone, gather_objects, get_rank, world_size
 from meshwise.workers.join import join
+
+RESUMED = 2  # times: the state that a resumed run saves may lack something
 
 
 def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | None, seed: int) -> ProgramTrace | None:
@@ -46,7 +52,12 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
     engine.watch(watcher)
     try:
         inside = spec.in_float64
-        with upcast(inside), called_in_float64(inside), contextlib.suppress(ScriptEnds):
+        with (
+            _disturbed(spec, seed) as races,
+            upcast(inside),
+            called_in_float64(inside),
+            contextlib.suppress(ScriptEnds),
+        ):
             try:
                 _run(script)
             finally:
@@ -54,7 +65,26 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
     finally:
         engine.watcher = None
     found = watcher.end()
+    _tell(races, found)
     return found if engine.world.rank == 0 else None
+
+
+@contextlib.contextmanager
+def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
+    """Perturb what ranks exchange, where that is asked for; gives the races of this rank, once the body is over."""
+    found: list[str] = []
+    if not spec.perturb or world_size(everyone()) == 1:
+        yield found
+        return
+    with perturbed(seed, get_rank(everyone())) as disturbed:
+        yield found
+    found += disturbed.races
+
+
+def _tell(races: list[str], found: ProgramTrace) -> None:
+    """The races of all ranks go into what was found. Collective."""
+    if found.trace is not None:
+        found.trace.races = sorted({race for own in gather_objects(races, everyone()) for race in own})
 
 
 def _run(script: Callable[[], object]) -> None:
@@ -65,48 +95,94 @@ def _run(script: Callable[[], object]) -> None:
             raise
 
 
+@dataclass
+class _Run:
+    """A job under a plan, that a watcher looks at."""
+
+    job: Job
+    spec: CheckSpec
+    engine: Engine
+    watcher: EngineWatcher
+    state: RunState
+
+    def begin(self) -> None:
+        """Begin to train, under the watcher."""
+        self.engine.watch(self.watcher)
+        if self.state.scheduler is not None:
+            self.engine.schedulers.add(self.state.scheduler)
+        self.state.model.train()
+
+
 def watch_job(job: Job, spec: CheckSpec, draws: Draws) -> ProgramTrace | None:
-    """Train `job` under the plan of `spec`, and evaluate it. Collective; rank 0 gets what all ranks did."""
+    """Train `job` under the plan of `spec`, and evaluate it. Collective; rank 0 gets what all ranks did.
+
+    Before the last step the run is saved, and another one goes on from that, as `--resume` does, twice; then it is
+    evaluated. Of two steps none is resumed: what lasts from step to step is to be seen too.
+    """
     engine = make_engine(join(), spec.plan)
     watcher = EngineWatcher(engine, spec, job.seed, draws, job=job)
+    run: _Run | None = None
     try:
         watcher.found.plan = spec.plan
-        with called_in_float64(spec.in_float64), contextlib.suppress(ScriptEnds):
-            _train(job, spec, engine, watcher)
+        with _disturbed(spec, job.seed) as races, called_in_float64(spec.in_float64), contextlib.suppress(ScriptEnds):
+            run = _Run(job, spec, engine, watcher, begun(job, spec.applied(spec.plan), engine))
+            _train(run)
         found = watcher.end()
+        _tell(races, found)
     finally:
         watcher.stop()
-        engine.close()
+        (engine if run is None else run.engine).close()
     return found if engine.world.rank == 0 else None
 
 
-def _train(job: Job, spec: CheckSpec, engine: Engine, watcher: EngineWatcher) -> None:
-    state = begun(job, spec.applied(spec.plan), engine)
-    notes = tuple(engine.notes)
-    engine.watch(watcher)
-    if state.scheduler is not None:
-        engine.schedulers.add(state.scheduler)
+def _train(run: _Run) -> None:
+    job, spec, trace = run.job, run.spec, run.watcher.found
     data = open_data(job, job.data(), "training set")
-    state.model.train()
-    for epoch, batch in global_batches(job.seed, data.samples, job.batch_size, spec):
+    test = None if job.test is None else open_data(job, job.test(), "test set")
+    notes = tuple(run.engine.notes)
+    run.begin()
+    for number in range(spec.steps):
+        last = 0 < number == spec.steps - 1
+        for _ in range(RESUMED if last and number > 1 else 0):
+            _go_on(run)
+        if last:
+            _evaluate(run, test)
+        state, engine = run.state, run.engine
+        order = Batches(state.seed, data.samples, job.batch_size, spec)
+        state.epoch, state.index, batch = order.of_step(number, state.epoch, state.index)
         (slices,) = epoch_slices(batch, len(batch), engine.world, spec.plan.accumulate)
-        train_step(engine, job, state, list(read_parts(data, slices, epoch, engine.world.device)))
-        watcher.complete_step()
-    if watcher.found.trace is not None:
-        watcher.found.trace.notes = (*notes, *(said() if spec.plan.split else ()))
-    _evaluate(job, state.model, engine, watcher)
+        train_step(engine, job, state, list(read_parts(data, slices, state.epoch, engine.world.device)))
+        run.watcher.complete_step()
+    if trace.trace is not None:
+        trace.trace.notes = (*notes, *(said() if spec.plan.split else ()))
+    _evaluate(run, test)
 
 
-def _evaluate(job: Job, model: nn.Module, engine: Engine, watcher: EngineWatcher) -> None:
-    trace, tracer = watcher.found.trace, watcher.tracer
-    if job.test is None or trace is None or tracer is None:
+def _go_on(run: _Run) -> None:
+    """Save the run, and let another one go on from what was saved. Collective."""
+    written = io.BytesIO()
+    torch.save(pack(run.state), written)
+    saved: Any = torch.load(io.BytesIO(broadcast_object(written.getvalue(), everyone())), weights_only=True)
+    run.engine.close()
+    run.engine = Engine(run.engine.world, run.engine.gate, lambda text: None)
+    run.state = begun(run.job, run.spec.applied(run.spec.plan), run.engine)
+    unpack(run.state, saved)
+    run.watcher.follow(run.engine, run.state.model)
+    run.begin()
+
+
+def _evaluate(run: _Run, data: Data | None) -> None:
+    """Metrics of the test set, in the place of those of an earlier evaluation."""
+    job, engine = run.job, run.engine
+    trace, tracer = run.watcher.found.trace, run.watcher.tracer
+    if data is None or trace is None or tracer is None:
         return
-    data = open_data(job, job.test(), "test set")
+    trace.evaluation_draws = 0
     slices = list(sequential_slices(test_samples(data.samples, job.batch_size), job.batch_size, engine.world))
     counted, rows = slices_of_ranks(slices, engine.world)
     batches = read_parts(data, slices, 0, engine.world.device)
     metrics = None if job.metrics is None else tracer.keyed(job.metrics, rows)
     keyed = replace(job, loss=tracer.keyed(job.loss, rows), metrics=metrics)
-    trace.evaluation = evaluate(engine, keyed, model, batches)
+    trace.evaluation = evaluate(engine, keyed, run.state.model, batches)
     trace.padding_ranks = {max(parts, key=len)[0]: parts.count([]) for parts in counted if any(parts)}
     trace.evaluated = [index for parts in counted for part in parts for index in part]

@@ -26,12 +26,14 @@ class CheckSpec:
 
     plan: the plan of the other side; of a script that chooses its own, replicas on as many devices. steps: optimizer
     steps that both sides take. in_float64: whether both compute everything in float64; else in the plan's own
-    precision, to see its rounding.
+    precision, to see its rounding. perturb: whether the plan's ranks are late at random, and what they exchange is no
+    number until they wait for it (compat/perturbed.py).
     """
 
     plan: Plan
     steps: int = 3
     in_float64: bool = True
+    perturb: bool = False
 
     def applied(self, plan: Plan) -> Plan:
         """A plan in the precision of this check."""
@@ -82,7 +84,8 @@ class StepTrace:
     before, norm after, all by one factor) for gradients that changed between two backwards. rng_mismatch: whether a
     backward drew numbers that its forward did not. low_precision: parameters that some rank has in values of a lower
     precision, and which. pairs: operators that may make something of pairs of samples (see pairs.py), on rank 0.
-    rank_losses: the loss that each rank has of its own samples, of those that have any.
+    rank_losses: the loss that each rank has of its own samples, of those that have any. evaluating: modules that are in
+    evaluation mode in a forward of it.
     """
 
     samples: list[list[list[int]]] = field(default_factory=list)
@@ -104,6 +107,7 @@ class StepTrace:
     low_precision: dict[str, str] = field(default_factory=dict)
     pairs: Pairs = field(default_factory=dict)
     rank_losses: list[float] = field(default_factory=list)
+    evaluating: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -118,8 +122,9 @@ class Trace:
     modules that run again in the backward. evaluation_draws: random draws in the evaluation.
     metric_sums: sum and weight of each metric. single_sample_metrics: metric -> sample -> its mean and weight alone, of
     samples at the ends of batches. padding_ranks: first sample of an evaluated batch -> how many ranks had no sample of
-    it. shown: lines of a script, and what each printed or logged. counted_again: sentences on loops of which every rank
-    has read the whole, and mw.sum counts them once a rank.
+    it. races: what is wrong with exchanges, where they were perturbed. shown: lines of a script, and what each printed
+    or logged. counted_again: sentences on loops of which every rank has read the whole, and mw.sum counts them once a
+    rank.
     """
 
     modules: dict[str, str]
@@ -143,18 +148,33 @@ class Trace:
     metric_sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     single_sample_metrics: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
     padding_ranks: dict[int, int] = field(default_factory=dict)
+    races: list[str] = field(default_factory=list)
 
 
-def global_batches(seed: int, samples: int, batch_size: int, spec: CheckSpec) -> Iterator[tuple[int, Tensor]]:
-    """The epoch and the samples of each step of a check: whole batches, and a ragged one at the end."""
-    ragged = min(spec.ragged, max(batch_size - 1, 1))
-    epoch = start = 0
-    for step in range(spec.steps):
-        size = ragged if step == spec.steps - 1 and spec.steps > 1 else batch_size
-        yield epoch, epoch_order(seed, epoch, samples)[start : start + size]
-        start += size
-        if start >= samples:
-            epoch, start = epoch + 1, 0
+@dataclass(frozen=True)
+class Batches:
+    """Which samples the steps of a check read: whole batches; the last is a ragged one, and begins another epoch."""
+
+    seed: int
+    samples: int
+    batch_size: int
+    spec: CheckSpec
+
+    def of_step(self, step: int, epoch: int, index: int) -> tuple[int, int, Tensor]:
+        """Epoch, how many of its samples will be behind, and the samples of step `step`, from 0, that begins there."""
+        last = 0 < step == self.spec.steps - 1
+        if index >= self.samples or (last and index):
+            epoch, index = epoch + 1, 0
+        size = min(self.spec.ragged, max(self.batch_size - 1, 1)) if last else self.batch_size
+        batch = epoch_order(self.seed, epoch, self.samples)[index : index + size]
+        return epoch, index + len(batch), batch
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        """The epoch and the samples of each step."""
+        epoch = index = 0
+        for step in range(self.spec.steps):
+            epoch, index, batch = self.of_step(step, epoch, index)
+            yield epoch, batch
 
 
 def microbatches(batch: Tensor, accumulate: int) -> list[BatchSlice]:

@@ -1,0 +1,204 @@
+"""Communication perturbed, so that a race shows which a quiet run hides: ranks and streams are late at random, and a
+buffer that an exchange writes holds no number until that is waited for.
+
+The functions of `torch.distributed` are surrounded, where Python calls them by that name (as `fully_shard` and we do).
+An exchange that runs beside the program (`async_op=True`, `isend`, `irecv`) gets copies of its buffers. What it writes
+is NaN until its `wait` ends, or its future; then the result is copied in. Noted are a buffer that was written or sent
+and changed meanwhile, and an exchange that nobody has waited for.
+
+Tested in tests/equivalence/test_races.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwise.compat.cuda_hold import hold_stream
+from meshwise.spec.user_code import user_place
+
+WRITES_AND_READS: dict[str, tuple[int | None, int | None]] = {
+    "all_reduce": (0, 0),
+    "broadcast": (0, 0),
+    "all_gather": (0, 1),
+    "all_gather_into_tensor": (0, 1),
+    "all_gather_single": (0, 1),
+    "reduce_scatter": (0, 1),
+    "reduce_scatter_tensor": (0, 1),
+    "reduce_scatter_single": (0, 1),
+    "all_to_all": (0, 1),
+    "all_to_all_single": (0, 1),
+    "isend": (None, 0),
+    "irecv": (0, None),
+    "barrier": (None, None),
+}
+"""Of each function, which argument is what it writes, and which what it reads."""
+OFTEN, LATE = 0.2, 0.002  # every fifth exchange begins or ends up to 2 ms late
+SELDOM, VERY_LATE = 0.04, 0.05
+BYTE = 0xFF  # of what is moved as bytes: NaN in every floating dtype
+
+
+class Perturbed:
+    """What was found. seed, rank: of the delays."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self.races: list[str] = []
+        """What is wrong with an exchange, a sentence each."""
+        self._random, self._open = random.Random(f"{seed}/{rank}"), list[_Exchange]()
+
+    def note(self, what: str) -> None:
+        """A race."""
+        if what not in self.races:
+            self.races.append(what)
+
+    def delay(self) -> None:
+        """Be late, or not: this process, and its CUDA stream."""
+        draw, share = self._random.random(), self._random.random()
+        seconds = share * (VERY_LATE if draw < SELDOM else LATE if draw < OFTEN else 0.0)
+        if seconds:
+            time.sleep(seconds)
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                hold_stream(seconds)
+
+    def call(self, name: str, real: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """One of the functions is called."""
+        self.delay()
+        if name in ("isend", "irecv") or kwargs.get("async_op"):
+            writes, reads = (None if at is None else args[at] for at in WRITES_AND_READS[name])
+            return self.held(name, writes, reads, lambda w, r: real(*_instead(args, name, w, r), **kwargs))
+        found = real(*args, **kwargs)
+        self.delay()
+        return found
+
+    def held(self, name: str, writes: Any, reads: Any, begin: Callable[[Any, Any], Any]) -> Any:
+        """Begin an exchange on copies of what it writes and reads."""
+        exchange = _Exchange(self, f"{name} at {user_place() or 'meshwise'}", writes, reads)
+        work = begin(exchange.hidden, exchange.sent)
+        if work is None:  # this rank is in no group of it
+            exchange.settle()
+            return None
+        exchange.work = work
+        self._open.append(exchange)
+        return exchange
+
+    def end(self) -> None:
+        """The program is over: what nobody has waited for is a race."""
+        for exchange in self._open:
+            if not exchange.settled:
+                self.note(f"{exchange.name}: nobody has waited for it")
+        self._open.clear()
+
+
+class _Exchange:
+    """Stands for the work that an exchange gives."""
+
+    def __init__(self, owner: Perturbed, name: str, writes: Any, reads: Any) -> None:
+        self._owner, self.name, self.work, self.settled = owner, name, None, False
+        self._writes, self._reads = _tensors(writes), [] if reads is writes else _tensors(reads)
+        self.sent = None if reads is None else _like(reads, [t.detach().clone() for t in _tensors(reads)])
+        self.hidden = self.sent if reads is writes else _like(writes, [t.detach().clone() for t in self._writes])
+        for tensor in self._writes:
+            _spoil(tensor)
+
+    def wait(self, *arguments: Any) -> Any:
+        self._owner.delay()
+        found = self.work.wait(*arguments)  # type: ignore[attr-defined]
+        self.settle()
+        return found
+
+    def get_future(self) -> Any:
+        def ended(done: Any) -> Any:
+            found = done.value()
+            self._owner.delay()
+            self.settle()
+            return self._writes if isinstance(found, list) else found
+
+        return self.work.get_future().then(ended)  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["work"], name)
+
+    def settle(self) -> None:
+        """The exchange has ended: what it wrote is there."""
+        if self.settled:
+            return
+        self.settled = True
+        with torch.no_grad():
+            for tensor, result in zip(self._writes, _tensors(self.hidden), strict=True):
+                if not _is_spoilt(tensor):
+                    self._owner.note(f"{self.name}: its buffer was written before it had ended")
+                tensor.detach().copy_(result)
+                _spoil(result)
+            for tensor, before in zip(self._reads, _tensors(self.sent), strict=False):  # what it also writes is above
+                if not torch.equal(_bytes(tensor), _bytes(before)):
+                    self._owner.note(f"{self.name}: what it sends was changed before it had ended")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [] if value is None else [value] if isinstance(value, Tensor) else list(value)
+
+
+def _like(value: Any, tensors: list[Tensor]) -> Any:
+    return None if value is None else tensors[0] if isinstance(value, Tensor) else tensors
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _spoil(tensor: Tensor) -> None:
+    with torch.no_grad():
+        if tensor.is_floating_point():
+            tensor.detach().fill_(torch.nan)
+        elif tensor.dtype == torch.uint8:
+            tensor.detach().fill_(BYTE)
+
+
+def _is_spoilt(tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return bool(tensor.detach().isnan().all())
+    return tensor.dtype != torch.uint8 or bool((tensor.detach() == BYTE).all())
+
+
+def _instead(args: Sequence[Any], name: str, writes: Any, reads: Any) -> list[Any]:
+    found = list(args)
+    for at, value in zip(WRITES_AND_READS[name], (writes, reads), strict=True):
+        if at is not None:
+            found[at] = value
+    return found
+
+
+@contextlib.contextmanager
+def perturbed(seed: int, rank: int) -> Iterator[Perturbed]:
+    """Perturb the communication of this process during the body."""
+    owner, kept = Perturbed(seed, rank), {n: getattr(dist, n) for n in (*WRITES_AND_READS, "P2POp") if hasattr(dist, n)}
+
+    def surrounded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return owner.call(name, real, args, kwargs)
+
+        ours[call] = real
+        return call
+
+    ours: dict[Any, Callable[..., Any]] = {}
+    point = kept.pop("P2POp")
+
+    def point_to_point(op: Any, *args: Any, **kwargs: Any) -> Any:
+        return point(ours.get(op, op), *args, **kwargs)  # which knows its own functions only
+
+    for name, real in kept.items():
+        setattr(dist, name, surrounded(name, real))
+    dist.P2POp = point_to_point  # type: ignore[misc, assignment]
+    try:
+        yield owner
+        owner.end()
+    finally:
+        for name, real in {**kept, "P2POp": point}.items():
+            setattr(dist, name, real)
