@@ -85,7 +85,8 @@ def test_a_plan_comes_back_from_its_file(plan: Plan) -> None:
 
 def test_a_plan_file_names_every_field() -> None:
     assert plan_to_toml(Plan(data=2, offload=("activations", "optimizer"))) == (
-        'data = 2\nshard = 1\npipeline = 1\ncontext = 1\ntensor = 1\nsequence = false\nschedule = "1f1b"\n'
+        "data = 2\nshard = 1\nexpert = 1\npipeline = 1\ncontext = 1\ntensor = 1\nsequence = false\n"
+        'schedule = "1f1b"\n'
         'accumulate = 1\nprecision = "fp32"\nzero1 = false\nrecompute = "none"\n'
         'offload = ["optimizer", "activations"]\nreshard = true\ncompile = false\n'
         'batch_norm = "global"\nbucket_mb = 25\n'

@@ -1,6 +1,7 @@
 """Predictions: every sample once and in order under any plan, written as they come, gone on with after a stop.
 
-Tests training/predict_options.py, training/predicted_rows.py, training/prediction_files.py.
+Tests training/predict_options.py, training/predicted_rows.py, training/prediction_files.py,
+training/prediction_writer.py.
 """
 
 from __future__ import annotations
@@ -81,12 +82,35 @@ def wide_net(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(6, width), *hidden, nn.Linear(width, 4)).double()
 
 
-@pytest.mark.parametrize("axis", ["shard", "tensor"])
+@pytest.mark.parametrize("axis", ["shard", "tensor", "pipeline"])
 def test_a_divided_model_predicts_what_the_whole_one_does(axis: str, pool: Any, tmp_path: Path) -> None:
-    one = predicted_under({}, wide=64)["outputs"]
-    found = pool(2).run(predicted_under, {axis: 2}, str(tmp_path / "out.jsonl"), 64)
+    one, plan = predicted_under({}, wide=64)["outputs"], {axis: 2, "accumulate": 2 if axis == "pipeline" else 1}
+    found = pool(2).run(predicted_under, plan, str(tmp_path / "out.jsonl"), 64)
     torch.testing.assert_close(read(tmp_path / "out.jsonl"), one, rtol=0, atol=1e-9)
     assert found[0]["computed"] == SAMPLES
+
+
+class Attends(nn.Module):
+    """Token numbers to a vector for each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(9, 8).double(), nn.Linear(8, 4).double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).unsqueeze(1)
+        return self.out(nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).squeeze(1))
+
+
+def predicted_in_parts(plan: dict[str, int]) -> Any:
+    ids = torch.randint(9, (SAMPLES, 10), generator=torch.Generator().manual_seed(2))
+    return predicted(replace(job(data=(ids,)), model=Attends), plan=mw.Plan(**plan))
+
+
+def test_positions_that_are_divided_come_whole(pool: Any) -> None:
+    found = pool(2).run(predicted_in_parts, {"context": 2})[0]["outputs"]
+    torch.testing.assert_close(found, predicted_in_parts({})["outputs"], rtol=0, atol=1e-12)
+    assert found.shape == (SAMPLES, 10, 4)
 
 
 def read(path: Path) -> Tensor:
@@ -131,7 +155,7 @@ class Stops:
 def test_a_run_that_was_stopped_computes_what_is_left(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwise.training.predict.WRITE_SECONDS", 0)
+    monkeypatch.setattr("meshwise.training.prediction_writer.WRITE_SECONDS", 0)
     out = tmp_path / f"out{suffix}"
     with pytest.raises(InterruptedError):
         predicted(job(Stops(3)), out=out)
@@ -143,7 +167,7 @@ def test_a_run_that_was_stopped_computes_what_is_left(
 
 
 def test_it_goes_on_on_another_number_of_devices(pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwise.training.predict.WRITE_SECONDS", 0)
+    monkeypatch.setattr("meshwise.training.prediction_writer.WRITE_SECONDS", 0)
     out = tmp_path / "out.jsonl"
     with pytest.raises(InterruptedError):
         predicted(job(Stops(2)), out=out)
@@ -153,7 +177,7 @@ def test_it_goes_on_on_another_number_of_devices(pool: Any, tmp_path: Path, monk
 
 @pytest.mark.parametrize("torn", [b"[0.25, 0.", b"\0\0\0\0", b"[1, 2]\n[3"])
 def test_a_torn_last_line_is_dropped(torn: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwise.training.predict.WRITE_SECONDS", 0)
+    monkeypatch.setattr("meshwise.training.prediction_writer.WRITE_SECONDS", 0)
     out = tmp_path / "out.jsonl"
     with pytest.raises(InterruptedError):
         predicted(job(Stops(2)), out=out)
@@ -164,7 +188,7 @@ def test_a_torn_last_line_is_dropped(torn: bytes, tmp_path: Path, monkeypatch: p
 
 
 def begun(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwise.training.predict.WRITE_SECONDS", 0)
+    monkeypatch.setattr("meshwise.training.prediction_writer.WRITE_SECONDS", 0)
     with pytest.raises(InterruptedError):
         predicted(job(Stops(2)), out=out)
 

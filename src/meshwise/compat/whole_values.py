@@ -257,8 +257,12 @@ def _as_one_device_has_it(name: str, original: Callable[..., Any]) -> Callable[.
 
 def _plain(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(total_norm)
-    def plain(*arguments: Any, **keywords: Any) -> Tensor:
-        norm = total_norm(*arguments, **keywords)
-        return whole(norm) if isinstance(norm, DTensor) and norm.device_mesh in _meets else norm
+    def plain(tensors: Any, norm_type: float = 2.0, *arguments: Any, **keywords: Any) -> Tensor:
+        by_mesh: dict[Any, list[Tensor]] = {}  # DTensor adds up those of one mesh
+        for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+            by_mesh.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+        norms = [total_norm(of_one, norm_type, *arguments, **keywords) for of_one in by_mesh.values() or [[]]]
+        norms = [whole(n) if isinstance(n, DTensor) and n.device_mesh in _meets else n for n in norms]
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
     return plain

@@ -3,7 +3,9 @@
     precision    first: later techniques must see the parameters in the dtype that they are stored in
     placement    on the device, with the start values of rank 0; those of a deferred model come later
     stages       what a rank of a pipeline holds: what others hold needs nothing of what follows
-    batch norm   over all ranks: a layer's own forward, which recompute and shard then take as it is
+    batch norm   over all ranks: a layer's own forward, which recompute and shard then take as it is; so are
+    balance losses, of mixtures of experts
+    expert       each module of experts' forward finds this rank's experts, and the tokens of all ranks that go to them
     tensor       each module's forward, as its author wrote it, finds this rank's parts of its parameters
     context      the whole model's forward finds this rank's positions of what it is given
     compile      a block's own forward, as its author wrote it: what others put around it is not compiled
@@ -27,11 +29,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwise.compat.compiling import uncompile
+from meshwise.parallel.balance import BALANCE
 from meshwise.parallel.batch_norm import BATCH_NORM
 from meshwise.parallel.compiled import COMPILE
 from meshwise.parallel.context import CONTEXT
 from meshwise.parallel.data import DATA
 from meshwise.parallel.deferred import PLACEMENT, START_VALUES, take_fakes
+from meshwise.parallel.expert import EXPERT
 from meshwise.parallel.offload import OFFLOAD
 from meshwise.parallel.offload_state import OFFLOAD_STATE
 from meshwise.parallel.pipeline import PIPELINE, STAGES
@@ -50,6 +54,8 @@ TECHNIQUES = (
     PLACEMENT,
     STAGES,
     BATCH_NORM,
+    BALANCE,
+    EXPERT,
     TENSOR,
     CONTEXT,
     COMPILE,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwise.spec.errors import PlanError
@@ -19,27 +20,37 @@ WITHIN_SAMPLES = ("pipeline", "context", "tensor")
 _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
 
-def make_mesh(plan: Plan, world: World) -> DeviceMesh:
+def make_mesh(plan: Plan, world: World, *, replicas: bool = False) -> DeviceMesh:
     """The devices of the run on the axes that `plan` divides, outermost first, each by its name. Collective.
 
     Ranks count up along the last axis first. Launchers number the devices of a host one after the other, so what
     communicates most, the last, uses the fastest links. An axis of size 1 is left out, but `shard`, where another axis
     needs it: parts of split parameters are reduced over `data` as shards are. One device has the last axis alone.
+
+    replicas: `expert` counts as `data`, as it does for the parameters that are no experts'.
     """
     shapes = {axis: getattr(plan, axis) for axis in AXES}
-    kept = {axis: size for axis, size in shapes.items() if size > 1 or (axis == "shard" and plan.split)}
+    needed = plan.split or plan.expert > 1
+    kept = {axis: size for axis, size in shapes.items() if size > 1 or (axis == "shard" and needed)}
     kept = kept or {"shard": 1}
-    key = tuple(kept.items())
+    key = (*kept.items(), ("replicas", int(replicas and plan.expert > 1)))
     if key not in _meshes or _meshes[key].device_type != world.kind:
-        _meshes[key] = init_device_mesh(world.kind, tuple(kept.values()), mesh_dim_names=tuple(kept))
+        _meshes[key] = _made(plan, world, kept, replicas and plan.expert > 1)
     return _meshes[key]
 
 
 def mesh_of_stage(plan: Plan, world: World) -> DeviceMesh:
     """Those devices of the mesh that are at the place of this rank's stage in their pipelines."""
-    mesh = make_mesh(plan, world)
+    mesh = make_mesh(plan, world, replicas=True)
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "pipeline")
     return mesh[names] if 0 < len(names) < mesh.ndim else mesh
+
+
+def _made(plan: Plan, world: World, kept: dict[str, int], replicas: bool) -> DeviceMesh:
+    if not replicas:
+        return init_device_mesh(world.kind, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    ranks = torch.arange(plan.devices).view(plan.data, plan.shard, plan.expert).transpose(1, 2)
+    return DeviceMesh(world.kind, ranks.reshape(-1, plan.shard), mesh_dim_names=("data", "shard"))
 
 
 def divide_work(plan: Plan, world: World) -> World:

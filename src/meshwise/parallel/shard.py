@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from meshwise.compat import sharding
@@ -65,7 +65,7 @@ class Sharded:
 
     def __init__(self, setup: Setup) -> None:
         model, reshard = setup.model, setup.plan.reshard
-        mesh = make_mesh(setup.plan, setup.world)
+        mesh = make_mesh(setup.plan, setup.world, replicas=True)
         kept = tuple(name for name in mesh.mesh_dim_names or () if name not in WITHIN_SAMPLES)
         self.mesh = mesh = mesh[kept] if len(kept) < mesh.ndim else mesh
         pin = torch.accelerator.is_available()  # memory can be pinned for an accelerator only
@@ -78,11 +78,13 @@ class Sharded:
         lacked = stages.lacked_parameters(model)
         for root in roots_of(model):
             units = [unit for unit in units_of(root) if lacked.isdisjoint(unit.parameters())]
-            for module, keep in [*((unit, not reshard) for unit in units), (root, bool(units) or not reshard)]:
+            parts = [module for module in root.modules() if module in setup.own_parts]
+            for module, keep in [*((unit, not reshard) for unit in parts + units), (root, bool(units) or not reshard)]:
                 check_can_be_sharded(model, module)
                 fully_shard(
                     module,
-                    mesh=mesh,
+                    mesh=setup.own_parts.get(module, mesh),
+                    shard_placement_fn=_second_dim if module in parts else None,
                     reshard_after_forward=not keep,
                     offload_policy=policy,
                     mp_policy=dtypes,
@@ -316,8 +318,14 @@ def _leave_in_order(root: FSDPModule, forward: Callable[..., Any], /, *args: Any
         raise
 
 
+def _second_dim(p: nn.Parameter) -> Shard:
+    """Stacked experts are divided by the first one already."""
+    return Shard(1)
+
+
 def _apply(setup: Setup) -> None:
-    if not setup.plan.parameters_divided or setup.plan.data * setup.plan.shard == 1:
+    plan = setup.plan
+    if not plan.parameters_divided or plan.data * plan.expert * plan.shard == 1:
         return
     generates_together(setup.model)
     setup.notes += make_contiguous(setup.model)
@@ -325,7 +333,9 @@ def _apply(setup: Setup) -> None:
     of_model = weakref.ref(sharded)
     setup.let_go = lambda names: [] if (held := of_model()) is None else held.let_go(names)
     register_model_load_hooks(setup.model)
-    read_whole(sharded.whole_mesh, meet, sharded.weighed)
+    held = (p.device_mesh for p in setup.model.parameters() if isinstance(p, DTensor))
+    for mesh in dict.fromkeys([sharded.whole_mesh, *held]):
+        read_whole(mesh, meet, sharded.weighed)
     look_out()
 
 

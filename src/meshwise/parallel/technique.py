@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
@@ -40,6 +41,7 @@ class Setup:
         ranks), so that each rank's loss must be weighed before it, in a unit that all ranks share.
     let_go: of parameters that other stages of a pipeline hold, by their names: this rank keeps no part of them. Gives
         them as `compat.sharding.Group.let_go` does. None where parameters are not sharded.
+    own_parts: modules whose parameters are parts already, and the mesh over which these are reduced and sharded.
     pipeline: the `Pipeline` that runs the stages of this rank, where the plan has one.
     notes: what differs from one device, a sentence each, for the user to read.
     """
@@ -59,6 +61,7 @@ class Setup:
     plain: Callable[[Tensor], Tensor] | None = None
     coupled_gradients: bool = False
     let_go: Callable[[set[str]], list[Any]] | None = None
+    own_parts: dict[nn.Module, DeviceMesh] = field(default_factory=dict)
     pipeline: Any = None
     notes: list[str] = field(default_factory=list)
 

@@ -1,8 +1,7 @@
 """The plan: which mesh axes and which techniques a job has, as a small value that prints as it is written.
 
 A plan names the mesh axes (`data` replicas, each divided over `shard` devices), what a step is cut into, and the
-techniques that trade time for memory. Each field declares what it divides and what it cannot be combined with. The
-other axis of the design (sequence) gets its field when its technique exists.
+techniques that trade time for memory. Each field declares what it divides and what it cannot be combined with.
 """
 
 from __future__ import annotations
@@ -41,6 +40,9 @@ SCHEDULES = {
 }
 
 
+_COMPILED = " with compile=True: split tensors are not compiled. Remove compile."
+
+
 @dataclass(frozen=True)
 class Conflict:
     """What a field cannot be combined with: `when` it would be, and what to say then, with the plan as `{plan}`."""
@@ -58,7 +60,6 @@ def _axis(*conflicts: Conflict, divides: str = "", same_samples: bool = False) -
 
 
 def _not_yet(own: str, other: str) -> Conflict:
-    """A combination that is not built."""
     message = f"{own}={{plan.{own}}} with {other}={{plan.{other}!r}} is not built yet. Remove {other}."
     return Conflict(lambda plan: bool(getattr(plan, other) != getattr(Plan, other)), message)
 
@@ -76,8 +77,8 @@ class Plan:
     """How a job uses the devices of a machine.
 
     data: replicas of the model; each takes its share of every global batch.
-    shard: devices over which each replica's parameters, gradients and optimizer state are divided; each takes its share
-        of the replica's batch.
+    shard: devices over which a replica's parameters, gradients and optimizer state are divided; each takes its share.
+    expert: devices over which a mixture's experts are divided; each takes its share of the batch, and tokens travel.
     pipeline: devices over which the model's blocks are cut into stages (pipeline parallel); they work on the same
         samples, one microbatch after the other, `accumulate` of them a step.
     context: devices over which the positions of each sample are divided (context parallel), attention with them; they
@@ -101,6 +102,11 @@ class Plan:
 
     data: int = _axis()
     shard: int = _axis(divides="parameters")
+    expert: int = _axis(
+        *(_not_yet("expert", name) for name in ("pipeline", "context", "tensor", "zero1", "offload", "compile")),
+        Conflict(lambda plan: plan.dtypes.scaled, "expert={plan.expert} with fp16 is not built yet. Use bf16."),
+        divides="parameters",
+    )
     pipeline: int = _axis(
         Conflict(
             lambda plan: plan.accumulate < plan.pipeline,
@@ -120,17 +126,11 @@ class Plan:
             "context={plan.context} with tensor={plan.tensor}: tensors are split along one of them so far. Use "
             "one, with data or shard: shard={plan.tensor}.",
         ),
-        Conflict(
-            lambda plan: plan.compile,
-            "context={plan.context} with compile=True: split tensors are not compiled. Remove compile.",
-        ),
+        Conflict(lambda plan: plan.compile, "context={plan.context}" + _COMPILED),
         same_samples=True,
     )
     tensor: int = _axis(
-        Conflict(
-            lambda plan: plan.compile,
-            "tensor={plan.tensor} with compile=True: split tensors are not compiled. Remove compile.",
-        ),
+        Conflict(lambda plan: plan.compile, "tensor={plan.tensor}" + _COMPILED),
         Conflict(
             lambda plan: plan.zero1,
             "tensor={plan.tensor} with zero1=True: use shard, which divides more: shard={plan.data}.",

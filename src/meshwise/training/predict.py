@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,13 +24,14 @@ from meshwise.parallel.load import load_weights
 from meshwise.records import folder as names
 from meshwise.recovery.checkpoint import load_checkpoint
 from meshwise.recovery.state import compare_states
-from meshwise.spec.errors import CheckpointError, PlanError, UsageError
+from meshwise.spec.errors import CheckpointError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.training.engine import Engine
 from meshwise.training.job import Job
 from meshwise.training.loop import Data, make_engine, open_data, read_parts
+from meshwise.training.microbatches import shapes_of
 from meshwise.training.model_stream import seed_draws
-from meshwise.training.order import epoch_slices
+from meshwise.training.order import BatchSlice, epoch_slices
 from meshwise.training.predict_options import PredictOptions
 from meshwise.training.predicted_rows import Predict, plain_call, rows_of
 from meshwise.training.prediction_files import (
@@ -44,33 +43,11 @@ from meshwise.training.prediction_files import (
     Store,
     saying_what_is_kept,
 )
+from meshwise.training.prediction_writer import Send, Writer
 from meshwise.transfer import collectives
 from meshwise.workers.join import join
 
-Send = Callable[..., None]
-WRITE_SECONDS = 1.0  # from one write to the next: what a killed run loses
-WRITE_BYTES = 32 << 20  # of one rank, likewise: what rank 0 holds of each
 SAID = 5  # samples that are named where more have no number
-
-
-@dataclass
-class _Waiting:
-    """Rows of this rank that are not written yet, batch by batch."""
-
-    rows: list[Outputs] = field(default_factory=list)
-    nan: list[int] = field(default_factory=list)
-
-    def take(self, outputs: Outputs, indices: Tensor) -> None:
-        self.rows.append(outputs)
-        for rows in outputs.values():
-            if isinstance(rows, Tensor) and rows.is_floating_point() and math.isnan(rows.sum()):  # infinities too
-                self.nan += indices[: len(rows)][
-                    rows.flatten(1).isnan().any(1) if rows.dim() > 1 else rows.isnan()
-                ].tolist()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(rows.nbytes for each in self.rows for rows in each.values() if isinstance(rows, Tensor))
 
 
 def run_predict(
@@ -83,11 +60,6 @@ def run_predict(
     """
     session = join()
     plan = options.run_options.plan_on(session.world.size)
-    if plan.pipeline > 1:
-        raise PlanError(
-            f"pipeline={plan.pipeline}: predictions by stages are not built yet. Use shard or tensor, which divide the "
-            "model too, or data."
-        )
     check_fits(plan, session.world)
     say = send or (session.channel.send if session.channel is not None else _nobody)
     first = session.world.rank == 0
@@ -109,8 +81,8 @@ def run_predict(
             say("begun", samples=data.samples)
             if done:
                 engine.notify(f"going on after {done:,} of {data.samples:,} samples")
-            writer = _Writer(store, out, plan, session.world.rank, done, say)
-            predict_rows(engine, job, model, call, data, writer)
+            with Writer(store, out, plan, session.world.rank, done, say) as writer:
+                predict_rows(engine, job, model, call, data, writer)
             with saying_what_is_kept(out):
                 outputs = store.finish() if first and not engine.stopped else None
             seconds = time.perf_counter() - began
@@ -170,7 +142,7 @@ def _load(model: nn.Module, path: Path) -> Path | None:
     return path / names.CHECKPOINTS
 
 
-def predict_rows(engine: Engine, job: Job, model: nn.Module, call: Predict, data: Data, writer: _Writer) -> None:
+def predict_rows(engine: Engine, job: Job, model: nn.Module, call: Predict, data: Data, writer: Writer) -> None:
     """The loop over the samples that are not written yet. Collective."""
     world, at = engine.world, writer.written
     slices = epoch_slices(torch.arange(data.samples), job.batch_size, world, begin=at)
@@ -180,81 +152,23 @@ def predict_rows(engine: Engine, job: Job, model: nn.Module, call: Predict, data
             engine.part = part
             seed_draws(world, job.seed, at)
             with engine.computing():
-                result = call(model, engine.cast(batch))
+                rows = _rows(engine, job, model, call, batch, part)
             at += part.total
-            writer.take(rows_of(result, part, job.name), part.indices, at)
+            writer.take(rows, part.indices, at)
     writer.flush(at)
 
 
-class _Writer:
-    """Brings the rows of all ranks to rank 0, every so many batches, and has them written. Collective."""
-
-    def __init__(self, store: Store, out: Path | None, plan: Plan, rank: int, written: int, say: Send) -> None:
-        self.written, self.nan = written, list[int]()
-        self._store, self._out, self._rank, self._say = store, out, rank, say
-        self._of_first = rank % plan.within_samples == 0  # others have the same rows
-        self._waiting, self._every, self._flushed = _Waiting(), 1, time.perf_counter()
-
-    def take(self, rows: Outputs, indices: Tensor, at: int) -> None:
-        """The rows of a batch; with it, samples up to `at` are there."""
-        self._waiting.take(rows, indices)
-        if len(self._waiting.rows) >= self._every:
-            self.flush(at)
-
-    def flush(self, at: int) -> None:
-        """Write what waits."""
-        if not self._waiting.rows:
-            return
-        now, waiting = time.perf_counter(), self._waiting
-        wanted = min(WRITE_SECONDS / max(now - self._flushed, 1e-6), WRITE_BYTES / max(waiting.nbytes, 1), 8)
-        pieces, nan = gathered(waiting.rows, waiting.nan) if self._of_first else ([], [])
-        every = max(1, int(len(waiting.rows) * wanted))
-        self._every = collectives.broadcast_object(every, collectives.everyone())
-        if self._rank == 0:
-            with saying_what_is_kept(self._out):
-                self._store.add(self.written, pieces)
-            self.nan += nan
-            self._say("predicted", done=at)
-        self.written, self._waiting, self._flushed = at, _Waiting(), time.perf_counter()
-
-
-def gathered(rows: Sequence[Outputs], nan: Sequence[int]) -> tuple[list[Outputs], list[int]]:
-    """On rank 0 the rows of all ranks, batch by batch, each in the order of ranks; and all that is in `nan`.
-
-    Collective. Tensors travel as bytes, whatever their shapes; lists are pickled.
-    """
-    mine = [{name: _form(value) for name, value in each.items()} for each in rows]
-    ranks = collectives.gather_objects((mine, nan))
-    if len(ranks) == 1:
-        return list(rows), list(nan)
-    tensors = [value for each in rows for value in each.values() if isinstance(value, Tensor)]
-    sent = torch.cat([value.contiguous().reshape(-1).view(torch.uint8) for value in tensors]) if tensors else None
-    if collectives.get_rank() != 0:
-        if sent is not None and len(sent):
-            collectives.send(sent, 0)
-        return [], []
-    every = [list(rows)]
-    for rank, (forms, _) in enumerate(ranks[1:], 1):
-        sizes = [form[2] for each in forms for form in each.values() if isinstance(form, tuple)]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
-        if len(buffer):
-            collectives.receive(buffer, rank)
-        values = iter(buffer.split(sizes) if sizes else ())
-        every.append([{name: _value(form, values) for name, form in each.items()} for each in forms])
-    in_order = [each for batch in zip(*every, strict=True) for each in batch if len(next(iter(each.values())))]
-    return in_order, sorted(index for _, found in ranks for index in found)
-
-
-def _form(value: Any) -> Any:
-    """What of rows travels beside the bytes."""
-    return (tuple(value.shape), value.dtype, value.nbytes) if isinstance(value, Tensor) else value
-
-
-def _value(form: Any, parts: Iterator[Tensor]) -> Any:
-    if not isinstance(form, tuple):
-        return form
-    shape, dtype, _ = form
-    return next(parts).clone().view(dtype).reshape(shape)
+def _rows(engine: Engine, job: Job, model: nn.Module, call: Predict, batch: Any, part: BatchSlice) -> Outputs:
+    """The rows of a batch; in a pipeline the last stage has them. Collective."""
+    pipeline, cast = engine.program.pipeline, engine.cast(batch)
+    if pipeline is None:
+        return rows_of(call(model, cast), part, job.name)
+    found: Outputs = {}
+    for action in pipeline.begin_forward(shapes_of(batch)):
+        _, rows = pipeline.run(action, lambda: rows_of(call(model, cast), part, job.name))
+        found = rows or found
+    pipeline.finish_forward()
+    return found
 
 
 @contextlib.contextmanager

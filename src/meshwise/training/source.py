@@ -88,12 +88,18 @@ def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any
         positions = torch.as_tensor(data.indices)
         return None if inner is None else lambda indices: inner(positions[indices])
     if ready_made is TensorDataset.__getitem__ and settings.collate is None:
-        return lambda indices: [tensor[indices] for tensor in data.tensors]
+        return lambda indices: [rows_at(tensor, indices) for tensor in data.tensors]
     if isinstance(data, tuple) and all(isinstance(t, Tensor) for t in data):
-        return lambda indices: tuple(tensor[indices] for tensor in data)
+        return lambda indices: tuple(rows_at(tensor, indices) for tensor in data)
     if isinstance(data, dict) and all(isinstance(t, Tensor) for t in data.values()):
-        return lambda indices: {name: tensor[indices] for name, tensor in data.items()}
+        return lambda indices: {name: rows_at(tensor, indices) for name, tensor in data.items()}
     return None
+
+
+def rows_at(tensor: Tensor, indices: Tensor) -> Tensor:
+    """`tensor[indices]`, but for its time: each row is copied as a whole."""
+    plain = type(tensor) is Tensor and tensor.device == indices.device and tensor.layout == torch.strided
+    return tensor.index_select(0, indices) if plain and tensor.dim() > 1 else tensor[indices]
 
 
 def _gives_batches(data: Any) -> bool:

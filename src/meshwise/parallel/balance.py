@@ -1,0 +1,113 @@
+"""The balance loss of a mixture of experts is that of the whole global batch, as on one device.
+
+Such a loss is a product of two means over tokens (Switch Transformer, arXiv:2101.03961), so the mean over ranks of what
+each has of its own tokens is another number. Models of transformers call a function beside them for it; while their
+forward runs, it is given what the routers of all ranks found, and the gradients go back to the ranks that found it.
+
+Tested in tests/parallel/test_experts.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function, FunctionCtx
+from torch.nn import functional
+
+from meshwise.compat.modules import put_forward
+from meshwise.parallel.split.crossing import gather, through
+from meshwise.parallel.technique import Setup, Technique
+from meshwise.transfer import collectives
+
+NAME = "load_balancing_loss_func"
+Samples = Callable[[], int | None]
+_running: list[Samples] = []
+"""Of the models whose forward runs, the innermost last: on how many samples this rank works."""
+
+
+def _apply(setup: Setup) -> None:
+    samples = setup.samples
+    if setup.world.size == 1 or samples is None:
+        return
+    for name, module in setup.model.named_modules():
+        function = _balance_of(module)
+        if function is None:
+            continue
+        if "gate_logits" not in inspect.signature(function).parameters:
+            setup.notes.append(
+                f"the balance loss of {name or type(module).__name__} is of each rank's own samples: it is no mean "
+                "over them, so what is trained is not quite what one device trains."
+            )
+            continue
+        _install(type(module).__module__)
+        put_forward(module, functools.partial(_forward, module.forward, samples))
+        setup.coupled_gradients = True
+
+
+def _balance_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The function that a module's forward calls for its balance loss."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or NAME not in code.co_names:
+        return None
+    return getattr(sys.modules.get(type(module).__module__), NAME, None)
+
+
+@functools.cache
+def _install(module: str) -> None:
+    original = getattr(sys.modules[module], NAME)
+    setattr(sys.modules[module], NAME, functools.wraps(original)(functools.partial(_balance, original)))
+
+
+def _forward(forward: Callable[..., Any], samples: Samples, /, *given: Any, **named: Any) -> Any:
+    _running.append(samples)
+    try:
+        return forward(*given, **named)
+    finally:
+        _running.pop()
+
+
+def _balance(original: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
+    """The balance loss; outside of a loop over batches, or of a model under no plan, as its author has it."""
+    samples = _running[-1]() if _running else None
+    bound = inspect.signature(original).bind(*given, **named)
+    layers, mask = bound.arguments["gate_logits"], bound.arguments.get("attention_mask")
+    if samples is None or not isinstance(layers, tuple) or not layers:
+        return original(*given, **named)
+    found = [gather(layer).flatten(0, -2) for layer in layers]
+    columns = found if mask is None else [*found, gather(mask).reshape(-1, 1).to(found[0])]
+    rows = of_all_ranks(torch.cat([each.to(columns[0].device) for each in columns], 1), samples > 0)
+    parts = rows.split([each.shape[1] for each in columns], 1)
+    bound.arguments["gate_logits"] = tuple(parts[: len(layers)])
+    if mask is not None:
+        bound.arguments["attention_mask"] = parts[-1].detach()
+    return original(*bound.args, **bound.kwargs)
+
+
+def of_all_ranks(rows: Tensor, counts: bool) -> Tensor:
+    """The rows of all ranks, in rank order, but for those of ranks where they do not count (padding)."""
+    own = rows if counts else rows[:0]
+    lengths = collectives.all_gather(torch.tensor([len(own)], device=rows.device), of="the balance loss").flatten()
+    return through(_Rows, own, tuple(lengths.tolist()))
+
+
+class _Rows(Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, own: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        ctx.lengths = lengths  # type: ignore[attr-defined]
+        padded = functional.pad(own, (0, 0, 0, max(lengths) - len(own)))
+        every = collectives.all_gather(padded.contiguous(), of="the balance loss")
+        return torch.cat([part[:length] for part, length in zip(every, lengths, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = collectives.all_reduce(gradient.clone(), of="the balance loss")
+        return total.split(ctx.lengths)[collectives.get_rank()], None
+
+
+BALANCE = Technique(apply=_apply)

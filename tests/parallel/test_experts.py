@@ -1,0 +1,253 @@
+"""Experts divided over devices: what they give, their gradients and what is sent; balance losses of the whole batch.
+
+Tests parallel/expert.py, parallel/balance.py, compat/several_meshes.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwise.equivalence.one_device import one_device
+from meshwise.equivalence.programs import watch_job
+from meshwise.equivalence.proof import prove
+from meshwise.equivalence.trace import CheckSpec
+from meshwise.parallel.expert import EXPERT, Experts, route
+from meshwise.parallel.technique import Setup
+from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from meshwise.training.job import Job
+from meshwise.training.loop import run_job
+from meshwise.training.run_options import RunOptions
+from tests.parallel.test_split_context import ThreadAxis, on_ranks, same
+
+TOKENS, WIDTH, EXPERTS, TOP = 12, 5, 6, 2
+
+
+class Stacked(nn.Module):
+    """As transformers 5 writes them. Under `few` not all experts have tokens."""
+
+    def __init__(self, experts: int = EXPERTS, width: int = WIDTH) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.up = nn.Parameter(torch.randn(experts, 7, width, dtype=torch.float64))
+        self.down = nn.Parameter(torch.randn(experts, width, 7, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.randn(experts, width, dtype=torch.float64))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            token, place = torch.where(top_k_index == expert)
+            made = torch.tanh(hidden_states[token] @ self.up[expert].T) @ self.down[expert].T + self.bias[expert]
+            out = out.index_add(0, token, made * top_k_weights[token, place, None])
+        return out
+
+
+class ThreadsThatExchange(ThreadAxis):
+    """sent: also how many elements went to other ranks."""
+
+    def exchange(self, sent: Any, taken: Any) -> None:
+        self.sent["all-to-all"] += sum(rows.numel() for rank, rows in enumerate(sent) if rank != self.rank)
+        self.ranks.box[self.rank] = [rows.detach().clone() for rows in sent]
+        self.ranks.barrier.wait()
+        for rank, rows in enumerate(taken):
+            rows.copy_(self.ranks.box[rank][self.rank])
+        self.ranks.barrier.wait()
+
+
+def routed(few: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, experts and weights of all tokens; with `few` the first two experts have them all."""
+    draws = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS, WIDTH, dtype=torch.float64, generator=draws)
+    index = torch.rand(TOKENS, 2 if few else EXPERTS, generator=draws).topk(TOP).indices
+    return hidden, index, torch.rand(TOKENS, TOP, dtype=torch.float64, generator=draws)
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_divided_experts_give_what_whole_ones_give_and_so_do_their_gradients(size: int, few: bool) -> None:
+    whole, (hidden, index, weights) = Stacked(), routed(few)
+    seed = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+    first, second = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+    wanted = whole(first, index, second)
+    (wanted * seed).sum().backward()
+    own, part = EXPERTS // size, TOKENS // size
+
+    def on_rank(thread: ThreadAxis) -> Any:
+        axis = ThreadsThatExchange(thread.ranks, thread.rank)
+        mine, rows = Stacked(own), slice(axis.rank * part, (axis.rank + 1) * part)
+        for name, p in mine.named_parameters():
+            p.data = whole.get_parameter(name).data[axis.rank * own : (axis.rank + 1) * own].clone()
+        x, w = hidden[rows].clone().requires_grad_(), weights[rows].clone().requires_grad_()
+
+        def run(*given: Tensor) -> Tensor:
+            made = mine(*given)  # without rows it has no gradient by itself where nothing is computed
+            return made + sum(p.sum() * 0 for p in mine.parameters()) + given[0].sum() * 0 + given[1].sum() * 0
+
+        out = route(Experts("experts", mine, EXPERTS, axis), run, x, index[rows], w)
+        (out * seed[rows]).sum().backward()
+        return out.detach(), x.grad, w.grad, [p.grad for p in mine.parameters()], axis.sent["all-to-all"]
+
+    found = on_ranks(size, on_rank)
+    assert same(torch.cat([out for out, *_ in found]), wanted.detach())
+    assert same(torch.cat([x for _, x, *_ in found]), first.grad) and same(
+        torch.cat([f[2] for f in found]), second.grad
+    )
+    for number, p in enumerate(whole.parameters()):  # of the mean over the ranks
+        assert same(torch.cat([f[3][number] for f in found]) * size, p.grad)
+    for rank, (*_, sent) in enumerate(found):
+        of_tokens = index[rank * part : (rank + 1) * part].flatten() // own
+        leave = int((of_tokens != rank).sum())
+        come = sum(
+            int((index[r * part : (r + 1) * part].flatten() // own == rank).sum()) for r in range(size) if r != rank
+        )
+        there_and_its_gradient = (WIDTH + 1) * (leave + come)  # a row and its weight; gradients go the other way
+        back_and_its_gradient = WIDTH * (come + leave)
+        assert sent == there_and_its_gradient + back_and_its_gradient
+
+
+def test_a_model_without_such_experts_and_a_size_that_does_not_fit_are_refused() -> None:
+    def check(model: nn.Module, **axes: int) -> None:
+        plan = Plan(**axes)
+        assert EXPERT.check_model is not None
+        EXPERT.check_model(Setup(model, plan, World(size=plan.devices)))
+
+    with pytest.raises(PlanError, match=r"Sequential has none\. Any other mixture of experts is exact under data=2"):
+        check(nn.Sequential(nn.Linear(2, 2)), expert=2)
+    with pytest.raises(PlanError, match=r"does not divide the 6 experts of Stacked. Use expert=2, 3, 6"):
+        check(Stacked(), expert=4)
+    with pytest.raises(PlanError, match=r"shard=2 with expert=2 divides dim 1 of Stacked.up"):
+        check(Stacked(), expert=2, shard=2)
+    check(Stacked(), expert=3)
+
+
+OTHERS = ({"tensor": 2}, {"context": 2}, {"pipeline": 2, "accumulate": 2}, {"compile": True})
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_is_not_built_is_refused(other: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=r"expert=2 with \w+=(2|True) is not built yet. Remove"):
+        Plan(expert=2, **other)
+    with pytest.raises(PlanError, match="expert=2 with fp16"):
+        Plan(expert=2, precision="fp16")
+
+
+def model_of(kind: str, **more: Any) -> Callable[[], nn.Module]:
+    transformers = pytest.importorskip("transformers")
+    sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "intermediate_size": 12, "max_position_embeddings": 16, "use_cache": False}
+    sizes |= {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_experts_per_tok": 2}
+    own = {"num_local_experts": 4}
+    if kind != "Mixtral":
+        own = {"num_experts": 4, "moe_intermediate_size": 6, "decoder_sparse_step": 1}
+    if kind == "Qwen3Moe":
+        own["head_dim"] = 4
+    config = getattr(transformers, f"{kind}Config")(**sizes, **own, **more)
+    return lambda: getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def texts() -> list[Tensor]:
+    draws = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 31, (4 + number % 4,), generator=draws) for number in range(13)]
+
+
+def padded(samples: list[Tensor]) -> dict[str, Tensor]:
+    ids = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
+def token_mean(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return model(**batch).loss, (batch["labels"][:, 1:] != -100).sum()
+
+
+def moe(kind: str = "Mixtral", **more: Any) -> Job:
+    """Thirteen texts in batches of six: of a ragged last one, some ranks have none."""
+    return Job(
+        name=kind,
+        model=model_of(kind, **more),
+        data=texts,
+        collate=padded,
+        loss=token_mean,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+        batch_size=6,
+        epochs=1,
+        clip_norm=0.5,
+    )
+
+
+def hold(kind: str, plan: Plan, pool: Any) -> None:
+    job, spec = moe(kind), CheckSpec(plan)
+    one = one_device(job, spec)
+    found = pool(plan.devices).run(watch_job, job, spec, one.draws)[0]
+    proof = prove(kind, spec, f"{plan.devices}xcpu", one, found.trace)
+    assert proof.equal, (proof.comparison.first, proof.cause)
+    counts = {compared.kind: compared.count for compared in proof.comparison.kinds}
+    assert counts["gradients"] and counts["optimizer state"] and counts["gradient norm"]
+
+
+def test_divided_experts_and_a_balance_loss_compute_what_one_device_computes(pool: Any) -> None:
+    hold("Mixtral", Plan(expert=2), pool)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("Qwen2Moe", Plan(expert=2)),
+        ("Qwen3Moe", Plan(expert=2, accumulate=2, recompute="full")),
+        ("Mixtral", Plan(data=2)),
+        ("Mixtral", Plan(shard=2)),
+        ("Mixtral", Plan(data=2, zero1=True)),
+        ("Mixtral", Plan(tensor=2)),
+        ("Mixtral", Plan(data=2, tensor=2)),
+        ("Mixtral", Plan(expert=2, recompute="selective", precision="bf16")),
+        ("Mixtral", Plan(data=2, expert=2)),
+        ("Mixtral", Plan(expert=2, shard=2)),
+        ("Qwen3Moe", Plan(expert=4, accumulate=2)),
+    ],
+    ids=str,
+)
+def test_mixtures_of_experts_compute_what_one_device_computes(kind: str, plan: Plan, pool: Any) -> None:
+    hold(kind, plan, pool)
+
+
+def trained(plan: Plan, folder: Path, resume: Path | None, epochs: int) -> tuple[Any, int]:
+    """The facts of a run, and the elements of the model's parameters that this rank holds at the end."""
+    held: list[int] = []
+
+    def look(end: Any) -> None:
+        held.append(sum(local_part(p).numel() for p in end.model.parameters()))
+
+    job = replace(moe(), epochs=epochs, callbacks=(look,))
+    return run_job(job, RunOptions(plan=plan, resume=resume), folder, send=lambda kind, **more: None), held[-1]
+
+
+def local_part(p: Any) -> Tensor:
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_plan(pool: Any, tmp_path: Path) -> None:
+    weights, held = [], dict[int, int]()
+    for name, (first, then) in {"one": (1, 1), "apart": (1, 2), "together": (2, 1), "both": (2, 2)}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for size, epochs, resume in ((first, 1, None), (then, 2, folder)):
+            results = pool(size).run(trained, Plan(expert=size), folder, resume, epochs)
+            assert results[0][0]["status"] == "finished"
+            held[size] = results[0][1]
+        weights.append(load_file(folder / "weights.safetensors"))
+    for other in weights[1:]:
+        assert other.keys() == weights[0].keys()
+        assert all(torch.allclose(other[name], value, atol=1e-4) for name, value in weights[0].items())
+    experts = sum(value.numel() for name, value in weights[0].items() if ".experts." in name)
+    assert held[2] < held[1] - experts / 2 + 1
