@@ -43,6 +43,8 @@ from meshwise.equivalence.programs import watch_job
 from meshwise.equivalence.proof import prove
 from meshwise.equivalence.tolerance import LIMIT
 from meshwise.equivalence.trace import CheckSpec, Trace
+from meshwise.parallel.shard import note_what_was_not_gathered
+from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from tests.pool import CaseFailed, Pool
 
@@ -86,7 +88,13 @@ def under_plan(folder: str, name: str, spec: CheckSpec, draws: Any) -> tuple[Tra
         seen["share"] = sum(p.numel() for p in divided) / max(sum(p.numel() for p in known), 1)
         return job.optimizer(known)
 
-    found = watch_job(replace(job, loss=loss, optimizer=optimizer), spec, draws)
+    try:
+        found = watch_job(replace(job, loss=loss, optimizer=optimizer), spec, draws)
+    except RuntimeError as error:  # of torch: a run adds its own sentence, if it knows one
+        note_what_was_not_gathered(error)
+        if notes := getattr(error, "__notes__", ()):
+            raise PlanError(notes[0]) from error
+        raise
     return None if found is None else found.trace, seen["share"], int(seen["calls"])
 
 
