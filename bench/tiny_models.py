@@ -81,7 +81,7 @@ SIZES: dict[str, Any] = (
     | dict.fromkeys(["sliding_window", "window_size", "chunk_size", "mamba_chunk_size", "attention_chunk_size"], 4)
     | dict.fromkeys(["pad_token_id", "decoder_start_token_id"], 0)
     | {"vocab_size": WORDS, "n_words": WORDS, "bos_token_id": 1, "eos_token_id": 2, "state_size": 8, "rotary_dim": 4}
-    | {"image_size": IMAGE, "patch_size": 8, "num_labels": CLASSES, "first_k_dense_replace": 1, "expert_capacity": 64}
+    | {"image_size": IMAGE, "patch_size": 8, "num_labels": CLASSES, "first_k_dense_replace": 1, "expert_capacity": 256}
     | {"num_mel_bins": 16, "index_head_dim": 16, "index_topk": 4, "projection_dim": 32, "time_step_rank": 4}
     | {
         "shared_experts_intermediate_size": 32,
