@@ -43,7 +43,7 @@ from meshwise.equivalence.programs import watch_job
 from meshwise.equivalence.proof import prove
 from meshwise.equivalence.tolerance import LIMIT
 from meshwise.equivalence.trace import CheckSpec, Trace
-from meshwise.parallel.shard import note_what_was_not_gathered
+from meshwise.parallel.shard_refusals import note_what_was_not_gathered
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from tests.pool import CaseFailed, Pool
