@@ -1,11 +1,14 @@
 """Blocks are found from the module tree alone, and a block that is sharded is gathered however it is called."""
 
+import pytest
 import torch
 from torch import nn
 
 from meshwise.compat.modules import hooks_at_forward
 from meshwise.jobs.registry import find_job
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
+from meshwise.parallel.shard_units import StaysGathered
+from meshwise.spec.errors import PlanError
 
 
 def test_the_entries_of_lists_are_blocks_and_what_stands_beside_them() -> None:
@@ -54,3 +57,27 @@ def test_a_forward_that_is_called_by_itself_comes_past_the_hooks_once() -> None:
         assert torch.equal(layer.forward(x), nn.functional.linear(x, layer.weight, layer.bias))
         assert torch.equal(layer(x), layer.forward(x))
     assert seen == ["before", "after"] * 6
+
+
+def test_a_forward_that_casts_a_gathered_layer_is_refused() -> None:
+    """NLLB's router does `self.classifier = self.classifier.to(dtype)`: a cast layer would keep the first step's."""
+
+    class Router(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.classifier, self.dtype = nn.Linear(2, 2), dtype
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.classifier = self.classifier.to(self.dtype)
+            found: torch.Tensor = self.classifier(x.to(self.dtype))
+            return found
+
+    for dtype in (torch.float32, torch.bfloat16):
+        router, stays = Router(dtype), StaysGathered()
+        router.register_forward_pre_hook(stays.enter)
+        router.register_forward_hook(stays.leave, prepend=True)
+        if dtype == torch.float32:
+            router(torch.ones(1, 2))
+        else:
+            with pytest.raises(PlanError, match=r"puts other values into its parameter classifier.weight"):
+                router(torch.ones(1, 2))

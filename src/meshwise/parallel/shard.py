@@ -36,6 +36,7 @@ from meshwise.parallel.rebind import register_model_load_hooks, register_optimiz
 from meshwise.parallel.reduction import SKIPPED
 from meshwise.parallel.shard_refusals import check_steps_on_parts
 from meshwise.parallel.shard_units import (
+    StaysGathered,
     check_can_be_sharded,
     make_contiguous,
     refuse_second_backward,
@@ -93,6 +94,9 @@ class Sharded:
                 sharding.keep_class_name(module)
                 module.register_forward_hook(refuse_second_backward)
                 hooks_at_forward(module)
+                stays = StaysGathered()
+                module.register_forward_pre_hook(stays.enter)
+                module.register_forward_hook(stays.leave, prepend=True)
             self._roots.append(root)  # type: ignore[arg-type]
             if self._staged:
                 put_forward(root, functools.partial(_leave_in_order, self._roots[-1], root.forward))

@@ -99,3 +99,28 @@ def refuse_second_backward(module: nn.Module, inputs: Any, output: Any) -> None:
 def _check_first_order(gradient: Tensor) -> None:
     if torch.is_grad_enabled():
         raise PlanError(f"shard: {AGAIN}")
+
+
+class StaysGathered:
+    """Hooks around the first forwards of a block, in which its gathered parameters must stay where they are."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}
+        self._left = 2
+
+    def enter(self, module: nn.Module, *unused: Any) -> None:
+        """The parameters are gathered."""
+        if self._left:
+            self._places = {id(p): p.data_ptr() for p in module.parameters() if not isinstance(p, DTensor)}
+
+    def leave(self, module: nn.Module, *unused: Any) -> None:
+        """They are still. PlanError where the model put other values there, which no later step would renew."""
+        for name, p in module.named_parameters() if self._left else ():
+            if not isinstance(p, DTensor) and self._places.get(id(p), p.data_ptr()) != p.data_ptr():
+                raise PlanError(
+                    f"shard: the forward of {type(module).__name__} puts other values into its parameter {name} "
+                    "(layer.to(dtype), p.data = ...), and later steps, which gather it anew, would not be seen there. "
+                    "Cast what it is used with (F.linear(x, weight.to(dtype))), or use shard=1, such as "
+                    "--set zero1=true."
+                )
+        self._left = max(self._left - 1, 0)
