@@ -73,9 +73,8 @@ def test_a_forward_that_casts_a_gathered_layer_is_refused() -> None:
             return found
 
     for dtype in (torch.float32, torch.bfloat16):
-        router, stays = Router(dtype), StaysGathered()
-        router.register_forward_pre_hook(stays.enter)
-        router.register_forward_hook(stays.leave, prepend=True)
+        router = Router(dtype)
+        StaysGathered(router)
         if dtype == torch.float32:
             router(torch.ones(1, 2))
         else:

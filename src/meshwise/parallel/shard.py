@@ -94,9 +94,7 @@ class Sharded:
                 sharding.keep_class_name(module)
                 module.register_forward_hook(refuse_second_backward)
                 hooks_at_forward(module)
-                stays = StaysGathered()
-                module.register_forward_pre_hook(stays.enter)
-                module.register_forward_hook(stays.leave, prepend=True)
+                StaysGathered(module)
             self._roots.append(root)  # type: ignore[arg-type]
             if self._staged:
                 put_forward(root, functools.partial(_leave_in_order, self._roots[-1], root.forward))

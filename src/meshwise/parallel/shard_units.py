@@ -104,9 +104,11 @@ def _check_first_order(gradient: Tensor) -> None:
 class StaysGathered:
     """Hooks around the first forwards of a block, in which its gathered parameters must stay where they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._places: dict[int, int] = {}
         self._left = 2
+        module.register_forward_pre_hook(self.enter)
+        module.register_forward_hook(self.leave, prepend=True)
 
     def enter(self, module: nn.Module, *unused: Any) -> None:
         """The parameters are gathered."""
