@@ -36,12 +36,11 @@ from meshwise.parallel.rebind import register_model_load_hooks, register_optimiz
 from meshwise.parallel.reduction import SKIPPED
 from meshwise.parallel.shard_refusals import check_steps_on_parts
 from meshwise.parallel.shard_units import (
-    StaysGathered,
     check_can_be_sharded,
     make_contiguous,
-    refuse_second_backward,
     roots_of,
     units_of,
+    watch_forward,
 )
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
@@ -92,9 +91,8 @@ class Sharded:
                     ignored_params=lacked,
                 )
                 sharding.keep_class_name(module)
-                module.register_forward_hook(refuse_second_backward)
+                watch_forward(module)
                 hooks_at_forward(module)
-                StaysGathered(module)
             self._roots.append(root)  # type: ignore[arg-type]
             if self._staged:
                 put_forward(root, functools.partial(_leave_in_order, self._roots[-1], root.forward))

@@ -126,3 +126,9 @@ class StaysGathered:
                     "--set zero1=true."
                 )
         self._left = max(self._left - 1, 0)
+
+
+def watch_forward(module: nn.Module) -> None:
+    """Refuse what would go wrong in the forward of a gathered block, and behind it."""
+    module.register_forward_hook(refuse_second_backward)
+    StaysGathered(module)
