@@ -22,6 +22,7 @@ WAITING = {
     "data": KIND["data"],
     "transfer": KIND["transfer"],
     "communication": KIND["communication"],
+    "stragglers": KIND["waiting"],
     "between phases": KIND["idle"],
 }
 
@@ -32,8 +33,7 @@ def goodput_of(timeline: Timeline, table: StepTable) -> tuple[float, list[Goodpu
     counted = table.seconds[table.counted][:, :, :OUTSIDE].sum(axis=0)  # (ranks, kinds)
     ranks = max(len(table.ranks), 1)
     of_kind = counted.sum(axis=0) / ranks
-    others = "other stages" if table.arrivals.of_stages else "stragglers"
-    waiting = {name: float(of_kind[code]) for name, code in {**WAITING, others: KIND["waiting"]}.items()}
+    waiting = {name: float(of_kind[code]) for name, code in WAITING.items()}
     starting, lost = _around(timeline, table, wall)
     seconds = {
         "useful": float(of_kind[USEFUL].sum()),
@@ -43,6 +43,8 @@ def goodput_of(timeline: Timeline, table: StepTable) -> tuple[float, list[Goodpu
         "starting": starting,
         "lost": lost,
     }
+    if table.arrivals.of_stages:
+        waiting = {"other stages" if name == "stragglers" else name: value for name, value in waiting.items()}
     return wall, _parts(seconds, wall), _parts(waiting, wall)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from meshwise.records import folder as names
 from meshwise.records.run_list import fields_of, plan_of
 from meshwise.spec.errors import UsageError
+from meshwise.spec.plan import AXES
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.run_report import CollectiveReport
 from meshwise.timeline.spans import KIND
@@ -29,7 +30,7 @@ from meshwise.timeline.timeline import Timeline
 
 SAMPLES = [KIND[kind] for kind in ("forward", "backward", "data", "transfer")]
 """Kinds of time that go with the samples of a rank."""
-DIVIDES = ("data", "shard", "zero1", "offload", "reshard", "batch_norm", "bucket_mb")
+DIVIDES = (*AXES, "schedule", "sequence", "zero1", "offload", "reshard", "batch_norm", "bucket_mb")
 """Fields of a plan that say how devices divide the work: on one device another plan of the same work has others."""
 FEWEST = 10
 """Steps below which a run is too short to say how long one takes."""
