@@ -299,6 +299,6 @@ class _Begin(torch.autograd.Function):
 
 
 def _poison(form: _Form, device: torch.device) -> Tensor:
-    """What a block gives that nothing may read: it takes no memory."""
+    """What a block gives that nothing may read. Of memory of its own: code between blocks may write into it."""
     value = torch.nan if form.dtype.is_floating_point else 0
-    return split_again(torch.full((), value, dtype=form.dtype, device=device).expand(form.shape), form.part)
+    return split_again(torch.full(form.shape, value, dtype=form.dtype, device=device), form.part)
