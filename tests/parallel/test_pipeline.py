@@ -411,7 +411,7 @@ def test_what_lies_between_two_stages_follows_the_first() -> None:
 
 
 class Tapering(Net):
-    """Blocks of one class that give tensors of other shapes, and code between them that looks at shapes."""
+    """Blocks of one class that give tensors of other shapes, and code between them that looks at shapes and writes."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -422,7 +422,7 @@ class Tapering(Net):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
         for number, block in enumerate(self.blocks):
-            hidden = block(self.widen(hidden) if number == 1 else hidden)[0]
+            hidden = block(self.widen(hidden) if number == 1 else hidden)[0].mul_(1.5)
             hidden = hidden.unflatten(-1, (2, 4)).flatten(-2) if number == 0 else hidden
         found: Tensor = self.head(hidden)
         return found

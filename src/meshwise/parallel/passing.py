@@ -104,7 +104,9 @@ class Pass:
         if not self.is_last:
             self.forms[number] = _form_of(result)
         if number == self.hi - 1:
-            self.output, self.carried = result, stages.take_along()
+            # A copy is sent: code behind the block may write into what it gives, and does so on the next stage too.
+            self.output = result if self.is_last else map_tensors(torch.clone, result)
+            self.carried = stages.take_along()
 
     def check_complete(self, ranks: int) -> None:
         """PlanError where the forward did not come to all blocks of the stage, or did not leave behind them."""
