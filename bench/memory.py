@@ -135,20 +135,30 @@ def measured(plan: Plan) -> dict[str, int]:
     bind(optimizer, plan, world)
     tokens = torch.randint(WORDS, (SAMPLES, TOKENS))[world.rank :: world.size]
 
+    step, states = begun(
+        lambda: nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()), applied, optimizer
+    )
+    parameters, state = local_bytes(model.parameters()), local_bytes(states)
+    with mock.patch.object(offload, "_send", told(offload._send)):
+        peaks = peaks_of(step)
+    whole = parameters + state + peaks["of the step"]
+    return {"parameters": parameters, "state": state, **peaks, "peak": whole}
+
+
+def begun(
+    loss_of: Callable[[], Tensor], applied: Any, optimizer: torch.optim.Optimizer
+) -> tuple[Callable[[], None], list[Tensor]]:
+    """A training step after which nothing is left of gradients, done twice, and the optimizer's state then."""
+
     def step() -> None:
-        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss = loss_of()
         loss.backward() if applied.reduction is None else applied.reduction.backward(loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     step()
     step()
-    states = [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, Tensor) and v.ndim]
-    parameters, state = local_bytes(model.parameters()), local_bytes(states)
-    with mock.patch.object(offload, "_send", told(offload._send)):
-        peaks = peaks_of(step)
-    whole = parameters + state + peaks["of the step"]
-    return {"parameters": parameters, "state": state, **peaks, "peak": whole}
+    return step, [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, Tensor) and v.ndim]
 
 
 def activations() -> tuple[int, int]:

@@ -104,15 +104,7 @@ def measured(name: str, plan: Plan) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     bind(optimizer, plan, world)
 
-    def step() -> None:
-        loss = loss_of(name, model)
-        loss.backward() if applied.reduction is None else applied.reduction.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    step()
-    step()
-    states = [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, Tensor) and v.ndim]
+    step, states = memory.begun(lambda: loss_of(name, model), applied, optimizer)
     every = list(model.parameters())
     split = [p for p in every if isinstance(p, DTensor) and not p.placements[-1].is_replicate()]
     found = {"parameters": memory.local_bytes(every), "state": memory.local_bytes(states)}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshwise.training.order import BatchSlice
@@ -225,3 +226,28 @@ def around_measuring(patch: Any, change: Callable[[nn.Module], Callable[[], None
         return result
 
     around(patch, "metrics of a batch", measure)
+
+
+# --- bugs that several tests plant
+
+
+def after_backward(change: Callable[[dict[str, nn.Parameter]], None]) -> Callable[[Any], None]:
+    """Change the gradients when they are reduced."""
+
+    def backward(real: Any, self: Any, loss: Tensor, *, reduce: bool, **more: Any) -> Any:
+        value = real(self, loss, reduce=reduce, **more)
+        if reduce:
+            change(dict(self._named))
+        return value
+
+    return lambda patch: around(patch, "backward of replicas", backward)
+
+
+def mean_of_rank_means(patch: Any) -> None:
+    """Each rank divides by its own number of tokens."""
+    sum_of_weights_changed(patch, lambda weights: torch.stack(weights).sum().clamp(min=1))
+
+
+def tokens_weigh_by_samples(patch: Any) -> None:
+    """The weight that the loss gives is thrown away."""
+    around(patch, "loss and weight", lambda real, *given, **named: (real(*given, **named)[0], None))

@@ -30,13 +30,15 @@ from meshwise.transfer import collectives
 from tests.equivalence import decoders
 from tests.equivalence.jobs_to_check import checked
 from tests.equivalence.seams import (
+    after_backward,
     after_update,
     around,
     at_start,
     before_division,
     loss_changed,
+    mean_of_rank_means,
     replaced,
-    sum_of_weights_changed,
+    tokens_weigh_by_samples,
 )
 
 Plant = Callable[[Any], None]
@@ -295,18 +297,6 @@ def other_group_when_recomputed(patch: Any) -> None:
 # --- gradients
 
 
-def of_replicas(change: Callable[[dict[str, nn.Parameter]], None]) -> Plant:
-    """Change gradients when they are reduced."""
-
-    def backward(real: Any, self: Any, loss: Tensor, *, reduce: bool, **more: Any) -> Any:
-        value = real(self, loss, reduce=reduce, **more)
-        if reduce:
-            change(dict(self._named))
-        return value
-
-    return lambda patch: around(patch, "backward of replicas", backward)
-
-
 def before_clipping(change: Callable[[dict[str, nn.Parameter]], None]) -> Plant:
     """Change gradients of shards when they are reduced."""
 
@@ -385,14 +375,6 @@ def last_microbatch_alone(patch: Any) -> None:
         return real(self, loss, reduce=reduce, **more)
 
     around(patch, "backward of shards", backward)
-
-
-def weighed_by_each_rank(patch: Any) -> None:
-    sum_of_weights_changed(patch, lambda weights: torch.stack(weights).sum().clamp(min=1))
-
-
-def means_of_means(patch: Any) -> None:
-    around(patch, "loss and weight", lambda real, *given, **named: (real(*given, **named)[0], None))
 
 
 def second_use_is_lost(patch: Any) -> None:
@@ -757,7 +739,7 @@ SILENT = [
            "decoder", Plan(data=2, precision="bf16"), GRADIENTS, None, WEIGHTING),
     Silent("SB047", "divided by the microbatches twice", loss_times(lambda k, last, step: 1 / 3), "decoder",
            Plan(data=2, accumulate=3), GRADIENTS, None, WEIGHTING),
-    Silent("SB049", "experts' gradients twice as large", of_replicas(experts_times(2)), "experts", DATA,
+    Silent("SB049", "experts' gradients twice as large", after_backward(experts_times(2)), "experts", DATA,
            GRADIENTS, "layers.1.mlp.experts", DOUBLED),
     Silent("SB050", "later steps number microbatches otherwise",
            loss_times(lambda k, last, step: float(step == 1 or last)), "decoder", SHARD_2, GRADIENTS, None, MISSING),
@@ -781,7 +763,7 @@ SILENT = [
            "buffers", "layers.0.mlp", "buffer"),
     Silent("SB068", "gathered logits add gradients up", gathered_logits_add_gradients, "decoder, log probabilities",
            TENSOR, GRADIENTS, None, DOUBLED),
-    Silent("SB076", "normalised by rank and microbatch", weighed_by_each_rank, "decoder", DATA_2,
+    Silent("SB076", "normalised by rank and microbatch", mean_of_rank_means, "decoder", DATA_2,
            GRADIENTS, None, WEIGHTING),
     Silent("SB077", "gradient of the experts' input not added", never_added_back("layers.0.mlp"), "experts", TENSOR,
            GRADIENTS, ("layers.0.mlp", "layers.0.norm2"), MISSING),
@@ -829,7 +811,7 @@ SILENT = [
     Silent("SB109", "scores' gradients of local experts alone",
            module_changed("layers.1.mlp.scores", gradient_changed(own_columns)), "experts", TENSOR,
            GRADIENTS, "layers.1.mlp", MISSING),
-    Silent("SB111", "mean of means", means_of_means, "decoder", SHARD_2, ("loss", GRADIENTS), None, WEIGHTING),
+    Silent("SB111", "mean of means", tokens_weigh_by_samples, "decoder", SHARD_2, ("loss", GRADIENTS), None, WEIGHTING),
     Silent("SB114", "optimizer from before tensor parallel", optimizer_of_old_parameters, "decoder", TENSOR,
            ("optimizer state", "parameters"), None, STALE),
     Silent("SB119", "set_epoch has no effect", order_of_the_first_epoch, "decoder", SHARD, ORDER, None, "data order"),
@@ -847,7 +829,7 @@ SILENT = [
            CLIPPED, None, CLIP),
     Silent("SB140", "iterator used up before clipping", nothing_is_clipped, "decoder, clipped", DATA,
            CLIPPED, None, CLIP),
-    Silent("SB143", "means of ranks and microbatches", means_of_means, "decoder", Plan(data=2, accumulate=3),
+    Silent("SB143", "means of ranks and microbatches", tokens_weigh_by_samples, "decoder", Plan(data=2, accumulate=3),
            ("loss", GRADIENTS), None, WEIGHTING),
     Silent("SB144", "chunks stay in evaluation mode", later_layers_stay_in_evaluation,
            "decoder of four layers with dropout", Plan(pipeline=2, accumulate=2, schedule="interleaved"),

@@ -23,6 +23,7 @@ from meshwise.training.order import BatchSlice
 from meshwise.transfer import collectives
 from tests.equivalence.seams import (
     Training,
+    after_backward,
     after_microbatch,
     after_update,
     around,
@@ -31,6 +32,7 @@ from tests.equivalence.seams import (
     before_division,
     before_update,
     loss_changed,
+    mean_of_rank_means,
     metrics_changed,
     replaced,
 )
@@ -42,7 +44,6 @@ from tests.equivalence.test_planted_by_others import (
     ZERO1,
     Bug,
     every_rank_reads_the_same,
-    mean_of_rank_means,
     once_sharded,
     other_masks_the_second_time,
     padding_counts_in_evaluation,
@@ -208,18 +209,6 @@ def block_is_never_reduced(patch: Any) -> None:
             real(block, False)
 
     around(patch, "gradients of shards are reduced", sync)
-
-
-def after_backward(change: Callable[[dict[str, nn.Parameter]], None]) -> Callable[[Any], None]:
-    """Change the gradients when they are reduced."""
-
-    def backward(real: Any, self: Any, loss: Tensor, *, reduce: bool, **more: Any) -> Any:
-        value = real(self, loss, reduce=reduce, **more)
-        if reduce:
-            change(dict(self._named))
-        return value
-
-    return lambda patch: around(patch, "backward of replicas", backward)
 
 
 def lost_on_rank_1(named: Any) -> None:

@@ -32,10 +32,11 @@ from tests.equivalence.seams import (
     at_start,
     before_division,
     loss_changed,
+    mean_of_rank_means,
     measured_slices_changed,
     metrics_changed,
     replaced,
-    sum_of_weights_changed,
+    tokens_weigh_by_samples,
 )
 
 # --- data parallel
@@ -329,16 +330,6 @@ def microbatches_weigh_alike(patch: Any) -> None:
         return replace(real(samples, start, stop, *rest), total=3 * (stop - start))
 
     around(patch, "slice of a rank", batch_slice)
-
-
-def mean_of_rank_means(patch: Any) -> None:
-    """Each rank divides by its own number of tokens."""
-    sum_of_weights_changed(patch, lambda weights: torch.stack(weights).sum().clamp(min=1))
-
-
-def tokens_weigh_by_samples(patch: Any) -> None:
-    """The weight that the loss gives is thrown away."""
-    around(patch, "loss and weight", lambda real, *given, **named: (real(*given, **named)[0], None))
 
 
 def loss_scale_left_in(patch: Any) -> None:
