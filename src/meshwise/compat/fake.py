@@ -6,11 +6,14 @@ Read in torch 2.11, 2.13 and 2.15: `_subclasses/fake_tensor.py`.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 try:
     from torch._subclasses.fake_tensor import (
@@ -31,9 +34,10 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], An
 class FakeTensors(FakeTensorMode):
     """While it is entered, new tensors are fake. Each operator on them goes to `handler`, later ones too."""
 
-    def __init__(self, handler: Handler, owner: object = None) -> None:
+    def __init__(self, handler: Handler, owner: object = None, *, stands_for_real: bool = False) -> None:
+        """stands_for_real: its tensors are nothing that waits for its values: a program runs on them from its start."""
         super().__init__(allow_non_fake_inputs=True)
-        self.handler, self.owner = handler, owner
+        self.handler, self.owner, self.stands_for_real = handler, owner, stands_for_real
         self.inside = False
         self.usual = {*vars(self.from_tensor(torch.empty(0))), "_is_param"}
 
@@ -61,8 +65,27 @@ FakeTensors.__torch_dispatch__ = _handled  # type: ignore[assignment,method-assi
 
 
 def is_fake(value: object) -> bool:
-    """Whether `value` is a fake tensor."""
-    return isinstance(value, FakeTensor)
+    """Whether `value` is a fake tensor that waits for its values: one of a rehearsal is not."""
+    return isinstance(value, FakeTensor) and not getattr(value.fake_mode, "stands_for_real", False)
+
+
+def rehearsing() -> bool:
+    """Whether the program runs on fake tensors from its start to its end."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return getattr(mode, "stands_for_real", False)
+
+
+@functools.cache
+def over(subclass: type[Tensor], kind: type[Tensor]) -> type[Tensor]:
+    """A class of plain tensors as one of tensors of `kind`: of fake ones, it is both."""
+    if issubclass(kind, subclass):
+        return kind
+    return type(subclass.__name__, (subclass, kind), {}) if issubclass(kind, FakeTensor) else subclass
+
+
+def real_values() -> contextlib.AbstractContextManager[object]:
+    """What is computed in it has values, also in a rehearsal."""
+    return _disable_current_modes() if rehearsing() else contextlib.nullcontext()  # type: ignore[no-untyped-call]
 
 
 def owner_of(tensor: Tensor) -> object:

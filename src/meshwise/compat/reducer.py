@@ -8,6 +8,7 @@ any number of times. Read in torch 2.11, 2.13 and 2.15: `nn/parallel/distributed
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,16 +18,81 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket, Store  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwise.compat.fake import rehearsing
+
 Hook = Callable[[GradBucket], torch.futures.Future[Tensor]]
+
+
+class _PlainBucket:
+    """What a hook is given of a `GradBucket`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        first = parameters[0]
+        self._parameters = list(parameters)
+        self._buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        parts = self._buffer.split([p.numel() for p in parameters])
+        self._views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        return self._views
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+
+class PlainReducer:
+    """DDP's reducer in Python, for fake tensors, on which its C++ cannot run: the same buckets in the same order, the
+    same copies and collectives.
+
+    Held against DDP in tests/rehearsal/test_plain_reducer.py. Read in torch 2.13: `csrc/distributed/c10d/reducer.cpp`.
+    """
+
+    def __init__(self, ready: Sequence[nn.Parameter], bucket_mb: int, hook: Hook) -> None:
+        """ready: the parameters in the order in which a backward reaches them."""
+        self._hook = hook
+        limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, bucket_mb << 20]  # type: ignore[attr-defined]
+        found, _ = dist._compute_bucket_assignment_by_size(list(ready), limits)  # type: ignore[attr-defined]
+        self._buckets = [_PlainBucket([ready[index] for index in bucket]) for bucket in found]
+        self._armed, self._waiting, self._begun = False, [0] * len(found), list[torch.futures.Future[Tensor]]()
+        for number, bucket in enumerate(self._buckets):
+            for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                p.register_post_accumulate_grad_hook(functools.partial(self._ready, number, view))
+
+    def arm(self) -> None:
+        self._armed, self._begun = True, []
+        self._waiting = [len(bucket.parameters()) for bucket in self._buckets]
+
+    def _ready(self, number: int, view: Tensor, p: Tensor) -> None:
+        if not self._armed or p.grad is None:
+            return
+        view.copy_(p.grad)
+        self._waiting[number] -= 1
+        while len(self._begun) < len(self._buckets) and not self._waiting[len(self._begun)]:
+            self._begun.append(self._hook(self._buckets[len(self._begun)]))  # type: ignore[arg-type]
+            if len(self._begun) == len(self._buckets):
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        self._armed = False
+        for bucket, future in zip(self._buckets, self._begun, strict=True):
+            future.wait()
+            for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                assert p.grad is not None
+                p.grad.copy_(view)
 
 
 def make_reducer(
     parameters: Sequence[nn.Parameter], bucket_mb: int, hook: Hook, group: Any = None
-) -> DistributedDataParallel:
+) -> DistributedDataParallel | PlainReducer:
     """A DDP over `parameters` alone, whose buckets are reduced by `hook` over `group`. Broadcasts those of rank 0.
 
     Collective. Raises RuntimeError where this torch has no reducer to arm.
     """
+    if rehearsing():
+        return PlainReducer(parameters[::-1], bucket_mb, hook)
     holder = nn.Module()
     holder.held = nn.ParameterList(parameters)
     # No sync: the ranks hold the same already, and a parameter that is written may be waiting for a backward.
@@ -38,8 +104,11 @@ def make_reducer(
     return ddp
 
 
-def arm(ddp: DistributedDataParallel) -> None:
+def arm(ddp: DistributedDataParallel | PlainReducer) -> None:
     """The coming backward reduces gradients as they become ready. Without it, gradients stay on their rank."""
+    if isinstance(ddp, PlainReducer):
+        ddp.arm()
+        return
     reducer: Any = ddp.reducer
     reducer._rebuild_buckets()
     reducer.prepare_for_forward()

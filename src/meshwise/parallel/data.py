@@ -49,7 +49,7 @@ class _Group:
 
     parameters: list[nn.Parameter]
     names: list[str]
-    ddp: nn.parallel.DistributedDataParallel
+    ddp: nn.parallel.DistributedDataParallel | reducer.PlainReducer
     buckets: int
 
 

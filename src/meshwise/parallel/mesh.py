@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshwise.compat.fake import real_values
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import AXES, Plan
 from meshwise.spec.world import World
@@ -35,7 +36,8 @@ def make_mesh(plan: Plan, world: World, *, replicas: bool = False) -> DeviceMesh
     kept = kept or {"shard": 1}
     key = (*kept.items(), ("replicas", int(replicas and plan.expert > 1)))
     if key not in _meshes or _meshes[key].device_type != world.kind:
-        _meshes[key] = _made(plan, world, kept, replicas and plan.expert > 1)
+        with real_values():
+            _meshes[key] = _made(plan, world, kept, replicas and plan.expert > 1)
     return _meshes[key]
 
 

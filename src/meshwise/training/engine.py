@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from meshwise.compat.fake import rehearsing
 from meshwise.compat.loss_scale import note_scaling, unscaled
 from meshwise.parallel.data import DROPOUT_NOTE
 from meshwise.parallel.precision import cast_batch, computing
@@ -254,7 +255,8 @@ class Engine:
 
     def look_at(self, loss: Any, reduction: str | None, where: str, verb: str, weight: Any = None) -> None:
         """Say, or refuse, what the first losses are taken for and are not; a check finds it itself."""
-        looks, part = self.world.size > 1 and self.program.backwards <= LOOKED_AT, self.part
+        looks = self.world.size > 1 and self.program.backwards <= LOOKED_AT and not rehearsing()
+        part = self.part
         if looks and self.watcher is None and part is not None and not part.whole:
             samples = part.samples if weight is None else 0
             self.notify(check_reduction(loss, reduction, self.world.size, where or user_place(), verb, samples))

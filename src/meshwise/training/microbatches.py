@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.compat.fake import rehearsing
 from meshwise.compat.tree import tensors_in
 from meshwise.parallel.passing import Pass
 from meshwise.parallel.pipeline import Pipeline
@@ -153,7 +154,7 @@ class Microbatches:
         collectives.broadcast(table, pipeline.last_rank, pipeline.pipe.group, of="the loss")
         if pipeline.pipe.rank != pipeline.last_rank:
             weights.losses = [(mean, weight) for mean, weight in (row.unbind() for row in table[:-1])]
-            self._weighed = bool(table[-1, 1])
+            self._weighed = not rehearsing() and bool(table[-1, 1])
             weights.unit = table[-1, 0] if self._weighed else None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.compat.fake import over
 from meshwise.parallel.split.axis import Part
 
 Dispatch = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
@@ -34,7 +35,7 @@ class SplitTensor(Tensor):
 
 def split(local: Tensor, part: Part) -> SplitTensor:
     """`local` as this rank's part of a whole. It becomes a split tensor itself."""
-    local.__class__ = SplitTensor
+    local.__class__ = over(SplitTensor, type(local))
     local.part = part  # type: ignore[attr-defined]
     return local  # type: ignore[return-value]
 

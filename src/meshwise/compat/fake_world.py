@@ -1,0 +1,95 @@
+"""A process group of any size in one process, for a rehearsal: collectives send nothing, and the other ranks hold and
+say what this one does.
+
+torch's own `fake` backend does the collectives; it is registered with torch's tests. What agrees on facts through
+the store, or sends objects, needs answers: a count is as if every rank had counted.
+Read in torch 2.11, 2.13 and 2.15: `testing/_internal/distributed/fake_pg.py`, `distributed_c10d.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwise.compat import fake
+
+_MESH_METHODS = ("__init__", "_concatenate", "__getitem__", "_flatten", "_unflatten")
+"""They compute ranks from tensors, whose values a fake one does not have."""
+
+
+class _Store:
+    """Answers as a store would that all ranks have come to with the same facts."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._counts: dict[str, int] = {}
+        self._facts: dict[str, str] = {}
+
+    def add(self, key: str, count: int) -> int:
+        self._counts[key] = self._counts.get(key, 0) + count * self.ranks
+        return self._counts[key]
+
+    def compare_set(self, key: str, expected: str, fact: str) -> bytes:
+        return self._facts.setdefault(key, fact).encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        pass
+
+    def set(self, key: str, fact: str) -> None:
+        self._facts[key] = fact
+
+    def get(self, key: str) -> bytes:
+        return self._facts[key].encode()
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """This process is rank `rank` of `size`, whose others are not there. One of size 1 has no process group.
+
+    Raises RuntimeError where this process has a group already.
+    """
+    if size == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store = _Store(size)
+    dist.init_process_group("cpu:fake,sim:fake", store=FakeStore(), rank=rank, world_size=size)  # type: ignore[no-untyped-call]
+    try:
+        with (
+            patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
+            patch.object(dist, "all_gather_object", _of_all),
+            patch.object(dist, "broadcast_object_list", lambda box, **others: None),
+            patch.multiple(DeviceMesh, **{name: _on_real(name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)}),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _of_all(parts: list[Any], value: Any, group: Any = None) -> None:
+    parts[:] = [value] * len(parts)
+
+
+def _on_real(name: str) -> Any:
+    """A method of DeviceMesh that computes with real tensors."""
+    method = DeviceMesh.__dict__[name]
+
+    def real(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def without_modes(*args: Any, **kwargs: Any) -> Any:
+            with fake.real_values():
+                return call(*args, **kwargs)
+
+        return without_modes
+
+    return staticmethod(real(method.__func__)) if isinstance(method, staticmethod) else real(method)
