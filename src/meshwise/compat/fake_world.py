@@ -15,9 +15,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-from meshwise.compat import fake
+from meshwise.compat import fake, fake_device
 
 _MESH_METHODS = ("__init__", "_concatenate", "__getitem__", "_flatten", "_unflatten")
 """They compute ranks from tensors, whose values a fake one does not have."""
@@ -38,12 +40,6 @@ class _Store:
     def compare_set(self, key: str, expected: str, fact: str) -> bytes:
         return self._facts.setdefault(key, fact).encode()
 
-    def check(self, keys: list[str]) -> bool:
-        return True
-
-    def wait(self, keys: list[str], *timeout: Any) -> None:
-        pass
-
     def set(self, key: str, fact: str) -> None:
         self._facts[key] = fact
 
@@ -51,11 +47,47 @@ class _Store:
         return self._facts[key].encode()
 
 
+Mail = dict[tuple[int, int], list[Any]]
+"""Objects that ranks have sent one another, by (from, to)."""
+_mail: list[Mail] = [{}]
+
+
+def post(value: Any, target: int, group: dist.ProcessGroup | None) -> None:
+    """Send an object to rank `target` of the group, which is rehearsed later."""
+    _mail[-1].setdefault((dist.get_rank(), _everyones(target, group)), []).append(value)
+
+
+def fetch(source: int, group: dist.ProcessGroup | None) -> Any:
+    """The next object that rank `source` of the group has sent to this one."""
+    return _mail[-1][_everyones(source, group), dist.get_rank()].pop(0)
+
+
+def _everyones(rank: int, group: dist.ProcessGroup | None) -> int:
+    return dist.get_process_group_ranks(group)[rank]
+
+
 @contextmanager
-def fake_world(rank: int, size: int) -> Iterator[None]:
+def resizing(call: Callable[[Tensor, int], None]) -> Iterator[None]:
+    """Calls `call(tensor, bytes)` whenever FSDP2 gives a tensor memory, or takes it: no operator says so."""
+    real = _fsdp_param.alloc_storage, _fsdp_param.free_storage
+
+    def alloc(tensor: Tensor) -> None:
+        call(tensor, tensor.numel() * tensor.itemsize)
+        real[0](tensor)
+
+    def free(tensor: Tensor) -> None:
+        call(tensor, 0)
+        real[1](tensor)
+
+    with patch.multiple(_fsdp_param, alloc_storage=alloc, free_storage=free):
+        yield
+
+
+@contextmanager
+def fake_world(rank: int, size: int, mail: Mail) -> Iterator[None]:
     """This process is rank `rank` of `size`, whose others are not there. One of size 1 has no process group.
 
-    Raises RuntimeError where this process has a group already.
+    mail: what ranks that were rehearsed before have sent. Raises RuntimeError where this process has a group already.
     """
     if size == 1:
         yield
@@ -63,7 +95,10 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     store = _Store(size)
-    dist.init_process_group("cpu:fake,sim:fake", store=FakeStore(), rank=rank, world_size=size)  # type: ignore[no-untyped-call]
+    _mail.append(mail)
+    kinds = ("cpu", *([fake_device.NAME] if fake_device.is_there() else []))
+    backends = ",".join(f"{kind}:fake" for kind in kinds)
+    dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=size)  # type: ignore[no-untyped-call]
     try:
         with (
             patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
@@ -73,6 +108,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         ):
             yield
     finally:
+        _mail.pop()
         dist.destroy_process_group()
 
 

@@ -6,8 +6,11 @@ whose `scale` gives a new tensor, or the same one where the scaler is off.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -38,6 +41,17 @@ def found_infinite(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[T
     whether the step is taken and how the scale goes on."""
     state: Any = scaler._per_optimizer_states[id(optimizer)]
     return list(state["found_inf_per_device"].values())
+
+
+@contextlib.contextmanager
+def always_steps() -> Iterator[None]:
+    """Every gradient is finite: no GradScaler reads a value."""
+
+    def step(self: Any, optimizer: Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    with patch.object(torch.amp.GradScaler, "_maybe_opt_step", step):
+        yield
 
 
 def unscaled(loss: Tensor) -> Tensor:

@@ -165,6 +165,11 @@ def without_empty_groups(module: FSDPModule) -> None:
         state._fsdp_param_group = None
 
 
+def place_in_memory(tensor: Tensor) -> tuple[int, int]:
+    """Where its elements begin: a storage, and a place in it. A fake tensor has one too."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, in its own memory; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -41,6 +41,11 @@ def make_mesh(plan: Plan, world: World, *, replicas: bool = False) -> DeviceMesh
     return _meshes[key]
 
 
+def forget_meshes() -> None:
+    """The process group is gone: meshes are made anew."""
+    _meshes.clear()
+
+
 def mesh_of_stage(plan: Plan, world: World) -> DeviceMesh:
     """Those devices of the mesh that are at the place of this rank's stage in their pipelines."""
     mesh = make_mesh(plan, world, replicas=True)

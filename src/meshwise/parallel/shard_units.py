@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwise.compat.sharding import place_in_memory
 from meshwise.compat.tree import tensors_in
 from meshwise.parallel.blocks import called_in, repeated_blocks
 from meshwise.spec.errors import PlanError
@@ -105,7 +106,7 @@ class StaysGathered:
     """Hooks around the first forwards of a block, in which its gathered parameters must stay where they are."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._places: dict[int, int] = {}
+        self._places: dict[int, tuple[int, int]] = {}
         self._left = 2
         module.register_forward_pre_hook(self.enter)
         module.register_forward_hook(self.leave, prepend=True)
@@ -113,12 +114,12 @@ class StaysGathered:
     def enter(self, module: nn.Module, *unused: Any) -> None:
         """The parameters are gathered."""
         if self._left:
-            self._places = {id(p): p.data_ptr() for p in module.parameters() if not isinstance(p, DTensor)}
+            self._places = {id(p): place_in_memory(p) for p in module.parameters() if not isinstance(p, DTensor)}
 
     def leave(self, module: nn.Module, *unused: Any) -> None:
         """They are still. PlanError where the model put other values there, which no later step would renew."""
         for name, p in module.named_parameters() if self._left else ():
-            if not isinstance(p, DTensor) and self._places.get(id(p), p.data_ptr()) != p.data_ptr():
+            if not isinstance(p, DTensor) and self._places.get(id(p), place_in_memory(p)) != place_in_memory(p):
                 raise PlanError(
                     f"shard: the forward of {type(module).__name__} puts other values into its parameter {name} "
                     "(layer.to(dtype), p.data = ...), and later steps, which gather it anew, would not be seen there. "

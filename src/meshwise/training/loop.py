@@ -162,6 +162,8 @@ def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
     """The state of a run before its first step: the model of `job` under `plan`, its optimizer. Collective."""
     torch.manual_seed(job.seed)
     model, note = constructed(job.model) if plan.parameters_divided or plan.pipeline > 1 else (job.model(), "")
+    if plan.devices == 1:  # what several devices have is placed by the plan
+        model.to(engine.world.device)
     engine.program.stage_cost = job.stage_cost
     engine.add_models([model], plan)
     if note:

@@ -176,7 +176,7 @@ class Program:
             )
         together = nn.ModuleList(new) if len(new) > 1 else new[0]
         world = self.world
-        if world.size == 1:
+        if collectives.world_size(collectives.everyone()) == 1:  # where the program has put its models
             world = replace(world, device=_device_of(together, world.device))
         said: Any = {"piggyback_loss": self._piggyback_loss, "stage_cost": self.stage_cost}
         setup = apply(together, plan, world, samples=self._samples, **said)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from meshwise.compat.fake import rehearsing
 from meshwise.compat.reducer import default_store
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import user_place
@@ -48,7 +49,7 @@ def meet(what: str) -> None:
     same stage. Raises UsageError where a rank reads another thing, or cannot come."""
     pipe, rank = stages.pipe(), _own()
     ranks = range(collectives.world_size(collectives.everyone())) if pipe is None else pipe.same_stage
-    if _unmet[0] or len(ranks) == 1:
+    if _unmet[0] or len(ranks) == 1 or rehearsing():
         return
     number, here, store = _past[0], user_place(), default_store()
     own, before = f"{KEY}/{number}/{rank}", f"{KEY}/{number - 1}/{rank}"
@@ -109,9 +110,14 @@ def _is_member(key: str) -> bool:
     return str(_own()) in key.partition("/")[0].split(",")
 
 
-@functools.cache
 def look_out() -> None:
     """Begin to say in the store where this rank is, and that it has ended."""
+    if not rehearsing():
+        _look_out()
+
+
+@functools.cache
+def _look_out() -> None:
     main, store, rank = threading.main_thread().ident, default_store(), _own()
     over = threading.Event()
 

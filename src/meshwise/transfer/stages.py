@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwise.compat import fake_world
+from meshwise.compat.fake import rehearsing
 from meshwise.transfer import collectives
 from meshwise.transfer.collectives import Group
 
@@ -109,6 +111,9 @@ def put_down(values: list[Any]) -> None:
 
 def send_object(value: Any, target: int, group: Group) -> Callable[[], None]:
     """Begin to send any value that pickle takes; what is returned waits for it."""
+    if rehearsing():
+        fake_world.post(value, target, group)
+        return lambda: None
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     device = collectives.device_of(group)
     size = torch.tensor([len(data)], device=device)
@@ -123,6 +128,8 @@ def send_object(value: Any, target: int, group: Group) -> Callable[[], None]:
 
 def receive_object(source: int, group: Group) -> Any:
     """What rank `source` sends with `send_object`."""
+    if rehearsing():
+        return fake_world.fetch(source, group)
     device = collectives.device_of(group)
     size = collectives.receive(torch.zeros(1, dtype=torch.int64, device=device), source, group)
     data = torch.empty(int(size), dtype=torch.uint8, device=device)

@@ -1,0 +1,238 @@
+"""A GPU that is not there: a device `sim` whose streams and events tell a listener what waits for what.
+
+Fake tensors on it behave as on CUDA: optimizers take their foreach paths, FSDP2 its streams, attention a fused kernel.
+torch registers it as PrivateUse1, once in a process; it is an accelerator only while a rehearsal has it.
+Read in torch 2.11, 2.13 and 2.15: `utils/backend_registration.py`, `aten/src/ATen/native/transformers/attention.cpp`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.compat import fake_autocast
+
+NAME = "sim"
+_users = [0]  # rehearsals that have the device now
+_stream: list[Stream] = []
+_pending: dict[str, set[int]] = {}
+_last: dict[str, int] = {}
+
+
+class Stream:
+    """A stream by its name. Waiting is remembered for the next launch."""
+
+    made = 0
+
+    def __init__(self, *args: Any, name: str = "", **kwargs: Any) -> None:
+        Stream.made += 1
+        self.name = name or f"stream {Stream.made}"
+        self._before: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self._wait(_last.get(other.name, -1))
+
+    def wait_event(self, event: Event) -> None:
+        self._wait(event.at)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def _wait(self, place: int) -> None:
+        if place >= 0:
+            _pending.setdefault(self.name, set()).add(place)
+
+    def __enter__(self) -> Stream:
+        self._before.append(_stream[-1])
+        _stream[:] = [self]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _stream[:] = [self._before.pop()]
+
+
+class Event:
+    """A place in a stream: after its newest launch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.at = -1
+
+    def record(self, stream: Stream | None = None) -> Event:
+        self.at = _last.get((stream or _stream[-1]).name, -1)
+        return self
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or _stream[-1]).wait_event(self)
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Module:
+    """What torch looks for in `torch.sim`."""
+
+    Stream, Event = Stream, Event
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return _users[0] > 0
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_stream(self, *args: Any) -> Stream:
+        return _stream[-1]
+
+    def stream(self, stream: Stream) -> Stream:
+        return stream
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def set_device(self, device: Any) -> None:
+        pass
+
+    def synchronize(self, *args: Any) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def get_rng_state(self, *args: Any) -> Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _get_device_index(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+
+def is_there() -> bool:
+    """Whether a rehearsal has the device now."""
+    return _users[0] > 0
+
+
+def current_stream() -> str:
+    """The name of the stream that operators go to."""
+    return _stream[-1].name
+
+
+def launched(stream: str, place: int) -> tuple[int, ...]:
+    """A launch at `place` of the record goes to the stream: gives the places that it must wait for."""
+    _last[stream] = place
+    return tuple(sorted(_pending.pop(stream, ())))
+
+
+def wait_for(stream: str, place: int) -> None:
+    """The next launch on `stream` waits for that at `place`."""
+    _pending.setdefault(stream, set()).add(place)
+
+
+@contextmanager
+def fake_device(main: str) -> Iterator[str]:
+    """The device, of which nothing has run yet: gives its name. main: the name of the stream that programs begin in."""
+    _register()
+    _users[0] += 1
+    _stream[:] = [Stream(name=main)]
+    begin_record()
+    try:
+        yield NAME
+    finally:
+        _users[0] -= 1
+
+
+def begin_record() -> None:
+    """Places are counted anew: nothing waits."""
+    _pending.clear()
+    _last.clear()
+
+
+@functools.cache
+def _register() -> None:
+    from torch.utils.backend_registration import (
+        _DummyPrivateUse1Hook,
+        _setup_privateuseone_for_python_backend,
+    )
+
+    class Hook(_DummyPrivateUse1Hook):
+        def is_available(self) -> bool:
+            return _users[0] > 0
+
+        def has_primary_context(self, device: int) -> bool:
+            return _users[0] > 0
+
+    _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Module(), hook=Hook())  # type: ignore[no-untyped-call]
+    library = torch.library.Library("aten", "IMPL")
+    for key in ("PrivateUse1", "AutogradPrivateUse1"):
+        library.impl("scaled_dot_product_attention", _attention, key)
+    _kept.extend([library, *fake_autocast.register()])
+
+
+_kept: list[Any] = []  # a library that is let go takes its operators back
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The fused kernel that CUDA would take: flash where it can, else the memory-efficient one."""
+    if enable_gqa and key.size(-3) != query.size(-3):
+        groups = query.size(-3) // key.size(-3)
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    narrow = query.dtype in (torch.float16, torch.bfloat16)
+    size = query.size(-1)
+    fits = query.dim() == 4 and size <= 256 and value.size(-1) == size
+    flash: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention
+    if narrow and attn_mask is None and fits:
+        padded = -(-size // 8) * 8 - size
+        if padded:
+            scale = size**-0.5 if scale is None else scale
+            query, key, value = (torch.nn.functional.pad(each, (0, padded)) for each in (query, key, value))
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0][..., :size]  # type: ignore[no-any-return]
+    if fits and query.dtype != torch.float64:
+        if attn_mask is not None:
+            attn_mask = _as_bias(attn_mask, query).expand(*query.shape[:-1], key.size(-2))
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        needs = torch.is_grad_enabled() and query.requires_grad
+        return efficient(query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    return torch.ops.aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))

@@ -1,0 +1,207 @@
+"""What a rehearsed program does, written down operator by operator: launches, and memory taken and given back.
+
+An operator that gives a view, or that only takes memory, launches nothing. Memory is that of storages: a new one is
+taken where an operator first gives it, and given back when its last tensor is gone.
+
+Tested in tests/rehearsal/test_trace.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwise.compat import fake_device
+from meshwise.compat.collective_calls import moved_by
+from meshwise.compat.dispatch import operator_name
+from meshwise.compat.flops import flops_of
+from meshwise.compat.tree import tensors_in
+from meshwise.rehearsal.work import MAIN, PHASES, Allocate, Collective, Copy, Event, Free, Launch, Operation
+from meshwise.timeline.recorder import current
+
+DTYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+TAKES_MEMORY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_"}
+"""Operators that launch nothing."""
+ON_HOST = {"cpu", "meta"}
+
+
+class Record:
+    """The events of a rank."""
+
+    def __init__(self, device: str) -> None:
+        """device: the kind that computes, `cpu` or the fake device."""
+        self.device = device
+        self.events: list[Event] = []
+        self.module, self.microbatch = "", -1
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._alive: dict[int, Allocate] = {}
+        self._categories: dict[int, str] = {}
+        self._next = 0
+        self._operations: dict[Operation, Operation] = {}
+
+    @property
+    def phase(self) -> str:
+        """What the engine is at now."""
+        phase = current().phase
+        return phase if phase in PHASES else "other"
+
+    def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        """`compat.fake.Handler`: run an operator, and note it."""
+        out = run()
+        given = list(tensors_in(out))
+        for tensor in given:
+            self._notice(tensor)
+        what = self._what(func, args, kwargs, out, given)
+        if isinstance(what, Collective):
+            self._buffers(what, func, args)
+        if what is not None:
+            self._launch(what)
+        return out
+
+    def _what(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, given: list[Tensor]
+    ) -> Operation | Collective | Copy | None:
+        if func.namespace == "c10d":
+            return _collective(func, args)
+        name = operator_name(func)
+        if name in TAKES_MEMORY or _is_view(func):
+            return None
+        taken = list(tensors_in((args, kwargs)))
+        kinds = {tensor.device.type for tensor in (*taken, *given) if tensor.dim() or tensor.device.type == self.device}
+        if self.device != "cpu" and len(kinds) == 2 and kinds & ON_HOST:
+            source, target = taken[-1], given[0] if given else taken[0]
+            size = max(source.nbytes, target.nbytes)
+            return Copy(size, "host" if target.device.type in ON_HOST else "device")
+        if self.device not in kinds:
+            return None  # the host's own arithmetic
+        operation = Operation(
+            f"{func.namespace}.{name}",
+            tuple(tuple(tensor.shape) for tensor in taken),
+            tuple(_word(tensor) for tensor in taken),
+            flops_of(func, args, kwargs, out),
+            _read(name, taken, given),
+            sum(_bytes(tensor) for tensor in given),
+        )
+        return self._operations.setdefault(operation, operation)
+
+    def _launch(self, what: Operation | Collective | Copy) -> None:
+        on_gpu = self.device != "cpu"
+        stream = fake_device.current_stream() if on_gpu else MAIN
+        place = len(self.events)
+        after: tuple[int, ...] = ()
+        if isinstance(what, Collective) and what.kind in ("send", "receive"):
+            stream = f"{what.kind}s"
+        if on_gpu:
+            after = fake_device.launched(stream, place)
+        self.events.append(Launch(what, stream, self.phase, self.module, self.microbatch, after))
+
+    # Memory.
+
+    def _buffers(self, what: Collective, func: Any, args: tuple[Any, ...]) -> None:
+        """The full tensor of a collective is a buffer, where it is not what is computed with."""
+        found = moved_by(func, args)
+        if found is not None and what.kind in ("all-gather", "reduce-scatter", "all-reduce"):
+            self.tell((t for t in found[1] if t.dim() == 1 and t.numel() > 1), "communication")
+
+    def _notice(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._numbers:
+            return
+        self._numbers[storage] = number = self._next
+        self._next += 1
+        weakref.finalize(storage, self._gone, number).atexit = False
+        self._take(number, storage.nbytes(), tensor.device.type in ON_HOST and self.device != "cpu")
+
+    def resized(self, tensor: Tensor, size: int) -> None:
+        """The storage of a tensor is about to have `size` bytes: sharded parameters are gathered and let go so."""
+        self._notice(tensor)
+        number = self._numbers[tensor.untyped_storage()]
+        self._gone(number)
+        self._categories.setdefault(number, "communication")
+        if size:
+            self._take(number, size, tensor.device.type in ON_HOST and self.device != "cpu")
+
+    def _take(self, number: int, size: int, on_host: bool) -> None:
+        if not size:
+            return
+        stream = fake_device.current_stream() if self.device != "cpu" else MAIN
+        category = self._categories.get(number) or ("activations" if self.phase == "forward" else "temporary")
+        self._alive[number] = event = Allocate(number, size, category, on_host, stream)
+        self.events.append(event)
+
+    def _gone(self, number: int) -> None:
+        if self._alive.pop(number, None) is not None:
+            self.events.append(Free(number))
+
+    def tell(self, tensors: Iterable[Tensor], category: str) -> None:
+        """These tensors are of this category, also what was noted of them before."""
+        for tensor in tensors:
+            self._notice(tensor)
+            self._categories[self._numbers[tensor.untyped_storage()]] = category
+
+    def backward_ends(self) -> None:
+        """What the backward has left is gradients."""
+        for number, event in self._alive.items():
+            if event.category == "temporary":
+                self._categories.setdefault(number, "gradients")
+
+    def cut(self) -> tuple[tuple[Allocate, ...], tuple[Event, ...]]:
+        """What is alive now, and the events so far, which are let go: a step begins. Places are counted anew."""
+        events, self.events = self.events, []
+        fake_device.begin_record()
+        return tuple(self._told(self._alive.values())), tuple(self._told(events))
+
+    def _told(self, events: Iterable[Any]) -> Iterator[Any]:
+        for event in events:
+            category = self._categories.get(event.storage) if isinstance(event, Allocate) else None
+            yield event if category is None else replace(event, category=category)
+
+
+def _collective(func: Any, args: tuple[Any, ...]) -> Collective | None:
+    found = moved_by(func, args)
+    if found is None or not found[1]:
+        return None
+    kind, tensors, group, peer = found
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if peer is not None:
+        ends = dist.get_rank(), ranks[peer]
+        ranks = ends if kind == "send" else ends[::-1]
+    return Collective(kind, sum(tensor.nbytes for tensor in tensors), ranks, _word(tensors[0]))
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _word(tensor: Tensor) -> str:
+    return DTYPES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes that lie in memory: an expanded tensor has fewer than its elements."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+GATHERS = {"embedding", "index_select", "gather", "index", "take"}
+"""They read as much of their first tensor as they give."""
+
+
+def _read(name: str, taken: list[Tensor], given: list[Tensor]) -> int:
+    sizes = [_bytes(tensor) for tensor in taken]
+    if name in GATHERS and sizes:
+        sizes[0] = min(sizes[0], sum(_bytes(tensor) for tensor in given))
+    return sum(sizes)

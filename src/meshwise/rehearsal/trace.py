@@ -1,0 +1,129 @@
+"""Trace: the real step of a job on fake tensors, in a world that is not there, written down as `Work`.
+
+The same engine, the same techniques, PyTorch's own FSDP2: what they do is what is counted. No memory is taken and
+nothing is computed. One rank of each kind is traced: of a pipeline one of each stage, since ranks that differ in another
+axis do the same.
+
+Tested in tests/rehearsal/test_trace.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.compat import fake_device
+from meshwise.compat.fake import FakeTensors
+from meshwise.compat.fake_world import Mail, fake_world, resizing
+from meshwise.compat.loss_scale import always_steps
+from meshwise.compat.sharding import local_of
+from meshwise.compat.tree import map_tensors, tensors_in
+from meshwise.parallel.mesh import divide_work, forget_meshes
+from meshwise.parallel.step_hooks import Order
+from meshwise.recovery.state import RunState
+from meshwise.rehearsal.record import Record
+from meshwise.rehearsal.work import MAIN, Work
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from meshwise.timeline.recorder import Recorder, make_current
+from meshwise.training.engine import Engine, Part
+from meshwise.training.job import Job
+from meshwise.training.job_step import train_step
+from meshwise.training.loop import begun, open_data
+from meshwise.training.order import epoch_order, epoch_slices
+from meshwise.training.source import read_slices
+from meshwise.workers.gate import StepGate
+
+STEPS = 2
+"""The first one makes the optimizer's state and the buckets; those after it are alike."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank does in its first step, and in each later one."""
+
+    first: Work
+    step: Work
+
+
+def trace(job: Job, plan: Plan, kind: str = "gpu") -> list[Trace]:
+    """What the ranks of `plan` do in a step of `job`: one of each kind, first that of rank 0.
+
+    kind: of device, `gpu` or `cpu`. Raises PlanError for what cannot run, with the reason of `parallel`.
+    """
+    mail: Mail = {}
+    apart = plan.within_samples // plan.pipeline
+    return [_trace_rank(job, plan, kind, stage * apart, mail) for stage in range(plan.pipeline)]
+
+
+def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: Mail) -> Trace:
+    with _rehearsal(kind, rank, plan.devices, mail) as (record, mode):
+        world = World(rank=rank, size=plan.devices, device=record.device)
+        notes: list[str] = []
+        engine = Engine(divide_work(plan, world), StepGate(), notes.append)
+        try:
+            batches = _batches(job, plan, engine.world)
+            with mode:
+                works = list(_steps(job, plan, engine, record, batches))
+        finally:
+            engine.close()
+    first, step = (Work(rank, plan.devices, kind, held, events, tuple(notes)) for held, events in works)
+    return Trace(first, step)
+
+
+@contextmanager
+def _rehearsal(kind: str, rank: int, ranks: int, mail: Mail) -> Iterator[tuple[Record, FakeTensors]]:
+    with ExitStack() as stack:
+        device = stack.enter_context(fake_device.fake_device(MAIN)) if kind != "cpu" else "cpu"
+        stack.enter_context(fake_world(rank, ranks, mail))
+        stack.callback(forget_meshes)
+        record = Record(device)
+        stack.enter_context(resizing(record.resized))
+        stack.enter_context(always_steps())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # one order of operators
+        stack.callback(make_current, make_current(Recorder(on=False)))
+        state = torch.get_rng_state()
+        stack.callback(torch.set_rng_state, state)
+        yield record, FakeTensors(record.on_operator, stands_for_real=True)
+
+
+def _batches(job: Job, plan: Plan, world: World) -> list[list[Part]]:
+    """The microbatches of the first steps, with their real tensors."""
+    data = open_data(job, job.data(), "training set")
+    order = epoch_order(job.seed, 0, data.samples)
+    steps = list(itertools.islice(epoch_slices(order, job.batch_size, world, plan.accumulate), STEPS))
+    if len(steps) < STEPS:  # an epoch of one step
+        steps = steps * STEPS
+    return [list(read_slices(data.read, step, 0)) for step in steps]
+
+
+def _steps(
+    job: Job, plan: Plan, engine: Engine, record: Record, batches: Sequence[list[Part]]
+) -> Iterator[tuple[Any, Any]]:
+    state = begun(job, plan, engine)
+    record.tell(map(local_of, (*state.model.parameters(), *state.model.buffers())), "parameters")
+    hook = engine.program.at_steps(Order.WATCH, lambda optimizer: record.backward_ends(), lambda optimizer: None)
+    record.cut()
+    for parts in batches:
+        parts = [(_on(batch, engine.world.device), part) for batch, part in parts]
+        record.tell(tensors_in([batch for batch, _ in parts]), "input")
+        held, _ = record.cut()
+        train_step(engine, job, state, parts)
+        record.tell(_state_of(state), "optimizer")
+        yield held, record.cut()[1]
+    hook.remove()
+
+
+def _on(batch: Any, device: str) -> Any:
+    """A batch of fake tensors on the device."""
+    return map_tensors(lambda tensor: torch.empty_like(tensor, device=device), batch)
+
+
+def _state_of(state: RunState) -> list[Tensor]:
+    return [local_of(t) for t in tensors_in(list(state.optimizer.state.values()))]
