@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
+
+from meshwise.compat.torch_function import on_parts
 
 try:
     from torch._subclasses.fake_tensor import (
@@ -53,7 +58,8 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
         return run()
     self.inside = True
     try:
-        return self.handler(func, args, kwargs or {}, run)
+        with on_parts():  # below autograd, every tensor is what lies in memory
+            return self.handler(func, args, kwargs or {}, run)
     finally:
         self.inside = False
         # Its weak references would forbid `Module._apply` to swap tensors, as `model.half()` does with fake ones.
@@ -73,6 +79,34 @@ def rehearsing() -> bool:
     """Whether the program runs on fake tensors from its start to its end."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return getattr(mode, "stands_for_real", False)
+
+
+def sums_in_place(args: tuple[Any, ...]) -> bool:
+    """Whether autograd adds these two gradients for its next node, and would write plain ones into the first: it does
+    not with subclasses. To be asked by a handler.
+
+    Read in torch 2.13: `csrc/autograd/input_buffer.cpp`, `accumulate`."""
+    caller = sys._getframe(3).f_code  # behind the handler and `_handled`: C++ calls these
+    if caller.co_name != "_engine_run_backward" or torch.is_grad_enabled() or len(args) != 2:
+        return False
+    first = args[0]
+    alone = torch._C._storage_Use_Count(first.untyped_storage()._cdata) <= 2  # it, and what was made of it to look
+    return bool(alone and first.untyped_storage().nbytes() == first.nbytes)
+
+
+@contextlib.contextmanager
+def plain_for_optimizers() -> Iterator[None]:
+    """Optimizers take fake parameters for plain ones: subclasses are stepped one by one, plain ones together.
+
+    Read in torch 2.11, 2.13 and 2.15: `optim/optimizer.py`, `utils/_foreach_utils.py`."""
+    lists = {id(kinds): kinds for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)}
+    for kinds in lists.values():
+        kinds.append(FakeTensor)
+    try:
+        yield
+    finally:
+        for kinds in lists.values():
+            kinds.remove(FakeTensor)
 
 
 @functools.cache

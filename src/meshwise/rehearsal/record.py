@@ -8,6 +8,7 @@ Tested in tests/rehearsal/test_trace.py.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -20,6 +21,7 @@ from torch import Tensor
 from meshwise.compat import fake_device
 from meshwise.compat.collective_calls import moved_by
 from meshwise.compat.dispatch import operator_name
+from meshwise.compat.fake import sums_in_place
 from meshwise.compat.flops import flops_of
 from meshwise.compat.tree import tensors_in
 from meshwise.rehearsal.work import MAIN, PHASES, Allocate, Collective, Copy, Event, Free, Launch, Operation
@@ -33,8 +35,8 @@ DTYPES = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
 }
-TAKES_MEMORY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_"}
-"""Operators that launch nothing."""
+TAKES_MEMORY = {"_unsafe_view", "scalar_tensor", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_"}
+"""Operators that launch nothing, though they give a tensor that is no view."""
 ON_HOST = {"cpu", "meta"}
 
 
@@ -60,6 +62,8 @@ class Record:
 
     def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         """`compat.fake.Handler`: run an operator, and note it."""
+        if func is torch.ops.aten.add.Tensor and sums_in_place(args):
+            func, run = torch.ops.aten.add_.Tensor, functools.partial(args[0].add_, args[1])
         out = run()
         given = list(tensors_in(out))
         for tensor in given:
@@ -77,7 +81,7 @@ class Record:
         if func.namespace == "c10d":
             return _collective(func, args)
         name = operator_name(func)
-        if name in TAKES_MEMORY or _is_view(func):
+        if func.namespace == "prim" or name in TAKES_MEMORY or _is_view(func):
             return None
         taken = list(tensors_in((args, kwargs)))
         kinds = {tensor.device.type for tensor in (*taken, *given) if tensor.dim() or tensor.device.type == self.device}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat import fake_device
+from meshwise.compat import fake, fake_device
 from meshwise.compat.fake import FakeTensors
 from meshwise.compat.fake_world import Mail, fake_world, resizing
 from meshwise.compat.loss_scale import always_steps
@@ -86,6 +86,7 @@ def _rehearsal(kind: str, rank: int, ranks: int, mail: Mail) -> Iterator[tuple[R
         record = Record(device)
         stack.enter_context(resizing(record.resized))
         stack.enter_context(always_steps())
+        stack.enter_context(fake.plain_for_optimizers())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # one order of operators
         stack.callback(make_current, make_current(Recorder(on=False)))
         state = torch.get_rng_state()

@@ -250,9 +250,10 @@ class Program:
             return
         loss.backward()
         if factor is not None:
+            by = factor()
             for p in self.named_parameters().values():
                 if p.grad is not None:
-                    p.grad.mul_(factor().to(p.grad.dtype))
+                    p.grad.mul_(by.to(p.grad.dtype))
 
     @property
     def in_use(self) -> list[Optimizer]:

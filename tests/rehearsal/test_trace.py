@@ -1,0 +1,97 @@
+"""The rehearsal's operators are those of the real step, as torch's profiler records them."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from meshwise.jobs.registry import find_job
+from meshwise.rehearsal.trace import trace
+from meshwise.rehearsal.work import Allocate, Free, Operation
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from meshwise.training.engine import Engine
+from meshwise.training.job_step import train_step
+from meshwise.training.loop import begun, open_data
+from meshwise.training.order import epoch_order, epoch_slices
+from meshwise.training.source import read_slices
+from meshwise.workers.gate import StepGate
+
+OF_LISTS = {"aten::cat", "aten::stack", "aten::index"}
+"""The profiler says no shapes of lists of tensors."""
+
+
+def real_step(job, plan):
+    """(name, shapes) of each outermost operator that a rehearsal may see, in the second step on this CPU; and how the
+    bytes that were allocated rose above those at its begin."""
+    engine = Engine(World(), StepGate(), lambda text: None)
+    data = open_data(job, job.data(), "training set")
+    steps = epoch_slices(epoch_order(job.seed, 0, data.samples), job.batch_size, engine.world, plan.accumulate)
+    batches = [list(read_slices(data.read, step, 0)) for step in itertools.islice(steps, 2)]
+    state = begun(job, plan, engine)
+    train_step(engine, job, state, batches[0])
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as found:
+        train_step(engine, job, state, batches[1])
+    engine.close()
+    return found
+
+
+def outermost(found, names):
+    """Events with one of these names that lie in no other of them, in their order."""
+    kept = []
+    for event in found.events():
+        parent = event.cpu_parent
+        while parent is not None and parent.name not in names:
+            parent = parent.cpu_parent
+        if parent is None and event.name in names:
+            kept.append((event.name, of_list(event.name) or shapes_in(event.input_shapes)))
+    return kept
+
+
+def shapes_in(shapes):
+    return tuple(tuple(shape) for shape in shapes if shape)
+
+
+def of_list(name):
+    return "" if name not in OF_LISTS and "_foreach_" not in name else "of a list"
+
+
+def rehearsed(work):
+    return [
+        (name := launch.what.name.replace(".", "::", 1), of_list(name) or shapes_in(launch.what.shapes))
+        for launch in work.launches
+        if isinstance(launch.what, Operation)
+    ]
+
+
+def risen(found):
+    """The peak of the allocator's events above the begin of the profile, in bytes."""
+    events = sorted((e.start_ns(), e.nbytes()) for e in found.profiler.kineto_results.events() if e.name() == "[memory]")
+    return max(itertools.accumulate(nbytes for _, nbytes in events))
+
+
+def predicted_rise(work):
+    sizes, now, peak = {event.storage: event.size for event in work.held}, 0, 0
+    for event in work.events:
+        if isinstance(event, Allocate):
+            sizes[event.storage] = event.size
+            now += event.size
+            peak = max(peak, now)
+        elif isinstance(event, Free):
+            now -= sizes.pop(event.storage)
+    return peak
+
+
+@pytest.mark.parametrize("word", ["mnist-mlp", "mnist-cnn", "gpt"])
+@pytest.mark.parametrize("plan", [Plan(), Plan(accumulate=2)], ids=str)
+def test_operators_and_memory_are_those_of_the_real_step(word, plan):
+    job = find_job(word)
+    work = trace(job, plan, "cpu")[0].step
+    ours = rehearsed(work)
+    found = real_step(job, plan)
+    theirs = outermost(found, {name for name, _ in ours})
+    missing, more = Counter(theirs) - Counter(ours), Counter(ours) - Counter(theirs)
+    assert not missing and not more
+    assert risen(found) == pytest.approx(predicted_rise(work), rel=0.05)
