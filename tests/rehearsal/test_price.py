@@ -1,4 +1,4 @@
-"""Seconds of an operator: measured before modelled, limits of the roofline, tiles, and no guess where a figure lacks."""
+"""Seconds of an operator: measured before modelled, limits of the roofline, tiles, no guess where a figure lacks."""
 
 from __future__ import annotations
 

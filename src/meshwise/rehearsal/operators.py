@@ -16,10 +16,14 @@ WIDTHS = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "linear", "linear_backward", "mv", "addmv", "dot"}
 MATMULS |= {"_scaled_mm", "_int_mm", "_grouped_mm", "_addmm_activation", "_scaled_grouped_mm", "addr", "ger", "einsum"}
 RECURRENT = ("_rnn", "lstm_layer", "lstm_mps", "rnn_layer")
-GATHERS = ("embedding", "index", "gather", "scatter", "take", "masked_select", "nonzero", "sort", "topk", "unique")
-GATHERS += ("grid_sampler", "upsample", "nll_loss", "searchsorted", "roll", "flip", "histc", "bincount")
-REDUCTIONS = ("softmax", "norm", "sum", "mean", "var", "std", "amax", "amin", "max", "min", "argmax", "argmin", "prod")
-REDUCTIONS += ("cumsum", "cumprod", "logsumexp", "any", "all", "pool")
+GATHERS = (
+    *("embedding", "index", "gather", "scatter", "take", "masked_select", "nonzero", "sort", "topk", "unique"),
+    *("grid_sampler", "upsample", "nll_loss", "searchsorted", "roll", "flip", "histc", "bincount"),
+)
+REDUCTIONS = {
+    *("softmax", "norm", "sum", "mean", "var", "std", "amax", "amin", "max", "min", "argmax", "argmin", "prod"),
+    *("cumsum", "cumprod", "logsumexp", "any", "all", "pool"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ def _sort_of_name(name: str) -> str:
         return "attention"
     if "convolution" in word or word.startswith(("conv1d", "conv2d", "conv3d", "slow_conv")):
         return "convolution"
-    if word in MATMULS or word.startswith("mkldnn_linear") or word.startswith("_mkl_linear"):
+    if word in MATMULS or word.startswith(("mkldnn_linear", "_mkl_linear")):
         return "matmul"
     if any(part in word for part in RECURRENT):
         return "recurrent"

@@ -1,4 +1,4 @@
-"""Seconds of one operator on one device, from its own measurements first, else from a roofline of the catalog's figures.
+"""Seconds of one operator on one device: as measured there, else from a roofline of the catalog's figures.
 
 A roofline is the longer of two times: FLOPs at the rate that a matmul of this shape can have (share of the peak once
 reached, tiles over multiprocessors), and bytes at the rate of the memory. Where a figure is not known there is no time.
@@ -175,7 +175,7 @@ def _best_rate(device: Device, dtype: str, known: Part | None) -> tuple[float, f
 
 
 def _attention(operation: Operation, device: Device, dtype: str, known: Part | None) -> Priced | None:
-    """Attention in one kernel: its share of the peak is not a matmul's. A causal one's FLOPs are those that are done."""
+    """Attention in one kernel, whose share of the peak is not a matmul's. FLOPs are those done: half where causal."""
     peak = device.peak.get(dtype)
     if peak is None:
         return None
@@ -202,8 +202,8 @@ def _filled(blocks: int, multiprocessors: int) -> float:
 
 @lru_cache(maxsize=65_536)
 def tile_share(product: Product, multiprocessors: int | None) -> float:
-    """The share of a large matmul's rate that this one has: whole tiles in whole waves, with the best of TILES, and with
-    its k divided over idle multiprocessors where that helps. 1 where the multiprocessors are not known."""
+    """The share of a large matmul's rate that this one has: whole tiles in whole waves, with the best of TILES, and its
+    k divided over idle multiprocessors where that helps. 1 where the multiprocessors are not known."""
     if not multiprocessors:
         return 1.0
     fill = FIGURES["matmul.fill"].value
