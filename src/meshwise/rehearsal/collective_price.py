@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from meshwise.machine.catalog import part, reached
 from meshwise.machine.expected import device_nominal, expected_collective
-from meshwise.rehearsal.constants import BASE, FIGURES, HOP, IN_NETWORK, LL, LL128, PROTOCOL, SIMPLE
+from meshwise.rehearsal.constants import BASE, FIGURES, HOP, IN_NETWORK, LL, LL128, NEVER, PROTOCOL, SIMPLE
 from meshwise.rehearsal.price import CATALOG, COMMUNICATION, MEASURED, MODEL, Priced, priced
 from meshwise.rehearsal.work import Collective
 from meshwise.spec.bandwidth import bus_factor
@@ -156,7 +156,7 @@ def _nccl(collective: Collective, machine: Machine, group: Group) -> Priced | No
     for algorithm, factor in _algorithms(collective.kind, machine, group, hardware):
         for protocol in (LL, LL128, SIMPLE):
             latency = _latency(collective.kind, group, hardware, algorithm, protocol)
-            if latency is None or (protocol == LL128 and hardware == "pcie"):
+            if latency == NEVER or (protocol == LL128 and hardware == "pcie"):
                 continue
             bus = rate * factor * PROTOCOL[protocol]
             moving = collective.size * bus_factor(collective.kind, group.ranks) / bus
@@ -229,26 +229,21 @@ def _algorithms(kind: str, machine: Machine, group: Group, hardware: str) -> lis
     return found
 
 
-def _latency(kind: str, group: Group, hardware: str, algorithm: str, protocol: int) -> float | None:
-    """Seconds of the hops, summed as in `ncclTopoTuneModel`; None where the algorithm has no such protocol."""
-    base = BASE[algorithm][protocol]
-    if base is None:
-        return None
-    inside = HOP.get((hardware, algorithm), (None, None, None))[protocol]
-    across = HOP.get(("network", algorithm), (None, None, None))[protocol]
+def _latency(kind: str, group: Group, hardware: str, algorithm: str, protocol: int) -> float:
+    """Seconds of the hops, summed as in `ncclTopoTuneModel`; without end where the algorithm has no such protocol."""
+    none = (NEVER, NEVER, NEVER)
+    inside, across = (HOP.get((link, algorithm), none)[protocol] for link in (hardware, "network"))
     twice = 2 if kind == "all-reduce" else 1
     if algorithm == "nvls":
         hops = inside
     elif algorithm == "pat":
-        hops = None if across is None else math.ceil(math.log2(group.hosts)) * across
-    elif inside is None or across is None:
-        hops = None
+        hops = math.ceil(math.log2(group.hosts)) * across
     elif algorithm == "tree":
         hops = 2 * ((group.each - 1) * inside + math.log2(group.hosts) * across)
     else:
         between = twice * (group.hosts - 1)
         hops = (twice * (group.ranks - 1) - between) * inside + between * across
-    return None if hops is None else (base + hops) * 1e-6
+    return (BASE[algorithm][protocol] + hops) * 1e-6
 
 
 def _all_to_all(collective: Collective, group: Group, inside: Rate | None, across: Rate | None) -> Priced:

@@ -98,17 +98,18 @@ FIGURES: Mapping[str, Figure] = {
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 128, 0.85), (64, 64, 0.65))
 """Tiles of a matmul (rows, columns) and the share of the best one's rate that each has in its inside."""
 LL, LL128, SIMPLE = 0, 1, 2
-BASE = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4), "nvls": (None, None, 8.4), "pat": (None, None, 8.4)}
-"""Microseconds before the first byte, by algorithm and protocol (LL, LL128, Simple). """
+NEVER = float("inf")
+BASE = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4), "nvls": (NEVER, NEVER, 8.4), "pat": (NEVER, NEVER, 8.4)}
+"""Microseconds before the first byte, by algorithm and protocol (LL, LL128, Simple); NEVER: there is no such one."""
 HOP = {
     ("nvlink", "ring"): (0.6, 1.9, 3.4),
     ("nvlink", "tree"): (0.6, 1.25, 4.0),
-    ("nvlink", "nvls"): (None, None, 25.0),
+    ("nvlink", "nvls"): (NEVER, NEVER, 25.0),
     ("pcie", "ring"): (1.0, 2.5, 5.7),
     ("pcie", "tree"): (1.0, 1.9, 4.0),
     ("network", "ring"): (2.7, 4.0, 14.0),
     ("network", "tree"): (5.0, 8.5, 14.0),
-    ("network", "pat"): (None, None, 14.0),
+    ("network", "pat"): (NEVER, NEVER, 14.0),
 }
 """Microseconds a hop, by link, algorithm and protocol. xGMI counts as NVLink."""
 PROTOCOL = (0.25, 0.92, 1.0)
