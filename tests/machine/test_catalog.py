@@ -26,7 +26,8 @@ GIB = 2**30
 
 
 def figures(known: Part) -> set[str]:
-    found = {name for name in ("memory", "memory_bandwidth", "link", "bridge") if getattr(known, name) is not None}
+    plain = ("memory", "memory_bandwidth", "multiprocessors", "link", "bridge")
+    found = {name for name in plain if getattr(known, name) is not None}
     found |= {"host"} if known.host_link is not None else set()
     found |= {"peer"} if known.peer is not None else set()
     return found | {f"{table}.{dtype}" for table in ("peak", "achievable") for dtype in getattr(known, table)}

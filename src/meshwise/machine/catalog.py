@@ -63,6 +63,7 @@ class PartLink:
 @dataclass(frozen=True, eq=False)  # one of each: the same by identity, so that it can be a key
 class Part:
     """A device that can be bought. memory in bytes, memory_bandwidth in bytes/s, peak in dense FLOP/s by dtype.
+    multiprocessors: SMs or compute units, over which the tiles of a matmul are spread.
 
     achievable: the best share of the peak that a matmul reached, by dtype. link: between devices, bridge: the same
     where it is sold apart, host_link: to the host. peer False: the vendor switched peer access off, None: not known.
@@ -77,6 +78,7 @@ class Part:
     driver: tuple[str, ...] = ()
     memory: int | None = None
     memory_bandwidth: float | None = None
+    multiprocessors: int | None = None
     peak: Mapping[str, float] = field(default_factory=dict)
     achievable: Mapping[str, float] = field(default_factory=dict)
     link: PartLink | None = None
@@ -228,7 +230,9 @@ def _parts() -> Mapping[str, Part]:
 
 def _part(name: str, entry: Mapping[str, Any]) -> Part:
     where = f"catalog.toml, {name}"
-    figures = [key for key in ("memory", "memory_bandwidth", "link", "bridge", "host") if key in entry]
+    figures = [
+        key for key in ("memory", "memory_bandwidth", "multiprocessors", "link", "bridge", "host") if key in entry
+    ]
     figures += [f"{table}.{key}" for table in ("peak", "achievable") for key in entry.get(table, ())]
     if "peer" in entry:
         figures.append("peer")
@@ -241,6 +245,7 @@ def _part(name: str, entry: Mapping[str, Any]) -> Part:
         aliases=tuple(entry.get("aliases", ())),
         driver=tuple(entry.get("driver", ())),
         **read_table({name: entry[name] for name in FIGURES if name in entry}, FIGURES, where),
+        multiprocessors=entry.get("multiprocessors"),
         link=_link(entry, "link", origins, where),
         bridge=_link(entry, "bridge", origins, where),
         host_link=_link(entry, "host", origins, where),

@@ -1,0 +1,329 @@
+"""Seconds of a collective, a send or a receive on a machine: from its tables, else from a model of NCCL or gloo.
+
+The model is NCCL's own: for each algorithm and protocol a latency (hops inside hosts and between them) and a bandwidth,
+and the least time of all counts. Between hosts a group has its share of what the hosts can send: the other ranks of the
+same hosts do the same in groups of their own. Where the bandwidth of a link is not known there is no time.
+
+Tested in tests/rehearsal/test_collective_price.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from meshwise.machine.catalog import part, reached
+from meshwise.machine.expected import device_nominal, expected_collective
+from meshwise.rehearsal.constants import BASE, FIGURES, HOP, IN_NETWORK, LL, LL128, NEVER, PROTOCOL, SIMPLE
+from meshwise.rehearsal.price import CATALOG, COMMUNICATION, MEASURED, MODEL, Priced, priced
+from meshwise.rehearsal.work import Collective
+from meshwise.spec.bandwidth import bus_factor
+from meshwise.spec.machine import NODE, Link, Machine, link_between
+from meshwise.spec.machine import Collective as MeasuredCollective
+from meshwise.spec.timings import Timings, fitted, seconds_at
+
+POINT_TO_POINT = ("send", "receive")
+_NO_TIMES = fitted((1,), (1.0,))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Where the ranks of a collective lie. share: of what a host sends, that this group has; each: ranks a host."""
+
+    ranks: int
+    hosts: int
+    each: int
+    share: float
+
+
+def collective_seconds(collective: Collective, machine: Machine) -> Priced | None:
+    """Seconds from when all ranks of the group have come until it has ended; None: a figure is not known.
+
+    Ranks are places in `machine.devices`. Raises ValueError for a rank that the machine does not have.
+    """
+    if max(collective.ranks, default=0) >= len(machine.devices):
+        raise ValueError(f"rank {max(collective.ranks)} is not one of the {len(machine.devices)} of {machine.name}")
+    if collective.size == 0 or len(set(collective.ranks)) < 2:
+        return Priced(0.0, 0.0, 0.0, MODEL, COMMUNICATION)
+    backend = "gloo" if machine.devices[collective.ranks[0]].kind == "cpu" else "nccl"
+    if collective.kind in POINT_TO_POINT:
+        return _send(collective, machine, backend)
+    group = group_of(collective.ranks, machine)
+    found = _measured(collective, machine, group, backend)
+    if found is not None:
+        return found
+    return _gloo(collective, machine, group) if backend == "gloo" else _nccl(collective, machine, group)
+
+
+def group_of(ranks: Sequence[int], machine: Machine) -> Group:
+    """How the ranks lie on the hosts of the machine."""
+    on = Counter(machine.devices[rank].host for rank in ranks)
+    devices = _devices_of_hosts(machine)
+    share = min(count / devices[host] for host, count in on.items())
+    return Group(len(ranks), len(on), max(on.values()), share)
+
+
+@lru_cache(maxsize=64)
+def _hosts_of(hosts: tuple[int, ...]) -> Counter[int]:
+    return Counter(hosts)
+
+
+def _devices_of_hosts(machine: Machine) -> Counter[int]:
+    return _hosts_of(tuple(device.host for device in machine.devices))
+
+
+# ---- Measured --------------------------------------------------------------------------------------------------------
+
+
+def _measured(collective: Collective, machine: Machine, group: Group, backend: str) -> Priced | None:
+    """From the machine's tables: of this very number of ranks, else scaled from another inside one host."""
+    tables = [c for c in machine.collectives if c.kind == collective.kind and c.backend == backend]
+    if not tables:
+        return None
+    whole = len(machine.hosts) == 1 or group.ranks == len(machine.devices)
+    same = next((table for table in tables if table.ranks == group.ranks), None)
+    if same is not None and whole:
+        spread = FIGURES["measured.collective"].spread
+        return priced(seconds_at(same.timings, collective.size), spread, MEASURED, COMMUNICATION)
+    if len(machine.hosts) > 1:
+        return None
+    nearest = min(tables, key=lambda table: abs(math.log(table.ranks / group.ranks)))
+    seconds = _scaled(nearest, group.ranks, collective.size)
+    return priced(seconds, FIGURES["measured.scaled"].spread, MODEL, COMMUNICATION)
+
+
+def _scaled(table: MeasuredCollective, ranks: int, size: int) -> float:
+    """A ring's time with another number of ranks: latency by its steps, the rest by the bytes on its busiest link."""
+    whole = seconds_at(table.timings, size)
+    latency = min(seconds_at(table.timings, 1), whole)
+    steps = (ranks - 1) / (table.ranks - 1)
+    return latency * steps + (whole - latency) * bus_factor(table.kind, ranks) / bus_factor(table.kind, table.ranks)
+
+
+def _send(collective: Collective, machine: Machine, backend: str) -> Priced | None:
+    """One message from the first rank to the second."""
+    source, target = (machine.devices[rank] for rank in collective.ranks[:2])
+    if source.host == target.host:
+        link, share = link_between(machine, source.name, target.name), 1.0
+    else:
+        link = link_between(machine, f"{NODE}{source.host}", f"{NODE}{target.host}")
+        share = 1 / _devices_of_hosts(machine)[source.host]
+    if link is None:
+        return None
+    table = link.timings.get(backend) or link.timings.get("peer")
+    if table is not None:
+        seconds = seconds_at(table, collective.size)
+        return priced(seconds, FIGURES["measured.collective"].spread, MEASURED, COMMUNICATION)
+    return _modelled_send(collective, machine, link, share, backend)
+
+
+def _modelled_send(collective: Collective, machine: Machine, link: Link, share: float, backend: str) -> Priced | None:
+    nominal = link.bandwidth if link.kind == "network" else device_nominal(machine, link)[0]
+    if nominal is None:
+        return None
+    if backend == "gloo":
+        latency = link.latency if link.latency is not None else FIGURES["gloo.step"].value
+        part_of, origin = FIGURES["gloo.network"].value, CATALOG
+    else:
+        hardware = _hardware(link.kind)
+        latency = link.latency or (BASE["ring"][SIMPLE] + HOP[hardware, "ring"][SIMPLE]) * 1e-6
+        known = reached(link.kind, link.generation or link.full_generation, "pair") if hardware != "network" else None
+        part_of = known[0] if known else FIGURES["nccl.network" if hardware == "network" else "nccl.unknown"].value
+        origin = CATALOG if known else MODEL
+    moving = collective.size / (nominal * share * part_of)
+    spread = _mixed(latency, FIGURES["nccl.small"].spread, moving, FIGURES["nccl.network"].spread)
+    return priced(latency + moving, spread, origin, COMMUNICATION)
+
+
+# ---- NCCL ------------------------------------------------------------------------------------------------------------
+
+
+def _nccl(collective: Collective, machine: Machine, group: Group) -> Priced | None:
+    """The least time over NCCL's algorithms and protocols."""
+    inside = _inside(collective.kind, machine, group)
+    across = _across(machine, group)
+    if (group.each > 1 and inside is None) or (group.hosts > 1 and across is None):
+        return None
+    if collective.kind == "all-to-all":
+        return _all_to_all(collective, group, inside, across)
+    rates = [found for found in (inside, across) if found is not None]
+    rate, spread, origin, _ = min(rates, key=lambda found: found[0])
+    hardware = inside[3] if inside is not None else "network"
+    best: tuple[float, float] | None = None
+    for algorithm, factor in _algorithms(collective.kind, machine, group, hardware):
+        for protocol in (LL, LL128, SIMPLE):
+            latency = _latency(collective.kind, group, hardware, algorithm, protocol)
+            if latency == NEVER or (protocol == LL128 and hardware == "pcie"):
+                continue
+            bus = rate * factor * PROTOCOL[protocol]
+            moving = collective.size * bus_factor(collective.kind, group.ranks) / bus
+            if best is None or latency + moving < sum(best):
+                best = latency, moving
+    assert best is not None  # a ring with the simple protocol is always there
+    return priced(sum(best), _mixed(best[0], FIGURES["nccl.small"].spread, best[1], spread), origin, COMMUNICATION)
+
+
+Rate = tuple[float, float, str, str]
+"""(bytes/s of a bus, spread, origin, hardware: `nvlink`, `pcie` or `network`)."""
+
+
+def _inside(kind: str, machine: Machine, group: Group) -> Rate | None:
+    """What a ring inside one host carries; None where it is not known, or where the group has one rank a host."""
+    if group.each < 2:
+        return None
+    return _ring_rate(kind, machine, group.each)
+
+
+def _ring_rate(kind: str, machine: Machine, ranks: int) -> Rate | None:
+    key = kind if kind in ("all-reduce", "all-gather", "reduce-scatter") else "all-gather"
+    found = expected_collective(_one_host(machine), MeasuredCollective(key, ranks, "nccl", _NO_TIMES))
+    if found.nominal is None:
+        return None
+    links = [link for link in machine.links if link.kind not in ("network", "process", "memory")]
+    hardware = "nvlink" if any(link.kind in ("nvlink", "xgmi") for link in links) else "pcie"
+    if hardware == "pcie":
+        figure = FIGURES["nccl.pcie"]
+        return found.nominal * figure.value, figure.spread, MODEL, hardware
+    if found.rate is None:
+        figure = FIGURES["nccl.unknown"]
+        return found.nominal * figure.value, figure.spread, MODEL, hardware
+    return found.rate, FIGURES["nccl.large"].spread, CATALOG, hardware
+
+
+def _one_host(machine: Machine) -> Machine:
+    """The machine without what lies between its hosts."""
+    if len(machine.hosts) == 1:
+        return machine
+    links = tuple(link for link in machine.links if not link.source.startswith(NODE))
+    return replace(machine, links=links)
+
+
+def _across(machine: Machine, group: Group) -> Rate | None:
+    """What a group carries between hosts: its share of what the slowest host sends."""
+    if group.hosts < 2:
+        return None
+    link = link_between(machine, NODE, NODE) or link_between(machine, f"{NODE}0", f"{NODE}1")
+    if link is None or link.bandwidth is None:
+        return None
+    figure = FIGURES["nccl.network"]
+    return link.bandwidth * group.share * figure.value, figure.spread, MODEL, "network"
+
+
+def _algorithms(kind: str, machine: Machine, group: Group, hardware: str) -> list[tuple[str, float]]:
+    """NCCL's algorithms that there are for this collective, each with its rate over that of a ring."""
+    found = [("ring", 1.0)]
+    if kind == "all-reduce":
+        found.append(("tree", 0.9))
+        known = part(machine.devices[0].part)
+        switched = known is not None and known.architecture in ("hopper", "blackwell") and hardware == "nvlink"
+        if switched and group.hosts == 1 and group.each in IN_NETWORK and known is not None and known.link is not None:
+            generation = known.link.generation
+            switch, ring = (reached("nvlink", generation, way) for way in ("in-network", "all-reduce"))
+            if switch is not None and ring is not None:
+                found.append(("nvls", switch[0] * IN_NETWORK[group.each] / ring[0]))
+    if kind in ("all-gather", "reduce-scatter") and group.each == 1 and group.hosts > 2:
+        found.append(("pat", 1.0))
+    return found
+
+
+def _latency(kind: str, group: Group, hardware: str, algorithm: str, protocol: int) -> float:
+    """Seconds of the hops, summed as in `ncclTopoTuneModel`; without end where the algorithm has no such protocol."""
+    none = (NEVER, NEVER, NEVER)
+    inside, across = (HOP.get((link, algorithm), none)[protocol] for link in (hardware, "network"))
+    twice = 2 if kind == "all-reduce" else 1
+    if algorithm == "nvls":
+        hops = inside
+    elif algorithm == "pat":
+        hops = math.ceil(math.log2(group.hosts)) * across
+    elif algorithm == "tree":
+        hops = 2 * ((group.each - 1) * inside + math.log2(group.hosts) * across)
+    else:
+        between = twice * (group.hosts - 1)
+        hops = (twice * (group.ranks - 1) - between) * inside + between * across
+    return (BASE[algorithm][protocol] + hops) * 1e-6
+
+
+def _all_to_all(collective: Collective, group: Group, inside: Rate | None, across: Rate | None) -> Priced:
+    """Each rank sends an equal part to each other one: those of its host and those of others at the same time."""
+    part_of_rank = collective.size / group.ranks
+    legs: list[tuple[float, float, str]] = []
+    if inside is not None:
+        legs.append((part_of_rank * (group.each - 1) / inside[0], inside[1], inside[2]))
+    if across is not None:
+        away = part_of_rank * (group.ranks - group.each)
+        legs.append((away * group.each / across[0], across[1], across[2]))
+    moving, spread, origin = max(legs)
+    hop = HOP["network", "ring"][LL] if group.hosts > 1 else HOP[inside[3] if inside else "nvlink", "ring"][LL]
+    latency = (BASE["ring"][SIMPLE] + (group.ranks - 1) * hop) * 1e-6
+    return priced(
+        latency + moving, _mixed(latency, FIGURES["nccl.small"].spread, moving, spread), origin, COMMUNICATION
+    )
+
+
+def _hardware(kind: str) -> str:
+    return {"xgmi": "nvlink", "c2c": "nvlink"}.get(kind, kind) if kind != "process" else "network"
+
+
+# ---- gloo ------------------------------------------------------------------------------------------------------------
+
+_STEPS: dict[str, Callable[[int], tuple[float, float]]] = {
+    "all-reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),
+    "all-gather": lambda n: (n - 1, (n - 1) / n),
+    "reduce-scatter": lambda n: (2 * (n - 1), 2 * (n - 1) / n),  # gloo's own: an all-reduce, of which each keeps a part
+    "all-to-all": lambda n: (n - 1, (n - 1) / n),
+    "broadcast": lambda n: (math.ceil(math.log2(n)), math.ceil(math.log2(n))),
+}
+"""Messages one after the other, and how much of the tensor they carry together."""
+
+
+def _gloo(collective: Collective, machine: Machine, group: Group) -> Priced | None:
+    """Rings of messages: inside a host as measured between two processes, between hosts at the network's rate."""
+    if collective.kind not in _STEPS:
+        return None
+    steps, carried = _STEPS[collective.kind](group.ranks)
+    message = collective.size * carried / steps
+    legs: list[Priced] = []
+    if group.each > 1:
+        table = _pair(machine)
+        if table is None:
+            return None
+        seconds = steps * seconds_at(table, max(int(message), 1))
+        legs.append(priced(seconds, FIGURES["gloo.pairs"].spread, MODEL, COMMUNICATION))
+    if group.hosts > 1:
+        across = _gloo_across(machine, group, steps, message)
+        if across is None:
+            return None
+        legs.append(across)
+    return max(legs, key=lambda leg: leg.seconds)
+
+
+def _pair(machine: Machine) -> Timings | None:
+    """What was measured by gloo between two processes of one host: the slowest."""
+    tables = [link.timings["gloo"] for link in machine.links if "gloo" in link.timings and link.kind != "network"]
+    return max(tables, key=lambda table: seconds_at(table, 1 << 20)) if tables else None
+
+
+def _gloo_across(machine: Machine, group: Group, steps: float, message: float) -> Priced | None:
+    link = link_between(machine, f"{NODE}0", f"{NODE}1")
+    if link is None:
+        return None
+    concurrent = 1 / group.share  # groups of the same hosts, at once
+    if "gloo" in link.timings:
+        seconds = steps * seconds_at(link.timings["gloo"], max(int(message * concurrent), 1))
+        return priced(seconds, FIGURES["gloo.pairs"].spread, MODEL, COMMUNICATION)
+    if link.bandwidth is None:
+        return None
+    step = FIGURES["gloo.step"]
+    latency = steps * (link.latency if link.latency is not None else step.value)
+    figure = FIGURES["gloo.network"]
+    moving = steps * message * concurrent / (link.bandwidth * figure.value)
+    return priced(latency + moving, _mixed(latency, step.spread, moving, figure.spread), CATALOG, COMMUNICATION)
+
+
+def _mixed(one: float, one_spread: float, other: float, other_spread: float) -> float:
+    """The spread of a sum."""
+    total = one + other
+    return (one * one_spread + other * other_spread) / total if total > 0 else 1.0

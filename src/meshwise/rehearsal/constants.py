@@ -1,0 +1,130 @@
+"""The constants of the model: each with how far the truth may lie from it, and where it is from.
+
+Figures of a part or a link are in machine/catalog.toml. Nothing here was fitted to a published run, and no constant
+belongs to a model, a data set or a row; `digest()` names this table in a scoreboard.
+
+Tested in tests/rehearsal/test_price.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+OURS = "our judgement, no source"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """value, and spread: in 80 of 100 cases the truth lies from value / spread to value * spread. source: in words."""
+
+    value: float
+    spread: float
+    source: str
+
+
+_FA2 = "FlashAttention-2, arXiv 2307.08691: 50 to 73 % of the peak of an A100"
+_FA3 = "FlashAttention-3, arXiv 2407.08608: FlashAttention-2 reaches about 35 % of an H100"
+_GUIDE = "NVIDIA, Matrix Multiplication Background guide (order of tiles and alignment); the figure is ours"
+_TUNING = "NVIDIA/nccl src/graph/tuning.cc, as ported in meta-pytorch/autoparallel@a54c2529b1 nccl_cost_model.py"
+_OVERLAP = "arXiv 2507.03114: overlapped compute slows by 18.9 % on average, 40 % at most; Galvatron: 1.1 to 1.3"
+_NVSMI = "stas00/ml-engineering@744d01e18b: CUDA context 0.47 GiB lazily loaded, 0.92 GiB eagerly"
+_NCCL_MEMORY = "NVIDIA/nccl#964: 544 to 688 MB a group on A100; #1685: 1.06 GB with the context on 8 H100; #864: 1.6 GB"
+
+FIGURES: Mapping[str, Figure] = {
+    # Shares of the best matmul that the catalog knows (`achievable`); of the peak for attention.
+    "matmul": Figure(0.92, 1.15, f"{OURS}: kernels chosen by heuristics, clocks under a power cap"),
+    "matmul.unknown-share": Figure(0.75, 1.25, "median of `achievable` over the catalog's parts"),
+    "matmul.shape-unknown": Figure(0.85, 1.3, f"{OURS}: a product whose shape is not seen"),
+    "matmul.misaligned": Figure(0.6, 1.4, _GUIDE),
+    "matmul.fill": Figure(128.0, 1.5, f"{OURS}: the k that filling and emptying a tile's pipeline costs"),
+    "convolution": Figure(0.65, 1.35, f"{OURS}: of a matmul of the same size (implicit GEMM)"),
+    "recurrent": Figure(0.4, 1.6, f"{OURS}: of a matmul of the same size"),
+    "attention.ampere.forward": Figure(0.60, 1.25, _FA2),
+    "attention.ampere.backward": Figure(0.50, 1.25, _FA2),
+    "attention.hopper.forward": Figure(0.34, 1.3, _FA3),
+    "attention.hopper.backward": Figure(0.28, 1.35, _FA3),
+    "attention.other.forward": Figure(0.30, 1.7, f"{OURS}: no figure of this architecture"),
+    "attention.other.backward": Figure(0.24, 1.7, f"{OURS}: no figure of this architecture"),
+    "attention.cudnn": Figure(1.6, 1.3, "FlashAttention-3, arXiv 2407.08608, figure 5: cuDNN over FlashAttention-2"),
+    "attention.efficient": Figure(0.6, 1.4, f"{OURS}: of flash attention"),
+    # Shares of the nominal memory bandwidth, beside what a copy reaches.
+    "memory.copy": Figure(0.89, 1.1, "catalog.toml, [[reached]] memory: device-to-device copy on an H200"),
+    "memory.elementwise": Figure(0.95, 1.15, f"{OURS}: of what a copy reaches"),
+    "memory.reduction": Figure(0.8, 1.3, f"{OURS}: of what a copy reaches"),
+    "memory.gather": Figure(0.45, 1.8, f"{OURS}: of what a copy reaches"),
+    "memory.optimizer": Figure(0.85, 1.2, f"{OURS}: of what a copy reaches"),
+    "memory.depthwise": Figure(0.35, 1.6, f"{OURS}: of what a copy reaches; convolutions of one channel a group"),
+    # Seconds.
+    "kernel": Figure(2e-6, 1.5, f"{OURS}: the shortest kernel, and the gap before the next"),
+    "launch": Figure(
+        8e-6, 1.6, "stas00/ml-engineering@744d01e18b: 5 to 7 µs of the CPU a kernel; the rest Python, ours"
+    ),
+    "launch.collective": Figure(25e-6, 1.6, f"{OURS}: the host's share of one collective of torch.distributed"),
+    # A processor whose operators were not measured one by one.
+    "cpu.matmul": Figure(1.0, 1.35, f"{OURS}: interpolated between measured products"),
+    "cpu.convolution": Figure(0.6, 1.6, f"{OURS}: of a matmul of the same size"),
+    "cpu.attention": Figure(0.6, 1.6, f"{OURS}: of a matmul of the same size"),
+    "cpu.recurrent": Figure(0.5, 1.6, f"{OURS}: of a matmul of the same size"),
+    "cpu.memory": Figure(1.0, 1.7, f"{OURS}: of the measured copy; caches are faster, exponentials slower"),
+    "measured.operator": Figure(1.0, 1.12, f"{OURS}: the same operator, other data in the caches"),
+    "measured.matmul": Figure(1.0, 1.15, f"{OURS}: between measured products of a GPU"),
+    "measured.copy": Figure(1.0, 1.15, f"{OURS}: between measured sizes"),
+    "measured.collective": Figure(1.0, 1.2, f"{OURS}: the same collective, other loads"),
+    "measured.scaled": Figure(1.0, 1.35, f"{OURS}: from another number of ranks"),
+    # Collectives.
+    "nccl.large": Figure(1.0, 1.15, "catalog.toml, [[reached]]: bus bandwidths measured inside hosts"),
+    "nccl.small": Figure(1.0, 1.6, _TUNING),
+    "nccl.network": Figure(0.9, 1.3, f"{OURS}: of the host's nominal rate"),
+    "nccl.pcie": Figure(0.6, 1.5, f"{OURS}: of the nominal rate of PCIe"),
+    "nccl.unknown": Figure(0.75, 1.3, "nearest of the catalog's shares"),
+    "gloo.step": Figure(150e-6, 2.0, f"{OURS}: one step of gloo over TCP"),
+    "gloo.network": Figure(0.95, 1.15, "our measurement of gloo on links shaped to 200 Mbit/s by tc tbf"),
+    "gloo.pairs": Figure(1.0, 1.6, f"{OURS}: a ring made of measured pairs"),
+    # What computing and communicating at once cost each other, as factors on the overlapped part.
+    "overlap.compute.gpu": Figure(1.19, 1.1, _OVERLAP),
+    "overlap.communication.gpu": Figure(1.15, 1.15, "Galvatron: 1.1 to 1.3"),
+    "overlap.compute.cpu": Figure(1.3, 1.3, f"{OURS}: gloo's threads share the cores that compute"),
+    "overlap.communication.cpu": Figure(1.5, 1.4, f"{OURS}: gloo's threads share the cores that compute"),
+    # Bytes outside the allocator.
+    "context": Figure(0.55 * 2**30, 1.5, _NVSMI),
+    "communicator": Figure(0.5 * 2**30, 1.7, _NCCL_MEMORY),
+    "communicator.peer": Figure(0.25 * 2**30, 2.0, "NVIDIA/nccl#1685: 3.3 GB for sends to 7 peers on 8 H100"),
+    "workspace.hopper": Figure(32 * 2**20, 1.1, "torch: cuBLAS workspace of 4096 × 8 KiB on compute capability 9"),
+    "workspace.other": Figure(8.125 * 2**20, 1.1, "torch: cuBLAS workspace :4096:2:16:8"),
+}
+
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 128, 0.85), (64, 64, 0.65))
+"""Tiles of a matmul (rows, columns) and the share of the best one's rate that each has in its inside."""
+LL, LL128, SIMPLE = 0, 1, 2
+NEVER = float("inf")
+BASE = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4), "nvls": (NEVER, NEVER, 8.4), "pat": (NEVER, NEVER, 8.4)}
+"""Microseconds before the first byte, by algorithm and protocol (LL, LL128, Simple); NEVER: there is no such one."""
+HOP = {
+    ("nvlink", "ring"): (0.6, 1.9, 3.4),
+    ("nvlink", "tree"): (0.6, 1.25, 4.0),
+    ("nvlink", "nvls"): (NEVER, NEVER, 25.0),
+    ("pcie", "ring"): (1.0, 2.5, 5.7),
+    ("pcie", "tree"): (1.0, 1.9, 4.0),
+    ("network", "ring"): (2.7, 4.0, 14.0),
+    ("network", "tree"): (5.0, 8.5, 14.0),
+    ("network", "pat"): (NEVER, NEVER, 14.0),
+}
+"""Microseconds a hop, by link, algorithm and protocol. xGMI counts as NVLink."""
+PROTOCOL = (0.25, 0.92, 1.0)
+"""Share of the bus bandwidth that each protocol has."""
+IN_NETWORK = {4: 0.767, 5: 0.875, 6: 0.922, 7: 0.973, 8: 1.0}
+"""What NVLS has of its best with fewer ranks: stas00/ml-engineering@744d01e18b, network, all-reduce on H200."""
+
+
+def figure(name: str) -> Figure:
+    """The figure of this name."""
+    return FIGURES[name]
+
+
+def digest() -> str:
+    """Twelve hexadecimal digits that change when any constant does."""
+    table = [(name, one.value, one.spread) for name, one in sorted(FIGURES.items())]
+    text = repr((table, TILES, BASE, sorted(HOP.items()), PROTOCOL, sorted(IN_NETWORK.items())))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

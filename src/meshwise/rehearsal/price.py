@@ -1,0 +1,273 @@
+"""Seconds of one operator on one device: as measured there, else from a roofline of the catalog's figures.
+
+A roofline is the longer of two times: FLOPs at the rate that a matmul of this shape can have (share of the peak once
+reached, tiles over multiprocessors), and bytes at the rate of the memory. Where a figure is not known there is no time.
+
+Tested in tests/rehearsal/test_price.py.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwise.machine.catalog import Part, achievable, part, reached
+from meshwise.machine.expected import host_nominal
+from meshwise.rehearsal.constants import FIGURES, TILES
+from meshwise.rehearsal.operators import Product, product_of, sort_of
+from meshwise.rehearsal.work import Copy, Operation
+from meshwise.spec.machine import HOST, Device, Machine, Matmul, link_between
+from meshwise.spec.timings import seconds_at
+
+MEASURED, CATALOG, MODEL = "measured", "catalog", "model"
+COMPUTE, MEMORY, COMMUNICATION, LAUNCH = "compute", "memory", "communication", "launch"
+FACTORS = (COMPUTE, MEMORY, COMMUNICATION, LAUNCH)
+"""What a price hangs on. Errors of prices of one factor go together, those of different factors do not."""
+Known = Callable[[Operation], float | None]
+"""Seconds of an operator that was measured at its shape on the device in question, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """seconds, and low and high: an 80 % interval. origin: `measured`, `catalog` (a measured share of a nominal figure)
+    or `model` (a share that nobody measured). factor: of FACTORS."""
+
+    seconds: float
+    low: float
+    high: float
+    origin: str
+    factor: str
+
+
+def priced(seconds: float, spread: float, origin: str, factor: str) -> Priced:
+    """From `seconds / spread` to `seconds * spread`."""
+    return Priced(seconds, seconds / spread, seconds * spread, origin, factor)
+
+
+def kernel_seconds(operation: Operation, device: Device, known: Known | None = None) -> Priced | None:
+    """How long the device computes one operator; on a CPU with the cost of calling it. None: a figure is not known.
+
+    known: operators that were measured on this device, asked first.
+    """
+    seconds = known(operation) if known is not None else None
+    sort = sort_of(operation)
+    factor = COMPUTE if sort in ("matmul", "attention", "convolution", "recurrent") else MEMORY
+    if seconds is not None:
+        return priced(seconds, FIGURES["measured.operator"].spread, MEASURED, factor)
+    if device.kind == "cpu":
+        return _on_processor(operation, device, sort)
+    bytes_time = _bytes_seconds(operation, device, sort)
+    if bytes_time is None or factor == MEMORY:
+        return bytes_time
+    return _slower(_flops_seconds(operation, device, sort), bytes_time)
+
+
+def launch_seconds(device: Device) -> Priced:
+    """Seconds of the host to begin one operator on an accelerator; 0 on a CPU, whose operators hold their own."""
+    if device.kind == "cpu":
+        return Priced(0.0, 0.0, 0.0, MEASURED, LAUNCH)
+    figure = FIGURES["launch"]
+    if device.launch is not None:
+        return priced(device.launch, figure.spread, MEASURED, LAUNCH)
+    return priced(figure.value, figure.spread, MODEL, LAUNCH)
+
+
+def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
+    """Seconds of a copy between a device and its host, from and to pinned memory."""
+    if device.kind == "cpu":
+        return _at_memory_rate(copy.size * 2, device, "measured.copy")
+    ends = (HOST, device.name) if copy.to == "device" else (device.name, HOST)
+    link = link_between(machine, *ends)
+    if link is None:
+        return None
+    if "pinned" in link.timings:
+        seconds = seconds_at(link.timings["pinned"], max(copy.size, 1))
+        return priced(seconds, FIGURES["measured.copy"].spread, MEASURED, COMMUNICATION)
+    nominal, generation, _ = host_nominal(machine, link)
+    if nominal is None:
+        return None
+    share = reached(link.kind, generation, "to") or reached("pcie", generation, "to")
+    rate = nominal * (share[0] if share else FIGURES["nccl.unknown"].value)
+    seconds = FIGURES["kernel"].value + copy.size / rate
+    return priced(seconds, FIGURES["nccl.large"].spread, CATALOG if share else MODEL, COMMUNICATION)
+
+
+# ---- Bytes -----------------------------------------------------------------------------------------------------------
+
+
+def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
+    """What moving the operator's bytes takes on an accelerator."""
+    moved = operation.read + operation.written
+    group = sort if f"memory.{sort}" in FIGURES else "elementwise"
+    share, floor = FIGURES[f"memory.{group}"], FIGURES["kernel"]
+    if device.memory_rate is not None:
+        rate, spread, origin = device.memory_rate, share.spread, MEASURED
+    elif device.memory_bandwidth is not None:
+        copy = FIGURES["memory.copy"]
+        rate, spread, origin = device.memory_bandwidth * copy.value, _joint(share.spread, copy.spread), CATALOG
+    else:
+        return None
+    seconds = moved / (rate * share.value)
+    total = floor.value + seconds
+    both = (floor.value * floor.spread + seconds * spread) / total
+    return priced(total, both, origin, MEMORY)
+
+
+def _at_memory_rate(moved: int, device: Device, name: str) -> Priced | None:
+    if device.memory_rate is None:
+        return None
+    return priced(moved / device.memory_rate, FIGURES[name].spread, MODEL, MEMORY)
+
+
+# ---- FLOPs -----------------------------------------------------------------------------------------------------------
+
+
+def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
+    """What the operator's FLOPs take on an accelerator; None where no rate is known of this dtype."""
+    if not operation.dtypes:
+        return None
+    dtype, known = operation.dtypes[0], part(device.part)
+    if sort == "convolution" and dtype == "fp32" and "tf32" in {*device.peak, *device.best_rates}:
+        dtype = "tf32"
+    product = product_of(operation)
+    flops = operation.flops or (product.flops if product else 0)
+    if flops == 0:
+        return Priced(0.0, 0.0, 0.0, MODEL, COMPUTE)
+    if sort == "attention":
+        return _attention(operation, device, dtype, known)
+    name = sort if sort in ("convolution", "recurrent") else "matmul"
+    share, spread = (1.0, 1.0) if name == "matmul" else (FIGURES[name].value, FIGURES[name].spread)
+    if product is None:
+        shape = FIGURES["matmul.shape-unknown"]
+        share, spread = share * shape.value, _joint(spread, shape.spread)
+    elif product.misaligned:
+        off = FIGURES["matmul.misaligned"]
+        share, spread = share * off.value, _joint(spread, off.spread)
+    multiprocessors = known.multiprocessors if known else None
+    filled = tile_share(product, multiprocessors) if product else 1.0
+    products = tuple(one for one in device.matmuls if one.dtype == dtype)
+    if products:
+        rate = _measured_rate(products, flops, multiprocessors) * filled
+        return priced(flops / (rate * share), _joint(spread, FIGURES["measured.matmul"].spread), MEASURED, COMPUTE)
+    best = _best_rate(device, dtype, known)
+    if best is None:
+        return None
+    rate, best_spread, origin = best
+    return priced(flops / (rate * share * filled), _joint(spread, best_spread), origin, COMPUTE)
+
+
+def _best_rate(device: Device, dtype: str, known: Part | None) -> tuple[float, float, str] | None:
+    """(FLOP/s of a large matmul, spread, origin) from the peak; None where the peak of the dtype is not known."""
+    peak = device.peak.get(dtype)
+    if peak is None:
+        return None
+    typical = FIGURES["matmul"]
+    found = device.achievable.get(dtype)
+    if found is None and known is not None and (share := achievable(known, dtype)) is not None:
+        found = share[0]
+    if found is not None:
+        return peak * found * typical.value, typical.spread, CATALOG
+    unknown = FIGURES["matmul.unknown-share"]
+    return peak * unknown.value * typical.value, _joint(unknown.spread, typical.spread), MODEL
+
+
+def _attention(operation: Operation, device: Device, dtype: str, known: Part | None) -> Priced | None:
+    """Attention in one kernel, whose share of the peak is not a matmul's. FLOPs are those done: half where causal."""
+    peak = device.peak.get(dtype)
+    if peak is None:
+        return None
+    line = known.architecture if known else ""
+    line = {"ada": "ampere"}.get(line, line)
+    way = "backward" if "backward" in operation.name else "forward"
+    group = f"attention.{line}.{way}"
+    share = FIGURES.get(group) or FIGURES[f"attention.other.{way}"]
+    value, spread = share.value, share.spread
+    for kind in ("cudnn", "efficient"):
+        if kind in operation.name:
+            other = FIGURES[f"attention.{kind}"]
+            value, spread = value * other.value, _joint(spread, other.spread)
+    query = next((shape for shape in operation.shapes if len(shape) == 4), None)
+    if query is not None and known is not None and known.multiprocessors:
+        value *= _filled(math.prod(query[:2]) * math.ceil(query[2] / 128), known.multiprocessors)
+    return priced(operation.flops / (peak * value), spread, MODEL, COMPUTE)
+
+
+def _filled(blocks: int, multiprocessors: int) -> float:
+    """What of the multiprocessors is at work, over all waves of `blocks` equal blocks."""
+    return max(blocks, 1) / (math.ceil(max(blocks, 1) / multiprocessors) * multiprocessors)
+
+
+@lru_cache(maxsize=65_536)
+def tile_share(product: Product, multiprocessors: int | None) -> float:
+    """The share of a large matmul's rate that this one has: whole tiles in whole waves, with the best of TILES, and its
+    k divided over idle multiprocessors where that helps. 1 where the multiprocessors are not known."""
+    if not multiprocessors:
+        return 1.0
+    fill = FIGURES["matmul.fill"].value
+    best = 0.0
+    for rows, columns, rate in TILES:
+        tiles = product.batch * math.ceil(product.m / rows) * math.ceil(product.n / columns)
+        splits = 1
+        while True:
+            waves = math.ceil(tiles * splits / multiprocessors)
+            steps = math.ceil(product.k / splits) + fill
+            done = waves * multiprocessors * rows * columns * steps / rate
+            best = max(best, product.batch * product.m * product.n * product.k / done)
+            splits *= 2
+            if tiles * splits > multiprocessors or product.k / splits < 512:
+                break
+    return best
+
+
+def _measured_rate(products: Sequence[Matmul], flops: int, multiprocessors: int | None) -> float:
+    """FLOP/s of a matmul whose tiles fill the device, between the two measured ones of about as many FLOPs."""
+    sizes = {2 * p.m * p.n * p.k: p.rate / tile_share(Product(1, p.m, p.n, p.k), multiprocessors) for p in products}
+    return _between(sorted(sizes.items()), flops)
+
+
+def _between(table: Sequence[tuple[int, float]], at: float) -> float:
+    """The second at `at` of the first, on logarithmic axes; the nearest end's outside."""
+    place = bisect_left(table, (at,))
+    if place == 0 or place == len(table):
+        return table[min(place, len(table) - 1)][1]
+    (low, first), (high, second) = table[place - 1], table[place]
+    share = math.log(at / low) / math.log(high / low)
+    return math.exp((1 - share) * math.log(first) + share * math.log(second))
+
+
+# ---- Processors ------------------------------------------------------------------------------------------------------
+
+
+def _on_processor(operation: Operation, device: Device, sort: str) -> Priced | None:
+    """A CPU's operator: measured products by their FLOPs, else the measured rate of memory, and the cost of a call."""
+    moved = _at_memory_rate(operation.read + operation.written, device, "cpu.memory")
+    if moved is None:
+        return None
+    product = product_of(operation)
+    flops = operation.flops or (product.flops if product else 0)
+    longest: Priced = moved
+    if flops and sort in ("matmul", "attention", "convolution", "recurrent"):
+        dtype = operation.dtypes[0] if operation.dtypes else ""
+        table = sorted({2 * p.m * p.n * p.k: p.rate for p in device.matmuls if p.dtype == dtype}.items())
+        if not table:
+            return None
+        figure = FIGURES[f"cpu.{sort}"]
+        computed = priced(flops / (_between(table, flops) * figure.value), figure.spread, MODEL, COMPUTE)
+        longest = max(computed, moved, key=lambda one: one.seconds)
+    call = device.launch or 0.0
+    return Priced(longest.seconds + call, longest.low + call, longest.high + call, longest.origin, longest.factor)
+
+
+def _slower(one: Priced | None, other: Priced | None) -> Priced | None:
+    """The longer of two times that run at once; None where one is not known."""
+    if one is None or other is None:
+        return None
+    return one if one.seconds >= other.seconds else other
+
+
+def _joint(one: float, other: float) -> float:
+    """The spread of a product of two figures whose errors are independent."""
+    return math.exp(math.hypot(math.log(one), math.log(other)))
