@@ -1,0 +1,85 @@
+"""The options of a search for a plan, each once: the command line and `mw.plan` are made from them. No torch.
+
+Tested in tests/cli/test_plan.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from meshwise.spec.arguments import Plain, argument_texts
+from meshwise.spec.errors import UsageError, check_known
+from meshwise.spec.machine import Machine
+from meshwise.spec.options import Option
+from meshwise.spec.plan import Plan
+from meshwise.spec.quantity import read_quantity
+from meshwise.training.job import Job
+
+SECONDS = 45.0
+ALLOW = {"precision": "a narrower dtype", "microbatch": "another microbatch under batch norms"}
+"""What may change a job's numbers."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of a search. show: takes what is known so far, again and again."""
+
+    job: Annotated[Job | str, Option("mnist-mlp, mnist-cnn, mlp, gpt[:size] or file.py:name", argument=True)]
+    _: KW_ONLY
+    machine: Annotated[
+        Machine | str | Path | None, Option("8xH100, 2x8xA100-80GB@200Gb, 4xcpu, a machine file; default: what is here")
+    ] = None
+    devices: Annotated[str | None, Option("how many of its devices: 8, or 1..16; default: 1 and all")] = None
+    fits: Annotated[
+        Plan | str | Path | None,
+        Option("judge this plan alone: exit code 0 when it fits, 1 when not", metavar="FILE"),
+    ] = None
+    within: Annotated[str | None, Option("memory that a step may take of a device: 24GiB")] = None
+    batch_size: Annotated[int | None, Option("samples of the global batch, over all devices")] = None
+    settings: Annotated[
+        tuple[str, ...], Option("a field that every plan has: precision=bf16", name="--set", metavar="FIELD=VALUE")
+    ] = ()
+    allow: Annotated[tuple[str, ...], Option("what may change the numbers: precision, microbatch")] = ()
+    seconds: Annotated[float, Option("rehearse for this long at most")] = SECONDS
+    args: Annotated[
+        Mapping[str, Plain] | tuple[str, ...],
+        Option("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE"),
+    ] = ()
+    seed: Annotated[int | None, Option("seed of the start values, the data order and the draws")] = None
+    data: Annotated[str | Path | None, Option("another data set in the same format: a folder")] = None
+    show: Callable[[Any], None] = lambda found: None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.job, Job):
+            object.__setattr__(self, "job", self.job.named())
+        object.__setattr__(self, "args", argument_texts(self.args))
+        for name in self.allow:
+            check_known("--allow", name, ALLOW)
+        if not self.seconds > 0:
+            raise UsageError(f"--seconds {self.seconds}: must be above 0.")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise UsageError(f"--batch-size {self.batch_size}: must be at least 1.")
+
+    @property
+    def cap(self) -> int | None:
+        """`within` in bytes."""
+        return None if self.within is None else int(read_quantity(self.within, "bytes", "--within"))
+
+    def counts(self, all_of_them: int) -> list[int]:
+        """The counts of devices to search, of so many."""
+        if self.devices is None:
+            return sorted({1, all_of_them})
+        first, dots, last = self.devices.partition("..")
+        try:
+            low, high = int(first), int(last) if dots else int(first)
+        except ValueError:
+            low = high = 0
+        if not 1 <= low <= high <= all_of_them:
+            raise UsageError(
+                f"--devices {self.devices}: write a count such as {all_of_them}, or counts such as 1..{all_of_them}; "
+                f"the machine has {all_of_them}."
+            )
+        return list(range(low, high + 1))

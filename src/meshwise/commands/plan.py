@@ -1,0 +1,64 @@
+"""`meshwise plan`: the plans of a job on a machine, known before it runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from meshwise import api
+from meshwise.api.plan_options import PlanOptions
+from meshwise.commands.command_line import from_dataclass
+from meshwise.rehearsal.views.plan_dict import plans_dict
+from meshwise.rehearsal.views.plan_text import plan_words, plans_text
+from meshwise.records.files import write_text
+from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import plan_to_toml
+from meshwise.spec.units import plural, seconds_text
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+@from_dataclass
+def plan(
+    options: PlanOptions,
+    save: Annotated[Path | None, typer.Option("--save", help="write the best plan to this file", metavar="FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print every figure as JSON, and nothing else")] = False,
+) -> None:
+    """Rank the plans that a job could have on a machine: step time and memory of each, before anything runs.
+
+    Exit code 0: the best plan, or that of --fits, fits. 1: it does not, or it is too close to call. 2: refused.
+
+    \b
+    meshwise plan gpt --machine 8xH100                     ranked plans
+    meshwise plan train.py:job --machine 8xH100 --save plan.toml
+    meshwise plan train.py:job --machine 8xH100 --fits plan.toml
+    """
+    console = Console(stderr=True)
+    with console.status("rehearsing") as status:
+        plans = api.plan.plan_options(replace(options, show=lambda part: status.update(_progress(part))))
+    if as_json:
+        print(json.dumps(plans_dict(plans), indent=2))
+    else:
+        out = Console()
+        out.print(plans_text(plans, out.width if out.is_terminal else None), soft_wrap=True)
+    best = plans.best
+    if save is not None:
+        if best is None:
+            raise PlanError(f"--save {save}: no plan fits for certain, so none is written.")
+        write_text(save, plan_to_toml(best.plan))
+        console.print(f"saved {plan_words(best.plan)} to {save}", markup=False, highlight=False)
+    raise typer.Exit(0 if best is not None and best.memory.verdict == "fits" else 1)
+
+
+def _progress(part: Any) -> str:
+    found = part.found
+    best = found.estimates[0] if found.estimates else None
+    done = plural(len(found.estimates) + len(found.refused), "plan")
+    step = "" if best is None or best.seconds is None else f", best {plan_words(best.plan)} {seconds_text(best.seconds.value)}"
+    return f"rehearsed {done} of {len(found.estimates) + len(found.refused) + len(found.left)}{step}"
