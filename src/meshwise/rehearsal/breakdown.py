@@ -1,0 +1,79 @@
+"""What the time of a simulated step is made of, by rank, kind and phase: every moment counts once.
+
+computing owns a moment first, then communication that nothing hides, then copies to and from the host, then waiting for
+other ranks. A gap that ends with something whose launch came too late is the host's; any other is idle.
+
+Tested in tests/rehearsal/test_simulate.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwise.rehearsal.play import Done
+from meshwise.rehearsal.simulate import Step
+from meshwise.rehearsal.work import Collective, Copy, Operation
+
+KINDS = ("computing", "communication", "copies", "waiting", "launches", "idle")
+"""Of a moment: an operator runs; communication is exposed; a copy; other ranks are late (a pipeline's bubble too); the
+host launches too slowly; nothing of these."""
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """The seconds of one rank until the whole step has ended, by kind, and of those by (phase, kind).
+
+    hidden: seconds of communication under computing, which are in no kind. operators: seconds of operators by name.
+    """
+
+    rank: int
+    seconds: float
+    kinds: Mapping[str, float]
+    phases: Mapping[tuple[str, str], float]
+    hidden: float
+    operators: Mapping[str, float]
+
+
+def breakdown(step: Step, rank: int) -> RankStep:
+    """What the time of one simulated rank is made of."""
+    done = step.done[rank]
+    edges = _edges(done)
+    begun = sorted(done, key=lambda one: one.start)
+    active: list[list[str]] = [[] for _ in KINDS[:4]]
+    phases: dict[tuple[str, str], float] = defaultdict(float)
+    hidden, last, following = 0.0, 0.0, 0
+    for time, began, kind, phase in [*edges, (step.seconds, False, -1, "")]:
+        if time > last:
+            while following < len(begun) and begun[following].start < time:
+                following += 1
+            owner = next((kind for kind, own in enumerate(active) if own), -1)
+            if owner >= 0:
+                phases[active[owner][-1], KINDS[owner]] += time - last
+                hidden += time - last if owner == 0 and active[1] else 0.0
+            else:
+                late = following < len(begun) and begun[following].by_host and kind >= 0
+                phases[phase if late else "other", "launches" if late else "idle"] += time - last
+            last = time
+        if kind >= 0:
+            active[kind].append(phase) if began else active[kind].remove(phase)
+    kinds = {kind: sum(seconds for (_, of), seconds in phases.items() if of == kind) for kind in KINDS}
+    operators: dict[str, float] = defaultdict(float)
+    for one in done:
+        if isinstance(one.launch.what, Operation):
+            operators[one.launch.what.name] += one.end - one.start
+    return RankStep(rank, step.seconds, kinds, dict(phases), hidden, dict(operators))
+
+
+def _edges(done: tuple[Done, ...]) -> list[tuple[float, bool, int, str]]:
+    """(time, whether it begins, index of its kind, phase), in the order of time; ends before beginnings."""
+    edges: list[tuple[float, bool, int, str]] = []
+    for one in done:
+        what = one.launch.what
+        kind = 1 if isinstance(what, Collective) else 2 if isinstance(what, Copy) else 0
+        for begin, end, which in ((one.start, one.end, kind), (one.ready, one.start, 3)):
+            if end > begin:
+                edges.append((begin, True, which, one.launch.phase))
+                edges.append((end, False, which, one.launch.phase))
+    return sorted(edges)

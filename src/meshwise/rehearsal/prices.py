@@ -1,0 +1,103 @@
+"""Prices: what each launch of a step costs on a machine, asked once for launches that are alike.
+
+Tested in tests/rehearsal/test_simulate.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwise.rehearsal.collective_price import collective_seconds
+from meshwise.rehearsal.constants import FIGURES
+from meshwise.rehearsal.price import Known, Priced, copy_seconds, kernel_seconds, launch_seconds, priced
+from meshwise.rehearsal.work import Collective, Copy, Operation, Work
+from meshwise.spec.errors import UsageError
+from meshwise.spec.machine import Device, Machine
+from meshwise.spec.units import plural
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How much longer what computes, and what communicates, takes while the other is under way: factors of at least 1.
+
+    spreads: of the 80 % interval of each.
+    """
+
+    compute: float
+    communication: float
+
+
+def overlap_of(device: Device) -> Overlap:
+    """The factors of the table of constants for this kind of device."""
+    kind = "cpu" if device.kind == "cpu" else "gpu"
+    return Overlap(FIGURES[f"overlap.compute.{kind}"].value, FIGURES[f"overlap.communication.{kind}"].value)
+
+
+class Prices:
+    """Prices of launches on the devices of one machine."""
+
+    def __init__(self, machine: Machine, known: Mapping[str, Known] | None = None) -> None:
+        """known: measured seconds of operators, by the name of the device's part."""
+        self.machine = machine
+        self._known = known or {}
+        self._operations: dict[tuple[str, Operation], Priced | None] = {}
+        self._others: dict[tuple[int, Collective | Copy], Priced | None] = {}
+        self._alike = [_alike(device) for device in machine.devices]
+
+    def of(self, what: Operation | Collective | Copy, rank: int) -> Priced | None:
+        """Seconds on the stream of this rank; None where a figure is not known."""
+        if isinstance(what, Operation):
+            key = self._alike[rank], what
+            if key not in self._operations:
+                device = self.machine.devices[rank]
+                self._operations[key] = kernel_seconds(what, device, self._known.get(device.part))
+            return self._operations[key]
+        other = (rank if isinstance(what, Copy) else 0), what
+        if other not in self._others:
+            self._others[other] = (
+                copy_seconds(what, self.machine.devices[rank], self.machine)
+                if isinstance(what, Copy)
+                else collective_seconds(what, self.machine)
+            )
+        return self._others[other]
+
+    def host(self, what: Operation | Collective | Copy, rank: int) -> Priced:
+        """Seconds of the host of this rank to launch it."""
+        device = self.machine.devices[rank]
+        if isinstance(what, Collective) and device.kind != "cpu":
+            figure = FIGURES["launch.collective"]
+            return priced(figure.value, figure.spread, "model", "launch")
+        return launch_seconds(device)
+
+
+def missing(works: Sequence[Work], prices: Prices) -> tuple[str, ...]:
+    """What has no price in these steps, in sentences; empty where all is known. Raises UsageError where the machine has
+    too few devices."""
+    machine = prices.machine
+    unknown: Counter[str] = Counter()
+    for work in works:
+        if work.ranks > len(machine.devices):
+            raise UsageError(
+                f"machine '{machine.name}': it has {plural(len(machine.devices), 'device')}, and the plan "
+                f"has {plural(work.ranks, 'rank')}. Name a machine of as many devices, such as {work.ranks}xH100."
+            )
+        for launch in work.launches:
+            if prices.of(launch.what, work.rank) is None:
+                unknown[_named(launch.what, machine.devices[work.rank])] += 1
+    return tuple(f"{what}: no figure is known ({plural(count, 'time')})" for what, count in unknown.most_common())
+
+
+def _named(what: Operation | Collective | Copy, device: Device) -> str:
+    if isinstance(what, Operation):
+        dtype = what.dtypes[0] if what.dtypes else "no dtype"
+        return f"{what.name} in {dtype} on {device.part}"
+    if isinstance(what, Copy):
+        return f"copies between {device.part} and its host"
+    return f"{what.kind} of {plural(len(what.ranks), 'rank')}"
+
+
+def _alike(device: Device) -> str:
+    """The same for devices of the same figures."""
+    return repr((device.kind, device.part, device.peak, device.matmuls, device.memory_rate, device.launch))
