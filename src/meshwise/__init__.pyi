@@ -1,6 +1,8 @@
 from meshwise.api.bench import bench as bench
 from meshwise.api.check import check as check
 from meshwise.api.machines import find_machine as find_machine
+from meshwise.api.plan import Plans as Plans
+from meshwise.api.plan import plan as plan
 from meshwise.api.predict import Predictions as Predictions
 from meshwise.api.predict import predict as predict
 from meshwise.api.report import report as report

@@ -21,7 +21,7 @@ from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, neares
 from meshwise.spec.words import without_control
 from meshwise.terminal.screen import fitted
 
-COMMANDS = ("devices", "bench", "run", "predict", "check", "report", "runs")
+COMMANDS = ("devices", "bench", "plan", "run", "predict", "check", "report", "runs")
 EXIT_CODES = {
     "0": "done",
     "1": "a worker failed or the loss is not finite: the culprit's rank and traceback are shown once; "

@@ -3,6 +3,8 @@ from meshwise.api import bench_hosts as bench_hosts
 from meshwise.api import check as check
 from meshwise.api import check_options as check_options
 from meshwise.api import machines as machines
+from meshwise.api import plan as plan
+from meshwise.api import plan_options as plan_options
 from meshwise.api import plans as plans
 from meshwise.api import report as report
 from meshwise.api import run as run

@@ -51,6 +51,11 @@ def plan(options: PlanOptions) -> Plans:
 
     Raises UsageError for a job or a machine that is not known, PlanError where no plan can run.
     """
+    return plan_options(options)
+
+
+def plan_options(options: PlanOptions) -> Plans:
+    """The search with these options."""
     machine, job = _machine_of(options), _job_of(options)
     rehearse = estimator(job, machine, options.cap)
     if options.fits is not None:
