@@ -12,7 +12,7 @@ from meshwise.api.machines import find_machine
 from meshwise.api.plan_options import PlanOptions
 from meshwise.compat.fake import FakeTensors
 from meshwise.jobs.registry import find_job
-from meshwise.rehearsal.candidates import Space, candidates
+from meshwise.rehearsal.candidates import Space, candidates, savers
 from meshwise.rehearsal.estimate import Estimate
 from meshwise.rehearsal.estimator import estimator
 from meshwise.rehearsal.search import Search, search
@@ -72,7 +72,13 @@ def plan_options(options: PlanOptions) -> Plans:
             f"Use --batch-size {_multiple(job.batch_size, counts[-1])}, or fewer devices: --devices 1..{counts[-1]}."
         )
     show: Callable[[Plans], None] = options.show
-    found = search(plans, rehearse, options.seconds, lambda part: show(Plans(job.name, job.batch_size, machine, part)))
+    found = search(
+        plans,
+        rehearse,
+        options.seconds,
+        savers=lambda plan: savers(plan, space),
+        show=lambda part: show(Plans(job.name, job.batch_size, machine, part)),
+    )
     if not found.estimates:
         raise PlanError(f"none of {len(found.refused)} plans can run. The first, {found.refused[0].plan}: "
                         f"{found.refused[0].why}")

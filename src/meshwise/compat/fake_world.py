@@ -102,14 +102,17 @@ def fake_world(rank: int, size: int, mail: Mail) -> Iterator[None]:
     try:
         with (
             patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
+            patch.object(dist.ProcessGroup, "_has_hooks", lambda group: False),  # the fake one warns when it is asked
             patch.object(dist, "all_gather_object", _of_all),
             patch.object(dist, "broadcast_object_list", lambda box, **others: None),
             patch.multiple(DeviceMesh, **{name: _on_real(name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)}),
         ):
-            yield
+            try:
+                yield
+            finally:
+                dist.destroy_process_group()
     finally:
         _mail.pop()
-        dist.destroy_process_group()
 
 
 def _of_all(parts: list[Any], value: Any, group: Any = None) -> None:

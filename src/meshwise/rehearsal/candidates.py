@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import AXES, Plan
 from meshwise.spec.plan_settings import plan_from_settings
 
-SEARCHED = ("data", "shard", "pipeline", "tensor")
-"""The mesh axes that a search varies. Others are taken as they are given."""
+MICROBATCHES = 4
+"""For each stage of a pipeline: the bubble is then under a fifth of the step (design of 1F1B: (p - 1) / m)."""
 MOST_TENSOR = 8
 """Devices that split a layer, at most: beyond a host its collectives cost more than they save."""
 
@@ -38,20 +38,44 @@ class Space:
 
 
 def candidates(space: Space) -> list[Plan]:
-    """The plans of a space, those that are likely best first: more devices, less splitting, fewer microbatches."""
+    """One plan of each mesh that divides the global batch: more devices first, then less splitting."""
     fixed = {setting.partition("=")[0].strip() for setting in space.settings}
-    found: dict[Plan, tuple[Any, ...]] = {}
-    for count in space.devices:
+    found: dict[Plan, None] = {}
+    for count in sorted(space.devices, reverse=True):
         for mesh in _meshes(count, space.per_host):
-            for more in _techniques(mesh, space):
-                values = {name: value for name, value in (mesh | more).items() if name not in fixed}
-                try:
-                    plan = plan_from_settings(space.settings, Plan(**values))
-                except PlanError:
-                    continue
-                if plan.devices in space.devices and _divides(plan, space.batch):
-                    found.setdefault(plan, _order(plan, space))
-    return sorted(found, key=lambda plan: found[plan])
+            values = {name: value for name, value in _microbatched(mesh, space.batch).items() if name not in fixed}
+            plan = _made(space.settings, values)
+            if plan is not None and plan.devices in space.devices and _divides(plan, space.batch):
+                found.setdefault(plan)
+    return sorted(found, key=_order)
+
+
+def savers(plan: Plan, space: Space) -> list[Plan]:
+    """What `plan` would be with less memory, at a price in time: the cheapest first."""
+    fixed = {setting.partition("=")[0].strip() for setting in space.settings}
+    microbatch = not space.batch_norms or "microbatch" in space.allow
+    local = space.batch // (plan.devices // plan.within_samples)
+    more = [power for power in _powers(local) if power > plan.accumulate and local % power == 0]
+    edits: list[dict[str, Any]] = [{"zero1": True}, {"recompute": "full"}]
+    edits += [{"accumulate": power} for power in more] if microbatch else []
+    edits += [{"precision": "bf16"}] if "precision" in space.allow and plan.precision == "fp32" else []
+    edits += [edit | {"recompute": "full"} for edit in edits if "recompute" not in edit]
+    edits += [{"offload": ("optimizer",), **edit} for edit in [{}, {"recompute": "full"}, *edits[-1:]]]
+    found: dict[Plan, None] = {}
+    for edit in edits:
+        if not fixed & edit.keys():
+            changed = _made((), {field.name: getattr(plan, field.name) for field in fields(plan)} | edit)
+            if changed is not None and changed != plan:
+                found.setdefault(changed)
+    return list(found)
+
+
+def _made(settings: Sequence[str], values: dict[str, Any]) -> Plan | None:
+    """The plan, where it can be one."""
+    try:
+        return plan_from_settings(settings, Plan(**values))
+    except PlanError:
+        return None
 
 
 def _meshes(count: int, per_host: int) -> Iterator[dict[str, int]]:
@@ -62,21 +86,17 @@ def _meshes(count: int, per_host: int) -> Iterator[dict[str, int]]:
         if over:
             continue
         within = max(1, per_host // tensor)
-        hybrid = {within} if rest % within == 0 else set()
-        for shard in sorted({1, rest, *hybrid}):
-            if rest % shard == 0:
-                yield {"data": rest // shard, "shard": shard, "pipeline": pipeline, "tensor": tensor}
+        for shard in sorted({1, rest, within if rest % within == 0 else 1}):
+            yield {"data": rest // shard, "shard": shard, "pipeline": pipeline, "tensor": tensor}
 
 
-def _techniques(mesh: dict[str, int], space: Space) -> Iterator[dict[str, Any]]:
-    local = max(1, space.batch // (mesh["data"] * mesh["shard"]))
-    microbatches = [1] if space.batch_norms and "microbatch" not in space.allow else _powers(local)
-    states = [{}, {"zero1": True}] if mesh["data"] > 1 and mesh["shard"] == mesh["tensor"] == 1 else [{}]
-    precisions = ("fp32", "bf16") if "precision" in space.allow else ("fp32",)
-    for accumulate, recompute, state, offload, precision in itertools.product(
-        microbatches, ("none", "full"), states, ((), ("optimizer",)), precisions
-    ):
-        yield {"accumulate": accumulate, "recompute": recompute, "offload": offload, "precision": precision, **state}
+def _microbatched(mesh: dict[str, int], batch: int) -> dict[str, int]:
+    """With the microbatches that keep the stages of a pipeline busy: four for each, where the batch has so many."""
+    if mesh["pipeline"] == 1:
+        return mesh
+    local = max(1, batch // (mesh["data"] * mesh["shard"]))
+    possible = [power for power in _powers(MICROBATCHES * mesh["pipeline"]) if local % power == 0]
+    return mesh | {"accumulate": max([mesh["pipeline"], *possible])}
 
 
 def _divides(plan: Plan, batch: int) -> bool:
@@ -84,10 +104,9 @@ def _divides(plan: Plan, batch: int) -> bool:
     return batch % (plan.devices // plan.within_samples * plan.accumulate) == 0
 
 
-def _order(plan: Plan, space: Space) -> tuple[Any, ...]:
+def _order(plan: Plan) -> tuple[int, ...]:
     split = sum(getattr(plan, axis) > 1 for axis in AXES)
-    saves = (plan.recompute != "none") + 2 * bool(plan.offload)
-    return (saves, -plan.devices, split, plan.tensor * plan.pipeline, plan.accumulate, plan.zero1, plan.data)
+    return split, plan.tensor * plan.pipeline, -plan.devices, plan.data
 
 
 def _powers(most: int) -> list[int]:

@@ -1,7 +1,6 @@
 """Search: rehearse one plan after the other, the likely best first, for as long as there is time.
 
-A plan that cannot run is refused with the reason of `parallel`, and so are the plans that would be refused for the same
-reason. A plan whose parts alone overfill a device is left out without a rehearsal.
+A plan that cannot run is refused with the reason of `parallel`, and so are those that cut the model in the same way.
 
 Tested in tests/rehearsal/test_search.py.
 """
@@ -9,11 +8,11 @@ Tested in tests/rehearsal/test_search.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meshwise.rehearsal.estimate import Estimate
-from meshwise.spec.errors import MeshwiseError
+from meshwise.rehearsal.estimate import FITS, TOO_CLOSE, TOO_LARGE, Estimate
+from meshwise.spec.errors import MeshwiseError, PlanError
 from meshwise.spec.plan import Plan
 
 Rehearse = Callable[[Plan], Estimate]
@@ -38,47 +37,64 @@ class Search:
 
 
 def search(
-    plans: Sequence[Plan], rehearse: Rehearse, seconds: float, show: Callable[[Search], None] = lambda found: None
+    plans: Sequence[Plan],
+    rehearse: Rehearse,
+    seconds: float,
+    *,
+    savers: Callable[[Plan], Sequence[Plan]] = lambda plan: (),
+    show: Callable[[Search], None] = lambda found: None,
 ) -> Search:
-    """Rehearse `plans` in their order until `seconds` are over; at least one is. show: called after each with what is
-    known so far."""
+    """Rehearse `plans` in their order until `seconds` are over; at least one is.
+
+    savers: what a plan that does not fit would be with less memory, the cheapest first: rehearsed until one fits.
+    What would be saved of the best plan is rehearsed at the end, while there is time. show: called after each with
+    what is known so far.
+    """
     begun = time.monotonic()
-    estimates: list[Estimate] = []
-    refused: list[Refused] = []
+    estimates: dict[Plan, Estimate] = {}
+    refused: dict[Plan, str] = {}
 
-    def found(left: Iterable[Plan] = ()) -> Search:
-        ranked = sorted(estimates, key=lambda estimate: estimate.rank_key)
-        return Search(tuple(ranked), tuple(refused), tuple(left), time.monotonic() - begun)
+    def late() -> bool:
+        return bool(estimates) and time.monotonic() - begun > seconds
 
-    for number, plan in enumerate(plans):
-        if number and time.monotonic() - begun > seconds and estimates:
-            return found(plans[number:])
-        why = next((other.why for other in refused if _refused_alike(plan, other.plan)), "")
-        if why:
-            refused.append(Refused(plan, why))
-            continue
-        try:
-            estimates.append(rehearse(plan))
-        except MeshwiseError as error:
-            refused.append(Refused(plan, str(error)))
-        show(found(plans[number + 1 :]))
+    def found() -> Search:
+        ranked = sorted(estimates.values(), key=lambda estimate: estimate.rank_key)
+        no = tuple(Refused(plan, why) for plan, why in refused.items())
+        left = tuple(plan for plan in plans if plan not in estimates and plan not in refused)
+        return Search(tuple(ranked), no, left, time.monotonic() - begun)
+
+    def tried(plan: Plan) -> Estimate | None:
+        """Its estimate; None for one that is refused."""
+        if plan not in estimates and plan not in refused:
+            why = next((why for other, why in refused.items() if _cut_alike(plan, other)), "")
+            try:
+                if why:
+                    raise PlanError(why)
+                estimates[plan] = rehearse(plan)
+            except MeshwiseError as error:
+                refused[plan] = str(error)
+            show(found())
+        return estimates.get(plan)
+
+    def saved(plan: Plan, until: bool) -> None:
+        for cheaper in savers(plan):
+            if late() or ((other := tried(cheaper)) is not None and until and other.memory.verdict == FITS):
+                return
+
+    for plan in plans:
+        if late():
+            break
+        tried(plan)
+    for estimate in found().estimates:  # now the best first
+        if estimate.memory.verdict in (TOO_LARGE, TOO_CLOSE) and not late():
+            saved(estimate.plan, until=True)
+    if estimates:
+        saved(found().estimates[0].plan, until=False)
     return found()
 
 
-def _refused_alike(plan: Plan, refused: Plan) -> bool:
+def _cut_alike(plan: Plan, refused: Plan) -> bool:
     """Whether a plan cuts the model as one that was refused does: the reason is the same."""
     axes = ("pipeline", "tensor", "context", "expert")
     cut = tuple(getattr(plan, axis) for axis in axes)
     return max(cut) > 1 and cut == tuple(getattr(refused, axis) for axis in axes)
-
-
-def fastest_that_fits(found: Search) -> Estimate | None:
-    """The plan to run; None where none fits for certain."""
-    first = next(iter(found.estimates), None)
-    return first if first is not None and first.memory.verdict == "fits" else None
-
-
-def by_devices(found: Search) -> Iterator[tuple[int, Estimate]]:
-    """The best plan of each count of devices."""
-    for count in sorted({estimate.plan.devices for estimate in found.estimates}):
-        yield count, next(each for each in found.estimates if each.plan.devices == count)

@@ -1,0 +1,43 @@
+"""Priced edits: what a plan would be with one thing changed, in bytes and in time.
+
+Tested in tests/rehearsal/test_search.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from meshwise.rehearsal.estimate import Estimate
+from meshwise.spec.plan import Plan
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A plan beside another one. changes: the fields that differ, with their new values. memory: bytes more; seconds:
+    the share of the step that it takes more, None where times are not known. fits: as `Memory.verdict`."""
+
+    changes: dict[str, Any]
+    memory: float
+    seconds: float | None
+    verdict: str
+
+
+def edits(of: Estimate, others: Sequence[Estimate]) -> Iterator[Edit]:
+    """Those of `others` that are `of` with one or two fields changed, on the same devices, the most saved first."""
+    found = []
+    for other in others:
+        changes = _changes(of.plan, other.plan)
+        if not 0 < len(changes) <= 2 or other.plan.devices != of.plan.devices:
+            continue
+        more = None
+        if of.seconds is not None and other.seconds is not None:
+            more = other.seconds.value / of.seconds.value - 1
+        found.append(Edit(changes, other.memory.total.value - of.memory.total.value, more, other.memory.verdict))
+    return iter(sorted(found, key=lambda edit: edit.memory))
+
+
+def _changes(plan: Plan, other: Plan) -> dict[str, Any]:
+    values = {field.name: getattr(other, field.name) for field in fields(other)}
+    return {name: value for name, value in values.items() if value != getattr(plan, name)}
