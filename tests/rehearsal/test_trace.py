@@ -4,7 +4,6 @@ import itertools
 from collections import Counter
 
 import pytest
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from meshwise.jobs.registry import find_job
@@ -68,7 +67,9 @@ def rehearsed(work):
 
 def risen(found):
     """The peak of the allocator's events above the begin of the profile, in bytes."""
-    events = sorted((e.start_ns(), e.nbytes()) for e in found.profiler.kineto_results.events() if e.name() == "[memory]")
+    events = sorted(
+        (e.start_ns(), e.nbytes()) for e in found.profiler.kineto_results.events() if e.name() == "[memory]"
+    )
     return max(itertools.accumulate(nbytes for _, nbytes in events))
 
 

@@ -1,4 +1,7 @@
-"""`meshwise plan`: which plan a job should have on a machine, known before it runs. Tested in tests/cli/test_plan.py."""
+"""`meshwise plan`: which plan a job should have on a machine, known before it runs.
+
+Tested in tests/cli/test_plan.py.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +64,7 @@ def plan_options(options: PlanOptions) -> Plans:
     if options.fits is not None:
         return _judged(job, machine, options, rehearse)
     counts = options.counts(len(machine.devices))
-    space = Space(
-        counts, _per_host(machine), job.batch_size, options.settings, options.allow, _has_batch_norms(job)
-    )
+    space = Space(counts, _per_host(machine), job.batch_size, options.settings, options.allow, _has_batch_norms(job))
     plans = candidates(space)
     if not plans:
         raise PlanError(
@@ -80,8 +81,9 @@ def plan_options(options: PlanOptions) -> Plans:
         show=lambda part: show(Plans(job.name, job.batch_size, machine, part)),
     )
     if not found.estimates:
-        raise PlanError(f"none of {len(found.refused)} plans can run. The first, {found.refused[0].plan}: "
-                        f"{found.refused[0].why}")
+        raise PlanError(
+            f"none of {len(found.refused)} plans can run. The first, {found.refused[0].plan}: {found.refused[0].why}"
+        )
     return Plans(job.name, job.batch_size, machine, found)
 
 
@@ -105,7 +107,8 @@ def _machine_of(options: PlanOptions) -> Machine:
 def _job_of(options: PlanOptions) -> Job:
     if isinstance(options.job, str) and options.job.endswith(".py"):
         raise UsageError(
-            f"{options.job} is a script, and plans are found for jobs so far. Write a Job, and name it: {options.job}:job."
+            f"{options.job} is a script, and plans are found for jobs so far. Write a Job, and name it: "
+            f"{options.job}:job."
         )
     job = find_job(options.job, data=options.data, seed=options.seed, args=options.args)
     return job if options.batch_size is None else replace(job, batch_size=options.batch_size)

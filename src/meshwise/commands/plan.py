@@ -13,9 +13,9 @@ from rich.console import Console
 from meshwise import api
 from meshwise.api.plan_options import PlanOptions
 from meshwise.commands.command_line import from_dataclass
+from meshwise.records.files import write_text
 from meshwise.rehearsal.views.plan_dict import plans_dict
 from meshwise.rehearsal.views.plan_text import plan_words, plans_text
-from meshwise.records.files import write_text
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import plan_to_toml
 from meshwise.spec.units import plural, seconds_text
@@ -27,7 +27,9 @@ app = typer.Typer(add_completion=False)
 @from_dataclass
 def plan(
     options: PlanOptions,
-    save: Annotated[Path | None, typer.Option("--save", help="write the best plan to this file", metavar="FILE")] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="write the best plan to this file", metavar="FILE")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print every figure as JSON, and nothing else")] = False,
 ) -> None:
     """Rank the plans that a job could have on a machine: step time and memory of each, before anything runs.
@@ -60,5 +62,9 @@ def _progress(part: Any) -> str:
     found = part.found
     best = found.estimates[0] if found.estimates else None
     done = plural(len(found.estimates) + len(found.refused), "plan")
-    step = "" if best is None or best.seconds is None else f", best {plan_words(best.plan)} {seconds_text(best.seconds.value)}"
+    step = (
+        ""
+        if best is None or best.seconds is None
+        else f", best {plan_words(best.plan)} {seconds_text(best.seconds.value)}"
+    )
     return f"rehearsed {done} of {len(found.estimates) + len(found.refused) + len(found.left)}{step}"

@@ -97,7 +97,9 @@ class Call:
 Ended = Callable[[], None]
 
 
-def moved_by(operator: Any, arguments: tuple[Any, ...]) -> tuple[str, list[Tensor], dist.ProcessGroup, int | None] | None:
+def moved_by(
+    operator: Any, arguments: tuple[Any, ...]
+) -> tuple[str, list[Tensor], dist.ProcessGroup, int | None] | None:
     """The kind of a collective that is dispatched, what it moves (the full tensors), its group, and the rank of it at
     the other end of a send or receive; None for an operator that is none."""
     name = operator._schema.name.removeprefix("c10d::")

@@ -99,7 +99,9 @@ def plain_for_optimizers() -> Iterator[None]:
     """Optimizers take fake parameters for plain ones: subclasses are stepped one by one, plain ones together.
 
     Read in torch 2.11, 2.13 and 2.15: `optim/optimizer.py`, `utils/_foreach_utils.py`."""
-    lists = {id(kinds): kinds for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)}
+    lists = {
+        id(kinds): kinds for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
+    }
     for kinds in lists.values():
         kinds.append(FakeTensor)
     try:

@@ -35,7 +35,17 @@ DTYPES = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
 }
-TAKES_MEMORY = {"_unsafe_view", "scalar_tensor", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_"}
+TAKES_MEMORY = {
+    "_unsafe_view",
+    "scalar_tensor",
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "set_",
+}
 """Operators that launch nothing, though they give a tensor that is no view."""
 ON_HOST = {"cpu", "meta"}
 

@@ -5,16 +5,20 @@ Tested in tests/rehearsal/test_plan_text.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.text import Text
 
+from meshwise.rehearsal.edits import edits
 from meshwise.rehearsal.estimate import FITS, TOO_CLOSE, TOO_LARGE, Estimate
 from meshwise.spec.plan import Plan, changed
 from meshwise.spec.units import bytes_text, percent_text, plural, seconds_text
+from meshwise.spec.words import some
 from meshwise.terminal.table import table_lines
 
-MOST_ROWS, MOST_REFUSED = 12, 4
+MOST_ROWS, MOST_REFUSED, MOST_EDITS = 12, 4, 6
+HOST_WORTH_SAYING = 1 << 20  # bytes
 
 
 def plans_text(plans: Any, width: int | None = None) -> Text:
@@ -68,39 +72,71 @@ def _parts(estimate: Estimate) -> str:
 
 
 def _below(plans: Any) -> list[Text]:
-    found, lines = plans.found, [Text()]
-    first = found.estimates[0]
-    lines += [Text(sentence) for sentence in sentences(first, one=plans.one)]
-    for other in found.refused[: 0 if plans.one else MOST_REFUSED]:
-        lines.append(Text(f"refused: {plan_words(other.plan)}: {other.why}", "dim"))
-    more = len(found.refused) - MOST_REFUSED
-    if more > 0:
-        lines.append(Text(f"refused: {plural(more, 'more plan')}, most for the same reasons", "dim"))
+    found, first = plans.found, plans.found.estimates[0]
+    lines = [Text(), *(Text(sentence) for sentence in sentences(found.estimates, one=plans.one))]
+    lines += _edits(first, found.estimates[1:])
+    reasons: dict[str, list[str]] = {}
+    for other in () if plans.one else found.refused:
+        reasons.setdefault(other.why, []).append(plan_words(other.plan))
+    lines += [Text(f"refused: {some(which)}: {why}", "dim") for why, which in list(reasons.items())[:MOST_REFUSED]]
     if found.left:
         lines.append(Text(f"not rehearsed, for want of time: {plural(len(found.left), 'plan')}. Use --seconds.", "dim"))
-    lines += [Text(f"note: {warning}", "dim") for warning in plans.machine.warnings]
-    return lines
+    return lines + [Text(f"note: {note}", "dim") for note in (*first.notes, *plans.machine.warnings)]
 
 
-def sentences(first: Estimate, *, one: bool) -> list[str]:
-    """What the best plan, or the one that was asked about, comes to."""
+def _edits(first: Estimate, others: Sequence[Estimate]) -> list[Text]:
+    """What the first plan would be with one thing changed."""
+    priced = list(edits(first, others))[:MOST_EDITS]
+    lines = [Text(), Text("changed, it would be")] if priced else []
+    for edit in priced:
+        words = " ".join(f"{name}={_word(value)}" for name, value in edit.changes.items())
+        more = "" if edit.seconds is None else f", {edit.seconds:+.0%} time".replace("-", "−")
+        sign = "−" if edit.memory < 0 else "+"
+        lines.append(Text(f"  {words}: {sign}{bytes_text(abs(edit.memory))}{more}; {edit.verdict}"))
+    return [*lines, Text()] if lines else []
+
+
+def sentences(estimates: Sequence[Estimate], *, one: bool) -> list[str]:
+    """What the best plan, or the one that was asked about, comes to, and why it is the first."""
+    first = estimates[0]
     memory = first.memory
     need, low, high = (bytes_text(value) for value in (memory.total.value, memory.total.low, memory.total.high))
     of = "" if memory.capacity is None else f" of {bytes_text(memory.capacity)}"
     said = {
         FITS: f"fits: {low} to {high}{of}",
-        TOO_CLOSE: f"too close to call: {low} to {high}{of}",
+        TOO_CLOSE: f"is too close to call: {low} to {high}{of}",
         TOO_LARGE: f"does not fit: {low} to {high}{of}",
     }.get(memory.verdict, f"needs {need}; what the device has is not known")
-    which = plan_words(first.plan)
     split = ", ".join(
         f"{name} {bytes_text(size)}" for name, size in sorted(memory.categories.items(), key=lambda item: -item[1])
     )
-    rest = f"allocated {bytes_text(memory.allocated)} on rank {memory.rank}: {split}"
-    host = f"; in the host's memory {bytes_text(memory.host)}" if memory.host else ""
-    found = [f"{which} {said}.", f"{rest}{host}."]
+    host = f"; in the host's memory {bytes_text(memory.host)}" if memory.host > HOST_WORTH_SAYING else ""
+    reserved = f"; the allocator reserves {bytes_text(memory.reserved)} for it"
+    found = [
+        f"{plan_words(first.plan)} {said}.",
+        f"Tensors on rank {memory.rank}: {bytes_text(memory.allocated)}: {split}{reserved}{host}.",
+    ]
     if first.unknown:
-        found.append(f"The time of a step is not known: {first.unknown}")
-    if not one and memory.verdict == TOO_LARGE:
-        found.append("No plan fits. Use more devices, a smaller --batch-size, or --allow precision.")
+        found.append(f"The time of a step is not known: {first.unknown}.")
+    if not one:
+        found += _why_first(first, estimates[1:])
+    return found
+
+
+def _why_first(first: Estimate, others: Sequence[Estimate]) -> list[str]:
+    found = []
+    if first.memory.verdict == TOO_LARGE:
+        over = first.memory.total.low - (first.memory.capacity or 0)
+        found.append(
+            f"No plan fits: the nearest is {bytes_text(over)} over. Use more devices, a smaller --batch-size, or "
+            "--allow precision."
+        )
+    next_best = next((other for other in others if other.plan.devices != first.plan.devices), None)
+    if next_best is not None and None not in (first.seconds, next_best.seconds):
+        assert first.seconds is not None and next_best.seconds is not None
+        if first.plan.devices < next_best.plan.devices and first.memory.verdict == FITS:
+            found.append(
+                f"{plural(first.plan.devices, 'device')}: a step takes {seconds_text(first.seconds.value)}; with "
+                f"{plan_words(next_best.plan)} it takes {seconds_text(next_best.seconds.value)}."
+            )
     return found
