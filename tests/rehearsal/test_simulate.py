@@ -12,7 +12,7 @@ from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal.breakdown import KINDS, breakdown
 from meshwise.rehearsal.prices import Overlap, Prices, missing, overlap_of
 from meshwise.rehearsal.simulate import Step, simulate
-from meshwise.rehearsal.work import Copy, Launch, Operation, Work
+from meshwise.rehearsal.work import Copy, Event, Launch, Operation, Work
 from meshwise.spec.errors import UsageError
 
 
@@ -212,3 +212,33 @@ def test_unequal_devices_wait_for_the_slower_one() -> None:
     found = breakdown(step, 0)
     assert found.kinds["waiting"] > 0.5 * found.kinds["computing"]
     assert breakdown(step, 1).kinds["waiting"] == 0
+
+
+def launches_and_overlaps() -> Work:
+    """A step of which some is held up by the host, some by the device, with gathers ahead."""
+    events: list[Event] = []
+    for layer in range(6):
+        gathered = len(events)
+        events.append(gathers((0, 1), phase="forward"))
+        events += [computes("aten.mm", after=(gathered,)), *[computes("aten.add")] * 5, computes("aten.mm")]
+        if layer == 3:
+            events.append(computes("aten.sum", blocks=True))
+    return work(*events)
+
+
+@pytest.mark.parametrize("launch", [0.0, 0.01, 0.3, 2.0])
+def test_operators_played_as_one_take_as_long_as_one_by_one(launch: float) -> None:
+    seconds = {"aten.add": 0.05, "aten.sum": 0.1, "all-gather": 0.7}
+    given = Given(seconds, launch)
+    one = simulate([launches_and_overlaps()], given, overlap=FREE, interval=False)
+    merged = simulate([launches_and_overlaps()], given, overlap=FREE, interval=False, merged=True)
+    assert merged.seconds == pytest.approx(one.seconds) and len(merged.done[0]) < len(one.done[0]) / 2
+    slowed = Overlap(1.2, 1.2)
+    one, merged = (simulate([launches_and_overlaps()], given, overlap=slowed, merged=way) for way in (False, True))
+    assert merged.seconds == pytest.approx(one.seconds, rel=0.05)
+
+
+def test_a_processor_s_operators_played_as_one() -> None:
+    own = work(computes(), computes(), gathers((0, 1)), computes(), computes(after=(2,)), kind="cpu", ranks=2)
+    steps = [simulate([own], Given(words="2xcpu"), overlap=FREE, merged=way).seconds for way in (False, True)]
+    assert steps == [4, 4]

@@ -27,6 +27,8 @@ class Item:
     """A launch with its price. seconds: alone, on its stream; host: of the host; share: what it shares, as above.
 
     number: of collectives of one kind and group, counted in the order of the host; blocks: the host waits for its end.
+    Several operators as one: lead is of the first's launch, and late is when they can have ended at the earliest, after
+    the host has begun to launch them.
     """
 
     place: int
@@ -36,6 +38,8 @@ class Item:
     share: int
     blocks: bool
     number: int = 0
+    lead: float = -1.0
+    late: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,10 @@ class Done:
     start: float
     end: float
     by_host: bool
+
+
+_Member = tuple[int, Item, float, bool]
+"""Rank, item, since when its stream is at it, whether the host was late."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +83,7 @@ class _Rank:
     busy: set[str] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     awaited: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
-    active: set[_Task] = field(default_factory=set)
+    active: dict[_Task, None] = field(default_factory=dict)
     counts: list[int] = field(default_factory=lambda: [0] * 5)
 
 
@@ -85,7 +93,7 @@ class _Play:
         self.done: list[Done] = []
         self.heap: list[tuple[float, int, _Task | None, int, int, str]] = []
         self.count = 0
-        self.arrived: dict[tuple[str, tuple[int, ...], int], list[tuple[int, Item, float, bool]]] = defaultdict(list)
+        self.arrived: dict[tuple[str, tuple[int, ...], int], list[_Member]] = defaultdict(list)
         self.sent: set[tuple[tuple[int, ...], int]] = set()
         self.sends: dict[tuple[tuple[int, ...], int], float] = {}
         self.changed: set[int] = set()
@@ -111,9 +119,9 @@ class _Play:
         while of.next < len(of.items):
             item = of.items[of.next]
             of.next += 1
-            of.host += item.host
             stream = item.launch.stream
-            of.queues[stream].append((item, of.host))
+            of.queues[stream].append((item, of.host + (item.host if item.lead < 0 else item.lead)))
+            of.host += item.host
             if item.blocks:
                 of.blocked = item.place
             if len(of.queues[stream]) == 1 and stream not in of.busy:
@@ -137,13 +145,14 @@ class _Play:
             return
         queue.popleft()
         of.busy.add(stream)
-        self.begin(rank, item, now, launched >= now and launched > 0)
+        seconds = max(item.seconds, launched - item.lead + item.late - now) if item.late else item.seconds
+        self.begin((rank, item, now, launched >= now and launched > 0), seconds, now)
 
-    def begin(self, rank: int, item: Item, now: float, by_host: bool) -> None:
-        member = (rank, item, now, by_host)
+    def begin(self, member: _Member, seconds: float, now: float) -> None:
+        item = member[1]
         what = item.launch.what
         if not isinstance(what, Collective):
-            self.start([member], now)
+            self.start([member], now, seconds)
             return
         key = (what.kind, what.ranks, item.number)
         message = (what.ranks, item.number)
@@ -162,12 +171,12 @@ class _Play:
             if len(self.arrived[key]) >= sum(one in self.ranks for one in what.ranks):
                 self.start(self.arrived.pop(key), now)
 
-    def start(self, members: list[tuple[int, Item, float, bool]], now: float, seconds: float | None = None) -> None:
+    def start(self, members: list[_Member], now: float, seconds: float | None = None) -> None:
         longest = max(item.seconds for _, item, _, _ in members) if seconds is None else seconds
         task = _Task(members, longest, now, since=now)
         for rank, item, _, _ in members:
             of = self.ranks[rank]
-            of.active.add(task)
+            of.active[task] = None
             of.counts[item.share] += 1
             self.changed.add(rank)
 
@@ -175,7 +184,7 @@ class _Play:
         task.version += 1
         for rank, item, ready, by_host in task.members:
             of = self.ranks[rank]
-            of.active.discard(task)
+            del of.active[task]
             of.counts[item.share] -= 1
             self.changed.add(rank)
             self.ended(rank, item, Done(rank, item.place, item.launch, ready, task.start, now, by_host))
@@ -205,9 +214,12 @@ class _Play:
 
     def settle(self, now: float) -> None:
         """New rates for what runs on the ranks on which something has changed, and new times of its end."""
-        tasks = {task for rank in self.changed for task in self.ranks[rank].active}
-        self.changed.clear()
-        for task in sorted(tasks, key=_first) if len(tasks) > 1 else tasks:
+        if len(self.changed) == 1:
+            tasks = list(self.ranks[self.changed.pop()].active)
+        else:
+            tasks = sorted({task for rank in self.changed for task in self.ranks[rank].active}, key=_first)
+            self.changed.clear()
+        for task in tasks:
             rate = min(self.rate(rank, item.share) for rank, item, _, _ in task.members)
             if rate == task.rate:
                 continue

@@ -42,25 +42,33 @@ class Prices:
         """known: measured seconds of operators, by the name of the device's part."""
         self.machine = machine
         self._known = known or {}
-        self._operations: dict[tuple[str, Operation], Priced | None] = {}
+        self._operations: dict[tuple[int, Operation], Priced | None] = {}
         self._others: dict[tuple[int, Collective | Copy], Priced | None] = {}
-        self._alike = [_alike(device) for device in machine.devices]
+        self._objects: dict[tuple[int, int], tuple[Operation | Collective | Copy, Priced | None]] = {}
+        alike: dict[str, int] = {}
+        self._alike = [alike.setdefault(_alike(device), len(alike)) for device in machine.devices]
 
     def of(self, what: Operation | Collective | Copy, rank: int) -> Priced | None:
         """Seconds on the stream of this rank; None where a figure is not known."""
+        key = self._alike[rank], id(what)  # the same object again: what is alike is one object in a trace
+        found = self._objects.get(key)
+        if found is None:
+            found = self._objects[key] = what, self._ask(what, rank)
+        return found[1]
+
+    def _ask(self, what: Operation | Collective | Copy, rank: int) -> Priced | None:
+        device = self.machine.devices[rank]
         if isinstance(what, Operation):
-            key = self._alike[rank], what
-            if key not in self._operations:
-                device = self.machine.devices[rank]
-                self._operations[key] = kernel_seconds(what, device, self._known.get(device.part))
-            return self._operations[key]
-        other = (rank if isinstance(what, Copy) else 0), what
+            alike = self._alike[rank], what
+            if alike not in self._operations:
+                self._operations[alike] = kernel_seconds(what, device, self._known.get(device.part))
+            return self._operations[alike]
+        other = self._alike[rank], what
         if other not in self._others:
-            self._others[other] = (
-                copy_seconds(what, self.machine.devices[rank], self.machine)
-                if isinstance(what, Copy)
-                else collective_seconds(what, self.machine)
-            )
+            if isinstance(what, Copy):
+                self._others[other] = copy_seconds(what, device, self.machine)
+            else:
+                self._others[other] = collective_seconds(what, self.machine)
         return self._others[other]
 
     def host(self, what: Operation | Collective | Copy, rank: int) -> Priced:

@@ -1,0 +1,250 @@
+"""What torch's caching allocator takes from the device for a sequence of allocations, and whether a cap holds.
+
+The rules of c10/cuda/CUDACachingAllocator.cpp (pytorch@001074d2; defaults of c10/core/AllocatorConfig.h), as long as no
+PYTORCH_ALLOC_CONF changes them: `round_size`, `get_allocation_size`, `get_free_block`, `should_split`,
+`try_merge_blocks`, `release_cached_blocks`. Not modelled: blocks that `record_stream` keeps longer, and expandable
+segments, which reserve less.
+
+Tested in tests/rehearsal/test_allocator.py.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshwise.rehearsal.constants import FIGURES
+from meshwise.rehearsal.work import Allocate, Collective, Free, Work
+
+BLOCK = 512
+"""Sizes are rounded up to it (kMinBlockSize)."""
+SMALL = 1 << 20
+"""The largest allocation of the small pool (kSmallSize); in the large pool, what is split off must be larger."""
+SMALL_SEGMENT = 2 << 20
+"""What the small pool takes from the device (kSmallBuffer)."""
+LARGE_SEGMENT = 20 << 20
+"""What is taken for an allocation of less than LARGE (kLargeBuffer)."""
+LARGE = 10 << 20
+"""From here on an allocation gets a segment of its own size (kMinLargeAlloc), rounded up to ROUND (kRoundLarge)."""
+ROUND = 2 << 20
+
+
+def rounded(size: int) -> int:
+    """Bytes of the block for an allocation of `size` bytes (`round_size`)."""
+    return BLOCK if size < BLOCK else -(-size // BLOCK) * BLOCK
+
+
+def segment_size(size: int) -> int:
+    """Bytes that are taken from the device where no cached block fits (`get_allocation_size`). size: rounded."""
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < LARGE else -(-size // ROUND) * ROUND
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The allocation that the cap refuses. place: of its event, counted over all works, -1 for what is held before.
+
+    short: how many bytes the cap lacks for its segment after all that was cached has been given back.
+    """
+
+    place: int
+    size: int
+    allocated: int
+    reserved: int
+    short: int
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Peaks over the sequence, in bytes. allocated: of all blocks in use; reserved: of all segments, at event `place`.
+
+    retries: how often cached segments had to be given back to stay below the cap. failed: None where the cap held.
+    """
+
+    allocated: int
+    reserved: int
+    place: int
+    retries: int
+    failed: OutOfMemory | None
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    size: int
+    address: int
+    stream: str
+    small: bool
+    free: bool = False
+    before: _Block | None = None
+    behind: _Block | None = None
+
+
+@dataclass
+class _Heap:
+    cap: int | None
+    allocated: int = 0
+    reserved: int = 0
+    retries: int = 0
+    next_address: int = 0
+    # By pool and stream: (size, address) of free blocks, smallest first, and the block of each address.
+    cached: dict[tuple[bool, str], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    at: dict[int, _Block] = field(default_factory=dict)
+
+    def take(self, asked: int, stream: str) -> _Block | None:
+        """A block for `asked` bytes; None where the cap leaves no room for it."""
+        size = rounded(asked)
+        small = size <= SMALL
+        block = self._best(size, small, stream) or self._new(size, small, stream)
+        if block is None:
+            self.retries += 1
+            self._give_back()
+            block = self._new(size, small, stream)
+        if block is None:
+            return None
+        remaining = block.size - size
+        if remaining >= BLOCK if small else remaining > SMALL:
+            rest = _Block(remaining, block.address + size, stream, small, True, block, block.behind)
+            if block.behind is not None:
+                block.behind.before = rest
+            block.behind, block.size = rest, size
+            self._cache(rest)
+        block.free = False
+        self.allocated += block.size
+        return block
+
+    def give(self, block: _Block) -> None:
+        """A block is not used any more: it becomes one with its free neighbours, and is cached."""
+        self.allocated -= block.size
+        block.free = True
+        for other in (block.before, block.behind):
+            if other is None or not other.free:
+                continue
+            self._uncache(other)
+            first, second = (other, block) if other is block.before else (block, other)
+            first.size += second.size
+            first.behind = second.behind
+            if second.behind is not None:
+                second.behind.before = first
+            block = first
+        self._cache(block)
+
+    def short_of(self, asked: int) -> int:
+        """Bytes that the cap lacks for a new segment."""
+        return 0 if self.cap is None else self.reserved + segment_size(rounded(asked)) - self.cap
+
+    def _best(self, size: int, small: bool, stream: str) -> _Block | None:
+        """The smallest cached block of the stream that is large enough."""
+        cached = self.cached[small, stream]
+        place = bisect_left(cached, (size, -1))
+        if place == len(cached):
+            return None
+        return self.at.pop(cached.pop(place)[1])
+
+    def _new(self, size: int, small: bool, stream: str) -> _Block | None:
+        whole = segment_size(size)
+        if self.cap is not None and self.reserved + whole > self.cap:
+            return None
+        self.reserved += whole
+        self.next_address += whole + BLOCK  # segments are no neighbours
+        return _Block(whole, self.next_address - whole, stream, small)
+
+    def _give_back(self) -> None:
+        """Segments that are one free block go back to the device."""
+        for cached in self.cached.values():
+            for key in list(cached):
+                block = self.at[key[1]]
+                if block.before is None and block.behind is None:
+                    cached.remove(key)
+                    del self.at[key[1]]
+                    self.reserved -= block.size
+
+    def _cache(self, block: _Block) -> None:
+        insort(self.cached[block.small, block.stream], (block.size, block.address))
+        self.at[block.address] = block
+
+    def _uncache(self, block: _Block) -> None:
+        cached = self.cached[block.small, block.stream]
+        del cached[bisect_left(cached, (block.size, block.address))]
+        del self.at[block.address]
+
+
+def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] = ()) -> Replayed:
+    """What the allocator reserves on the device over these steps of one rank, such as the first and a later one.
+
+    cap: bytes that segments may take together, as `torch.cuda.set_per_process_memory_fraction` sets. first: sizes that
+    are allocated before all else and stay, such as a workspace. Storages keep their numbers from step to step.
+    """
+    heap = _Heap(cap)
+    blocks: dict[int, _Block] = {}
+    allocated, reserved, reached = 0, 0, -1
+    for place, event in _events(works, first):
+        if isinstance(event, Free):
+            block = blocks.pop(event.storage, None)  # those of the host are not here
+            if block is not None:
+                heap.give(block)
+            continue
+        if event.on_host or event.size == 0 or event.storage in blocks:
+            continue
+        block = heap.take(event.size, event.stream)
+        if block is None:
+            failed = OutOfMemory(place, event.size, heap.allocated, heap.reserved, heap.short_of(event.size))
+            return Replayed(allocated, reserved, reached, heap.retries, failed)
+        blocks[event.storage] = block
+        allocated = max(allocated, heap.allocated)
+        if heap.reserved > reserved:
+            reserved, reached = heap.reserved, place
+    return Replayed(allocated, reserved, reached, heap.retries, None)
+
+
+def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[tuple[int, Allocate | Free]]:
+    for number, size in enumerate(first):
+        yield -1, Allocate(-1 - number, size, "temporary")
+    for held in works[0].held if works else ():
+        yield -1, held
+    place = 0
+    for work in works:
+        for event in work.events:
+            if isinstance(event, Allocate | Free):
+                yield place, event
+            place += 1
+
+
+# ---- Around the allocator --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Total:
+    """Bytes that the device lacks for others, as nvidia-smi shows: low and high are an 80 % interval. parts: by name,
+    `reserved`, `context`, `communicators`."""
+
+    bytes: int
+    low: int
+    high: int
+    parts: Mapping[str, int]
+
+
+def workspace(architecture: str) -> int:
+    """Bytes of cuBLAS's workspace, which torch allocates with the first matmul."""
+    return int(FIGURES[f"workspace.{'hopper' if architecture in ('hopper', 'blackwell') else 'other'}"].value)
+
+
+def device_total(reserved: int, work: Work) -> Total:
+    """What the process takes of a GPU: the allocator's segments, the context and the communicators of its groups."""
+    groups: set[tuple[int, ...]] = set()
+    peers: set[int] = set()
+    for launch in work.launches:
+        what = launch.what
+        if isinstance(what, Collective) and len(what.ranks) > 1:
+            if what.kind in ("send", "receive", "all-to-all"):
+                peers |= set(what.ranks) - {work.rank}
+            else:
+                groups.add(what.ranks)
+    counts = {"reserved": reserved, "context": 1, "communicator": len(groups), "communicator.peer": min(len(peers), 8)}
+    sizes = {name: count * FIGURES[name].value for name, count in counts.items() if count}
+    low, high = (sum(size * FIGURES[name].spread ** way for name, size in sizes.items()) for way in (-1, 1))
+    parts = {"reserved": reserved, "context": int(sizes["context"])}
+    parts["communicators"] = int(sum(size for name, size in sizes.items() if name.startswith("communicator")))
+    return Total(sum(parts.values()), int(max(low, reserved)), int(high), parts)

@@ -1,0 +1,123 @@
+"""The launches of a rank with their prices, as what is played: one by one, or operators in a row as one.
+
+Tested in tests/rehearsal/test_simulate.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwise.rehearsal.play import ACROSS, COMPUTING, INSIDE, TO_DEVICE, TO_HOST, Item
+from meshwise.rehearsal.price import Priced
+from meshwise.rehearsal.prices import Prices
+from meshwise.rehearsal.work import MAIN, Collective, Copy, Launch, Operation, Work
+from meshwise.spec.machine import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A launch and its price. host: of launching it; share, blocks, number: as in `Item`.
+
+    joins: it follows the launch before on its stream, and nothing else comes between or waits for that one.
+    """
+
+    launch: Launch
+    place: int
+    price: Priced
+    host: Priced
+    share: int
+    blocks: bool
+    number: int
+    joins: bool
+
+
+def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
+    """The launches of a step with their prices; None where one is not known."""
+    found: list[Cost] = []
+    numbers: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+    awaited = {place for launch in work.launches for place in launch.after}
+    shares: dict[tuple[int, ...], int] = {}
+    cpu, rank = work.kind == "cpu", work.rank
+    before: Launch | None = None
+    for place, launch in enumerate(work.events):
+        if not isinstance(launch, Launch):
+            continue
+        what, number, share = launch.what, 0, COMPUTING
+        price = prices.of(what, rank)
+        if price is None:
+            return None
+        if isinstance(what, Collective):
+            number = numbers[what.kind, what.ranks]
+            numbers[what.kind, what.ranks] = number + 1
+            if what.ranks not in shares:
+                shares[what.ranks] = _tier(what.ranks, prices.machine)
+            share = shares[what.ranks]
+        elif isinstance(what, Copy):
+            share = TO_HOST if what.to == "host" else TO_DEVICE
+        blocks = launch.blocks or (cpu and _waits(launch))
+        joins = (
+            before is not None
+            and isinstance(what, Operation)
+            and isinstance(before.what, Operation)
+            and launch.stream == before.stream
+            and not launch.after
+            and found[-1].place not in awaited
+            and (cpu or not found[-1].blocks)
+        )
+        found.append(Cost(launch, place, price, prices.host(what, rank), share, blocks, number, joins))
+        before = launch
+    return found
+
+
+def items(costs: Sequence[Cost], ends: Mapping[str, str], merged: bool = False) -> list[Item]:
+    """What is played. ends: by factor `low` or `high`, at which end of their intervals its prices are taken.
+
+    merged: operators in a row are one item. It takes as long as they do one by one, the host's launches included.
+    """
+    if not merged:
+        return [_item(cost, ends) for cost in costs]
+    return [_item(row[0], ends) if len(row) == 1 else _joined(row, ends) for row in _rows(costs)]
+
+
+def _item(cost: Cost, ends: Mapping[str, str]) -> Item:
+    seconds, host = _at(cost.price, ends), _at(cost.host, ends)
+    return Item(cost.place, cost.launch, seconds, host, cost.share, cost.blocks, cost.number)
+
+
+def _rows(costs: Sequence[Cost]) -> Iterator[Sequence[Cost]]:
+    first = 0
+    for place in range(1, len(costs) + 1):
+        if place == len(costs) or not costs[place].joins:
+            yield costs[first:place]
+            first = place
+
+
+def _joined(row: Sequence[Cost], ends: Mapping[str, str]) -> Item:
+    """late: an operator cannot begin before its launch, and those behind it follow."""
+    host = late = seconds = 0.0
+    for cost in row:
+        own = _at(cost.price, ends)
+        host += _at(cost.host, ends)
+        late = max(late, host) + own
+        seconds += own
+    last = row[-1]
+    lead = _at(row[0].host, ends)
+    return Item(last.place, row[0].launch, seconds, host, COMPUTING, last.blocks, 0, lead, late)
+
+
+def _at(price: Priced, ends: Mapping[str, str]) -> float:
+    end = ends.get(price.factor) if ends else None
+    return price.seconds if end is None else price.low if end == "low" else price.high
+
+
+def _waits(launch: Launch) -> bool:
+    """Whether the host of a CPU worker waits for it: it computes itself, and receives before it goes on."""
+    what = launch.what
+    received = isinstance(what, Collective) and what.kind == "receive"
+    return launch.stream == MAIN or isinstance(what, Operation) or received
+
+
+def _tier(ranks: Sequence[int], machine: Machine) -> int:
+    return ACROSS if len({machine.devices[rank].host for rank in ranks}) > 1 else INSIDE

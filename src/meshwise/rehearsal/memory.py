@@ -1,0 +1,108 @@
+"""Memory over a step: allocated bytes by category after each event, the peak, and what lies in it.
+
+Bytes of a GPU are counted as torch's `memory_allocated` counts them, in blocks of 512; those of a host and of a CPU
+device as they were asked for.
+
+Tested in tests/rehearsal/test_memory.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.rehearsal.allocator import rounded
+from meshwise.rehearsal.work import CATEGORIES, Allocate, Free, Launch, Work
+
+Bytes = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that was allocated at once. place: of the event in `Work.events` that reached it, -1 before the first.
+
+    split: bytes by category, those that are there. phase, module, microbatch: of the launch that the memory was for.
+    """
+
+    bytes: int
+    place: int
+    split: Mapping[str, int]
+    phase: str = ""
+    module: str = ""
+    microbatch: int = -1
+
+
+@dataclass(frozen=True)
+class Curve:
+    """places: of the events that change it, ascending, first -1 for what is held when the step begins. by_category:
+    bytes after each, one row a place, one column a category, in the order of CATEGORIES."""
+
+    work: Work
+    places: Bytes
+    by_category: Bytes
+
+    @property
+    def total(self) -> Bytes:
+        """Bytes after each place."""
+        total: Bytes = self.by_category.sum(axis=1)
+        return total
+
+    @cached_property
+    def peak(self) -> Peak:
+        """The first moment of the most bytes."""
+        at = int(self.total.argmax())
+        place = int(self.places[at])
+        split = {name: int(size) for name, size in zip(CATEGORIES, self.by_category[at], strict=True) if size}
+        launch = _launch_at(self.work, place)
+        where = (launch.phase, launch.module, launch.microbatch) if launch is not None else ("", "", -1)
+        return Peak(int(self.total[at]), place, split, *where)
+
+
+def memory_curve(work: Work, on_host: bool = False) -> Curve:
+    """The memory of the device over the step, or of its host. Raises ValueError for a storage that is given back and
+    was never taken, or taken twice."""
+    column = {name: number for number, name in enumerate(CATEGORIES)}
+    unit = 1 if on_host or work.kind == "cpu" else 0
+    alive: dict[int, tuple[int, int]] = {}
+    places, changes = [-1], [np.zeros(len(CATEGORIES), np.int64)]
+    for place, event in _memory_events(work):
+        if isinstance(event, Allocate):
+            if event.storage in alive:
+                raise ValueError(f"event {place}: storage {event.storage} is taken and was not given back")
+            counted = event.on_host == on_host
+            size = (event.size if unit else rounded(event.size)) if counted else 0
+            alive[event.storage] = which, _ = column[event.category], size
+        elif event.storage in alive:
+            which, freed = alive.pop(event.storage)
+            size = -freed
+        else:
+            raise ValueError(f"event {place}: storage {event.storage} is given back and was never taken")
+        if size == 0:
+            continue
+        if place < 0:
+            changes[0][which] += size
+        else:
+            row = np.zeros(len(CATEGORIES), np.int64)
+            row[which] = size
+            places.append(place)
+            changes.append(row)
+    return Curve(work, np.array(places, np.int64), np.cumsum(np.stack(changes), axis=0))
+
+
+def _memory_events(work: Work) -> Iterator[tuple[int, Allocate | Free]]:
+    for held in work.held:
+        yield -1, held
+    for place, event in enumerate(work.events):
+        if not isinstance(event, Launch):
+            yield place, event
+
+
+def _launch_at(work: Work, place: int) -> Launch | None:
+    """The launch that follows an event, else the last before it: memory is taken for what is launched next."""
+    after = (event for event in work.events[max(place, 0) :] if isinstance(event, Launch))
+    before = (event for event in reversed(work.events[: max(place, 0)]) if isinstance(event, Launch))
+    return next(after, None) or next(before, None)
