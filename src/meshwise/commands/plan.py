@@ -27,9 +27,7 @@ app = typer.Typer(add_completion=False)
 @from_dataclass
 def plan(
     options: PlanOptions,
-    save: Annotated[
-        Path | None, typer.Option("--save", help="write the best plan to this file", metavar="FILE")
-    ] = None,
+    save: Annotated[Path | None, typer.Option("--save", help="write the best plan to a file", metavar="FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print every figure as JSON, and nothing else")] = False,
 ) -> None:
     """Rank the plans that a job could have on a machine: step time and memory of each, before anything runs.

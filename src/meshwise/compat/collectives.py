@@ -80,7 +80,7 @@ def all_reduce(tensor: Tensor, op: str, group: Group) -> None:
 def begin_sum(tensor: Tensor, group: Group = None) -> torch.futures.Future[object]:
     """Begin to sum `tensor` over the group; the future is done when it is. Waits where a copy has to follow."""
     buffer, op = _reducible(tensor, "sum")
-    if not torch._C._is_alias_of(buffer, tensor):
+    if not _same_memory(buffer, tensor):
         all_reduce(tensor, "sum", group)
         done: torch.futures.Future[object] = torch.futures.Future()
         done.set_result(None)
@@ -202,8 +202,13 @@ def _reducible(tensor: Tensor, op: str) -> tuple[Tensor, str]:
 
 
 def _copy_back(tensor: Tensor, buffer: Tensor) -> None:
-    if not torch._C._is_alias_of(buffer, tensor):
+    if not _same_memory(buffer, tensor):
         tensor.detach().copy_(buffer)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    """Also of fake tensors, which have no address."""
+    return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
 
 
 def _carries(tensor: Tensor, group: Group) -> bool:

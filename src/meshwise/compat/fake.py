@@ -121,7 +121,7 @@ def over(subclass: type[Tensor], kind: type[Tensor]) -> type[Tensor]:
 
 def real_values() -> contextlib.AbstractContextManager[object]:
     """What is computed in it has values, also in a rehearsal."""
-    return _disable_current_modes() if rehearsing() else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+    return _disable_current_modes() if rehearsing() else contextlib.nullcontext()
 
 
 def owner_of(tensor: Tensor) -> object:

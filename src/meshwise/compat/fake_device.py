@@ -87,7 +87,8 @@ class Event:
 class _Module:
     """What torch looks for in `torch.sim`."""
 
-    Stream, Event = Stream, Event
+    def __init__(self) -> None:
+        self.Stream, self.Event = Stream, Event
 
     def is_initialized(self) -> bool:
         return True
@@ -186,7 +187,7 @@ def _register() -> None:
         def has_primary_context(self, device: int) -> bool:
             return _users[0] > 0
 
-    _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Module(), hook=Hook())  # type: ignore[no-untyped-call]
+    _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Module(), hook=Hook())
     library = torch.library.Library("aten", "IMPL")
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         library.impl("scaled_dot_product_attention", _attention, key)

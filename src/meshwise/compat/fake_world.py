@@ -98,7 +98,7 @@ def fake_world(rank: int, size: int, mail: Mail) -> Iterator[None]:
     _mail.append(mail)
     kinds = ("cpu", *([fake_device.NAME] if fake_device.is_there() else []))
     backends = ",".join(f"{kind}:fake" for kind in kinds)
-    dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=size)  # type: ignore[no-untyped-call]
+    dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=size)
     try:
         with (
             patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),

@@ -167,7 +167,7 @@ def without_empty_groups(module: FSDPModule) -> None:
 
 def place_in_memory(tensor: Tensor) -> tuple[int, int]:
     """Where its elements begin: a storage, and a place in it. A fake tensor has one too."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -202,10 +202,11 @@ def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] =
 def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[tuple[int, Allocate | Free]]:
     for number, size in enumerate(first):
         yield -1, Allocate(-1 - number, size, "temporary")
-    for held in works[0].held if works else ():
-        yield -1, held
-    place = 0
-    for work in works:
+    place = -1
+    for work in works:  # of a later one, what was made between the steps: the others are known
+        for held in work.held:
+            yield place, held
+        place = max(place, 0)
         for event in work.events:
             if isinstance(event, Allocate | Free):
                 yield place, event

@@ -5,15 +5,16 @@ Tested in tests/rehearsal/test_estimate.py.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
+from meshwise.machine.catalog import part
+from meshwise.rehearsal.allocator import device_total, replay, workspace
 from meshwise.rehearsal.breakdown import breakdown
 from meshwise.rehearsal.estimate import Estimate, Memory, Range
+from meshwise.rehearsal.memory import memory_curve
 from meshwise.rehearsal.prices import Prices, missing
 from meshwise.rehearsal.simulate import simulate
 from meshwise.rehearsal.trace import Trace, trace
-from meshwise.rehearsal.work import Allocate, Free, Work
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 from meshwise.training.job import Job
@@ -42,34 +43,20 @@ def estimator(job: Job, machine: Machine, cap: int | None = None) -> Callable[[P
 
 
 def _memory(traces: Sequence[Trace], machine: Machine, cap: int | None) -> Memory:
-    of_ranks = [_of_rank(work) for each in traces for work in (each.first, each.step)]
-    rank, allocated, categories, host = max(of_ranks, key=lambda one: one[1])
-    capacity = machine.devices[rank].memory
-    if cap is not None:
-        capacity = cap if capacity is None else min(cap, capacity)
-    total = Range(allocated, allocated, allocated)
-    return Memory(rank, total, allocated, categories, allocated, host, capacity)
+    return max((_of_rank(each, machine, cap) for each in traces), key=lambda memory: memory.total.value)
 
 
-def _of_rank(work: Work) -> tuple[int, int, Counter[str], int]:
-    alive = {event.storage: event for event in work.held}
-    now = Counter({True: 0, False: 0})
-    for event in work.held:
-        now[event.on_host] += event.size
-    peaks, at = Counter(now), dict(alive)
-    for event in work.events:
-        if isinstance(event, Allocate):
-            alive[event.storage] = event
-            now[event.on_host] += event.size
-            if now[event.on_host] > peaks[event.on_host]:
-                peaks[event.on_host] = now[event.on_host]
-                if not event.on_host:
-                    at = dict(alive)
-        elif isinstance(event, Free):
-            gone = alive.pop(event.storage)
-            now[gone.on_host] -= gone.size
-    categories: Counter[str] = Counter()
-    for one in at.values():
-        if not one.on_host:
-            categories[one.category] += one.size
-    return work.rank, peaks[False], categories, peaks[True]
+def _of_rank(traced: Trace, machine: Machine, cap: int | None) -> Memory:
+    """Of the larger of its first step and a later one, after one another."""
+    works, device = (traced.first, traced.step), machine.devices[traced.step.rank]
+    capacity = device.memory if cap is None else min(cap, device.memory or cap)
+    peak = max((memory_curve(work).peak for work in works), key=lambda peak: peak.bytes)
+    host = max(memory_curve(work, on_host=True).peak.bytes for work in works)
+    if traced.step.kind == "cpu":  # a process beside others: what it takes besides tensors is not counted
+        total, reserved = Range(peak.bytes, peak.bytes, peak.bytes), peak.bytes
+    else:
+        known = part(device.part)
+        reserved = replay(works, first=[workspace(known.architecture if known else "")]).reserved
+        taken = device_total(reserved, traced.step)
+        total = Range(taken.bytes, taken.low, taken.high)
+    return Memory(traced.step.rank, total, peak.bytes, peak.split, reserved, host, capacity)

@@ -1,8 +1,8 @@
 """Trace: the real step of a job on fake tensors, in a world that is not there, written down as `Work`.
 
 The same engine, the same techniques, PyTorch's own FSDP2: what they do is what is counted. No memory is taken and
-nothing is computed. One rank of each kind is traced: of a pipeline one of each stage, since ranks that differ in another
-axis do the same.
+nothing is computed. One rank of each kind is traced: of a pipeline one of each stage, since ranks that differ in
+another axis do the same.
 
 Tested in tests/rehearsal/test_trace.py.
 """

@@ -90,8 +90,8 @@ def _edits(first: Estimate, others: Sequence[Estimate]) -> list[Text]:
     lines = [Text(), Text("changed, it would be")] if priced else []
     for edit in priced:
         words = " ".join(f"{name}={_word(value)}" for name, value in edit.changes.items())
-        more = "" if edit.seconds is None else f", {edit.seconds:+.0%} time".replace("-", "−")
-        sign = "−" if edit.memory < 0 else "+"
+        more = "" if edit.seconds is None else f", {edit.seconds:+.0%} time"
+        sign = "-" if edit.memory < 0 else "+"
         lines.append(Text(f"  {words}: {sign}{bytes_text(abs(edit.memory))}{more}; {edit.verdict}"))
     return [*lines, Text()] if lines else []
 
