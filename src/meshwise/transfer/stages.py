@@ -87,6 +87,17 @@ def enter_own_layers(inside: bool) -> None:
 
 
 @contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """What modules give in the body is not what one device computes in its forward: it runs twice, or for others."""
+    before = _in_own_layers[0]
+    _in_own_layers[0] = False
+    try:
+        yield
+    finally:
+        _in_own_layers[0] = before
+
+
+@contextlib.contextmanager
 def carried(leave: Callable[[], Any], enter: Callable[[Any], None]) -> Iterator[None]:
     """During the body, what `leave` gives where a stage's layers end is given to `enter` where the next one's begin."""
     _carried.append((leave, enter))
