@@ -79,6 +79,18 @@ class Net(nn.Module):
         return found
 
 
+class Looking(Net):
+    """Reads values between its blocks, as I-BERT does for its ranges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_forward_hook(assert_numbers)
+
+
+def assert_numbers(module: nn.Module, given: Any, found: tuple[Tensor, Tensor]) -> None:
+    assert not found[0].isnan().any(), "not a number"
+
+
 def sequences() -> tuple[Tensor]:
     return (torch.randint(16, (48, 6), generator=torch.Generator().manual_seed(3)),)
 
@@ -256,13 +268,14 @@ def test_a_run_goes_on_under_another_plan(pool: Any, tmp_path: Path) -> None:
     ("made", "expected"),
     [
         (job(model=lambda: Net(skip=True)), "reads more than what the block before it gives"),
+        (job(model=Looking), "before block blocks.2 raised AssertionError: not a number.* Use shard or tensor"),
         (job(loss=lambda m, b: token_mean(m, b)[0] + token_mean(m, b)[0]), "was called twice in one loss"),
         (
             job(loss=lambda m, b: token_mean(m, b)[0] + sum(p.sum() for p in m.parameters())),
             "whose values are on another",
         ),
     ],
-    ids=["skip", "twice", "penalty"],
+    ids=["skip", "looks", "twice", "penalty"],
 )
 @pytest.mark.slow
 def test_what_cannot_be_cut_is_refused_by_name(made: Job, expected: str, processes: None) -> None:

@@ -79,6 +79,11 @@ class Pass:
         self.left = False
         self._entered = self._gave = 0
 
+    @property
+    def came_to_its_blocks(self) -> bool:
+        """Whether a block of this stage was called, or it is the first, which misses nothing."""
+        return self._entered > 0 or self.lo == 0
+
     def passed_by(self, number: int) -> Any:
         """What a block of a stage before gives."""
         if number < self.lo - 1:
