@@ -112,6 +112,8 @@ class Pass:
             # A copy is sent: code behind the block may write into what it gives, and does so on the next stage too.
             self.output = result if self.is_last else map_tensors(torch.clone, result)
             self.carried = stages.take_along()
+            if not self.is_last:
+                stages.leave_own_layers(self._blocks[number][1])
 
     def check_complete(self, ranks: int) -> None:
         """PlanError where the forward did not come to all blocks of the stage, or did not leave behind them."""
