@@ -143,7 +143,7 @@ def hold(pool: Any, name: str, label: str, reference: dict[int, Trace], limit: f
         return Row(status="timeout", text=str(late))
     many, row["share"], _ = answers[0]
     calls = [answer[2] for answer in answers]
-    proof = prove(name, spec, "2xcpu", one, many)
+    proof = prove(name, spec, "2xcpu", one, many, (), lambda spec: one_device(tiny_models.job_of(name), spec))
     row["largest"] = max((k.largest.relative for k in proof.comparison.kinds if k.largest is not None), default=0.0)
     row["notes"] = list(proof.notes)
     if proof.equal:

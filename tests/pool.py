@@ -106,7 +106,7 @@ class Pool:
         while len(answers) < self.size:
             for rank, line in enumerate(self._lines):
                 if rank not in answers and line.poll(0.002):
-                    answers[rank] = cloudpickle.loads(line.recv_bytes())
+                    answers[rank] = self._answer(line)
             failed = [(rank, what) for rank, (fine, what) in sorted(answers.items()) if not fine]
             if failed and (len(answers) == self.size or self._others_wait(answers)):
                 self._restart()
@@ -118,6 +118,15 @@ class Pool:
                     f"ranks {sorted(set(range(self.size)) - set(answers))} did not answer in {timeout} s"
                 )
         return [answers[rank][1] for rank in range(self.size)]
+
+    def _answer(self, line: Connection) -> tuple[bool, Any]:
+        try:
+            answer: tuple[bool, Any] = cloudpickle.loads(line.recv_bytes())
+            return answer
+        except (EOFError, ConnectionError):  # the case ended its process: killed, or out of memory
+            self._thread.join(timeout=10)
+            said = f"a worker ended in the middle of a case: {self.error}"
+            return False, ("WorkerDied", said, said)
 
     def _others_wait(self, answers: dict[int, Any]) -> bool:
         """The ranks that have not answered a second after one failed are waiting for it in a collective."""

@@ -61,6 +61,8 @@ SHARED_BY_TECHNIQUES |= {
     "passing",
     "holding",
     "shard_refusals",
+    "expert_axis",
+    "expert_list",
 }
 JOIN_TECHNIQUES = {"apply"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "manager", "managers", "base", "misc"}

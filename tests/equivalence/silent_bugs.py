@@ -94,6 +94,18 @@ def inside(patch: Any, name: str) -> list[bool]:
     return now
 
 
+def parameters_changed(start: str, hook: Callable[[], Callable[[Tensor], Tensor]]) -> Plant:
+    """Give each parameter whose name begins so a hook of its own, once it is the one that is trained: those of a
+    deferred model are made anew after the plan has divided it."""
+
+    def hooked(model: nn.Module, optimizer: Any) -> None:
+        for name, p in model.named_parameters():
+            if name.startswith(start):
+                p.register_hook(hook())
+
+    return lambda patch: at_start(patch, after=hooked)
+
+
 def own_columns(gradient: Tensor) -> Tensor:
     """Of the scores of experts, only what this rank's expert sends back."""
     mine = torch.zeros_like(gradient)
@@ -477,17 +489,8 @@ def ties_in_another_layout(patch: Any) -> None:
     around(patch, "gradients of ties", add)
 
 
-def microbatch_of_old_weight_gradients(patch: Any) -> None:
+def stale() -> Callable[[Tensor], Tensor]:
     """A stage's weight gradients of the second microbatch are those of the first."""
-
-    def hook(model: Any) -> None:
-        for p in model.layers[0].parameters():
-            p.register_hook(_stale())
-
-    before_division(patch, hook)
-
-
-def _stale() -> Callable[[Tensor], Tensor]:
     held: list[Tensor] = []
 
     def old(gradient: Tensor) -> Tensor:
@@ -768,8 +771,8 @@ SILENT = [
     Silent("SB077", "gradient of the experts' input not added", never_added_back("layers.0.mlp"), "experts", TENSOR,
            GRADIENTS, ("layers.0.mlp", "layers.0.norm2"), MISSING),
     Silent("SB078", "router's gradient not added",
-           lambda patch: before_division(patch, lambda m: m.layers[1].mlp.route.register_hook(own_columns)), "experts",
-           TENSOR, GRADIENTS, "layers.1.mlp", MISSING),
+           parameters_changed("layers.1.mlp.route", lambda: own_columns), "experts", TENSOR,
+           GRADIENTS, "layers.1.mlp", MISSING),
     Silent("SB079", "experts divided by too little", before_clipping(experts_times(2)), "experts", SHARD,
            GRADIENTS, "layers.1.mlp.experts", DOUBLED),
     Silent("SB084", "one placement for a mesh of two dims", reduced_in_one_dim_of_the_mesh, "decoder",
@@ -804,8 +807,8 @@ SILENT = [
     Silent("SB100", "largest magnitude taken before the absolute value",
            rule("linalg_vector_norm", largest_before_abs), "decoder, peaks", TENSOR,
            OUTPUTS, "layers.0.mlp.peak", "module"),
-    Silent("SB101", "stale weight gradients in a stage", microbatch_of_old_weight_gradients, "decoder", PIPELINE,
-           GRADIENTS, "layers.0", (MISSING, "backward")),
+    Silent("SB101", "stale weight gradients in a stage", parameters_changed("layers.0.", stale), "decoder",
+           PIPELINE, GRADIENTS, "layers.0", (MISSING, "backward")),
     Silent("SB104", "attention of divided positions", wrong_log_sum, "decoder", CONTEXT,
            OUTPUTS, "layers.0.attn", "module"),
     Silent("SB109", "scores' gradients of local experts alone",

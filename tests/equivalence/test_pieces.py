@@ -1,6 +1,6 @@
 """The pieces of a check, each alone: casts to float64, keyed draws, sketches, what is compared and what is left out.
 
-Of equivalence/grouped.py too.
+Of equivalence/grouped.py and equivalence/noise.py too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwise.equivalence.causes import CauseKind
 from meshwise.equivalence.compare import compare
+from meshwise.equivalence.noise import noise_of
 from meshwise.equivalence.one_device import one_device
+from meshwise.equivalence.proof import prove
 from meshwise.equivalence.sketches import sketches
 from meshwise.equivalence.tolerance import LIMIT
 from meshwise.equivalence.trace import Batches, CheckSpec, microbatches
@@ -376,3 +378,21 @@ def test_a_bias_in_front_of_a_batch_norm_is_told_with_what_to_write(optimizer: A
     assert [text.startswith("of these, 0.bias:") and text.endswith("Write bias=False there.") for text in said] == (
         [True] * told
     )
+
+
+def test_what_follows_from_noise_is_compared_with_one_device_that_has_the_same_noise() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))
+
+    job = job_of(model, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+    spec = CheckSpec(Plan(), steps=3)
+    one = one_device(job, spec)
+    noise = [{name: (mask, p + 1) for name, (mask, p) in step.items()} for step in noise_of(one, one)]
+    assert {name for step in noise for name in step} == {"0.bias", "1.bias"}
+    other = one_device(job, replace(spec, noise=noise))  # as if rounding had moved them elsewhere
+    assert not prove("", spec, "", one, other).equal
+    proof = prove("", spec, "", one, other, (), lambda again: one_device(job, again))
+    assert proof.equal and max(kind.largest.relative for kind in proof.comparison.kinds) < 1e-11
+    other.steps[2].buffers["3.running_mean"] *= 1 + 1e-6
+    first = prove("", spec, "", one, other, (), lambda again: one_device(job, again)).comparison.first
+    assert first is not None and (first.kind, first.step, first.name) == ("buffers", 3, "3.running_mean")

@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 
 from meshwise.jobs.registry import find_job
 from meshwise.parallel.apply import apply
+from meshwise.parallel.deferred import constructed
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import rebind
 from meshwise.spec.errors import PlanError
@@ -41,6 +42,24 @@ def test_what_cannot_be_is_refused_before_anything_is_touched(plan: Plan, says: 
     with pytest.raises(PlanError, match=says):
         apply(model, plan, World())
     assert type(model) is nn.Linear and not isinstance(model.weight, DTensor)
+
+
+@pytest.mark.parametrize("plan", [Plan(shard=2), Plan(tensor=2), Plan(pipeline=2, accumulate=2), Plan(expert=2)])
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_the_gradient_of_a_parameter_that_is_made_anew_is_refused(plan: Plan, hook: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    getattr(model[1].weight, hook)(lambda of: None)
+    with pytest.raises(PlanError, match=r"1\.weight.*the hook would not run.*view_as"):
+        apply(model, plan, World(size=2 // plan.within_samples))
+    deferred_model, _ = constructed(functools.partial(hooked, hook))
+    with pytest.raises(PlanError, match=r"weight.*the hook would not run"):
+        apply(deferred_model, Plan(data=2), World(size=2))
+
+
+def hooked(hook: str) -> nn.Module:
+    model = nn.Linear(2, 2)
+    getattr(model.weight, hook)(lambda of: None)
+    return model
 
 
 def losses(plan: Plan) -> list[float]:

@@ -79,6 +79,18 @@ class Net(nn.Module):
         return found
 
 
+class Looking(Net):
+    """Reads values between its blocks, as I-BERT does for its ranges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_forward_hook(assert_numbers)
+
+
+def assert_numbers(module: nn.Module, given: Any, found: tuple[Tensor, Tensor]) -> None:
+    assert not found[0].isnan().any(), "not a number"
+
+
 def sequences() -> tuple[Tensor]:
     return (torch.randint(16, (48, 6), generator=torch.Generator().manual_seed(3)),)
 
@@ -256,13 +268,14 @@ def test_a_run_goes_on_under_another_plan(pool: Any, tmp_path: Path) -> None:
     ("made", "expected"),
     [
         (job(model=lambda: Net(skip=True)), "reads more than what the block before it gives"),
+        (job(model=Looking), "before block blocks.2 raised AssertionError: not a number.* Use shard or tensor"),
         (job(loss=lambda m, b: token_mean(m, b)[0] + token_mean(m, b)[0]), "was called twice in one loss"),
         (
             job(loss=lambda m, b: token_mean(m, b)[0] + sum(p.sum() for p in m.parameters())),
             "whose values are on another",
         ),
     ],
-    ids=["skip", "twice", "penalty"],
+    ids=["skip", "looks", "twice", "penalty"],
 )
 @pytest.mark.slow
 def test_what_cannot_be_cut_is_refused_by_name(made: Job, expected: str, processes: None) -> None:
@@ -410,6 +423,19 @@ def test_what_lies_between_two_stages_follows_the_first() -> None:
     assert reached == [7]
 
 
+def test_what_lies_behind_the_last_block_of_a_stage_counts_on_the_next() -> None:
+    blocks = [(f"blocks.{n}", nn.Linear(1, 1)) for n in range(2)]
+    (_, last), (_, other) = blocks
+    stages.enter_own_layers(True)
+    now = Pass(Action(True, 0, 0), (0, 1), False, blocks)
+    now.enter(0)
+    assert stages.counts(other)
+    now.leave(0, torch.zeros(1))
+    assert stages.counts(last) and not stages.counts(other)
+    stages.enter_own_layers(True)
+    assert stages.counts(other)
+
+
 class Tapering(Net):
     """Blocks of one class that give tensors of other shapes, and code between them that looks at shapes and writes."""
 
@@ -417,13 +443,14 @@ class Tapering(Net):
         super().__init__(4)
         self.widen = nn.Linear(8, 16)
         self.blocks = nn.ModuleList(Block(width, 0.1) for width in (8, 16, 16, 16))
-        self.head = nn.Linear(16, 16)
+        self.head, self.norm = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(6))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
         for number, block in enumerate(self.blocks):
             hidden = block(self.widen(hidden) if number == 1 else hidden)[0].mul_(1.5)
             hidden = hidden.unflatten(-1, (2, 4)).flatten(-2) if number == 0 else hidden
+            hidden = self.norm(hidden) if number == 1 else hidden  # between the stages
         found: Tensor = self.head(hidden)
         return found
 
@@ -432,5 +459,5 @@ def test_code_between_blocks_sees_the_shape_that_each_gives(pool: Any) -> None:
     spec, made = CheckSpec(Plan(pipeline=2, accumulate=4)), job(model=Tapering)
     one = one_device(made, spec)
     found = pool(2).run(followed, made, spec, one.draws)[0]
-    proof = prove("net", spec, "2xcpu", one, found.trace)
+    proof = prove("net", spec, "2xcpu", one, found.trace, (), lambda again: one_device(made, again))
     assert proof.equal, (proof.comparison.first, proof.cause)

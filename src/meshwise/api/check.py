@@ -29,7 +29,7 @@ from meshwise.equivalence.program_trace import ProgramTrace, check_same_steps, t
 from meshwise.equivalence.programs import watch_job, watch_script
 from meshwise.equivalence.proof import Proof, prove
 from meshwise.equivalence.scratch_files import scratch_files
-from meshwise.equivalence.trace import CheckSpec, Draws
+from meshwise.equivalence.trace import CheckSpec, Draws, Trace
 from meshwise.equivalence.views.check_text import check_text
 from meshwise.jobs.registry import find_job
 from meshwise.jobs.script import run_script_file
@@ -63,6 +63,7 @@ NOT_KEPT = (
     "what Python writes goes into a folder of the check; what a library writes by itself (HDF5, Parquet, OpenCV), or a "
     "program that the script starts, is written: this system cannot prevent it"
 )
+NOISY = "one device once more, with the plan's values of parameters whose gradients are but rounding"
 _kept = ExitStack()
 """The view of the files, for as long as the process of a script lasts: what writes at its end writes there too."""
 
@@ -118,11 +119,20 @@ def check_options(options: CheckOptions) -> Proof:
         one = trace_to_compare(ones[0], program.name)
         drawn = [found.trace.draws if found.trace is not None else {} for found in ones]
         many = _traces(program, list(zip(specs, drawn, strict=True)), slots, passes)
-    actual = trace_to_compare(many[0], program.name)
-    check_same_steps(one, actual, program.name)
-    spec = replace(specs[0], plan=many[0].plan or specs[0].plan)
-    rounded = [found[-1].trace for found in (ones, many)] if len(specs) > 1 else []
-    return prove(program.name, spec, devices, one, actual, [trace for trace in rounded if trace is not None])
+        actual = trace_to_compare(many[0], program.name)
+        check_same_steps(one, actual, program.name)
+        spec = replace(specs[0], plan=many[0].plan or specs[0].plan)
+        rounded = [found[-1].trace for found in (ones, many)] if len(specs) > 1 else []
+        passes = Passes([NOISY], options.steps, options.notify, options.progress)
+        once_more = partial(_once_more, program, slots[:1], passes)
+        known = [trace for trace in rounded if trace is not None]
+        return prove(program.name, spec, devices, one, actual, known, once_more)
+
+
+def _once_more(program: Program, slots: Sequence[WorkerSlot], passes: Passes, spec: CheckSpec) -> Trace:
+    """One device with the plan's noise."""
+    (found,) = _traces(program, [(spec, None)], slots, passes)
+    return trace_to_compare(found, program.name)
 
 
 def _passes(specs: Sequence[CheckSpec], plan: Plan | None, devices: str) -> list[str]:
@@ -265,4 +275,5 @@ def _trace_script(
 
 def _own_folder(folder: Path, spec: CheckSpec, draws: Draws | None) -> Path:
     """Where a pass writes: each begins with the user's files as they are."""
-    return folder / f"{'one' if draws is None else 'many'}{64 if spec.in_float64 else ''}"
+    side = "again" if spec.noise else "one" if draws is None else "many"
+    return folder / f"{side}{64 if spec.in_float64 else ''}"

@@ -28,6 +28,12 @@ def parameters_in(module: nn.Module) -> dict[str, Tensor | None]:
     return module._parameters  # type: ignore[return-value]
 
 
+def hooked_parameters(module: nn.Module) -> list[str]:
+    """The names of parameters whose gradient the program looks at or changes (`register_hook` and its like)."""
+    named = module.named_parameters()
+    return [name for name, p in named if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+
+
 def renew_flat_weights(module: nn.Module) -> None:
     """Let a recurrent layer, which holds its parameters in a list too, see those that it has now."""
     if isinstance(module, nn.RNNBase):

@@ -5,7 +5,7 @@ tensors of its kind in that step: a gradient that is zero but for rounding has n
 a fault. So are ranks that differ from each other in what should be one value, even where rank 0 is right.
 
 Left out of parameters and optimizer state: elements whose gradient was zero but for rounding in some step (below
-1e-8 of the largest gradient, yet not zero on both sides). Adam turns that noise into whole steps.
+1e-8 of the largest gradient, yet not zero on both sides; see noise.py). Adam turns that noise into whole steps.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.equivalence.noise import note_noise
 from meshwise.equivalence.outputs import output_difference
 from meshwise.equivalence.tolerance import FLOOR, LIMIT, finite, largest, ratio
 from meshwise.equivalence.trace import Divergence, Named, Output, StepTrace, Trace
 from meshwise.spec.words import some
 from meshwise.training.keyed import GENERATOR
 
-NOISE = 1e-8  # of the largest gradient
 NORMALISED = ("exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum")
 """What the state of an optimizer holds that divides a gradient by its size."""
 ADAPTIVE_STEPS = (
@@ -123,7 +123,7 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
         outputs = _over_ranks(_outputs(number, mine, other, not_compared), other.rank_divergence)
         found += outputs if any(d.fault for d in gradients) else _of_samples(outputs, not_compared)
         found += gradients
-        _note_noise(noise, mine.gradients, other.gradients)
+        note_noise(noise, mine.gradients, other.gradients)
         found += _over_ranks(_after(number, mine, other, noise), other.rank_divergence)
     if actual.steps:
         found += _over_ranks(_evaluation(reference, actual), actual.rank_divergence)
@@ -287,16 +287,6 @@ def _gradient_facts(mine: Tensor, other: Tensor) -> dict[str, float]:
 
 def _norm(named: Named) -> float:
     return math.sqrt(sum(float((t * t).sum()) for t in named.values()))
-
-
-def _note_noise(noise: Named, mine: Named, others: Named) -> None:
-    most = largest(mine.values())
-    for name in mine.keys() & others.keys():
-        a, b = mine[name].abs(), others[name].abs()
-        if a.shape == b.shape:
-            larger = torch.maximum(a, b)
-            small = (larger <= NOISE * most) & (larger > 0)
-            noise[name] = small | noise[name] if name in noise else small
 
 
 def _left_out(reference: Trace, actual: Trace, not_compared: Counter[str], noise: Named) -> Iterator[str]:

@@ -18,6 +18,7 @@ from meshwise.equivalence import across_ranks
 from meshwise.equivalence.diagnose_evaluation import UNSUMMED
 from meshwise.equivalence.model_state import gradients_of, learning_rates_of, local_sum, scheduler_numbers
 from meshwise.equivalence.model_tracer import ModelTracer
+from meshwise.equivalence.noise import take_noise
 from meshwise.equivalence.passes import say_step
 from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds, ShortLoops
@@ -223,6 +224,7 @@ class EngineWatcher:
                 "loss.backward()."
             )
         self._end_forward(discard=True)
+        take_noise(self._model, self._spec.noise, self._loops.made)
         self._in_step = False
         self._made_step(optimizer)
         if self._job is None:

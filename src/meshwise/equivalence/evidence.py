@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from meshwise.equivalence.causes import Cause, CauseKind
-from meshwise.equivalence.compare import NOISE, Comparison, Difference
+from meshwise.equivalence.compare import Comparison, Difference
+from meshwise.equivalence.noise import NOISE
 from meshwise.equivalence.tolerance import largest, precision_of
 from meshwise.equivalence.trace import StepTrace, Trace
 from meshwise.spec.plan import Plan

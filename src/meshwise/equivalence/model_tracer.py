@@ -174,7 +174,7 @@ class ModelTracer:
     def _left(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._in_forward:
             self._close_call(name)
-            for tensor in tensors_in(output) if stages.counts() else ():
+            for tensor in tensors_in(output) if stages.counts(module) else ():
                 if tensor.is_floating_point():
                     self._keep(name, type(module).__name__, tensor)
 

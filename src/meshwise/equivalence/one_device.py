@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from meshwise.equivalence import model_state
 from meshwise.equivalence.model_tracer import ModelTracer
+from meshwise.equivalence.noise import take_noise
 from meshwise.equivalence.sketches import sketch
 from meshwise.equivalence.trace import Batches, CheckSpec, Named, StepTrace, Trace, microbatches, test_samples
 from meshwise.equivalence.upcast import called_in_float64, upcast
@@ -100,6 +101,7 @@ def _train(run: _Reference, test: Data | None) -> None:
             closure()
             step.clipped_gradients = model_state.gradients_of(model) if job.clip_norm is not None else {}
             optimizer.step()
+        take_noise(model, run.spec.noise, number)
         model.zero_grad()  # also of what the optimizer does not hold
         if scheduler is not None:
             scheduler.step()

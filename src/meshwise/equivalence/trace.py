@@ -16,6 +16,8 @@ from meshwise.training.order import BatchSlice, epoch_order
 Named = dict[str, Tensor]
 Divergence = dict[tuple[str, str], float]
 """(kind of a difference, name) -> how much ranks differ from each other in it, relative to its size."""
+Noise = Mapping[str, tuple[Tensor, Tensor]]
+"""Parameter -> which of its elements are noise (see noise.py), and a tensor that has their values."""
 Draws = Mapping[int, Sequence[Draw]]
 """Forward of a batch, from 0 -> random draws."""
 
@@ -27,13 +29,14 @@ class CheckSpec:
     plan: the plan of the other side; of a script that chooses its own, replicas on as many devices. steps: optimizer
     steps that both sides take. in_float64: whether both compute everything in float64; else in the plan's own
     precision, to see its rounding. perturb: whether the plan's ranks are late at random, and what they exchange is no
-    number until they wait for it (compat/perturbed.py).
+    number until they wait for it (compat/perturbed.py). noise: what one device takes over of the plan.
     """
 
     plan: Plan
     steps: int = 3
     in_float64: bool = True
     perturb: bool = False
+    noise: Sequence[Noise] = ()
 
     def applied(self, plan: Plan) -> Plan:
         """A plan in the precision of this check."""

@@ -24,12 +24,14 @@ from torch.distributed.tensor import DTensor
 from meshwise.compat import fake
 from meshwise.compat.dispatch import without_interception
 from meshwise.compat.heap import trim_heap
+from meshwise.compat.modules import hooked_parameters
 from meshwise.compat.sharding import with_local
 from meshwise.compat.tree import map_tensors, tensors_in
 from meshwise.parallel.op_record import OpRecord, record_of
 from meshwise.parallel.op_replay import ReplayMismatch, StorageView, replay
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError, UsageError
+from meshwise.spec.words import some
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.sharded import local_part
 
@@ -253,6 +255,19 @@ def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
     return found
 
 
+def _check_model(setup: Setup) -> None:
+    plan, hooked = setup.plan, hooked_parameters(setup.model)
+    made_anew = (
+        plan.parameters_divided or plan.expert * plan.pipeline > 1 or any(map(fake.is_fake, setup.model.parameters()))
+    )
+    if hooked and made_anew:
+        raise PlanError(
+            f"{some(hooked)}: the program has put a hook on the gradient of this parameter, which the plan makes anew, "
+            "in parts or with its start values: the hook would not run. Put it on what the forward uses (weight = "
+            "self.weight.view_as(self.weight); weight.register_hook(...)), or use data."
+        )
+
+
 def _place(setup: Setup) -> None:
     if setup.fill is None:
         setup.model.to(setup.world.device)
@@ -265,4 +280,4 @@ def _fill(setup: Setup) -> None:
         setup.fill(setup.world.device, "cpu" if setup.parts_on_host else setup.world.device)
 
 
-PLACEMENT, START_VALUES = Technique(apply=_place), Technique(apply=_fill)
+PLACEMENT, START_VALUES = Technique(check_model=_check_model, apply=_place), Technique(apply=_fill)

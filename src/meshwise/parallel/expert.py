@@ -1,10 +1,11 @@
 """Expert parallel: each rank of the axis holds some of the experts of a mixture of experts, and has samples of its own.
 
 Experts are a module whose parameters are stacked, (experts, ...) each, and whose forward takes hidden states, the
-experts of each token and their weights, as in transformers. Its parameters become DTensors on the mesh axis `expert`,
-of which each rank holds consecutive experts. Rows of hidden states, one for each token and expert, travel to the rank
-that has the expert, where the module's own forward runs on them; what it gives travels back, and is added up (GShard,
-arXiv:2006.16668). No line of the model changes.
+experts of each token and their weights, as in transformers; or rows that are sorted by expert already. Its parameters
+become DTensors on the mesh axis `expert`, of which each rank holds consecutive experts. Rows of hidden states, one for
+each token and expert, travel to the rank that has the expert, where the module's own forward runs on them; what it
+gives travels back, and is added up (GShard, arXiv:2006.16668). No line of the model changes. Experts that are modules
+of a list: expert_list.py.
 
 An expert's gradient comes from the tokens of all ranks of the axis. It is divided by their number as it comes in, so
 that it is the mean over them, and only the other axes remain to be reduced over. All other parameters are replicated
@@ -17,17 +18,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshwise.compat.modules import parameters_in, put_forward
 from meshwise.compat.several_meshes import take_several_meshes
+from meshwise.parallel.expert_axis import Axis, MeshAxis, exchanged
+from meshwise.parallel.expert_list import ExpertList, check_list, lists_of
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
@@ -37,53 +40,20 @@ from meshwise.transfer import collectives
 AXIS = "expert"
 
 
-class Axis(Protocol):
-    """The ranks over which experts are divided, and how they exchange rows."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """`tensor` of every rank, stacked."""
-
-    def exchange(self, sent: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
-        """Send `sent[r]` to rank r, and write what it sends into `taken[r]`; each of rows, maybe none."""
-
-
-@dataclass(frozen=True)
-class MeshAxis:
-    """The axis of the device mesh. group: its ranks with this one among them."""
-
-    size: int
-    rank: int
-    group: collectives.Group
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return collectives.all_gather(tensor, self.group, of="tokens of experts")
-
-    def exchange(self, sent: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
-        taken[self.rank].copy_(sent[self.rank])
-        sends = [(rows, r) for r, rows in enumerate(sent) if r != self.rank and len(rows)]
-        receives = [(rows, r) for r, rows in enumerate(taken) if r != self.rank and len(rows)]
-        if sends or receives:
-            collectives.send_receive(sends, receives, self.group, "all-to-all")
-
-
 def _check_model(setup: Setup) -> None:
     ranks = setup.plan.expert
     if ranks == 1:
         return
-    found = list(_experts(setup.model))
-    if not found:
+    found, lists = list(_experts(setup.model)), list(lists_of(setup.model))
+    if not found and not lists:
         raise PlanError(
             f"expert={ranks} divides experts: a module with stacked parameters, (experts, ...) each, whose forward "
-            "takes (hidden_states, top_k_index, top_k_weights), as transformers' MixtralExperts. "
-            f"{type(setup.model).__name__} has none. Any other mixture of experts is exact under data={ranks} and "
-            f"shard={ranks}."
+            "takes (hidden_states, top_k_index, top_k_weights), as transformers' MixtralExperts; or an nn.ModuleList "
+            f"whose name or entries have 'expert' in their name. {type(setup.model).__name__} has none. Any other "
+            f"mixture of experts is exact under data={ranks} and shard={ranks}."
         )
+    for each in lists:
+        check_list(each, setup.model, ranks)
     for name, module, count in found:
         if count % ranks:
             fitting = ", ".join(str(size) for size in range(2, count + 1) if count % size == 0)
@@ -102,14 +72,19 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
         own = [p for p in parameters_in(module).values() if p is not None]
         counts = {len(p) if p.dim() > 1 else 0 for p in own}
         children = any(True for child in module.children() for _ in child.parameters())
-        if any(p.dim() == 3 for p in own) and len(counts) == 1 and not children and _takes_indices(module):
+        if any(p.dim() == 3 for p in own) and len(counts) == 1 and not children and _layout(module):
             yield name or type(module).__name__, module, counts.pop()
 
 
-def _takes_indices(module: nn.Module) -> bool:
-    """Whether the forward takes hidden states, the experts of each token, and their weights."""
-    names = list(inspect.signature(module.forward).parameters)[:3]
-    return len(names) == 3 and ("ind" in names[1] or "expert" in names[1]) and "weight" in names[2]
+def _layout(module: nn.Module) -> str:
+    """How the forward takes its rows: with the experts of each token and their "weights"; sorted by expert, with the
+    "sizes" of each one's part; or sorted, with as many for each ("even"). Empty where it is none of these."""
+    names = list(inspect.signature(module.forward).parameters)
+    if len(names) > 2 and ("ind" in names[1] or "expert" in names[1]) and "weight" in names[2]:
+        return "weights"
+    if len(names) == 2 and names[1] in ("expert_size", "expert_sizes", "tokens_per_expert"):
+        return "sizes"
+    return "even" if names == ["hidden_states"] and "expert" in type(module).__name__.lower() else ""
 
 
 def _apply(setup: Setup) -> None:
@@ -119,7 +94,11 @@ def _apply(setup: Setup) -> None:
     mesh = make_mesh(setup.plan, setup.world)
     others = mesh[tuple(name for name in mesh.mesh_dim_names or () if name in ("data", "shard"))]
     along = mesh[AXIS]
-    axis = MeshAxis(along.size(), along.get_local_rank(), along.get_group())
+    lists = list(lists_of(setup.model))
+    columns = [range(first, setup.world.size, along.size()) for first in range(along.size())] if lists else []
+    replicas = [collectives.group_of(ranks) for ranks in columns]
+    rank = along.get_local_rank()
+    axis = MeshAxis(setup.world.kind, along.size(), rank, along.get_group(), replicas[rank] if lists else None)
     divided, names = 0, []
     for name, module, count in list(_experts(setup.model)):
         for own, p in list(parameters_in(module).items()):
@@ -132,11 +111,32 @@ def _apply(setup: Setup) -> None:
         put_forward(module, functools.partial(_run, Experts(name, module, count, axis), module.forward))
         setup.own_parts[module] = others
         names.append(name)
+    for each in lists:
+        for expert in each.experts:
+            divided += _divide(setup, expert, mesh)
+        ExpertList(each, axis).take_over()
+        names.append(each.name)
     setup.coupled_gradients = True
     total = sum(p.numel() for p in setup.model.parameters())
     setup.notes.append(
         f"expert={axis.size}: {divided / total:.0%} of the parameters are experts' and divided, {some(names)}."
     )
+
+
+def _divide(setup: Setup, expert: nn.Module, mesh: DeviceMesh) -> int:
+    """Each rank of the innermost axis keeps a part of the expert's parameters. Gives how many elements they have."""
+    names = {id(p): name for name, p in setup.model.named_parameters()}
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    divided = 0
+    for module in expert.modules():
+        for own, p in list(parameters_in(module).items()):
+            if p is not None:
+                new = nn.Parameter(distribute_tensor(p.detach(), mesh, placements, src_data_rank=None), p.requires_grad)
+                new.__dict__.update(p.__dict__)
+                module.register_parameter(own, new)
+                setup.apart[names[id(p)]] = module, own
+                divided += p.numel()
+    return divided
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,27 @@ class Experts:
 def _run(experts: Experts, forward: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
     """The module's forward, with the experts where they are."""
     bound = inspect.signature(experts.module.forward).bind(*given, **named)
-    values = list(bound.arguments.values())
-    hidden, index, weights = (values + [None] * 3)[:3]
-    _check_given(experts, hidden, index, weights)
-    return route(experts, functools.partial(_with_parts, experts, forward), hidden, index, weights)
+    hidden, *more = bound.arguments.values()
+    layout = _layout(experts.module)
+    if layout == "weights":
+        index, weights = (*more, None, None)[:2]
+        _check_given(experts, hidden, index, weights)
+        return route(experts, functools.partial(_with_parts, experts, forward), hidden, index, weights)
+    sizes = list(map(int, more[0])) if layout == "sizes" else [len(hidden) // experts.count] * experts.count
+    if not isinstance(hidden, Tensor) or hidden.dim() != 2 or len(sizes) != experts.count or sum(sizes) != len(hidden):
+        raise PlanError(
+            f"expert={experts.axis.size}: {experts.name} was given parts of {sizes} rows, and needs rows "
+            f"(tokens, width) in the order of its {experts.count} experts. Use data or shard."
+        )
+    index = torch.repeat_interleave(torch.tensor(sizes, device=hidden.device)).view(-1, 1)
+
+    def sorted_rows(rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        order = torch.argsort(numbers.view(-1), stable=True)
+        counts = torch.bincount(numbers.view(-1), minlength=experts.own).tolist()
+        made = _with_parts(experts, forward, rows[order], *([counts] if layout == "sizes" else []))
+        return torch.empty_like(made).index_copy(0, order, made)
+
+    return route(experts, sorted_rows, hidden, index, hidden.new_ones(index.shape))
 
 
 def _check_given(experts: Experts, hidden: Any, index: Any, weights: Any) -> None:
@@ -173,7 +190,7 @@ def _check_given(experts: Experts, hidden: Any, index: Any, weights: Any) -> Non
         )
 
 
-def _with_parts(experts: Experts, forward: Callable[..., Any], *given: Tensor) -> Tensor:
+def _with_parts(experts: Experts, forward: Callable[..., Any], *given: Any) -> Tensor:
     """The module's forward, as a module of this rank's experts alone."""
     module, held = experts.module, dict(parameters_in(experts.module))
     counts = {n: v for n, v in vars(module).items() if "expert" in n and type(v) is int and v == experts.count}
@@ -187,7 +204,7 @@ def _with_parts(experts: Experts, forward: Callable[..., Any], *given: Tensor) -
         vars(module).update(counts)
     if len(given[0]) == 0 and torch.is_grad_enabled():  # its part in the backward of the others
         nothing = sum(p.reshape(-1)[:0].sum() for p in local.values() if p is not None and p.requires_grad)
-        made = made + (given[0].sum() + given[2].sum().to(made) + nothing)
+        made = made + (sum(each.sum().to(made) for each in given if isinstance(each, Tensor)) + nothing)
     return made
 
 
@@ -212,40 +229,10 @@ def route(
     taken = mine.sum(1).tolist()
     numbers = torch.arange(experts.own).repeat(axis.size).repeat_interleave(mine.reshape(-1))
     rows = hidden.reshape(-1, hidden.shape[-1])[order // index.shape[1]]
-    there, weights = _exchanged(axis, sent, taken, axis.size, rows, weights.reshape(-1, 1)[order])
-    (back,) = _exchanged(axis, taken, sent, 1 / axis.size, run(there, numbers.view(-1, 1).to(flat.device), weights))
+    there, weights = exchanged(axis, sent, taken, axis.size, rows, weights.reshape(-1, 1)[order])
+    (back,) = exchanged(axis, taken, sent, 1 / axis.size, run(there, numbers.view(-1, 1).to(flat.device), weights))
     in_place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return back[in_place].view(*index.shape, -1).sum(1).view(*hidden.shape[:-1], -1)
-
-
-def _exchanged(axis: Axis, sent: list[int], taken: list[int], scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
-    function: Any = _Exchange
-    found: tuple[Tensor, ...] = function.apply(axis, sent, taken, scale, *tensors)
-    return found
-
-
-class _Exchange(Function):
-    """Rows to the ranks that have their experts, or back. sent, taken: how many go to each rank, and come from it.
-    scale: what gradients are multiplied by as they come back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, axis: Axis, sent: list[int], taken: list[int], scale: float, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.facts = axis, sent, taken, scale
-        found = []
-        for rows in tensors:
-            into = rows.new_empty((sum(taken), *rows.shape[1:]))
-            axis.exchange(rows.contiguous().split(sent), into.split(taken))
-            found.append(into)
-        return tuple(found)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        axis, sent, taken, scale = ctx.facts
-        needed = [g * scale for g, wanted in zip(gradients, ctx.needs_input_grad[4:], strict=True) if wanted]
-        back = iter(_exchanged(axis, taken, sent, 1 / scale, *needed))
-        return None, None, None, None, *(next(back) if wanted else None for wanted in ctx.needs_input_grad[4:])
 
 
 EXPERT = Technique(check_model=_check_model, apply=_apply)

@@ -187,8 +187,8 @@ class _Notes:
     def __init__(self, into: set[str], name: str) -> None:
         self._into, self._name = into, name
 
-    def __call__(self, *given: Any) -> None:
-        if stages.counts():
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        if stages.counts(module):
             self._into.add(self._name)
 
 

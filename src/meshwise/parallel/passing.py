@@ -80,6 +80,11 @@ class Pass:
         self.left = False
         self._entered = self._gave = 0
 
+    @property
+    def came_to_its_blocks(self) -> bool:
+        """Whether a block of this stage was called, or it is the first, which misses nothing."""
+        return self._entered > 0 or self.lo == 0
+
     def passed_by(self, number: int) -> Any:
         """What a block of a stage before gives."""
         if number < self.lo - 1:
@@ -108,6 +113,8 @@ class Pass:
             # A copy is sent: code behind the block may write into what it gives, and does so on the next stage too.
             self.output = result if self.is_last else map_tensors(torch.clone, result)
             self.carried = stages.take_along()
+            if not self.is_last:
+                stages.leave_own_layers(self._blocks[number][1])
 
     def check_complete(self, ranks: int) -> None:
         """PlanError where the forward did not come to all blocks of the stage, or did not leave behind them."""

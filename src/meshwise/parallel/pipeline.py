@@ -33,7 +33,7 @@ from meshwise.parallel.schedule import CHUNKS, Action, forwards, orders, stage_r
 from meshwise.parallel.step_hooks import needs_closure
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.parallel.trial import unlike_by_parameters
-from meshwise.spec.errors import PlanError
+from meshwise.spec.errors import MeshwiseError, PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import bytes_text
 from meshwise.spec.words import some
@@ -123,6 +123,14 @@ class Pipeline:
             result = call()
         except Leave:
             pass
+        except Exception as error:
+            if now.came_to_its_blocks or isinstance(error, MeshwiseError):
+                raise
+            raise PlanError(
+                f"pipeline={self.pipe.size}: what lies before block {self._blocks[lo][0]} raised "
+                f"{type(error).__name__}: {str(error).rstrip('.')}. On this stage it has no values of the blocks "
+                "before, only shapes. Use shard or tensor for this model."
+            ) from error
         finally:
             self._now = None
             self.holding.show(False)

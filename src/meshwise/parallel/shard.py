@@ -75,7 +75,8 @@ class Sharded:
         wide = {name for name, p in model.named_parameters() if id(p) not in setup.gathered_narrow}
         self._roots: list[FSDPModule] = []
         self._staged = setup.plan.pipeline > 1
-        lacked = stages.lacked_parameters(model)
+        self._apart = setup.apart
+        lacked = stages.lacked_parameters(model) | {p for name, p in model.named_parameters() if name in self._apart}
         for root in roots_of(model):
             units = [unit for unit in units_of(root) if lacked.isdisjoint(unit.parameters())]
             parts = [module for module in root.modules() if module in setup.own_parts]
@@ -97,8 +98,7 @@ class Sharded:
             if self._staged:
                 put_forward(root, functools.partial(_leave_in_order, self._roots[-1], root.forward))
         names = {id(p): name for name, p in model.named_parameters()}
-        self._groups: list[sharding.Group] = []
-        self._names: dict[int, list[str]] = {}
+        self._groups, self._names = list[sharding.Group](), dict[int, list[str]]()
         for _, sharded in sharding.sharded_modules(model):
             for group in sharding.groups_of(sharded):
                 self._names[len(self._groups)] = [names[id(p)] for p in group.parameters]
@@ -110,14 +110,12 @@ class Sharded:
         self._key = f"meshwise/shard/{next(_made)}/{collectives.group_key()}"
         self._agreed: set[int] = set()
         self._idle: set[str] | None = None
-        self._so_far = self._passed = self._asked = 0
+        self._so_far = self._passed = self._asked = self._backwards = 0
         self._met = False  # whether a first reduction is over, in which every rank says where it is
-        self._backwards = 0
         self._reached: set[str] = set()
         self._filled: dict[str, list[str]] = {}
         self._factor: Callable[[], Tensor] | None = None
-        self._noticed: set[str] = set()
-        self._reached_past_blocks: set[str] = set()
+        self._noticed, self._reached_past_blocks = set[str](), set[str]()
         self.unreduced = False
         """Whether gradients of this rank alone wait to be reduced."""
         self.shared_terms = False
@@ -224,6 +222,8 @@ class Sharded:
         """A gradient that came past the blocks; DTensor keeps that of a dim of size 1 whole on every rank."""
         self._reached_past_blocks.add(name)
         other = isinstance(gradient, DTensor) and placements and gradient.placements != placements
+        if name in self._apart:
+            return self.weighed(gradient)
         return gradient.redistribute(placements=placements) if other else None  # type: ignore[attr-defined]
 
     def _before(self, index: int, group: sharding.Group) -> None:
@@ -280,6 +280,8 @@ class Sharded:
         """Every parameter as this rank holds it, by name, also while a block is gathered."""
         for index, group in enumerate(self._groups):
             yield from zip(self._names[index], group.parameters, strict=True)
+        for name, (module, own) in self._apart.items():
+            yield name, module.get_parameter(own)
 
     def _finish(self, fresh: set[str]) -> None:
         """What no rank reached keeps its `grad`; the first time, all ranks learn what that is."""

@@ -42,6 +42,8 @@ class Setup:
     let_go: of parameters that other stages of a pipeline hold, by their names: this rank keeps no part of them. Gives
         them as `compat.sharding.Group.let_go` does. None where parameters are not sharded.
     own_parts: modules whose parameters are parts already, and the mesh over which these are reduced and sharded.
+    apart: parameters that are parts already and come from the backward as means over ranks, by their names: the module
+        and the name in it.
     pipeline: the `Pipeline` that runs the stages of this rank, where the plan has one.
     notes: what differs from one device, a sentence each, for the user to read.
     """
@@ -62,6 +64,7 @@ class Setup:
     coupled_gradients: bool = False
     let_go: Callable[[set[str]], list[Any]] | None = None
     own_parts: dict[nn.Module, DeviceMesh] = field(default_factory=dict)
+    apart: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
     pipeline: Any = None
     notes: list[str] = field(default_factory=list)
 

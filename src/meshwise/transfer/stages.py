@@ -49,6 +49,7 @@ _pipe: list[Pipe | None] = [None]
 _lacks: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 _carried: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
 _in_own_layers: list[bool] = [True]
+_left: list[nn.Module | None] = [None]  # the last of them, once it was run
 
 
 def pipe() -> Pipe | None:
@@ -59,7 +60,7 @@ def pipe() -> Pipe | None:
 def join_pipe(found: Pipe | None) -> None:
     """This rank is in a pipeline from now on, or in none."""
     _pipe[0] = found
-    _in_own_layers[0] = True
+    enter_own_layers(True)
 
 
 def lacks(model: nn.Module) -> set[str]:
@@ -78,14 +79,31 @@ def now_lacks(model: nn.Module, names: set[str]) -> None:
     _lacks[model] = names
 
 
-def counts() -> bool:
-    """Whether what a module gives now is what one device computes: inside the layers of this rank's stage, it is."""
-    return _in_own_layers[0]
+def counts(module: nn.Module | None = None) -> bool:
+    """Whether what `module` gives now is what one device computes: inside the layers of this rank's stage, it is. What
+    lies behind the last of them is the next stage's, though this one runs it too."""
+    return _in_own_layers[0] and _left[0] in (None, module)
 
 
 def enter_own_layers(inside: bool) -> None:
     """The forward has come to the layers of this rank, or begins or ends outside of them."""
-    _in_own_layers[0] = inside
+    _in_own_layers[0], _left[0] = inside, None
+
+
+def leave_own_layers(last: nn.Module) -> None:
+    """The forward has come through the last layer of this rank's stage."""
+    _left[0] = last
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """What modules give in the body is not what one device computes in its forward: it runs twice, or for others."""
+    before = _in_own_layers[0]
+    _in_own_layers[0] = False
+    try:
+        yield
+    finally:
+        _in_own_layers[0] = before
 
 
 @contextlib.contextmanager

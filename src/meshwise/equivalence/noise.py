@@ -1,0 +1,53 @@
+"""Elements of parameters whose gradient is zero but for rounding: a bias in front of a batch norm, the keys' bias.
+
+Adam divides that rounding by its size, so they take steps of no meaning, others on each side. They are not compared.
+What follows from them without changing a gradient (a running mean, an evaluation) is: one device runs once more, with
+the plan's values of these elements in the place of its own.
+
+Tested in tests/equivalence/test_pieces.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.equivalence.model_state import named_parameters
+from meshwise.equivalence.tolerance import largest
+from meshwise.equivalence.trace import Named, Noise, Trace
+
+NOISE = 1e-8  # of the largest gradient
+
+
+def note_noise(noise: Named, mine: Named, others: Named) -> None:
+    """Add to `noise`, parameter -> its elements that are, what the gradients of both sides of a step say."""
+    most = largest(mine.values())
+    for name in mine.keys() & others.keys():
+        a, b = mine[name].abs(), others[name].abs()
+        if a.shape == b.shape:
+            larger = torch.maximum(a, b)
+            small = (larger <= NOISE * most) & (larger > 0)
+            noise[name] = small | noise[name] if name in noise else small
+
+
+def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
+    """The elements that are noise after each step, and what the plan has there; empty where none is."""
+    noise: dict[str, Tensor] = {}
+    found = list[Noise]()
+    for mine, other in zip(reference.steps, actual.steps, strict=False):
+        note_noise(noise, mine.gradients, other.gradients)
+        there = {name: (mask, other.parameters[name]) for name, mask in noise.items() if name in other.parameters}
+        found.append({name: both for name, both in there.items() if bool(both[0].any())})
+    return found if any(found) else []
+
+
+def take_noise(model: nn.Module, noise: Sequence[Mapping[str, tuple[Tensor, Tensor]]], step: int) -> None:
+    """Give the elements of `model` that are noise after step `step`, from 0, the values that the other side has."""
+    if step < len(noise):
+        with torch.no_grad():
+            for name, p in named_parameters(model):
+                if name in noise[step]:
+                    mask, values = (each.to(p.device) for each in noise[step][name])
+                    p.copy_(torch.where(mask, values.to(p.dtype), p))

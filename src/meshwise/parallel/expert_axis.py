@@ -1,0 +1,102 @@
+"""The ranks over which experts are divided, and how rows travel between them.
+
+Tested in tests/parallel/test_expert_list.py and test_experts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.autograd.function import Function
+
+from meshwise.transfer import collectives
+
+
+class Axis(Protocol):
+    """The ranks over which experts are divided, and how they exchange rows. device: their kind."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """`tensor` of every rank, stacked."""
+
+    def exchange(self, sent: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
+        """Send `sent[r]` to rank r, and write what it sends into `taken[r]`; each of rows, maybe none."""
+
+    def gather_objects(self, value: Any) -> tuple[list[Any], list[Any]]:
+        """`value` of the ranks of the axis, and of all that divide the work."""
+
+    def mean_of_replicas(self, gradient: Tensor) -> None:
+        """The mean over the ranks that hold the same parts, in place."""
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """The axis of the device mesh. group: its ranks with this one among them. replicas: the ranks at this one's place
+    in all such groups."""
+
+    device: str
+    size: int
+    rank: int
+    group: collectives.Group
+    replicas: collectives.Group
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return collectives.all_gather(tensor, self.group, of="tokens of experts")
+
+    def exchange(self, sent: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
+        taken[self.rank].copy_(sent[self.rank])
+        sends = [(rows, r) for r, rows in enumerate(sent) if r != self.rank and len(rows)]
+        receives = [(rows, r) for r, rows in enumerate(taken) if r != self.rank and len(rows)]
+        if sends or receives:
+            collectives.send_receive(sends, receives, self.group, "all-to-all")
+
+    def gather_objects(self, value: Any) -> tuple[list[Any], list[Any]]:
+        everyone = collectives.gather_objects(value)
+        return [everyone[rank] for rank in collectives.ranks_of(self.group)], everyone
+
+    def mean_of_replicas(self, gradient: Tensor) -> None:
+        replicas = collectives.world_size(self.replicas)
+        if replicas > 1:
+            collectives.all_reduce(gradient, group=self.replicas, of="gradients of experts").div_(replicas)
+
+
+def exchanged(axis: Axis, sent: list[int], taken: list[int], scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """`tensors` with the rows that this rank takes. See `_Exchange`."""
+    function: Any = _Exchange
+    found: tuple[Tensor, ...] = function.apply(axis, sent, taken, scale, *tensors)
+    return found
+
+
+class _Exchange(Function):
+    """Rows to the ranks that have their experts, or back. sent, taken: how many go to each rank, and come from it.
+    scale: what gradients are multiplied by as they come back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, axis: Axis, sent: list[int], taken: list[int], scale: float, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.facts = axis, sent, taken, scale
+        found = []
+        for rows in tensors:
+            into = rows.new_empty((sum(taken), *rows.shape[1:]))
+            axis.exchange(rows.contiguous().split(sent), into.split(taken))
+            found.append(into)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        axis, sent, taken, scale = ctx.facts
+        needed = [g * scale for g, wanted in zip(gradients, ctx.needs_input_grad[4:], strict=True) if wanted]
+        back = iter(exchanged(axis, taken, sent, 1 / scale, *needed))
+        return None, None, None, None, *(next(back) if wanted else None for wanted in ctx.needs_input_grad[4:])
