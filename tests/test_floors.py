@@ -34,6 +34,7 @@ FLOORS = {
     "training": 6,
     "equivalence": 7,
     "jobs": 7,
+    "rehearsal": 7,
     # The top floor, in the order in which its modules import each other.
     "api": 8,
     "commands": 9,

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import nn
-
 from meshwise.api.machines import find_machine
 from meshwise.api.plan_options import PlanOptions
 from meshwise.compat.fake import FakeTensors
 from meshwise.jobs.registry import find_job
+from meshwise.parallel.batch_norm import normalises
 from meshwise.rehearsal.candidates import Space, candidates, savers
 from meshwise.rehearsal.estimate import Estimate
 from meshwise.rehearsal.estimator import estimator
@@ -129,7 +128,7 @@ def _has_batch_norms(job: Job) -> bool:
                 f"job '{job.name}': its model does not build on fake tensors, which have shapes and no values: "
                 f"{str(error).splitlines()[0]}. Compute this value without torch (numpy, math)."
             ) from error
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    return any(map(normalises, model.modules()))
 
 
 def _multiple(batch: int, devices: int) -> int:

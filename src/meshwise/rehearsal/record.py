@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshwise.compat import fake_device
 from meshwise.compat.collective_calls import moved_by
-from meshwise.compat.dispatch import operator_name
+from meshwise.compat.dispatch import gives_view, operator_name
 from meshwise.compat.fake import sums_in_place
 from meshwise.compat.flops import flops_of
 from meshwise.compat.tree import tensors_in
@@ -91,7 +91,7 @@ class Record:
         if func.namespace == "c10d":
             return _collective(func, args)
         name = operator_name(func)
-        if func.namespace == "prim" or name in TAKES_MEMORY or _is_view(func):
+        if func.namespace == "prim" or name in TAKES_MEMORY or gives_view(func):
             return None
         taken = list(tensors_in((args, kwargs)))
         kinds = {tensor.device.type for tensor in (*taken, *given) if tensor.dim() or tensor.device.type == self.device}
@@ -194,11 +194,6 @@ def _collective(func: Any, args: tuple[Any, ...]) -> Collective | None:
         ends = dist.get_rank(), ranks[peer]
         ranks = ends if kind == "send" else ends[::-1]
     return Collective(kind, sum(tensor.nbytes for tensor in tensors), ranks, _word(tensors[0]))
-
-
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _word(tensor: Tensor) -> str:

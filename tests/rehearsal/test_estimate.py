@@ -1,0 +1,44 @@
+"""A job under a plan on a machine: seconds and bytes, each with its interval, and no time where none is known."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from meshwise.api.machines import find_machine
+from meshwise.jobs.registry import find_job
+from meshwise.rehearsal.estimator import estimator
+from meshwise.spec.plan import Plan
+
+
+def test_a_gpu_that_is_not_here_has_time_and_memory():
+    rehearse = estimator(find_job("mnist-mlp"), find_machine("2xH100"))
+    one, two = rehearse(Plan()), rehearse(Plan(shard=2))
+    assert one.seconds is not None and two.seconds is not None
+    assert one.seconds.low < one.seconds.value < one.seconds.high
+    assert one.memory.total.low < one.memory.total.value < one.memory.total.high
+    assert one.memory.capacity == 80 * 1000**3 or one.memory.capacity == 80 * 1024**3
+    assert two.memory.categories["parameters"] < 0.6 * one.memory.categories["parameters"]
+    assert one.memory.verdict == "fits"
+    assert not torch.accelerator.is_available() or torch.cuda.is_available()  # the fake one is gone
+
+
+def test_parts_add_up_to_the_step():
+    found = estimator(find_job("mnist-cnn"), find_machine("2xA100"))(Plan(data=2))
+    assert sum(found.parts.values()) == pytest.approx(found.seconds.value, rel=1e-6)
+
+
+def test_a_machine_of_unknown_speed_gives_memory_and_no_time():
+    machine = find_machine("2xH100")
+    unknown = tuple(
+        dataclasses.replace(device, peak={}, achievable={}, memory_bandwidth=None, part="?")
+        for device in machine.devices
+    )
+    found = estimator(find_job("mnist-mlp"), dataclasses.replace(machine, devices=unknown))(Plan())
+    assert found.seconds is None and "no figure is known" in found.unknown
+    assert found.memory.allocated > 0
+
+
+def test_a_cap_is_what_a_step_may_take():
+    rehearse = estimator(find_job("mnist-mlp"), find_machine("1xH100"), cap=1 << 20)
+    assert rehearse(Plan()).memory.verdict == "does not fit"
