@@ -33,8 +33,8 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_change_it():
 
 
 def test_the_one_that_was_asked_about_is_judged_alone():
-    text = str(plans_text(plans(estimate(Plan(data=2), 0.1, 95), one=True)))
-    assert "data=2 is too close to call: 86 B to 104 B of 100 B." in text
+    text = str(plans_text(plans(estimate(Plan(data=2), 0.1, 96), one=True)))
+    assert "data=2 is too close to call: 86 B to 106 B of 100 B." in text
 
 
 def test_words_are_settings():

@@ -1,4 +1,4 @@
-"""The search: the fastest plan that fits is first; refusals have their reason; what saves memory is tried and priced."""
+"""The search: the fastest plan that fits is first; refusals have a reason; what saves memory is tried and priced."""
 
 import pytest
 
