@@ -69,6 +69,7 @@ FIGURES: Mapping[str, Figure] = {
     "cpu.recurrent": Figure(0.5, 1.6, f"{OURS}: of a matmul of the same size"),
     "cpu.memory": Figure(1.0, 1.7, f"{OURS}: of the measured copy; caches are faster, exponentials slower"),
     "measured.operator": Figure(1.0, 1.12, f"{OURS}: the same operator, other data in the caches"),
+    "measured.program": Figure(1.0, 1.4, f"{OURS}: what one small model adds to an operator, for another model"),
     "measured.matmul": Figure(1.0, 1.15, f"{OURS}: between measured products of a GPU"),
     "measured.copy": Figure(1.0, 1.15, f"{OURS}: between measured sizes"),
     "measured.collective": Figure(1.0, 1.2, f"{OURS}: the same collective, other loads"),

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 
 from meshwise.rehearsal.collective_price import collective_seconds
 from meshwise.rehearsal.constants import FIGURES
-from meshwise.rehearsal.price import Known, Priced, copy_seconds, kernel_seconds, launch_seconds, priced
+from meshwise.rehearsal.price import (
+    LAUNCH,
+    MEASURED,
+    MODEL,
+    Known,
+    Priced,
+    copy_seconds,
+    kernel_seconds,
+    launch_seconds,
+    priced,
+)
 from meshwise.rehearsal.work import Collective, Copy, Operation, Work
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Device, Machine
@@ -38,9 +48,13 @@ def overlap_of(device: Device) -> Overlap:
 class Prices:
     """Prices of launches on the devices of one machine."""
 
-    def __init__(self, machine: Machine, known: Mapping[str, Known] | None = None) -> None:
-        """known: measured seconds of operators, by the name of the device's part."""
+    def __init__(
+        self, machine: Machine, known: Mapping[str, Known] | None = None, program: float | None = None
+    ) -> None:
+        """known: measured seconds of operators, by the name of the device's part. program: seconds that Python, modules
+        and autograd add to each operator of a CPU worker."""
         self.machine = machine
+        self._program = program
         self._known = known or {}
         self._operations: dict[tuple[int, Operation], Priced | None] = {}
         self._others: dict[tuple[int, Collective | Copy], Priced | None] = {}
@@ -76,7 +90,9 @@ class Prices:
         device = self.machine.devices[rank]
         if isinstance(what, Collective) and device.kind != "cpu":
             figure = FIGURES["launch.collective"]
-            return priced(figure.value, figure.spread, "model", "launch")
+            return priced(figure.value, figure.spread, MODEL, LAUNCH)
+        if device.kind == "cpu" and self._program is not None and isinstance(what, Operation):
+            return priced(self._program, FIGURES["measured.program"].spread, MEASURED, LAUNCH)
         return launch_seconds(device)
 
 

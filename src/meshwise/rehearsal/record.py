@@ -24,6 +24,7 @@ from meshwise.compat.dispatch import gives_view, operator_name
 from meshwise.compat.fake import sums_in_place
 from meshwise.compat.flops import flops_of
 from meshwise.compat.tree import tensors_in
+from meshwise.rehearsal.calls import call_of
 from meshwise.rehearsal.work import MAIN, PHASES, Allocate, Collective, Copy, Event, Free, Launch, Operation
 from meshwise.timeline.recorder import current
 
@@ -108,6 +109,7 @@ class Record:
             flops_of(func, args, kwargs, out),
             _read(name, taken, given),
             sum(_bytes(tensor) for tensor in given),
+            call_of(func, args, kwargs) if self.device == "cpu" else "",
         )
         return self._operations.setdefault(operation, operation)
 

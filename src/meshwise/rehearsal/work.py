@@ -20,7 +20,8 @@ class Operation:
     """One operator on one device.
 
     name: torch's, without its overload: `aten.mm`. shapes and dtypes (`bf16`): of its tensor arguments, in their order.
-    flops: multiplications and additions; read and written: bytes.
+    flops: multiplications and additions, of a causal attention those that are done; read and written: bytes. call: how
+    it was called, of a CPU's operators (calls.py), so that it can be measured.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Operation:
     flops: int
     read: int
     written: int
+    call: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,118 @@
+"""Calls of operators as text, and made again from it: with real tensors of the same sizes, strides and dtypes.
+
+Tested in tests/rehearsal/test_measured.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_WORDS: dict[type, str] = {
+    torch.dtype: "dtype",
+    torch.layout: "layout",
+    torch.memory_format: "memory_format",
+}
+LEAST, MOST = 0.1, 1.0
+"""Between these lie the elements: none is zero, subnormal or negative, so that no operator is slower for its values."""
+
+
+def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The call of a torch operator as JSON: its name with the overload, tensors by their sizes; empty where an argument
+    is of a kind that cannot be written."""
+    try:
+        return json.dumps([str(func), [_told(one) for one in args], {key: _told(one) for key, one in kwargs.items()}])
+    except TypeError:
+        return ""
+
+
+def made(call: str) -> Callable[[], object]:
+    """What calls that operator on new tensors of this processor, the same ones every time.
+
+    Raises AttributeError where torch has no such operator here.
+    """
+    name, args, kwargs = json.loads(call)
+    operator = torch.ops
+    for part in name.split("."):
+        operator = getattr(operator, part)
+    bound = _indices_below(name, args)
+    own = [_remade(one, bound) for one in args]
+    named = {key: _remade(one, bound) for key, one in kwargs.items()}
+    return lambda: operator(*own, **named)  # type: ignore[operator]
+
+
+def bytes_of(call: str) -> int:
+    """Bytes of the tensors that `made` would make."""
+
+    def of(one: Any) -> int:
+        if isinstance(one, list):
+            return sum(map(of, one))
+        if isinstance(one, dict) and "tensor" in one:
+            dtype: torch.dtype = getattr(torch, one["dtype"])
+            return _extent(one["tensor"], one["strides"]) * dtype.itemsize
+        return 0
+
+    _, args, kwargs = json.loads(call)
+    return of(args) + of(list(kwargs.values()))
+
+
+def _told(one: Any) -> Any:
+    if isinstance(one, Tensor):
+        return {"tensor": list(one.shape), "strides": list(one.stride()), "dtype": str(one.dtype).split(".")[1]}
+    if isinstance(one, list | tuple):
+        return [_told(each) for each in one]
+    if one is None or isinstance(one, bool | int | float | str):
+        return one
+    if type(one) in _WORDS:
+        return {_WORDS[type(one)]: str(one).split(".")[1]}
+    if isinstance(one, torch.device):
+        return {"device": "cpu"}
+    raise TypeError(f"{type(one)} cannot be written")
+
+
+def _remade(one: Any, bound: int) -> Any:
+    if isinstance(one, list):
+        return [_remade(each, bound) for each in one]
+    if not isinstance(one, dict):
+        return one
+    if "tensor" in one:
+        return _tensor(one["tensor"], one["strides"], getattr(torch, one["dtype"]), bound)
+    (word, value), *_ = one.items()
+    return torch.device(value) if word == "device" else getattr(torch, value)
+
+
+def _tensor(shape: list[int], strides: list[int], dtype: torch.dtype, bound: int) -> Tensor:
+    extent = _extent(shape, strides)
+    if dtype.is_floating_point:
+        flat = torch.empty(extent).uniform_(LEAST, MOST).to(dtype)
+    elif dtype == torch.bool:
+        flat = torch.rand(extent) < 0.5
+    elif dtype.is_complex:
+        flat = torch.ones(extent, dtype=dtype)
+    else:
+        flat = torch.randint(0, bound, (extent,), dtype=dtype)
+    return flat.as_strided(shape, strides)
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from a tensor's first to its last in memory."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _indices_below(name: str, args: Sequence[Any]) -> int:
+    """Below what whole numbers lie, which may be indices: the rows of an embedding, else a tensor's shortest side."""
+    if "embedding_dense_backward" in name:
+        return max(int(args[2]), 1)
+    first: list[int] = next((one["tensor"] for one in args if isinstance(one, dict) and "tensor" in one), [])
+    if "embedding" in name and first:
+        return max(first[0], 1)
+    if "nll_loss" in name:
+        shapes = [one["tensor"] for one in args if isinstance(one, dict) and len(one.get("tensor", ())) > 1]
+        return max(shapes[0][1], 1) if shapes else 1
+    return max(min(first, default=1), 1)

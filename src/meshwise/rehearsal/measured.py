@@ -1,0 +1,155 @@
+"""Operators measured at their shapes on this processor: each is run once with real tensors, timed, and remembered.
+
+Remembered by torch's version, the processor, the number of threads and the call, in the user's cache folder. What a
+program adds to an operator (Python, modules, autograd) is measured too, once.
+
+Tested in tests/rehearsal/test_measured.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from meshwise.machine.discovery.host_facts import host_facts
+from meshwise.machine.memory import free_bytes
+from meshwise.records.files import write_text
+from meshwise.rehearsal.calls import bytes_of, made
+from meshwise.rehearsal.work import Operation, Work
+
+REPEATS, LONGEST = 7, 0.05
+"""Calls of an operator that are timed, fewer where they take more seconds than LONGEST together, but at least two."""
+PROGRAM = "what a program adds to an operator"
+
+
+class OperatorTimes:
+    """Seconds of operators on this machine's processor. `known` of `kernel_seconds` may be an instance."""
+
+    def __init__(self, threads: int | None = None, folder: Path | None = None) -> None:
+        """threads: that a worker computes with, torch's own number by default. folder: of the cache."""
+        self.threads = threads or torch.get_num_threads()
+        facts = {"torch": torch.__version__, "processor": host_facts().processor, "threads": self.threads}
+        name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = (folder or cache_folder()) / f"operators-{name}.json"
+        self._facts = facts
+        self._seconds = _read(self.path)
+
+    def __call__(self, operation: Operation) -> float | None:
+        """Seconds of an operator that was measured; None for another."""
+        return self._seconds.get(operation.call) if operation.call else None
+
+    @property
+    def program(self) -> float | None:
+        """Seconds that Python, modules and autograd add to an operator; None until it was measured."""
+        return self._seconds.get(PROGRAM)
+
+    def measure(self, works: Iterable[Work], budget: float = 20.0) -> int:
+        """Measure the operators of these steps that are not known, what takes most of the steps first, for about
+        `budget` seconds; how many are left. What cannot be run here is passed over."""
+        end = time.perf_counter() + budget
+        waiting = [operation for operation in _most_first(works) if operation.call not in self._seconds]
+        found: dict[str, float] = {}
+        left = len(waiting)
+        with _threads(self.threads), torch.no_grad():
+            if self.program is None:
+                found[PROGRAM] = program_seconds()
+            for operation in waiting:
+                if time.perf_counter() > end:
+                    break
+                left -= 1
+                seconds = _timed(operation.call)
+                if seconds is not None:
+                    found[operation.call] = seconds
+        self._remember(found)
+        return left
+
+    def _remember(self, found: dict[str, float]) -> None:
+        """Beside what another process may have written meanwhile."""
+        self._seconds = {**_read(self.path), **self._seconds, **found}
+        if found:
+            table = {"measured on": self._facts, "seconds": self._seconds}
+            with contextlib.suppress(OSError):  # without a cache it is measured again
+                write_text(self.path, json.dumps(table, indent=0))
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/meshwise`, else `~/.cache/meshwise`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwise"
+
+
+def program_seconds() -> float:
+    """Seconds an operator that a small model's forward and backward take longer than its operators alone."""
+    torch.manual_seed(0)
+    width, depth = 16, 24
+    layers = [torch.nn.Linear(width, width) for _ in range(depth)]
+    model = torch.nn.Sequential(*(module for layer in layers for module in (layer, torch.nn.ReLU())))
+    batch = torch.rand(4, width)
+    with torch.enable_grad():
+        step = _median_of(lambda: model(batch).sum().backward(), 30)
+    # Forward: t, addmm, relu; backward: threshold, two mm, sum. Views launch nothing and count as the program's.
+    left, bias = torch.rand(width, width), torch.rand(width)
+    each = [
+        lambda: torch.ops.aten.addmm.default(bias, batch, left),
+        lambda: torch.ops.aten.relu.default(batch),
+        lambda: torch.ops.aten.threshold_backward.default(batch, batch, 0),
+        lambda: torch.ops.aten.mm.default(batch, left),
+        lambda: torch.ops.aten.mm.default(batch.t(), batch),
+        lambda: torch.ops.aten.sum.dim_IntList(batch, [0], True),
+        lambda: torch.ops.aten.add_.Tensor(left, left),
+    ]
+    alone = sum(_median_of(call, 30) for call in each)
+    return max(step / depth - alone, 0.0) / len(each)
+
+
+def _most_first(works: Iterable[Work]) -> list[Operation]:
+    """Each operator once, those first whose FLOPs and bytes over all launches are most."""
+    counts = Counter(launch.what for work in works for launch in work.launches if isinstance(launch.what, Operation))
+    callable_here = [operation for operation in counts if operation.call]
+    return sorted(callable_here, key=lambda one: -counts[one] * (one.flops / 10 + one.read + one.written))
+
+
+def _timed(call: str) -> float | None:
+    """Median seconds of a call; None where it cannot be made, or would take more than a quarter of the free memory."""
+    if bytes_of(call) > free_bytes(torch.device("cpu")) // 4:
+        return None
+    try:
+        return _median_of(made(call), REPEATS)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None
+
+
+def _median_of(call: Callable[[], object], repeats: int) -> float:
+    call()
+    seconds: list[float] = []
+    while len(seconds) < 2 or (len(seconds) < repeats and sum(seconds) < LONGEST):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _read(path: Path) -> dict[str, float]:
+    try:
+        seconds = json.loads(path.read_text(encoding="utf-8"))["seconds"]
+        return {str(call): float(value) for call, value in seconds.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

@@ -1,0 +1,116 @@
+"""Operators are measured by calling them as they were called, once, and remembered for this processor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rehearsal.works import work
+
+from meshwise.machine.words import machine_from_words
+from meshwise.rehearsal import measured
+from meshwise.rehearsal.calls import bytes_of, call_of, made
+from meshwise.rehearsal.measured import OperatorTimes
+from meshwise.rehearsal.price import MEASURED, kernel_seconds
+from meshwise.rehearsal.prices import Prices
+from meshwise.rehearsal.work import Launch, Operation
+
+aten = torch.ops.aten
+
+
+def result(call: str) -> torch.Tensor:
+    found = made(call)()
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def test_a_call_is_made_again_with_tensors_of_the_same_layout() -> None:
+    left, right = torch.rand(3, 5), torch.rand(7, 5).t()
+    call = call_of(aten.mm.default, (left, right), {})
+    assert result(call).shape == (3, 7)
+    assert bytes_of(call) == 4 * (15 + 35)
+    expanded = call_of(aten.sum.dim_IntList, (torch.rand(4, 1).expand(4, 6), [1], True), {"dtype": torch.float64})
+    assert result(expanded).shape == (4, 1) and result(expanded).dtype == torch.float64
+    assert bytes_of(expanded) == 16
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (
+            aten.convolution.default,
+            (torch.rand(2, 3, 8, 8), torch.rand(4, 3, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+        ),
+        (aten.embedding.default, (torch.rand(100, 4), torch.randint(0, 100, (3, 5)))),
+        (aten.embedding_dense_backward.default, (torch.rand(3, 5, 4), torch.randint(0, 100, (3, 5)), 100, -1, False)),
+        (aten.nll_loss_forward.default, (torch.rand(6, 10), torch.randint(0, 10, (6,)), None, 1, -100)),
+        (aten.gather.default, (torch.rand(6, 10), 1, torch.randint(0, 10, (6, 2)))),
+        (aten.index.Tensor, (torch.rand(6, 10), [torch.randint(0, 6, (3,)), torch.randint(0, 10, (3,))])),
+        (aten._foreach_add_.Scalar, ([torch.rand(3), torch.rand(4)], 1.0)),
+        (aten.native_layer_norm.default, (torch.rand(6, 10), [10], torch.rand(10), torch.rand(10), 1e-5)),
+        (aten.masked_fill.Scalar, (torch.rand(6, 10), torch.rand(6, 10) < 0.5, float("-inf"))),
+    ],
+)
+def test_calls_of_many_kinds_are_made_again(func: object, args: tuple[object, ...]) -> None:
+    call = call_of(func, args, {})
+    assert call and json.loads(call)
+    made(call)()
+
+
+def test_what_cannot_be_written_has_no_call() -> None:
+    assert call_of(aten.rand.generator, ([2],), {"generator": torch.Generator()}) == ""
+    with pytest.raises(AttributeError):
+        made(json.dumps(["mine.unknown.default", [], {}]))
+
+
+def matmul(size: int) -> Operation:
+    tensor = torch.empty(size, size, device="meta")
+    call = call_of(aten.mm.default, (tensor, tensor), {})
+    return Operation("aten.mm", ((size, size),) * 2, ("fp32",) * 2, 2 * size**3, 8 * size**2, 4 * size**2, call)
+
+
+def test_operators_are_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = OperatorTimes(threads=1, folder=tmp_path)
+    own = work(Launch(matmul(8)), Launch(matmul(8)), Launch(matmul(64)), kind="cpu", ranks=1)
+    assert times(matmul(8)) is None and times.program is None
+    assert times.measure([own]) == 0
+    first = times(matmul(64))
+    assert first is not None and first > 0 and times.program is not None
+    monkeypatch.setattr(measured, "made", lambda call: pytest.fail("it is known"))
+    again = OperatorTimes(threads=1, folder=tmp_path)
+    assert again.measure([own]) == 0 and again(matmul(64)) == first and again(matmul(9)) is None
+    other = OperatorTimes(threads=2, folder=tmp_path)
+    assert other(matmul(64)) is None
+
+
+def test_what_does_not_run_here_is_passed_over(tmp_path: Path) -> None:
+    times = OperatorTimes(threads=1, folder=tmp_path)
+    wrong = Operation("aten.mm", (), (), 0, 0, 0, json.dumps(["aten.mm.default", [1, 2], {}]))
+    huge = matmul(1 << 22)
+    assert times.measure([work(Launch(wrong), Launch(huge), Launch(matmul(4)))]) == 0
+    assert times(wrong) is None and times(huge) is None and times(matmul(4)) is not None
+
+
+def test_a_budget_that_is_spent_leaves_some(tmp_path: Path) -> None:
+    times = OperatorTimes(threads=1, folder=tmp_path)
+    assert times.measure([work(Launch(matmul(4)), Launch(matmul(5)))], budget=0) == 2
+
+
+def test_a_broken_cache_is_measured_again(tmp_path: Path) -> None:
+    times = OperatorTimes(threads=1, folder=tmp_path)
+    times.path.write_text("{")
+    assert OperatorTimes(threads=1, folder=tmp_path)(matmul(4)) is None
+    times.measure([work(Launch(matmul(4)))])
+    assert OperatorTimes(threads=1, folder=tmp_path)(matmul(4)) is not None
+
+
+def test_a_measured_operator_is_its_price(tmp_path: Path) -> None:
+    times = OperatorTimes(threads=1, folder=tmp_path)
+    times.measure([work(Launch(matmul(32)))])
+    device = machine_from_words("1xcpu").devices[0]
+    price = kernel_seconds(matmul(32), device, times)
+    assert price is not None and (price.seconds, price.origin) == (times(matmul(32)), MEASURED)
+    prices = Prices(machine_from_words("1xcpu"), {device.part: times}, times.program)
+    assert prices.of(matmul(32), 0) == price and prices.host(matmul(32), 0).seconds == times.program
