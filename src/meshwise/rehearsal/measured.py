@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -28,6 +29,9 @@ from meshwise.rehearsal.work import Operation, Work
 
 REPEATS, LONGEST = 7, 0.05
 """Calls of an operator that are timed, fewer where they take more seconds than LONGEST together, but at least two."""
+COLD, FLUSHED, IN_CACHE = 3, 64 << 20, 64 << 10
+"""Calls behind a write of FLUSHED bytes, which empties the caches, of operators on more than IN_CACHE bytes: in a step
+some of their tensors were just made and others long ago."""
 PROGRAM = "what a program adds to an operator"
 
 
@@ -118,22 +122,33 @@ def _most_first(works: Iterable[Work]) -> list[Operation]:
 
 
 def _timed(call: str) -> float | None:
-    """Median seconds of a call; None where it cannot be made, or would take more than a quarter of the free memory."""
-    if bytes_of(call) > free_bytes(torch.device("cpu")) // 4:
+    """Seconds of a call, half-way between caches that hold its tensors and caches that do not; None where it cannot be
+    made, or would take more than a quarter of the free memory."""
+    size = bytes_of(call)
+    if size > free_bytes(torch.device("cpu")) // 4:
         return None
     try:
-        return _median_of(made(call), REPEATS)
+        operator = made(call)
+        seconds = _median_of(operator, REPEATS)
+        if size <= IN_CACHE:
+            return seconds
+        flushed = torch.ones(FLUSHED // 4)
+        return math.sqrt(seconds * max(_median_of(operator, COLD, lambda: flushed.add_(1)), seconds))
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError, NotImplementedError):
         return None
 
 
-def _median_of(call: Callable[[], object], repeats: int) -> float:
+def _median_of(call: Callable[[], object], repeats: int, before: Callable[[], object] | None = None) -> float:
+    """By the thread's own clock where one thread computes, which what else the machine does cannot slow."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     call()
     seconds: list[float] = []
     while len(seconds) < 2 or (len(seconds) < repeats and sum(seconds) < LONGEST):
-        start = time.perf_counter()
+        if before is not None:
+            before()
+        start = clock()
         call()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return median(seconds)
 
 
