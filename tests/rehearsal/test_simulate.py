@@ -197,7 +197,13 @@ def test_a_machine_prices_what_is_alike_once() -> None:
     known = {"H100-SXM": {product: 1e-3}.get}
     measured = simulate([work(*[Launch(product)] * 100)], Prices(machine, known))
     assert measured.seconds == pytest.approx(0.1, rel=0.001)
-    assert overlap_of(machine.devices[0]).compute > 1
+    assert 1 <= overlap_of(machine.devices[0], -1).compute < overlap_of(machine.devices[0]).compute
+
+
+def test_the_interval_tells_what_overlap_may_cost() -> None:
+    step = step_of(work(gathers((0, 1)), computes(), computes()), overlap=None)
+    assert step.factors["overlap"] > 0 and step.high > step.seconds > step.low
+    assert step_of(work(computes()), overlap=None).factors["overlap"] == 0
 
 
 def test_unequal_devices_wait_for_the_slower_one() -> None:

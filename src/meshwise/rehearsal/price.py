@@ -62,7 +62,11 @@ def kernel_seconds(operation: Operation, device: Device, known: Known | None = N
     bytes_time = _bytes_seconds(operation, device, sort)
     if bytes_time is None or factor == MEMORY:
         return bytes_time
-    return _slower(_flops_seconds(operation, device, sort), bytes_time)
+    flops_time, floor = _flops_seconds(operation, device, sort), FIGURES["kernel"].value
+    if flops_time is None or bytes_time.seconds > flops_time.seconds + floor:
+        return bytes_time if flops_time is not None else None
+    ends = (flops_time.seconds + floor, flops_time.low + floor, flops_time.high + floor)
+    return Priced(*ends, flops_time.origin, COMPUTE)
 
 
 def launch_seconds(device: Device) -> Priced:
@@ -259,13 +263,6 @@ def _on_processor(operation: Operation, device: Device, sort: str) -> Priced | N
         longest = max(computed, moved, key=lambda one: one.seconds)
     call = device.launch or 0.0
     return Priced(longest.seconds + call, longest.low + call, longest.high + call, longest.origin, longest.factor)
-
-
-def _slower(one: Priced | None, other: Priced | None) -> Priced | None:
-    """The longer of two times that run at once; None where one is not known."""
-    if one is None or other is None:
-        return None
-    return one if one.seconds >= other.seconds else other
 
 
 def _joint(one: float, other: float) -> float:

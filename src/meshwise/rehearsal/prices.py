@@ -30,19 +30,17 @@ from meshwise.spec.units import plural
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much longer what computes, and what communicates, takes while the other is under way: factors of at least 1.
-
-    spreads: of the 80 % interval of each.
-    """
+    """How much longer what computes, and what communicates, takes while the other is under way: at least 1."""
 
     compute: float
     communication: float
 
 
-def overlap_of(device: Device) -> Overlap:
-    """The factors of the table of constants for this kind of device."""
+def overlap_of(device: Device, end: int = 0) -> Overlap:
+    """The factors of the table of constants for this kind of device; at -1 and 1 the ends of their intervals."""
     kind = "cpu" if device.kind == "cpu" else "gpu"
-    return Overlap(FIGURES[f"overlap.compute.{kind}"].value, FIGURES[f"overlap.communication.{kind}"].value)
+    figures = (FIGURES[f"overlap.{what}.{kind}"] for what in ("compute", "communication"))
+    return Overlap(*(max(figure.value * figure.spread**end, 1.0) for figure in figures))
 
 
 class Prices:

@@ -1,8 +1,8 @@
 """Simulate: traced steps of one or more ranks on a machine become one step with its time, and an interval of it.
 
-Errors of prices of one factor (computing, memory, communication, launches) go together and those of different factors
-are independent: the step is played again with each factor at both ends of its interval, and the differences are added
-as squares.
+Errors of prices of one factor (computing, memory, communication, launches, overlap) go together, those of different
+factors are independent: the step is played again with each factor at both ends of its interval, and the differences
+are added as squares.
 
 Tested in tests/rehearsal/test_simulate.py.
 """
@@ -20,6 +20,9 @@ from meshwise.rehearsal.prices import Overlap, Prices, missing, overlap_of
 from meshwise.rehearsal.work import Work
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine
+
+OVERLAP = "overlap"
+"""A factor of the interval beside FACTORS: how much what overlaps slows each other."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ def simulate(
     devices = prices.machine.devices
     overlaps = {rank: overlap or overlap_of(devices[rank]) for rank in costs}
 
-    def played(ends: Mapping[str, str], merged: bool) -> list[Done]:
-        return play({rank: items(own, ends, merged) for rank, own in costs.items()}, overlaps)
+    def played(ends: Mapping[str, str], merged: bool, overlapping: Mapping[int, Overlap] = overlaps) -> list[Done]:
+        return play({rank: items(own, ends, merged) for rank, own in costs.items()}, overlapping)
 
     done = played({}, merged)
     seconds = low = high = _length(done)
@@ -74,6 +77,10 @@ def simulate(
             faster, slower = (_length(played({factor: end}, True)) for end in ("low", "high"))
             factors[factor] = max(slower - middle, 0.0)
             under.append(max(middle - faster, 0.0))
+        if overlap is None:
+            least, most = ({rank: overlap_of(devices[rank], way) for rank in costs} for way in (-1, 1))
+            factors[OVERLAP] = max(_length(played({}, True, most)) - middle, 0.0)
+            under.append(max(middle - _length(played({}, True, least)), 0.0))
         low, high = max(seconds - math.hypot(*under), 0.0), seconds + math.hypot(*factors.values())
     by_rank: dict[int, list[Done]] = {rank: [] for rank in costs}
     for one in done:
