@@ -25,7 +25,7 @@ COMMANDS = ("devices", "bench", "plan", "run", "predict", "check", "report", "ru
 EXIT_CODES = {
     "0": "done",
     "1": "a worker failed or the loss is not finite: the culprit's rank and traceback are shown once; "
-    "bench: a path corrupts data; check: the plan differs",
+    "bench: a path corrupts data; check: the plan differs; plan: no plan fits for certain",
     "2": "what was asked cannot be done: one sentence says what to use instead",
     "3": "bench: a device or a path is far slower than its model usually is",
     "129, 130, 143": "stopped by a closed terminal, Ctrl-C, SIGTERM; the state is saved",

@@ -52,6 +52,9 @@ class FakeTensors(FakeTensorMode):
 
 def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     def run() -> Any:
+        if self.stands_for_real and func is torch.ops.aten._to_copy.default and kwargs and "device" in kwargs:
+            with _without_value(args[0]):  # torch would compute it on a device that is not there
+                return self.dispatch(func, types, args, kwargs)
         return self.dispatch(func, types, args, kwargs or {})
 
     if self.inside:  # an operator that another one is made of
@@ -64,6 +67,19 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
         self.inside = False
         # Its weak references would forbid `Module._apply` to swap tensors, as `model.half()` does with fake ones.
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+@contextlib.contextmanager
+def _without_value(tensor: Any) -> Iterator[None]:
+    """A fake tensor that was made of numbers knows them: not here."""
+    value = getattr(tensor, "constant", None)
+    if value is not None:
+        tensor.constant = None
+    try:
+        yield
+    finally:
+        if value is not None:
+            tensor.constant = value
 
 
 # Set behind torch's back: what the class defines itself is wrapped for torch.compile, whose import takes 4 s.

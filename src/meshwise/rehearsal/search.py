@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshwise.rehearsal.estimate import FITS, TOO_CLOSE, TOO_LARGE, Estimate
-from meshwise.spec.errors import MeshwiseError, PlanError
+from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.plan import Plan
 
 Rehearse = Callable[[Plan], Estimate]
@@ -71,7 +71,11 @@ def search(
                 if why:
                     raise PlanError(why)
                 estimates[plan] = rehearse(plan)
-            except MeshwiseError as error:
+            except PlanError as error:
+                refused[plan] = str(error)
+            except UsageError as error:  # of the program, whatever the plan: said at once
+                if not estimates:
+                    raise
                 refused[plan] = str(error)
             show(found())
         return estimates.get(plan)

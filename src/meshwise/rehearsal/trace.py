@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshwise.compat import fake, fake_device
-from meshwise.compat.fake import FakeTensors
+from meshwise.compat.fake import NEEDS_VALUES, FakeTensors
 from meshwise.compat.fake_world import Mail, fake_world, resizing
 from meshwise.compat.loss_scale import always_steps
 from meshwise.compat.sharding import local_of
@@ -29,7 +29,9 @@ from meshwise.parallel.step_hooks import Order
 from meshwise.recovery.state import RunState
 from meshwise.rehearsal.record import Record
 from meshwise.rehearsal.work import MAIN, Work
+from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan import Plan
+from meshwise.spec.user_code import name_line
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import Recorder, make_current
 from meshwise.training.engine import Engine, Part
@@ -55,11 +57,29 @@ class Trace:
 def trace(job: Job, plan: Plan, kind: str = "gpu") -> list[Trace]:
     """What the ranks of `plan` do in a step of `job`: one of each kind, first that of rank 0.
 
-    kind: of device, `gpu` or `cpu`. Raises PlanError for what cannot run, with the reason of `parallel`.
+    kind: of device, `gpu` or `cpu`. Raises PlanError for what cannot run, with the reason of `parallel`; UsageError for
+    a program that cannot run on tensors without values, with its line.
     """
     mail: Mail = {}
     apart = plan.within_samples // plan.pipeline
-    return [_trace_rank(job, plan, kind, stage * apart, mail) for stage in range(plan.pipeline)]
+    try:
+        return [_trace_rank(job, plan, kind, stage * apart, mail) for stage in range(plan.pipeline)]
+    except MeshwiseError:
+        raise
+    except Exception as error:  # whatever a program raises
+        told = UsageError(_why_not(job, error)).with_traceback(error.__traceback__)
+        name_line(told)
+        raise told from error
+
+
+def _why_not(job: Job, error: Exception) -> str:
+    first = str(error).partition("\n")[0].partition(". This could be because")[0]
+    if isinstance(error, NEEDS_VALUES):
+        return (
+            f"job '{job.name}' is rehearsed on tensors without values, and this line needs one ({first}). Decide by "
+            "shapes or settings instead, or compute it outside of the model (numpy, math)."
+        )
+    return f"job '{job.name}' cannot be rehearsed on tensors without values: {type(error).__name__}: {first}"
 
 
 def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: Mail) -> Trace:

@@ -1,0 +1,145 @@
+"""`meshwise plan`: the exit code says whether a plan fits, the text which is the fastest; no device is needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwise import cli
+from meshwise.api.machines import find_machine
+from meshwise.jobs.registry import find_job
+from meshwise.rehearsal.estimator import estimator
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_file import read_plan
+
+Planned = Callable[..., tuple[int, str, str]]
+
+JOBS = """
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+from meshwise import Job
+
+
+class Tagger(nn.Module):
+    # A network that nobody here knows: an LSTM over words, a label for each.
+    def __init__(self):
+        super().__init__()
+        self.words, self.labels = nn.Embedding(50, 16), nn.Linear(24, 5)
+        self.lstm = nn.LSTM(16, 24, 2, batch_first=True)
+
+    def forward(self, words):
+        return self.labels(self.lstm(self.words(words))[0])
+
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.inside = nn.Conv2d(1, 8, 3, 2, 1), nn.Conv2d(8, 16, 3, 2, 1)
+        self.up, self.out = nn.ConvTranspose2d(16, 8, 2, 2), nn.ConvTranspose2d(16, 1, 2, 2)
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        a = F.relu(self.norm(self.down(x)))
+        return self.out(torch.cat([a, self.up(F.relu(self.inside(a)))], 1))
+
+
+class Towers(nn.Module):
+    # Two towers that share their embeddings.
+    def __init__(self):
+        super().__init__()
+        self.items = nn.Embedding(100, 16)
+        self.left, self.right = (nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2))
+
+    def forward(self, pairs):
+        return (self.left(self.items(pairs[:, 0])) * self.right(self.items(pairs[:, 1]))).sum(-1)
+
+
+class Reads(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if float(x.sum()) > 0 else super().forward(-x)
+
+
+def adam(parameters):
+    return optim.Adam(parameters, 1e-3)
+
+
+def numbers(*shape, most=None):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(shape, generator=generator) if most is None else torch.randint(most, shape, generator=generator)
+
+
+tagger = Job("tagger", Tagger, lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1].flatten()), adam,
+             lambda: (numbers(64, 12, most=50), numbers(64, 12, most=5)), batch_size=16)
+unet = Job("unet", UNet, lambda m, b: F.mse_loss(m(b[0]), b[0]), adam, lambda: (numbers(32, 1, 16, 16),), batch_size=8)
+towers = Job("towers", Towers, lambda m, b: F.binary_cross_entropy_with_logits(m(b[0]), b[1]), adam,
+             lambda: (numbers(64, 2, most=100), (numbers(64) > 0).float()), batch_size=16)
+reads = Job("reads", lambda: Reads(4, 4), lambda m, b: m(b[0]).mean(), adam, lambda: (numbers(32, 4),), batch_size=8)
+"""
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Planned:
+    """`planned(words…)` runs the command in a folder with jobs.py: the exit code, stdout and stderr."""
+    (tmp_path / "jobs.py").write_text(JOBS)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["meshwise", "plan", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        told = capfd.readouterr()
+        return int(ended.value.code or 0), told.out, told.err
+
+    return run
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(data=2), Plan(shard=2)], ids=str)
+@pytest.mark.parametrize("name", ["tagger", "unet", "towers"])
+def test_models_that_nobody_named_are_planned(name: str, plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "jobs.py").write_text(JOBS)
+    found = estimator(find_job(f"{tmp_path / 'jobs.py'}:{name}"), find_machine("2xH100"))(plan)
+    assert found.seconds is not None and found.seconds.low <= found.seconds.value <= found.seconds.high
+    assert found.memory.allocated == sum(found.memory.categories.values())
+
+
+def test_the_best_plan_is_shown_and_saved(planned: Planned, tmp_path: Path) -> None:
+    code, out, err = planned("mnist-mlp", "--machine", "2xH100", "--seconds", "0.01", "--save", "best.toml")
+    assert code == 0, err
+    assert "mnist-mlp on 2xH100, batch 64" in out and "data=1 fits" in out
+    assert read_plan(tmp_path / "best.toml", 2) == Plan()
+
+
+def test_a_plan_that_does_not_fit_is_one(planned: Planned, tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("shard = 2\n")
+    words = ("mnist-mlp", "--machine", "2xH100", "--fits", "plan.toml")
+    code, out, _ = planned(*words)
+    assert code == 0 and "shard=2 fits" in out
+    code, out, _ = planned(*words, "--within", "1MiB")
+    assert code == 1 and "shard=2 does not fit" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("mnist-mlp", "--machine", "8xH1000"), "H1000"),
+        (("mnist-mlp", "--machine", "2xH100", "--set", "data=2", "--batch-size", "3"), "no plan divides"),
+        (("mnist-mlp", "--machine", "2xH100", "--fits", "missing.toml"), "missing.toml"),
+        (("mnist-mlp", "--machine", "2xH100", "--set", "tensor=4", "--fits", "four.toml"), "needs 4 devices"),
+        (("mnist-mlp", "--machine", "2xH100", "--devices", "4"), "--devices 4"),
+        (("mnist-mlp", "--machine", "2xH100", "--within", "much"), "--within"),
+        (("mnist-mlp", "--machine", "2xH100", "--allow", "magic"), "magic"),
+        (("jobs.py:reads", "--machine", "1xH100"), "values"),
+        (("jobs.py", "--machine", "1xH100"), "is a script"),
+    ],
+)
+def test_what_cannot_be_is_two_and_one_sentence(
+    words: tuple[str, ...], says: str, planned: Planned, tmp_path: Path
+) -> None:
+    (tmp_path / "four.toml").write_text("tensor = 4\n")
+    code, out, err = planned(*words)
+    assert code == 2 and says in err and "Traceback" not in err and not out
