@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from rehearsal.works import work
 from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal import measured
 from meshwise.rehearsal.calls import bytes_of, call_of, made
-from meshwise.rehearsal.measured import OperatorTimes
+from meshwise.rehearsal.measured import OperatorTimes, prices_here
 from meshwise.rehearsal.price import MEASURED, kernel_seconds
-from meshwise.rehearsal.prices import Prices
+from meshwise.rehearsal.prices import Prices, missing
 from meshwise.rehearsal.work import Launch, Operation
+from meshwise.spec.machine import Machine
 
 aten = torch.ops.aten
 
@@ -114,3 +116,15 @@ def test_a_measured_operator_is_its_price(tmp_path: Path) -> None:
     assert price is not None and (price.seconds, price.origin) == (times(matmul(32)), MEASURED)
     prices = Prices(machine_from_words("1xcpu"), {device.part: times}, times.program)
     assert prices.of(matmul(32), 0) == price and prices.host(matmul(32), 0).seconds == times.program
+
+
+def test_a_machine_of_this_processor_is_measured_and_another_is_not(tmp_path: Path) -> None:
+    unknown = Operation("aten.add", ((8, 8),), ("fp32",), 0, 800, 800)  # not called as it was: no call is noted
+    own = work(Launch(matmul(16)), Launch(unknown), kind="cpu", ranks=1)
+    machine = machine_from_words("1xcpu")
+    prices = prices_here(machine, [own], folder=tmp_path)
+    price = prices.of(matmul(16), 0)
+    assert price is not None and price.origin == MEASURED and missing([own], prices) == ()
+    assert machine.devices[0].memory_rate is None and prices.machine.devices[0].memory_rate is not None
+    elsewhere = Machine("other", (replace(machine.devices[0], part="another processor"),))
+    assert prices_here(elsewhere, [own], folder=tmp_path).of(matmul(16), 0) is None

@@ -15,23 +15,29 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from meshwise.machine.allowance import allowed_cores
 from meshwise.machine.discovery.host_facts import host_facts
+from meshwise.machine.measure.compute import memory_rate
 from meshwise.machine.memory import free_bytes
 from meshwise.records.files import write_text
 from meshwise.rehearsal.calls import bytes_of, made
+from meshwise.rehearsal.prices import Prices
 from meshwise.rehearsal.work import Operation, Work
+from meshwise.spec.machine import Machine
 
 REPEATS, LONGEST = 7, 0.05
 """Calls of an operator that are timed, fewer where they take more seconds than LONGEST together, but at least two."""
 COLD, FLUSHED, IN_CACHE = 3, 64 << 20, 64 << 10
 """Calls behind a write of FLUSHED bytes, which empties the caches, of operators on more than IN_CACHE bytes: in a step
 some of their tensors were just made and others long ago."""
+MEMORY_RATE = "bytes a second of a copy"
 PROGRAM = "what a program adds to an operator"
 
 
@@ -50,6 +56,13 @@ class OperatorTimes:
     def __call__(self, operation: Operation) -> float | None:
         """Seconds of an operator that was measured; None for another."""
         return self._seconds.get(operation.call) if operation.call else None
+
+    def memory_rate(self) -> float:
+        """Bytes a second that a copy reads and writes."""
+        if MEMORY_RATE not in self._seconds:
+            with _threads(self.threads):
+                self._remember({MEMORY_RATE: memory_rate(torch.device("cpu"), 0.1)})
+        return self._seconds[MEMORY_RATE]
 
     @property
     def program(self) -> float | None:
@@ -83,6 +96,23 @@ class OperatorTimes:
             table = {"measured on": self._facts, "seconds": self._seconds}
             with contextlib.suppress(OSError):  # without a cache it is measured again
                 write_text(self.path, json.dumps(table, indent=0))
+
+
+def prices_here(machine: Machine, works: Sequence[Work], budget: float = 20.0, folder: Path | None = None) -> Prices:
+    """Prices on a machine of CPU workers, with the operators of these steps measured where its processor is this one:
+    for about `budget` seconds, what takes most of the steps first. Of any other machine its prices as they are.
+
+    What cannot be measured by itself is priced by the rate of the memory, which is measured too where it is not known.
+    """
+    device = machine.devices[0]
+    if device.kind != "cpu" or device.part not in ("cpu", host_facts().processor):
+        return Prices(machine)
+    workers = sum(other.host == device.host for other in machine.devices)
+    times = OperatorTimes(max(len(allowed_cores()) // workers, 1), folder)
+    times.measure(works, budget)
+    rate = device.memory_rate or times.memory_rate()
+    devices = tuple(each if each.memory_rate else replace(each, memory_rate=rate) for each in machine.devices)
+    return Prices(replace(machine, devices=devices), {device.part: times}, times.program)
 
 
 def cache_folder() -> Path:
