@@ -177,6 +177,7 @@ def test_measured_figures_come_before_those_of_the_part() -> None:
     assert of(add(1 << 28), measured).origin == MEASURED
     assert of(add(1 << 28), measured).seconds > of(add(1 << 28)).seconds
     assert launch_seconds(measured).seconds == 5e-6 and launch_seconds(measured).origin == MEASURED
+    assert launch_seconds(measured, "forward").seconds > launch_seconds(measured, "backward").seconds > 5e-6
     operation = add(1 << 20)
     known = kernel_seconds(operation, H100, {operation: 0.5}.get)
     assert known is not None and (known.seconds, known.origin) == (0.5, MEASURED)

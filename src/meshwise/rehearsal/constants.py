@@ -58,9 +58,11 @@ FIGURES: Mapping[str, Figure] = {
     "memory.depthwise": Figure(0.35, 1.6, f"{OURS}: of what a copy reaches; convolutions of one channel a group"),
     # Seconds.
     "kernel": Figure(2e-6, 1.5, f"{OURS}: the shortest kernel, and the gap before the next"),
-    "launch": Figure(
-        8e-6, 1.6, "stas00/ml-engineering@744d01e18b: 5 to 7 µs of the CPU a kernel; the rest Python, ours"
-    ),
+    "launch": Figure(6e-6, 1.3, "stas00/ml-engineering@744d01e18b: 5 to 7 µs of the CPU a kernel"),
+    "program.forward": Figure(3.0, 1.7, f"{OURS}: modules and Python, of a launch; eager inference of small batches"),
+    "program.backward": Figure(1.7, 1.6, f"{OURS}: autograd, of a launch"),
+    "program.optimizer": Figure(2.0, 1.7, f"{OURS}: Python, of a launch"),
+    "program.other": Figure(2.0, 1.7, f"{OURS}: Python, of a launch"),
     "launch.collective": Figure(25e-6, 1.6, f"{OURS}: the host's share of one collective of torch.distributed"),
     # A processor whose operators were not measured one by one.
     "cpu.matmul": Figure(1.0, 1.35, f"{OURS}: interpolated between measured products"),

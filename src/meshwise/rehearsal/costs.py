@@ -66,7 +66,7 @@ def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
             and found[-1].place not in awaited
             and (cpu or not found[-1].blocks)
         )
-        found.append(Cost(launch, place, price, prices.host(what, rank), share, blocks, number, joins))
+        found.append(Cost(launch, place, price, prices.host(what, rank, launch.phase), share, blocks, number, joins))
         before = launch
     return found
 

@@ -69,14 +69,19 @@ def kernel_seconds(operation: Operation, device: Device, known: Known | None = N
     return Priced(*ends, flops_time.origin, COMPUTE)
 
 
-def launch_seconds(device: Device) -> Priced:
-    """Seconds of the host to begin one operator on an accelerator; 0 on a CPU, whose operators hold their own."""
+def launch_seconds(device: Device, phase: str = "") -> Priced:
+    """Seconds of the host to begin one operator on an accelerator; 0 on a CPU, whose operators hold their own.
+
+    phase: in which a program does it, of PHASES: Python, modules and autograd come on top of the launch itself.
+    """
     if device.kind == "cpu":
         return Priced(0.0, 0.0, 0.0, MEASURED, LAUNCH)
     figure = FIGURES["launch"]
-    if device.launch is not None:
-        return priced(device.launch, figure.spread, MEASURED, LAUNCH)
-    return priced(figure.value, figure.spread, MODEL, LAUNCH)
+    seconds, origin = (figure.value, MODEL) if device.launch is None else (device.launch, MEASURED)
+    if not phase:
+        return priced(seconds, figure.spread, origin, LAUNCH)
+    program = FIGURES[f"program.{phase}"]
+    return priced(seconds * program.value, _joint(figure.spread, program.spread), MODEL, LAUNCH)
 
 
 def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:

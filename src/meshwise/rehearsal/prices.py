@@ -57,6 +57,7 @@ class Prices:
         self._operations: dict[tuple[int, Operation], Priced | None] = {}
         self._others: dict[tuple[int, Collective | Copy], Priced | None] = {}
         self._objects: dict[tuple[int, int], tuple[Operation | Collective | Copy, Priced | None]] = {}
+        self._hosts: dict[tuple[int, type, str], Priced] = {}
         alike: dict[str, int] = {}
         self._alike = [alike.setdefault(_alike(device), len(alike)) for device in machine.devices]
 
@@ -83,15 +84,20 @@ class Prices:
                 self._others[other] = collective_seconds(what, self.machine)
         return self._others[other]
 
-    def host(self, what: Operation | Collective | Copy, rank: int) -> Priced:
-        """Seconds of the host of this rank to launch it."""
-        device = self.machine.devices[rank]
+    def host(self, what: Operation | Collective | Copy, rank: int, phase: str = "other") -> Priced:
+        """Seconds of the host of this rank to launch it, in this phase."""
+        key = self._alike[rank], type(what), phase
+        if key not in self._hosts:
+            self._hosts[key] = self._host(what, self.machine.devices[rank], phase)
+        return self._hosts[key]
+
+    def _host(self, what: Operation | Collective | Copy, device: Device, phase: str) -> Priced:
         if isinstance(what, Collective) and device.kind != "cpu":
             figure = FIGURES["launch.collective"]
             return priced(figure.value, figure.spread, MODEL, LAUNCH)
         if device.kind == "cpu" and self._program is not None and isinstance(what, Operation):
             return priced(self._program, FIGURES["measured.program"].spread, MEASURED, LAUNCH)
-        return launch_seconds(device)
+        return launch_seconds(device, phase)
 
 
 def missing(works: Sequence[Work], prices: Prices) -> tuple[str, ...]:
