@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from meshwise.compat.modules import parameters_in, put_forward, renew_flat_weights
 from meshwise.compat.sharding import division, packed
 from meshwise.compat.whole_values import plain_loss, read_whole
-from meshwise.parallel.blocks import called_in, repeated_blocks
+from meshwise.parallel.blocks import blocks_of, called_in, repeated_blocks
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.split import rules
@@ -67,7 +67,8 @@ def _apply(setup: Setup) -> None:
     look_out()
     setup.plain = functools.partial(_plain, mesh)
     for root in called_in(setup.model):
-        blocks = {root, *(block for _, block in repeated_blocks(root))}
+        parts = repeated_blocks(root) or (blocks_of(root) if setup.plan.recompute == "selective" else [])
+        blocks = {root, *(block for _, block in parts)}  # each does the same in its first run and in its second
         for module in root.modules():
             owners = tuple(own for own in _modules(module, blocks) if parameters_in(own))
             if any(True for _ in module.parameters()):
