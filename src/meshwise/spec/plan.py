@@ -40,6 +40,8 @@ SCHEDULES = {
 }
 
 
+_ZERO1 = " with zero1=True: use shard, which divides more: shard={plan.data}."
+_ON_HOST = " with offload='parameters' is not built yet. Use offload='optimizer', or shard."
 _COMPILED = " with compile=True: split tensors are not compiled. Remove compile."
 
 
@@ -103,8 +105,9 @@ class Plan:
     data: int = _axis()
     shard: int = _axis(divides="parameters")
     expert: int = _axis(
-        *(_not_yet("expert", name) for name in ("pipeline", "context", "tensor", "zero1", "offload", "compile")),
-        Conflict(lambda plan: plan.dtypes.scaled, "expert={plan.expert} with fp16 is not built yet. Use bf16."),
+        *(_not_yet("expert", name) for name in ("pipeline", "context", "tensor")),
+        Conflict(lambda plan: plan.zero1, "expert={plan.expert}" + _ZERO1),
+        Conflict(lambda plan: "parameters" in plan.offload, "expert={plan.expert}" + _ON_HOST),
         divides="parameters",
     )
     pipeline: int = _axis(
@@ -114,10 +117,7 @@ class Plan:
             "once, and some would never have one. Use accumulate={plan.pipeline} or more.",
         ),
         _not_yet("pipeline", "compile"),
-        Conflict(
-            lambda plan: "parameters" in plan.offload,
-            "pipeline={plan.pipeline} with offload='parameters' is not built yet. Use offload='optimizer', or shard.",
-        ),
+        Conflict(lambda plan: "parameters" in plan.offload, "pipeline={plan.pipeline}" + _ON_HOST),
         same_samples=True,
     )
     context: int = _axis(
@@ -131,10 +131,7 @@ class Plan:
     )
     tensor: int = _axis(
         Conflict(lambda plan: plan.compile, "tensor={plan.tensor}" + _COMPILED),
-        Conflict(
-            lambda plan: plan.zero1,
-            "tensor={plan.tensor} with zero1=True: use shard, which divides more: shard={plan.data}.",
-        ),
+        Conflict(lambda plan: plan.zero1, "tensor={plan.tensor}" + _ZERO1),
         divides="parameters",
         same_samples=True,
     )
