@@ -31,7 +31,7 @@ from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.split import rules
 from meshwise.parallel.split.axis import Axis, MeshAxis, Part
-from meshwise.parallel.split.crossing import entering_once, gather
+from meshwise.parallel.split.crossing import entering_once, gather_over
 from meshwise.parallel.split.layout import cuts_of
 from meshwise.parallel.split.tensor import split
 from meshwise.parallel.technique import Setup, Technique
@@ -80,7 +80,7 @@ def _apply(setup: Setup) -> None:
 
 
 def _gathered(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return gather(forward(*args, **kwargs))
+    return gather_over(AXIS, forward(*args, **kwargs))
 
 
 def _plain(mesh: DeviceMesh, loss: Tensor) -> Tensor:

@@ -121,11 +121,6 @@ class Plan:
         same_samples=True,
     )
     context: int = _axis(
-        Conflict(
-            lambda plan: plan.tensor > 1,
-            "context={plan.context} with tensor={plan.tensor}: tensors are split along one of them so far. Use "
-            "one, with data or shard: shard={plan.tensor}.",
-        ),
         Conflict(lambda plan: plan.compile, "context={plan.context}" + _COMPILED),
         same_samples=True,
     )

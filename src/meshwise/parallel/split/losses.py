@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.torch_function import called
+from meshwise.compat.torch_function import called, on_parts
 from meshwise.parallel.split.along import RULES as ALONG
 from meshwise.parallel.split.crossing import add_up, enter, gather
 from meshwise.parallel.split.elementwise import RULES as ELEMENTWISE
 from meshwise.parallel.split.rule import NoRule, Rule, moved, with_parts_of
-from meshwise.parallel.split.tensor import SplitTensor, split, whole_shape
+from meshwise.parallel.split.tensor import SplitTensor, is_split, split, whole_shape
 
 Func = Callable[..., Any]
 Args = Sequence[Any]
@@ -36,7 +36,8 @@ def _log_sum(x: SplitTensor) -> tuple[Tensor, Tensor]:
     shape but for the split dim."""
     part = x.part
     largest = x.detach().amax(part.dim, keepdim=True) if part.own else x.new_full(_one(x, part.dim), -torch.inf)
-    part.axis.all_reduce(largest, "max")
+    with on_parts():
+        part.axis.all_reduce(largest, "max")
     below = x - torch.where(largest.isinf(), torch.zeros_like(largest), largest)
     return below, add_up(below.exp().sum(part.dim, keepdim=True), part.axis).log()
 
@@ -50,7 +51,7 @@ def _softmax(log: bool) -> Rule:
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
         x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
-        if not isinstance(x, SplitTensor) or not isinstance(dim, int) or dim % x.dim() != x.part.dim:
+        if not is_split(x) or not isinstance(dim, int) or dim % x.dim() != x.part.dim:
             return other(func, args, kwargs)
         dtype = kwargs.get("dtype")
         if dtype is not None:
@@ -66,11 +67,11 @@ def _cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
     values = dict(zip(NAMES[called(func)], args, strict=False)) | dict(kwargs)
     x, target = values["input"], values["target"]
     classes = 1 if x.dim() > 1 else 0
-    if values.get("size_average") is not None or values.get("reduce") is not None or not isinstance(x, SplitTensor):
+    if values.get("size_average") is not None or values.get("reduce") is not None or not is_split(x):
         raise NoRule
     if x.part.dim != classes:
         return _over_rows(func, values)
-    unknown = values.get("weight") is not None or isinstance(target, SplitTensor) or target.is_floating_point()
+    unknown = values.get("weight") is not None or is_split(target) or target.is_floating_point()
     if unknown or not x.part.is_plain or called(func) != "cross_entropy":
         raise NoRule
     axis, below, smoothing = x.part.axis, _log_sum(x), values.get("label_smoothing", 0.0)
@@ -98,7 +99,7 @@ def _over_rows(func: Func, values: dict[str, Any]) -> Any:
         return total
     if probable:
         return total / (math.prod(whole_shape(x)) // x.shape[1])
-    whole = not isinstance(target, SplitTensor)
+    whole = not is_split(target)
     counts = _counted(target if whole else own, weight, values.get("ignore_index", -100))
     return total / (counts if whole else add_up(counts, part.axis))
 
