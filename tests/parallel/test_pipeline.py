@@ -168,6 +168,7 @@ def test_shard_inside_stages(schedule: str, pool: Any) -> None:
         Plan(tensor=2, pipeline=2, accumulate=3),
         Plan(tensor=2, pipeline=2, accumulate=4, schedule="interleaved", recompute="full"),
         Plan(context=2, pipeline=2, accumulate=3),
+        Plan(tensor=2, pipeline=2, accumulate=3, sequence=True),
         Plan(data=2, pipeline=2, accumulate=3, zero1=True),
         Plan(shard=2, pipeline=2, accumulate=3, recompute="full", precision="bf16", offload=("optimizer",)),
         Plan(shard=2, pipeline=2, accumulate=3, reshard=False, offload=("activations",)),
@@ -175,6 +176,7 @@ def test_shard_inside_stages(schedule: str, pool: Any) -> None:
         Plan(shard=2, tensor=2, pipeline=2, accumulate=2),
         Plan(data=2, tensor=2, pipeline=2, accumulate=3),
         Plan(shard=2, context=2, pipeline=2, accumulate=2, schedule="gpipe"),
+        Plan(context=2, tensor=2, pipeline=2, accumulate=2),
     ],
     ids=repr,
 )

@@ -68,6 +68,15 @@ X = torch.randn(2, 7, 6, dtype=D)
 W, B = torch.randn(8, 6, dtype=D), torch.randn(8, dtype=D)
 IDS = torch.randint(0, 8, (2, 7))
 NO = (None, None)
+
+
+def hooked(x: Tensor, w: Tensor) -> Tensor:
+    made = F.linear(x, w)
+    made.register_hook(lambda gradient: gradient * 2)
+    made.register_hook(lambda gradient: gradient.sort(-1)[0].cumsum(1))
+    return made * 1
+
+
 C, T = (1, None), (None, 0)
 Case = tuple[Callable[..., Any], Sequence[Tensor], Sequence[tuple[int | None, int | None]], list[Any]]
 CASES: dict[str, Case] = {
@@ -109,6 +118,7 @@ CASES: dict[str, Case] = {
         [(2, 1)] * 3,
         [("context", 2)],
     ),
+    "hooks": (hooked, [X, W], [C, T], [("context", 1), ("tensor", 2)]),
     "a mask": (
         lambda q, m: F.scaled_dot_product_attention(q, q, q, m > 0),
         [heads(4, 7), torch.randn(2, 4, 7, 7, dtype=D)],

@@ -20,8 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshwise.parallel.split.axis import Part
+from meshwise.parallel.split.crossing import gather
 from meshwise.parallel.split.layout import Cut, cuts_of
-from tests.parallel.test_split_context import hold
+from meshwise.parallel.split.tensor import split
+from tests.parallel.test_split_context import ThreadAxis, hold, on_ranks
 
 Case = tuple[Callable[..., Any], list[Tensor], list[int | None]]
 
@@ -334,3 +337,23 @@ def test_a_row_may_stand_beside_the_module_of_its_columns() -> None:
     cuts, names = cuts_of(model, 2), {id(p): name for name, p in model.named_parameters()}
     rows = {names[key] for key, cut in cuts.items() if cut == Cut(1)}
     assert rows == {f"{n}.{layer}.weight" for n in (0, 1) for layer in ("attention.output.dense", "down")}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_loss_of_half_numbers_over_a_split_vocabulary_is_rounded_as_of_whole_ones(autocast: bool) -> None:
+    logits, targets = draw(12, 16).bfloat16(), torch.arange(12) % 16
+
+    def both(x: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return [F.cross_entropy(x, targets), x.softmax(-1)]
+
+    whole = both(logits)
+
+    def work(axis: ThreadAxis) -> list[Tensor]:
+        part = Part(axis, 1, 16)
+        return [gather(made) for made in both(split(part.slice_of(logits).clone(), part))]
+
+    for found in on_ranks(2, work):
+        for got, wanted in zip(found, whole, strict=True):
+            assert got.dtype == wanted.dtype
+            assert torch.allclose(got.float(), wanted.float(), atol=1e-6, rtol=2 * torch.finfo(wanted.dtype).eps)

@@ -133,7 +133,6 @@ class Plan:
     sequence: bool = _technique(
         False,
         Conflict(lambda plan: plan.tensor == 1, "sequence=True has no effect with tensor=1. Remove it."),
-        _not_yet("sequence", "pipeline"),
     )
     schedule: str = _technique(
         "1f1b",

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from meshwise.compat.torch_function import called, on_parts
 from meshwise.parallel.split.rule import NoRule, Rule, given, moved, split_in, with_parts_of
-from meshwise.parallel.split.tensor import is_split, split, whole_shape
+from meshwise.parallel.split.tensor import at_level, is_split, level_of, parts_of, split, split_again, whole_shape
 
 UNARY = """abs absolute acos acosh asin asinh atan atanh ceil clamp clamp_max clamp_min clip cos cosh celu deg2rad
 digamma elu erf
@@ -102,16 +102,22 @@ def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _hook(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A hook on the gradient finds it split as its tensor."""
+    """A hook on the gradient finds it split as its tensor, at all levels."""
     tensor, hook = args[0], args[1]
-    part = tensor.part
+    parts = sorted(parts_of(tensor), key=level_of)
 
     def hooked(gradient: Tensor) -> Any:
-        found = hook(split(gradient.view_as(gradient), part))
+        found = hook(split_again(gradient.view_as(gradient), parts))
+        if not isinstance(found, Tensor):
+            return found
+        for part in parts:
+            with at_level(level_of(part)):
+                found = with_parts_of(found, part, found.dim())
         with on_parts():
-            return with_parts_of(found, part, found.dim()).view(gradient.shape) if isinstance(found, Tensor) else found
+            return found.view(gradient.shape)
 
-    return func(tensor, hooked)
+    with on_parts():
+        return func(tensor, hooked)
 
 
 RULES: dict[str, Rule] = {

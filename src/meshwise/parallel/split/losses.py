@@ -31,10 +31,20 @@ EACH_PLACE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy 
 soft_margin_loss"""
 
 
+HALF = (torch.float16, torch.bfloat16)
+
+
+def _as_given(made: Tensor, func: Func, x: Tensor, *rest: Any) -> Tensor:
+    """In the dtype in which torch gives it of `x`, under autocast too; `rest` of a call that is short."""
+    return made.to(func(x.new_zeros([1] * x.dim()), *rest).dtype) if x.dtype in HALF else made
+
+
 def _log_sum(x: SplitTensor) -> tuple[Tensor, Tensor]:
     """The part less the largest of its whole row, and the log of the row's sum of exponentials of that; both of one
     shape but for the split dim."""
     part = x.part
+    if x.dtype in HALF:  # as torch, which sums in float32
+        x = split(x.to(torch.float32), part)
     largest = x.detach().amax(part.dim, keepdim=True) if part.own else x.new_full(_one(x, part.dim), -torch.inf)
     with on_parts():
         part.axis.all_reduce(largest, "max")
@@ -58,7 +68,7 @@ def _softmax(log: bool) -> Rule:
             x = split(x.to(dtype), x.part) if x.dtype != dtype else x
         below, total = _log_sum(x)
         logs = below - enter(total, x.part.axis)
-        return split(logs if log else logs.exp(), x.part)
+        return split(_as_given(logs if log else logs.exp(), func, x, dim), x.part)
 
     return rule
 
@@ -80,7 +90,8 @@ def _cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if smoothing:
         even = total - add_up(rows.sum(classes), axis) / x.part.length
         losses = (1 - smoothing) * losses + smoothing * even
-    return _reduced(losses, target != values.get("ignore_index", -100), values.get("reduction", "mean"))
+    reduced = _reduced(losses, target != values.get("ignore_index", -100), values.get("reduction", "mean"))
+    return _as_given(reduced, func, x, target.new_zeros([1] * target.dim()))
 
 
 def _over_rows(func: Func, values: dict[str, Any]) -> Any:
