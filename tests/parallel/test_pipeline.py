@@ -4,7 +4,7 @@ Of parallel/pipeline.py, parallel/holding.py, parallel/passing.py, parallel/sche
 transfer/stages.py.
 
 Tests parallel/holding.py, parallel/passing.py, parallel/schedule.py, training/microbatches.py,
-transfer/stages.py.
+spec/schedules.py, transfer/stages.py.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from meshwise.parallel.load import load_weights
 from meshwise.parallel.passing import Pass
 from meshwise.parallel.pipeline import STAGES, Pipeline, costs_of
 from meshwise.parallel.schedule import CHUNKS, Action, orders, stage_ranges
+from meshwise.parallel.shard import Sharded
 from meshwise.parallel.split.axis import MeshAxis, Part
 from meshwise.parallel.technique import Setup
 from meshwise.spec.errors import PlanError, WorkerFailed
@@ -159,6 +160,33 @@ LARGE = {"model": lambda: Net(width=40)}
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_shard_inside_stages(schedule: str, pool: Any) -> None:
     assert_equal(pool, job(**LARGE), Plan(shard=2, pipeline=2, accumulate=4, schedule=schedule))
+
+
+def with_lost_gradients(made: Job, spec: CheckSpec, draws: Any) -> Any:
+    """What torch 2.13 makes of a zero-bubble schedule (ScheduleZBVZeroBubble) with `fully_shard`: the blocks of the
+    last stage have no gradient, and nothing says so."""
+
+    def reduce_now(self: Sharded) -> None:
+        reduced(self)
+        pipe = stages.pipe()
+        for name, p in self._parameters():
+            if pipe is not None and pipe.rank == pipe.size - 1 and name.startswith("blocks."):
+                p.grad = None
+
+    reduced = Sharded.reduce_now
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sharded, "reduce_now", reduce_now)
+        return followed(made, spec, draws)
+
+
+@pytest.mark.slow
+def test_gradients_that_a_schedule_loses_are_named(pool: Any) -> None:
+    made, spec = job(**LARGE), CheckSpec(Plan(shard=2, pipeline=2, accumulate=4))
+    one = one_device(made, spec)
+    proof = prove("net", spec, "4xcpu", one, pool(4).run(with_lost_gradients, made, spec, one.draws)[0].trace)
+    assert not proof.equal and proof.cause is not None and proof.comparison.first is not None
+    assert proof.comparison.first.name.startswith(("blocks.3", "blocks.4"))
+    assert proof.cause.name == "missing reduction"
 
 
 @pytest.mark.slow
@@ -323,6 +351,10 @@ def test_stages_are_as_equal_as_can_be() -> None:
         ({"accumulate": 4, "shard": 2, "offload": ("parameters",)}, "'parameters' is not built yet. Use offload='opt"),
         ({"accumulate": 4, "compile": True}, "pipeline=2 with compile=True is not built yet. Remove compile"),
         ({"accumulate": 4, "schedule": "1f1"}, "1f1b"),
+        *(
+            ({"accumulate": 4, "schedule": name}, f"{name}'.* no gradient where they are .* Use schedule='interleaved'")
+            for name in ("zero-bubble", "ZBV", "ScheduleInterleavedZeroBubble", "zb1p", "DualPipeV")
+        ),
     ],
 )
 def test_plans_that_are_refused(fields: dict[str, Any], expected: str) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 from meshwise.spec.dtypes import PRECISIONS as PRECISIONS
 from meshwise.spec.dtypes import Dtypes, dtypes_of
 from meshwise.spec.errors import PlanError, check_known, nearest
+from meshwise.spec.schedules import SCHEDULES as SCHEDULES
+from meshwise.spec.schedules import check_schedule
 
 RECOMPUTES = {
     "none": "what the backward needs is kept",
@@ -32,13 +34,6 @@ BATCH_NORMS = {
     "global": "batch norms take the statistics of the whole global microbatch, as one device does",
     "local": "each rank's batch norms take those of its own samples: no communication, and other numbers",
 }
-
-SCHEDULES = {
-    "1f1b": "one forward, one backward in turns: a stage keeps as many microbatches' activations as stages follow",
-    "gpipe": "all forwards, then all backwards: simple, and keeps the activations of every microbatch",
-    "interleaved": "1f1b with two stages a rank: about half the idle time, and more messages",
-}
-
 
 _ZERO1 = " with zero1=True: use shard, which divides more: shard={plan.data}."
 _ON_HOST = " with offload='parameters' is not built yet. Use offload='optimizer', or shard."
@@ -189,7 +184,7 @@ class Plan:
         for f in fields(self):
             _check_type(f.name, getattr(self, f.name), f.default)
         check_known("precision", self.precision, PRECISIONS, PlanError)
-        check_known("schedule", self.schedule, SCHEDULES, PlanError)
+        check_schedule(self.schedule)
         check_known("batch_norm", self.batch_norm, BATCH_NORMS, PlanError)
         dtypes_of(self.precision, self.param_dtype, self.compute_dtype, self.grad_dtype)
         object.__setattr__(self, "recompute", _recompute(self.recompute))
