@@ -307,6 +307,16 @@ def test_how_a_result_is_taken_apart_is_found_by_a_trial(way: str, sections: int
     assert cuts_of(model, 2, packed=False)[id(model[0].qkv.weight)] == Cut(0)
 
 
+def test_with_shard_sections_are_kept_together_along_a_dim_that_it_does_not_divide() -> None:
+    from transformers import GPT2Config, GPT2Model
+
+    for packed, bias in ((True, Cut(0, 3)), (False, Cut(0))):
+        model = GPT2Model(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=4))
+        layer = model.h[1].attn.c_attn
+        cuts = cuts_of(model, 2, packed=packed)
+        assert (cuts[id(layer.weight)], cuts[id(layer.bias)]) == (Cut(1, 3), bias)
+
+
 def test_torch_s_attention_is_split_by_heads() -> None:
     layer = nn.MultiheadAttention(12, 6)
     cuts = cuts_of(layer, 2)

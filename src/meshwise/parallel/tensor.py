@@ -49,7 +49,7 @@ def _apply(setup: Setup) -> None:
     rules.prepare()
     whole_mesh = make_mesh(setup.plan, setup.world)
     mesh, axis = whole_mesh[AXIS], MeshAxis.of(whole_mesh, AXIS, sequence=setup.plan.sequence)
-    packed_too = setup.plan.shard == 1  # else both would divide the same dim, which torch has no word for
+    packed_too = setup.plan.shard == 1  # along dim 0: else both would divide it, which torch has no word for
     cuts = cuts_of(setup.model, mesh.size(), packed=packed_too)
     known: dict[int, nn.Parameter] = {}
     lacked = stages.lacked_parameters(setup.model)
