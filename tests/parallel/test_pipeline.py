@@ -457,6 +457,14 @@ def test_what_lies_between_two_stages_follows_the_first() -> None:
     assert reached == [7]
 
 
+def test_a_block_that_autograd_does_not_follow_is_refused() -> None:
+    """As in Reformer, whose reversible layers have a backward of their own."""
+    now = Pass(Action(True, 0, 0), (0, 1), False, [("blocks.0", nn.Linear(1, 1))])
+    with torch.no_grad(), pytest.raises(PlanError, match=r"blocks.0 runs without gradients .* Use data or tensor"):
+        now.enter(0)
+    now.enter(0)
+
+
 def test_what_lies_behind_the_last_block_of_a_stage_counts_on_the_next() -> None:
     blocks = [(f"blocks.{n}", nn.Linear(1, 1)) for n in range(2)]
     (_, last), (_, other) = blocks

@@ -78,6 +78,7 @@ class Pass:
         self.sent: list[Tensor] = []
         self.left = False
         self._entered = self._gave = 0
+        self._trains = torch.is_grad_enabled()
 
     @property
     def came_to_its_blocks(self) -> bool:
@@ -93,9 +94,15 @@ class Pass:
         return self.received
 
     def enter(self, number: int) -> None:
-        """A block of this stage is called. PlanError where it is not their turn."""
+        """A block of this stage is called. PlanError where it is not their turn, or autograd does not follow it."""
+        name, block = self._blocks[number]
+        if self._trains and not torch.is_grad_enabled() and any(p.requires_grad for p in block.parameters()):
+            raise PlanError(
+                f"pipeline: block {name} runs without gradients in a forward that trains, as reversible layers and "
+                "reentrant checkpoints do, which have a backward of their own. Use data or tensor for this model."
+            )
         if number != self.lo + self._entered:
-            name, again = self._blocks[number][0], number < self.lo + self._entered
+            again = number < self.lo + self._entered
             what = "was called twice" if again else "was called before the blocks that are listed before it"
             raise PlanError(
                 f"pipeline: block {name} {what} in one loss. Stages need a loss that calls the model once, and its "
