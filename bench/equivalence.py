@@ -67,9 +67,7 @@ def outcome(pools: Pools, model: str, plan: Plan, seed: int = 0) -> dict[str, An
     try:
         proof = checked(pools, model, plan, seed=seed, steps=STEPS, rounding=plan.precision == "bf16")
     except CaseFailed as failed:
-        if failed.kind != "PlanError":
-            raise
-        return {**about, "refused": failed.text}
+        return {**about, "refused" if failed.kind == "PlanError" else "failed": failed.text}
     first = proof.comparison.first
     return {
         **about,
@@ -143,7 +141,7 @@ def changed_lines(kind: type) -> int:
 
 def tell(case: Case, result: dict[str, Any]) -> None:
     """One line a check."""
-    other = next((word for word in ("refused", "not_checked") if word in result), None)
+    other = next((word for word in ("refused", "failed", "not_checked") if word in result), None)
     said = other or f"equal {result['equal']}  {max(result['largest'].values()):.1e}"
     print(f"{case}  seed {result['seed']}: {said}", flush=True)
 
@@ -201,7 +199,7 @@ def write(measured: dict[str, Any], runs: list[dict[str, Any]]) -> None:
     """Write what is there so far; a case that was not run is left out."""
     found = {name: result for name, result in measured.items() if result is not None}
     equal = [result for result in found.values() if result.get("equal")]
-    sizes = [max(result["largest"].values()) for result in [*equal, *runs]]
+    sizes = [max(result["largest"].values()) for result in [*equal, *runs] if "largest" in result]
     keep(
         "equivalence",
         {
@@ -211,6 +209,7 @@ def write(measured: dict[str, Any], runs: list[dict[str, Any]]) -> None:
             "cases": len(found),
             "equal": len(equal),
             "refused": sum("refused" in result for result in found.values()),
+            "failed": sum("failed" in result for result in found.values()),
             "not_checked": sum("not_checked" in result for result in found.values()),
             "commits": dict(Counter(result["commit"] for result in [*found.values(), *runs])),
             "largest": max(sizes, default=0.0),

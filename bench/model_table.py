@@ -105,6 +105,8 @@ def _reason(result: dict[str, Any]) -> str:
     """Why there is no number, with what it is called before a colon; empty where there is one."""
     if "refused" in result:
         return f"Refused: {result['refused']}"
+    if "failed" in result:
+        return f"**Failed**: {result['failed']}"
     return f"Not checked: {result['not_checked']}." if "not_checked" in result else ""
 
 

@@ -86,19 +86,8 @@ def summary(bugs: dict[str, Any], runs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run what is left, as long as there is time."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--clean", type=int, default=200)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--again", action="store_true")
-    options = parser.parse_args()
-    path = RESULTS / "silent_bugs.json"
-    known = json.loads(path.read_text()) if path.exists() and not options.again else {}
-    bugs: dict[str, Any] = known.get("bugs", {})
-    runs: dict[str, Any] = known.get("runs", {})
-    ends, pools = time.monotonic() + 60 * options.minutes, Pools()
+def play(options: argparse.Namespace, pools: Pools, bugs: dict[str, Any], ends: float) -> None:
+    """The rows that are asked for and not known yet, until the time is over."""
     left = [bug for bug in SILENT if (options.only in bug.of if options.only else bug.row not in bugs)]
     for bug in sorted(left, key=lambda bug: (bug.plan.devices, bug.job)):
         if time.monotonic() > ends:
@@ -113,13 +102,32 @@ def main() -> None:
         print(
             bug.row, *(key for key in ("found", "module right", "cause right") if found[key]), found["said"], flush=True
         )
-    for name, plan, seed in [] if options.only else clean_runs(options.clean):
-        key = f"{name}, {plan!r}, seed {seed}"
-        if key not in runs and time.monotonic() < ends:
-            runs[key] = clean(pools, name, plan, seed)
-            print(key, {k: v for k, v in runs[key].items() if k in ("equal", "refused", "failed", "said")}, flush=True)
-    pools.close()
-    keep("silent_bugs", {"summary": summary(bugs, runs), "bugs": bugs, "not played": NOT_PLAYED, "runs": runs})
+
+
+def main() -> None:
+    """Run what is left, as long as there is time."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=9)
+    parser.add_argument("--clean", type=int, default=200)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--again", action="store_true")
+    options = parser.parse_args()
+    path = RESULTS / "silent_bugs.json"
+    known = json.loads(path.read_text()) if path.exists() and not options.again else {}
+    bugs: dict[str, Any] = known.get("bugs", {})
+    runs: dict[str, Any] = known.get("runs", {})
+    ends, pools = time.monotonic() + 60 * options.minutes, Pools()
+    try:
+        play(options, pools, bugs, ends)
+        for name, plan, seed in [] if options.only else clean_runs(options.clean):
+            key = f"{name}, {plan!r}, seed {seed}"
+            if key not in runs and time.monotonic() < ends:
+                runs[key] = clean(pools, name, plan, seed)
+                said = {k: v for k, v in runs[key].items() if k in ("equal", "refused", "failed", "said")}
+                print(key, said, flush=True)
+    finally:
+        keep("silent_bugs", {"summary": summary(bugs, runs), "bugs": bugs, "not played": NOT_PLAYED, "runs": runs})
+        pools.close()
     print(json.dumps(summary(bugs, runs), indent=1))
 
 

@@ -73,6 +73,7 @@ SIZES: dict[str, Any] = (
     | dict.fromkeys(EXPERTS.split(), 4)
     | dict.fromkeys(EIGHT.split(), 8)
     | dict.fromkeys(POSITIONS.split(), 64)
+    | dict.fromkeys(("layerdrop", "encoder_layerdrop", "decoder_layerdrop"), 0.0)  # stages need every layer
     | dict.fromkeys(["num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts"], 2)
     | dict.fromkeys(["num_key_value_heads", "num_kv_heads", "linear_num_key_heads", "swa_num_key_value_heads"], 2)
     | dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"], 32)

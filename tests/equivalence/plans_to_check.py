@@ -62,6 +62,12 @@ CONTEXT = {
     "context × recompute selective × bf16": Plan(context=2, recompute="selective", precision="bf16"),
     "data × context": Plan(data=2, context=2),
     "shard × context × recompute × accumulate": Plan(shard=2, context=2, recompute="full", accumulate=2),
+    "context × tensor": Plan(context=2, tensor=2),
+    "context × tensor × recompute selective × bf16 × offload": Plan(
+        context=2, tensor=2, recompute="selective", precision="bf16", offload=ACTIVATIONS
+    ),
+    "8 devices: data 2 × context 2 × tensor 2": Plan(data=2, context=2, tensor=2),
+    "8 devices: shard 2 × context 2 × tensor 2 × accumulate": Plan(shard=2, context=2, tensor=2, accumulate=2),
 }
 """Of models whose samples have positions."""
 WITH_POSITIONS = ("llama", "gpt2", "bert", "gpt")

@@ -21,6 +21,7 @@ from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.programs import watch_job
 from meshwise.equivalence.proof import prove
 from meshwise.equivalence.trace import CheckSpec
+from meshwise.parallel.balance import BALANCE
 from meshwise.parallel.expert import EXPERT
 from meshwise.parallel.expert_axis import MeshAxis
 from meshwise.parallel.technique import Setup
@@ -296,6 +297,29 @@ def llama4() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"switch": switch, "nllb": nllb, "jetmoe": jetmoe, "llama4": llama4}
+
+
+class Dropping(nn.Module):
+    def forward(self, chosen: Tensor, capacity: int = 2) -> Tensor:
+        return chosen * (torch.cumsum(chosen, dim=0) <= capacity)
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "said"),
+    [
+        (Dropping, Plan(data=2), True),
+        (nllb, Plan(shard=2), True),
+        (switch, Plan(data=2), False),
+        (Dropping, Plan(tensor=2), False),
+    ],
+)
+def test_a_capacity_that_counts_the_tokens_of_a_rank_is_said(
+    make: Callable[[], nn.Module], plan: Plan, said: bool
+) -> None:
+    setup = Setup(nn.ModuleDict({"router": make()}), plan, World(size=2), samples=lambda: 1)
+    assert BALANCE.apply is not None
+    BALANCE.apply(setup)
+    assert any("drops the rest, counted over the samples of a rank" in note for note in setup.notes) == said
 
 
 def of_all_labels(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,9 @@ from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.programs import watch_job
 from meshwise.equivalence.proof import prove
 from meshwise.equivalence.trace import CheckSpec
+from meshwise.parallel import compiled
 from meshwise.parallel.expert import EXPERT, Experts, route
+from meshwise.parallel.precision import computing
 from meshwise.parallel.technique import Setup
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
@@ -28,6 +30,8 @@ from meshwise.spec.world import World
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
 from meshwise.training.run_options import RunOptions
+from meshwise.workers.join import join
+from tests.parallel.applied import apply_with, backward
 from tests.parallel.test_split_context import ThreadAxis, on_ranks, same
 
 TOKENS, WIDTH, EXPERTS, TOP = 12, 5, 6, 2
@@ -130,15 +134,17 @@ def test_a_model_without_such_experts_and_a_size_that_does_not_fit_are_refused()
     check(Stacked(), expert=3)
 
 
-OTHERS = ({"tensor": 2}, {"context": 2}, {"pipeline": 2, "accumulate": 2}, {"compile": True})
+OTHERS = ({"tensor": 2}, {"context": 2}, {"pipeline": 2, "accumulate": 2})
 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_what_is_not_built_is_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match=r"expert=2 with \w+=(2|True) is not built yet. Remove"):
+    with pytest.raises(PlanError, match=r"expert=2 with \w+=2 is not built yet. Remove"):
         Plan(expert=2, **other)
-    with pytest.raises(PlanError, match="expert=2 with fp16"):
-        Plan(expert=2, precision="fp16")
+    with pytest.raises(PlanError, match=r"expert=2 with zero1=True: use shard, which divides more: shard=2"):
+        Plan(expert=2, data=2, zero1=True)
+    with pytest.raises(PlanError, match="expert=2 with offload='parameters' is not built yet"):
+        Plan(expert=2, shard=2, offload=("parameters",))
 
 
 def model_of(kind: str, **more: Any) -> Callable[[], nn.Module]:
@@ -213,11 +219,73 @@ def test_divided_experts_and_a_balance_loss_compute_what_one_device_computes(poo
         ("Mixtral", Plan(data=2, expert=2)),
         ("Mixtral", Plan(expert=2, shard=2)),
         ("Qwen3Moe", Plan(expert=4, accumulate=2)),
+        ("Mixtral", Plan(expert=2, offload=("optimizer", "activations"))),
     ],
     ids=str,
 )
 def test_mixtures_of_experts_compute_what_one_device_computes(kind: str, plan: Plan, pool: Any) -> None:
     hold(kind, plan, pool)
+
+
+def overflowing(plan: Plan) -> list[Any]:
+    """Two steps with a loss scaler, of which on the last rank the first overflows: the scale, and whether any and most
+    of what this rank holds have changed."""
+    world = join().world
+    torch.manual_seed(0)
+    model = model_of("Mixtral")()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    setup = apply_with(model, plan, world, optimizer)
+    scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0**10), list[Any]()
+    for number in range(2):
+        before = [local_part(p).detach().clone() for p in model.parameters()]
+        with computing("cpu", plan.dtypes):
+            loss = model(**padded(texts()[world.rank * 3 :][:3])).loss
+        spoilt = number == 0 and world.rank == world.size - 1
+        backward(setup, scaler.scale(loss * (float("inf") if spoilt else 1.0)))
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed = [not torch.equal(a, local_part(p)) for a, p in zip(before, model.parameters(), strict=True)]
+        found.append((scaler.get_scale(), any(changed), sum(changed) > len(changed) / 2))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [Plan(expert=2, precision="fp16"), Plan(data=2, expert=2, precision="fp16")], ids=str)
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(plan: Plan, pool: Any) -> None:
+    for steps in pool(plan.devices).run(overflowing, plan):
+        assert steps == [(2.0**9, False, False), (2.0**9, True, True)]
+
+
+def compiled_step(plan: Plan) -> tuple[list[Tensor], int]:
+    """The parameters after a step, and how many graphs were captured."""
+    import torch._dynamo.utils
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled.BACKEND = "aot_eager"
+    world = join().world
+    torch.manual_seed(0)
+    model = model_of("Mixtral")()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    setup = apply_with(model, plan, world, optimizer)
+    part = texts()[:4] * 2  # of the same lengths on both
+    loss = model(**padded(part[world.rank * 4 :][:4])).loss
+    backward(setup, loss)
+    optimizer.step()
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [p.detach() for p in whole], torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_are_compiled_around_divided_experts(pool: Any) -> None:
+    want, _ = pool(2).run(compiled_step, Plan(data=2))[0]
+    for got, graphs in pool(2).run(compiled_step, Plan(expert=2, compile=True)):
+        assert graphs
+        assert all((a - b).abs().max() < 1e-6 for a, b in zip(got, want, strict=True))
 
 
 def trained(plan: Plan, folder: Path, resume: Path | None, epochs: int) -> tuple[Any, int]:

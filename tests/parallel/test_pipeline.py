@@ -4,7 +4,7 @@ Of parallel/pipeline.py, parallel/holding.py, parallel/passing.py, parallel/sche
 transfer/stages.py.
 
 Tests parallel/holding.py, parallel/passing.py, parallel/schedule.py, training/microbatches.py,
-transfer/stages.py.
+spec/schedules.py, transfer/stages.py.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from meshwise.parallel.load import load_weights
 from meshwise.parallel.passing import Pass
 from meshwise.parallel.pipeline import STAGES, Pipeline, costs_of
 from meshwise.parallel.schedule import CHUNKS, Action, orders, stage_ranges
+from meshwise.parallel.shard import Sharded
 from meshwise.parallel.split.axis import MeshAxis, Part
 from meshwise.parallel.technique import Setup
 from meshwise.spec.errors import PlanError, WorkerFailed
@@ -161,6 +162,33 @@ def test_shard_inside_stages(schedule: str, pool: Any) -> None:
     assert_equal(pool, job(**LARGE), Plan(shard=2, pipeline=2, accumulate=4, schedule=schedule))
 
 
+def with_lost_gradients(made: Job, spec: CheckSpec, draws: Any) -> Any:
+    """What torch 2.13 makes of a zero-bubble schedule (ScheduleZBVZeroBubble) with `fully_shard`: the blocks of the
+    last stage have no gradient, and nothing says so."""
+
+    def reduce_now(self: Sharded) -> None:
+        reduced(self)
+        pipe = stages.pipe()
+        for name, p in self._parameters():
+            if pipe is not None and pipe.rank == pipe.size - 1 and name.startswith("blocks."):
+                p.grad = None
+
+    reduced = Sharded.reduce_now
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sharded, "reduce_now", reduce_now)
+        return followed(made, spec, draws)
+
+
+@pytest.mark.slow
+def test_gradients_that_a_schedule_loses_are_named(pool: Any) -> None:
+    made, spec = job(**LARGE), CheckSpec(Plan(shard=2, pipeline=2, accumulate=4))
+    one = one_device(made, spec)
+    proof = prove("net", spec, "4xcpu", one, pool(4).run(with_lost_gradients, made, spec, one.draws)[0].trace)
+    assert not proof.equal and proof.cause is not None and proof.comparison.first is not None
+    assert proof.comparison.first.name.startswith(("blocks.3", "blocks.4"))
+    assert proof.cause.name == "missing reduction"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
@@ -168,6 +196,7 @@ def test_shard_inside_stages(schedule: str, pool: Any) -> None:
         Plan(tensor=2, pipeline=2, accumulate=3),
         Plan(tensor=2, pipeline=2, accumulate=4, schedule="interleaved", recompute="full"),
         Plan(context=2, pipeline=2, accumulate=3),
+        Plan(tensor=2, pipeline=2, accumulate=3, sequence=True),
         Plan(data=2, pipeline=2, accumulate=3, zero1=True),
         Plan(shard=2, pipeline=2, accumulate=3, recompute="full", precision="bf16", offload=("optimizer",)),
         Plan(shard=2, pipeline=2, accumulate=3, reshard=False, offload=("activations",)),
@@ -175,6 +204,7 @@ def test_shard_inside_stages(schedule: str, pool: Any) -> None:
         Plan(shard=2, tensor=2, pipeline=2, accumulate=2),
         Plan(data=2, tensor=2, pipeline=2, accumulate=3),
         Plan(shard=2, context=2, pipeline=2, accumulate=2, schedule="gpipe"),
+        Plan(context=2, tensor=2, pipeline=2, accumulate=2),
     ],
     ids=repr,
 )
@@ -321,6 +351,10 @@ def test_stages_are_as_equal_as_can_be() -> None:
         ({"accumulate": 4, "shard": 2, "offload": ("parameters",)}, "'parameters' is not built yet. Use offload='opt"),
         ({"accumulate": 4, "compile": True}, "pipeline=2 with compile=True is not built yet. Remove compile"),
         ({"accumulate": 4, "schedule": "1f1"}, "1f1b"),
+        *(
+            ({"accumulate": 4, "schedule": name}, f"{name}'.* no gradient where they are .* Use schedule='interleaved'")
+            for name in ("zero-bubble", "ZBV", "ScheduleInterleavedZeroBubble", "zb1p", "DualPipeV")
+        ),
     ],
 )
 def test_plans_that_are_refused(fields: dict[str, Any], expected: str) -> None:
@@ -421,6 +455,14 @@ def test_what_lies_between_two_stages_follows_the_first() -> None:
         assert now.passed_by(1) == "hidden" and reached == [7] and stages.counts()
         now.enter(2)
     assert reached == [7]
+
+
+def test_a_block_that_autograd_does_not_follow_is_refused() -> None:
+    """As in Reformer, whose reversible layers have a backward of their own."""
+    now = Pass(Action(True, 0, 0), (0, 1), False, [("blocks.0", nn.Linear(1, 1))])
+    with torch.no_grad(), pytest.raises(PlanError, match=r"blocks.0 runs without gradients .* Use data or tensor"):
+        now.enter(0)
+    now.enter(0)
 
 
 def test_what_lies_behind_the_last_block_of_a_stage_counts_on_the_next() -> None:

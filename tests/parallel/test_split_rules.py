@@ -20,8 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshwise.parallel.split.axis import Part
+from meshwise.parallel.split.crossing import gather
 from meshwise.parallel.split.layout import Cut, cuts_of
-from tests.parallel.test_split_context import hold
+from meshwise.parallel.split.tensor import split
+from tests.parallel.test_split_context import ThreadAxis, hold, on_ranks
 
 Case = tuple[Callable[..., Any], list[Tensor], list[int | None]]
 
@@ -304,6 +307,16 @@ def test_how_a_result_is_taken_apart_is_found_by_a_trial(way: str, sections: int
     assert cuts_of(model, 2, packed=False)[id(model[0].qkv.weight)] == Cut(0)
 
 
+def test_with_shard_sections_are_kept_together_along_a_dim_that_it_does_not_divide() -> None:
+    from transformers import GPT2Config, GPT2Model
+
+    for packed, bias in ((True, Cut(0, 3)), (False, Cut(0))):
+        model = GPT2Model(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=4))
+        layer = model.h[1].attn.c_attn
+        cuts = cuts_of(model, 2, packed=packed)
+        assert (cuts[id(layer.weight)], cuts[id(layer.bias)]) == (Cut(1, 3), bias)
+
+
 def test_torch_s_attention_is_split_by_heads() -> None:
     layer = nn.MultiheadAttention(12, 6)
     cuts = cuts_of(layer, 2)
@@ -334,3 +347,23 @@ def test_a_row_may_stand_beside_the_module_of_its_columns() -> None:
     cuts, names = cuts_of(model, 2), {id(p): name for name, p in model.named_parameters()}
     rows = {names[key] for key, cut in cuts.items() if cut == Cut(1)}
     assert rows == {f"{n}.{layer}.weight" for n in (0, 1) for layer in ("attention.output.dense", "down")}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_loss_of_half_numbers_over_a_split_vocabulary_is_rounded_as_of_whole_ones(autocast: bool) -> None:
+    logits, targets = draw(12, 16).bfloat16(), torch.arange(12) % 16
+
+    def both(x: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return [F.cross_entropy(x, targets), x.softmax(-1)]
+
+    whole = both(logits)
+
+    def work(axis: ThreadAxis) -> list[Tensor]:
+        part = Part(axis, 1, 16)
+        return [gather(made) for made in both(split(part.slice_of(logits).clone(), part))]
+
+    for found in on_ranks(2, work):
+        for got, wanted in zip(found, whole, strict=True):
+            assert got.dtype == wanted.dtype
+            assert torch.allclose(got.float(), wanted.float(), atol=1e-6, rtol=2 * torch.finfo(wanted.dtype).eps)

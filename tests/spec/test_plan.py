@@ -140,10 +140,6 @@ def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str
         ({"zero1": 1}, "zero1=1: must be True or False"),
         ({"zero1": True}, "data=1 is one. Use data=2 or more"),
         ({"zero1": True, "data": 2, "shard": 2}, "zero1=True with shard=2: shard divides the optimizer's state"),
-        (
-            {"sequence": True, "tensor": 2, "pipeline": 2, "accumulate": 2},
-            "sequence=True with pipeline=2 is not built yet. Remove pipeline.",
-        ),
         ({"sequence": True}, "sequence=True has no effect with tensor=1. Remove it."),
         ({"reshard": False}, "reshard=False has no effect with shard=1. Remove it."),
         ({"offload": ("parameters",)}, "shard=1 makes no parts. Use shard=2 or more, or offload='optimizer'"),

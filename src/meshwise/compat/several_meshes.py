@@ -1,5 +1,5 @@
-"""Operators on lists of DTensors (`_foreach_`, fused optimizers) whose tensors lie on several meshes: DTensor takes
-those of one, so each mesh's are given to it by themselves.
+"""Operators on lists of DTensors (`_foreach_`, fused optimizers, a loss scaler's look) whose tensors lie on several
+meshes: DTensor takes those of one, so each mesh's are given to it by themselves.
 
 The hook is private. Read in torch 2.13: `distributed/tensor/_dispatch.py`.
 
@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 _KINDS = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
+_LOOK_AT_GRADIENTS = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 @functools.cache
@@ -26,14 +27,20 @@ def take_several_meshes() -> None:
         if name.startswith(_KINDS):
             name, _, overload = name.removeprefix("aten::").partition(".")
             operator = getattr(getattr(torch.ops.aten, name), overload or "default")
-            handlers.setdefault(operator, functools.partial(_by_mesh, handlers))
+            handlers.setdefault(operator, functools.partial(_by_mesh, handlers, None))
+    handlers[_LOOK_AT_GRADIENTS] = functools.partial(_by_mesh, handlers, handlers[_LOOK_AT_GRADIENTS])
 
 
-def _by_mesh(handlers: dict[Any, Any], operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+def _by_mesh(
+    handlers: dict[Any, Any], before: Any, operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    """before: how DTensor handles the operator; None: as any other."""
     first: Any = arguments[0]
     meshes = [tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in first]
     found: list[Any] = [None] * len(first)
     own = handlers.pop(operator)
+    if before is not None:
+        handlers[operator] = before
     try:
         for mesh in dict.fromkeys(meshes):
             places = [place for place, other in enumerate(meshes) if other == mesh]

@@ -4,6 +4,8 @@ Such a loss is a product of two means over tokens (Switch Transformer, arXiv:210
 each has of its own tokens is another number. Models of transformers call a function beside them for it; while their
 forward runs, it is given what the routers of all ranks found, and the gradients go back to the ranks that found it.
 
+A capacity of experts counts the tokens of a rank, where one device counts those of the batch: a run says so.
+
 Tested in tests/parallel/test_experts.py.
 """
 
@@ -23,6 +25,7 @@ from torch.nn import functional
 from meshwise.compat.modules import put_forward
 from meshwise.parallel.split.crossing import gather, through
 from meshwise.parallel.technique import Setup, Technique
+from meshwise.spec.words import some
 from meshwise.transfer import collectives
 
 NAME = "load_balancing_loss_func"
@@ -35,6 +38,13 @@ def _apply(setup: Setup) -> None:
     samples = setup.samples
     if setup.world.size == 1 or samples is None:
         return
+    drops = [name for name, module in setup.model.named_modules() if _counts_tokens(type(module))]
+    if drops and setup.plan.devices > setup.plan.within_samples:
+        setup.notes.append(
+            f"{some(drops)} gives each expert as many tokens as its capacity and drops the rest, counted over the "
+            "samples of a rank: where tokens are dropped, what is trained is not quite what one device trains. Set a "
+            "capacity that nothing exceeds."
+        )
     for name, module in setup.model.named_modules():
         function = _balance_of(module)
         if function is None:
@@ -56,6 +66,18 @@ def _balance_of(module: nn.Module) -> Callable[..., Any] | None:
     if code is None or NAME not in code.co_names:
         return None
     return getattr(sys.modules.get(type(module).__module__), NAME, None)
+
+
+def _counts_tokens(kind: type) -> bool:
+    """Whether a router's code counts tokens over all samples, for a capacity. Along dim -2, of (samples, positions,
+    experts), it counts within each sample (Switch)."""
+    codes = [function.__code__ for function in vars(kind).values() if inspect.isfunction(function)]
+    return any(
+        "cumsum" in code.co_names
+        and any("capacity" in name for name in (*code.co_names, *code.co_varnames))
+        and -2 not in code.co_consts
+        for code in codes
+    )
 
 
 @functools.cache

@@ -6,9 +6,10 @@ rank that has it; attention sends keys and values round (split/attention.py); wh
 said. So no line of the model changes, and any model is right.
 
 Parameters are whole on every rank. Each rank's gradients are of its positions: they are added up over the axis as they
-arise (split/crossing.py), so that whatever comes after finds the same ones on all ranks.
+arise (split/crossing.py), so that whatever comes after finds the same ones on all ranks. With `tensor`, weights are
+this rank's parts, and what is split along positions is split along its heads or features within.
 
-Tested in tests/parallel/test_split_context.py.
+Tested in tests/parallel/test_split_context.py and test_split_levels.py.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import map_kind, map_tensors, tensors_in
 from meshwise.parallel.schedule import Action
 from meshwise.parallel.split.axis import Part
-from meshwise.parallel.split.tensor import split_again
+from meshwise.parallel.split.tensor import parts_of, split_again
 from meshwise.spec.errors import PlanError
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.stages import Pipe
@@ -30,12 +30,12 @@ from meshwise.transfer.stages import Pipe
 
 @dataclass(frozen=True)
 class _Form:
-    """A tensor of a hidden state, as it is in memory; of a split one, the part that it is."""
+    """A tensor of a hidden state, as it is in memory; of a split one, the parts that it is."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool
-    part: Part | None
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Hidden:
 
 def _form_of(given: Any) -> Any:
     with on_parts():
-        return map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, t.requires_grad, getattr(t, "part", None)), given)
+        return map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, t.requires_grad, parts_of(t)), given)
 
 
 def _forms_in(tree: Any) -> Iterator[_Form]:
@@ -79,6 +79,7 @@ class Pass:
         self.sent: list[Tensor] = []
         self.left = False
         self._entered = self._gave = 0
+        self._trains = torch.is_grad_enabled()
 
     @property
     def came_to_its_blocks(self) -> bool:
@@ -94,9 +95,15 @@ class Pass:
         return self.received
 
     def enter(self, number: int) -> None:
-        """A block of this stage is called. PlanError where it is not their turn."""
+        """A block of this stage is called. PlanError where it is not their turn, or autograd does not follow it."""
+        name, block = self._blocks[number]
+        if self._trains and not torch.is_grad_enabled() and any(p.requires_grad for p in block.parameters()):
+            raise PlanError(
+                f"pipeline: block {name} runs without gradients in a forward that trains, as reversible layers and "
+                "reentrant checkpoints do, which have a backward of their own. Use data or tensor for this model."
+            )
         if number != self.lo + self._entered:
-            name, again = self._blocks[number][0], number < self.lo + self._entered
+            again = number < self.lo + self._entered
             what = "was called twice" if again else "was called before the blocks that are listed before it"
             raise PlanError(
                 f"pipeline: block {name} {what} in one loss. Stages need a loss that calls the model once, and its "
@@ -194,7 +201,7 @@ class Passing:
         now.gradients = [None] * len(tensors)
         training = torch.is_grad_enabled()
         parts = iter(
-            split_again(_enter(now, place, tensor) if training and form.trained else tensor, form.part)
+            split_again(_enter(now, place, tensor) if training and form.trained else tensor, form.parts)
             for place, (form, tensor) in enumerate(zip(hidden.tensors, tensors, strict=True))
         )
         now.received = map_kind(_Form, lambda form: next(parts), hidden.form)
@@ -311,4 +318,4 @@ class _Begin(torch.autograd.Function):
 def _poison(form: _Form, device: torch.device) -> Tensor:
     """What a block gives that nothing may read. Of memory of its own: code between blocks may write into it."""
     value = torch.nan if form.dtype.is_floating_point else 0
-    return split_again(torch.full(form.shape, value, dtype=form.dtype, device=device), form.part)
+    return split_again(torch.full(form.shape, value, dtype=form.dtype, device=device), form.parts)

@@ -26,8 +26,7 @@ from meshwise.compat.modules import buffers_in, put_forward
 from meshwise.compat.reducer import version
 from meshwise.compat.torch_function import determinism_of_parts
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
-from meshwise.parallel.split.rule import part_of
-from meshwise.parallel.split.tensor import split
+from meshwise.parallel.split.tensor import parts_of, split_again
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError, nearest
 from meshwise.spec.words import some
@@ -100,7 +99,7 @@ class _Runs:
     def __init__(self, forward: Callable[..., Any], given: list[Any], names: list[str]) -> None:
         self._forward, self._names = forward, names
         self._is_tensor = [isinstance(value, Tensor) for value in given]
-        self._parts = [part_of(value) for value in given if isinstance(value, Tensor)]
+        self._parts = [parts_of(value) for value in given if isinstance(value, Tensor)]
         rest = [value for value in given if not isinstance(value, Tensor)]
         self._first: list[Any] | None = rest
         self._changes = _changeable(rest)
@@ -110,7 +109,7 @@ class _Runs:
         again = _copied(self._before, {}) if self._changes and self._first is None else self._before
         rest, self._first = iter(again if self._first is None else self._first), None
         # What autograd has saved and gives back is a plain tensor.
-        given = iter(t if part is None else split(t, part) for t, part in zip(tensors, self._parts, strict=True))
+        given = iter(split_again(tensor, parts) for tensor, parts in zip(tensors, self._parts, strict=True))
         values = [next(given) if is_tensor else next(rest) for is_tensor in self._is_tensor]
         first = len(values) - len(self._names)
         return self._forward(*values[:first], **dict(zip(self._names, values[first:], strict=True)))

@@ -26,12 +26,12 @@ from torch.optim import Optimizer
 from meshwise.compat.modules import parameters_in, put_forward, renew_flat_weights
 from meshwise.compat.sharding import division, packed
 from meshwise.compat.whole_values import plain_loss, read_whole
-from meshwise.parallel.blocks import called_in, repeated_blocks
+from meshwise.parallel.blocks import blocks_of, called_in, repeated_blocks
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.split import rules
 from meshwise.parallel.split.axis import Axis, MeshAxis, Part
-from meshwise.parallel.split.crossing import entering_once, gather
+from meshwise.parallel.split.crossing import entering_once, gather_over
 from meshwise.parallel.split.layout import cuts_of
 from meshwise.parallel.split.tensor import split
 from meshwise.parallel.technique import Setup, Technique
@@ -49,7 +49,7 @@ def _apply(setup: Setup) -> None:
     rules.prepare()
     whole_mesh = make_mesh(setup.plan, setup.world)
     mesh, axis = whole_mesh[AXIS], MeshAxis.of(whole_mesh, AXIS, sequence=setup.plan.sequence)
-    packed_too = setup.plan.shard == 1  # else both would divide the same dim, which torch has no word for
+    packed_too = setup.plan.shard == 1  # along dim 0: else both would divide it, which torch has no word for
     cuts = cuts_of(setup.model, mesh.size(), packed=packed_too)
     known: dict[int, nn.Parameter] = {}
     lacked = stages.lacked_parameters(setup.model)
@@ -67,7 +67,8 @@ def _apply(setup: Setup) -> None:
     look_out()
     setup.plain = functools.partial(_plain, mesh)
     for root in called_in(setup.model):
-        blocks = {root, *(block for _, block in repeated_blocks(root))}
+        parts = repeated_blocks(root) or (blocks_of(root) if setup.plan.recompute == "selective" else [])
+        blocks = {root, *(block for _, block in parts)}  # each does the same in its first run and in its second
         for module in root.modules():
             owners = tuple(own for own in _modules(module, blocks) if parameters_in(own))
             if any(True for _ in module.parameters()):
@@ -79,7 +80,7 @@ def _apply(setup: Setup) -> None:
 
 
 def _gathered(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return gather(forward(*args, **kwargs))
+    return gather_over(AXIS, forward(*args, **kwargs))
 
 
 def _plain(mesh: DeviceMesh, loss: Tensor) -> Tensor:

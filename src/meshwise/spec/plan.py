@@ -16,6 +16,8 @@ from typing import Any
 from meshwise.spec.dtypes import PRECISIONS as PRECISIONS
 from meshwise.spec.dtypes import Dtypes, dtypes_of
 from meshwise.spec.errors import PlanError, check_known, nearest
+from meshwise.spec.schedules import SCHEDULES as SCHEDULES
+from meshwise.spec.schedules import check_schedule
 
 RECOMPUTES = {
     "none": "what the backward needs is kept",
@@ -33,13 +35,8 @@ BATCH_NORMS = {
     "local": "each rank's batch norms take those of its own samples: no communication, and other numbers",
 }
 
-SCHEDULES = {
-    "1f1b": "one forward, one backward in turns: a stage keeps as many microbatches' activations as stages follow",
-    "gpipe": "all forwards, then all backwards: simple, and keeps the activations of every microbatch",
-    "interleaved": "1f1b with two stages a rank: about half the idle time, and more messages",
-}
-
-
+_ZERO1 = " with zero1=True: use shard, which divides more: shard={plan.data}."
+_ON_HOST = " with offload='parameters' is not built yet. Use offload='optimizer', or shard."
 _COMPILED = " with compile=True: split tensors are not compiled. Remove compile."
 
 
@@ -103,8 +100,9 @@ class Plan:
     data: int = _axis()
     shard: int = _axis(divides="parameters")
     expert: int = _axis(
-        *(_not_yet("expert", name) for name in ("pipeline", "context", "tensor", "zero1", "offload", "compile")),
-        Conflict(lambda plan: plan.dtypes.scaled, "expert={plan.expert} with fp16 is not built yet. Use bf16."),
+        *(_not_yet("expert", name) for name in ("pipeline", "context", "tensor")),
+        Conflict(lambda plan: plan.zero1, "expert={plan.expert}" + _ZERO1),
+        Conflict(lambda plan: "parameters" in plan.offload, "expert={plan.expert}" + _ON_HOST),
         divides="parameters",
     )
     pipeline: int = _axis(
@@ -114,34 +112,22 @@ class Plan:
             "once, and some would never have one. Use accumulate={plan.pipeline} or more.",
         ),
         _not_yet("pipeline", "compile"),
-        Conflict(
-            lambda plan: "parameters" in plan.offload,
-            "pipeline={plan.pipeline} with offload='parameters' is not built yet. Use offload='optimizer', or shard.",
-        ),
+        Conflict(lambda plan: "parameters" in plan.offload, "pipeline={plan.pipeline}" + _ON_HOST),
         same_samples=True,
     )
     context: int = _axis(
-        Conflict(
-            lambda plan: plan.tensor > 1,
-            "context={plan.context} with tensor={plan.tensor}: tensors are split along one of them so far. Use "
-            "one, with data or shard: shard={plan.tensor}.",
-        ),
         Conflict(lambda plan: plan.compile, "context={plan.context}" + _COMPILED),
         same_samples=True,
     )
     tensor: int = _axis(
         Conflict(lambda plan: plan.compile, "tensor={plan.tensor}" + _COMPILED),
-        Conflict(
-            lambda plan: plan.zero1,
-            "tensor={plan.tensor} with zero1=True: use shard, which divides more: shard={plan.data}.",
-        ),
+        Conflict(lambda plan: plan.zero1, "tensor={plan.tensor}" + _ZERO1),
         divides="parameters",
         same_samples=True,
     )
     sequence: bool = _technique(
         False,
         Conflict(lambda plan: plan.tensor == 1, "sequence=True has no effect with tensor=1. Remove it."),
-        _not_yet("sequence", "pipeline"),
     )
     schedule: str = _technique(
         "1f1b",
@@ -198,7 +184,7 @@ class Plan:
         for f in fields(self):
             _check_type(f.name, getattr(self, f.name), f.default)
         check_known("precision", self.precision, PRECISIONS, PlanError)
-        check_known("schedule", self.schedule, SCHEDULES, PlanError)
+        check_schedule(self.schedule)
         check_known("batch_norm", self.batch_norm, BATCH_NORMS, PlanError)
         dtypes_of(self.precision, self.param_dtype, self.compute_dtype, self.grad_dtype)
         object.__setattr__(self, "recompute", _recompute(self.recompute))

@@ -25,7 +25,7 @@ from meshwise.parallel.split.rule import (
     positive,
     with_parts_of,
 )
-from meshwise.parallel.split.tensor import SplitTensor, whole_shape
+from meshwise.parallel.split.tensor import is_split, whole_shape
 
 Func = Callable[..., Any]
 Args = Sequence[Any]
@@ -96,7 +96,7 @@ def _batch_norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
     names = ("input", "running_mean", "running_var", "weight", "bias", "training")
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     x, rest = values.pop("input"), args[len(names) :]
-    if func is not functional.batch_norm or not isinstance(x, SplitTensor) or x.part.dim != 1:
+    if func is not functional.batch_norm or not is_split(x) or x.part.dim != 1:
         raise NoRule
     part = moved(x.part, 0)
     if not all(part.held(rank) for rank in range(part.axis.size)):

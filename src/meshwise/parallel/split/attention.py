@@ -23,11 +23,11 @@ from torch.nn import functional
 
 from meshwise.compat.torch_function import on_parts
 from meshwise.parallel.split.axis import Part
-from meshwise.parallel.split.crossing import enter, gather, through
+from meshwise.parallel.split.crossing import enter, gather, gather_over, kept_within, through
 from meshwise.parallel.split.products import RULES as PRODUCTS
 from meshwise.parallel.split.products import dropped
 from meshwise.parallel.split.rule import NoRule, Rule, moved, part_of, split_in, with_parts_of
-from meshwise.parallel.split.tensor import SplitTensor, split, whole_shape
+from meshwise.parallel.split.tensor import at_level, is_split, level_of, parts_of, split, whole_shape
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -41,7 +41,7 @@ def _attention(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     dims, dropout = q.dim(), values.get("dropout_p", 0.0)
     if not 3 <= dims == k.dim() == v.dim() <= 4 or any(each.part.dim != dims - 2 for each in split_in((q, k, v))):
         raise NoRule
-    if not isinstance(q, SplitTensor) or q.part.repeats > 1 or len(q) != len(k) or k.shape[:-2] != v.shape[:-2]:
+    if not is_split(q) or q.part.repeats > 1 or len(q) != len(k) or k.shape[:-2] != v.shape[:-2]:
         raise NoRule
     if mask is not None:  # the rows of this rank's queries
         if values.get("is_causal"):
@@ -50,14 +50,36 @@ def _attention(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         mask = with_parts_of(mask, q.part, dims)
     scale = values.get("scale")
     asked = _Asked(q.part, math.sqrt(1 / q.shape[-1]) if scale is None else scale, bool(values.get("is_causal")))
-    divided = isinstance(v, SplitTensor) and part_of(k) == v.part and v.part.repeats == 1
-    if not isinstance(k, SplitTensor) or not divided or dropout or (mask is not None and mask.requires_grad):
+    divided = is_split(v) and part_of(k) == v.part and v.part.repeats == 1
+    if not is_split(k) or not divided or dropout or (mask is not None and mask.requires_grad):
         return split(_of_whole_keys(q, k, v, mask, asked, dropout), q.part)
     columns = moved(k.part, 2)
     if dims == 4:
-        return split(through(_Ring, q, k, v, mask, asked, columns), q.part)
-    q, k, v, mask = (None if each is None else each.unsqueeze(1) for each in (q, k, v, mask))
-    return split(through(_Ring, q, k, v, mask, asked, columns).squeeze(1), asked.rows)
+        return split(_within((q, k, v), mask, asked, columns), asked.rows)
+    mask = None if mask is None else mask.unsqueeze(1)
+    return split(_within([each.unsqueeze(1) for each in (q, k, v)], mask, asked, columns).squeeze(1), asked.rows)
+
+
+def _within(qkv: Sequence[Tensor], mask: Tensor | None, asked: _Asked, columns: Part) -> Tensor:
+    """The ring, of what memory has: of heads, or samples, that are split within, those of this rank."""
+    level = level_of(asked.rows)
+    inner = [parts_of(each, level) for each in qkv]
+    if any(part.dim > 1 or not part.is_even for parts in inner for part in parts) or any(
+        [(part.axis, part.dim) for part in parts] != [(part.axis, part.dim) for part in inner[0]] for parts in inner
+    ):
+        qkv, inner = [_whole_within(each, level) for each in qkv], [()]
+    if mask is not None:
+        mask = mask if inner[0] else _whole_within(mask, level)
+        for part in inner[0]:
+            with at_level(level_of(part)):
+                mask = with_parts_of(mask, part, 4)
+    return kept_within(level, qkv[0], through(_Ring, *qkv, mask, asked, columns))
+
+
+def _whole_within(tensor: Tensor, level: int) -> Tensor:
+    for part in parts_of(tensor, level):
+        tensor = gather_over(part.axis.name, tensor)
+    return tensor
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,16 @@ from torch.autograd.function import Function, FunctionCtx
 from meshwise.compat.reducer import version
 from meshwise.compat.torch_function import on_parts
 from meshwise.parallel.split.axis import Axis, Part
-from meshwise.parallel.split.tensor import SplitTensor, split
+from meshwise.parallel.split.tensor import (
+    LEVELS,
+    SplitTensor,
+    at_level,
+    is_split,
+    level_of,
+    parts_of,
+    split,
+    split_again,
+)
 
 _entered: list[dict[tuple[int, str, int], tuple[Tensor, Tensor]]] = []
 """What has entered in each scope that is open, by the whole tensor's id, the axis and the tensor's version."""
@@ -53,23 +62,23 @@ def enter(whole: Tensor, axis: Axis) -> Tensor:
 
 def spread(tensor: Tensor, axis: Axis) -> Tensor:
     """A tensor, split or not, whole and about to be used with parts of others: gathered and entered in one."""
-    if not isinstance(tensor, SplitTensor):
+    if not is_split(tensor):
         return enter(tensor, axis)
     return _once(tensor, "spread", tensor.part, axis.name)
 
 
 def _once(tensor: Tensor, way: str, where: Any, axis: str) -> Tensor:
     if not _entered:
-        return through(_Crossing, tensor, way, where)
+        return _crossed(tensor, way, where)
     key = id(tensor), axis, version(tensor)
     if key not in _entered[-1]:
-        _entered[-1][key] = tensor, through(_Crossing, tensor, way, where)
+        _entered[-1][key] = tensor, _crossed(tensor, way, where)
     return _entered[-1][key][1]
 
 
 def add_up(value: Tensor, axis: Axis) -> Tensor:
     """The sum over the ranks, whole."""
-    return through(_Crossing, value, "add up", axis)
+    return _crossed(value, "add up", axis)
 
 
 def add_apart(value: Tensor, axis: Axis) -> Tensor:
@@ -77,25 +86,52 @@ def add_apart(value: Tensor, axis: Axis) -> Tensor:
     if not axis.sequence or value.dim() != 3 or value.shape[1] < axis.size:
         return add_up(value, axis)
     part = Part(axis, 1, value.shape[1])
-    return split(through(_Crossing, value, "sum apart", part), part)
+    return split(_crossed(value, "sum apart", part), part)
 
 
 def gather(tensor: Tensor) -> Tensor:
     """The whole of a split tensor; any other as it is."""
-    if not isinstance(tensor, SplitTensor):
-        return tensor
-    with on_parts():
-        return through(_Crossing, tensor, "gather", tensor.part)
+    while is_split(tensor):
+        tensor = _crossed(tensor, "gather", tensor.part)
+    return tensor
+
+
+def gather_over(axis: str, tensor: Tensor) -> Tensor:
+    """Whole along one axis; along others it stays split."""
+    level = LEVELS.index(axis)
+    with at_level(level):
+        whole = gather(tensor)
+    return split_again(whole, [part for part in parts_of(tensor) if level_of(part) != level])
 
 
 def scatter(whole: Tensor, part: Part) -> SplitTensor:
     """This rank's part of a whole tensor, split."""
-    return split(through(_Crossing, whole, "scatter", part), part)
+    return split(_crossed(whole, "scatter", part), part)
+
+
+def _crossed(tensor: Tensor, way: str, where: Axis | Part) -> Tensor:
+    """Along one axis. What the tensor is split along within it stays so, but where both divide one dim."""
+    if not isinstance(tensor, SplitTensor):
+        return through(_Crossing, tensor, way, where)
+    level = LEVELS.index(where.axis.name if isinstance(where, Part) else where.name)
+    for part in parts_of(tensor, level):
+        if isinstance(where, Part) and part.dim == where.dim:
+            tensor = gather_over(part.axis.name, tensor)
+    return kept_within(level, tensor, through(_Crossing, tensor, way, where))
+
+
+def kept_within(level: int, tensor: Tensor, made: Tensor) -> Tensor:
+    """What was made of `tensor` in memory, split within this level as `tensor` is."""
+    found = split_again(made, parts_of(tensor, level))
+    if isinstance(found, SplitTensor) and getattr(tensor, "of_parameter", False):
+        found.of_parameter = True  # type: ignore[attr-defined]
+    return found
 
 
 def through(function: Any, *given: Any) -> Tensor:
-    """What an autograd function gives."""
-    made: Tensor = function.apply(*given)
+    """What an autograd function gives of what lies in memory."""
+    with on_parts():
+        made: Tensor = function.apply(*given)
     return made
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from meshwise.compat.torch_function import called, on_parts
 from meshwise.parallel.split.rule import NoRule, Rule, given, moved, split_in, with_parts_of
-from meshwise.parallel.split.tensor import SplitTensor, split, whole_shape
+from meshwise.parallel.split.tensor import at_level, is_split, level_of, parts_of, split, split_again, whole_shape
 
 UNARY = """abs absolute acos acosh asin asinh atan atanh ceil clamp clamp_max clamp_min clip cos cosh celu deg2rad
 digamma elu erf
@@ -53,7 +53,7 @@ def _same_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 def _in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Into the first operand, which is split."""
     first = args[0]
-    if not isinstance(first, SplitTensor):
+    if not is_split(first):
         raise NoRule
     new = [first, *(with_parts_of(each, first.part, first.dim()) for each in args[1:])]
     func(*new, **{name: with_parts_of(each, first.part, first.dim()) for name, each in kwargs.items()})
@@ -62,7 +62,7 @@ def _in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 def _cast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     first = args[0]
-    if not isinstance(first, SplitTensor):  # a plain tensor.to(split one)
+    if not is_split(first):  # a plain tensor.to(split one)
         return func(*args, **kwargs)
     return given(func(*args, **kwargs), first.part)
 
@@ -89,7 +89,7 @@ def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     """Draws the mask of the whole, as one device does, and takes the part of it."""
     values = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
     x, p, training = values["input"], values.get("p", 0.5), values.get("training", True)
-    if not isinstance(x, SplitTensor):
+    if not is_split(x):
         raise NoRule
     if not training or p == 0:
         return x
@@ -102,16 +102,22 @@ def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _hook(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A hook on the gradient finds it split as its tensor."""
+    """A hook on the gradient finds it split as its tensor, at all levels."""
     tensor, hook = args[0], args[1]
-    part = tensor.part
+    parts = sorted(parts_of(tensor), key=level_of)
 
     def hooked(gradient: Tensor) -> Any:
-        found = hook(split(gradient.view_as(gradient), part))
+        found = hook(split_again(gradient.view_as(gradient), parts))
+        if not isinstance(found, Tensor):
+            return found
+        for part in parts:
+            with at_level(level_of(part)):
+                found = with_parts_of(found, part, found.dim())
         with on_parts():
-            return with_parts_of(found, part, found.dim()).view(gradient.shape) if isinstance(found, Tensor) else found
+            return found.view(gradient.shape)
 
-    return func(tensor, hooked)
+    with on_parts():
+        return func(tensor, hooked)
 
 
 RULES: dict[str, Rule] = {

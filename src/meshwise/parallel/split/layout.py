@@ -66,7 +66,7 @@ class Cut:
 def cuts_of(model: nn.Module, ranks: int, *, packed: bool = True) -> dict[int, Cut]:
     """How each parameter is split, by its id; those that are not in it stay whole on every rank.
 
-    packed: whether sections may be kept together.
+    packed: whether sections may be kept together along dim 0, which `shard` divides too.
     """
     found = _of_multi_head(model, ranks) if packed else {}
     layers = [layer for layer in _layers(model) if id(layer.weight) not in found]
@@ -81,13 +81,13 @@ def cuts_of(model: nn.Module, ranks: int, *, packed: bool = True) -> dict[int, C
             if isinstance(layer.module, nn.Embedding) or not _divides(layer.weight.shape[dim], ranks):
                 continue
         likely = {n for n in (2, 3) if layer.out_length % n == 0 and layer.out_length // n in widths}
-        if packed and not row and likely:
+        if (packed or dim) and not row and likely:
             sections = sections_of(model, layer.name, layer.module, layer.in_length, layer.out_length)
             sections = sections if sections in likely and layer.out_length % (sections * ranks) == 0 else 1
         cut = found.setdefault(id(layer.weight), Cut(dim, sections, not row and layer.name in first))
         bias = getattr(layer.module, "bias", None)
         if not row and isinstance(bias, Tensor) and (cut.dim, cut.sections) == (dim, sections):
-            found.setdefault(id(bias), Cut(0, sections))
+            found.setdefault(id(bias), Cut(0, sections if packed else 1))
     return found
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.torch_function import called
+from meshwise.compat.torch_function import called, on_parts
 from meshwise.parallel.split.along import RULES as ALONG
 from meshwise.parallel.split.crossing import add_up, enter, gather
 from meshwise.parallel.split.elementwise import RULES as ELEMENTWISE
 from meshwise.parallel.split.rule import NoRule, Rule, moved, with_parts_of
-from meshwise.parallel.split.tensor import SplitTensor, split, whole_shape
+from meshwise.parallel.split.tensor import SplitTensor, is_split, split, whole_shape
 
 Func = Callable[..., Any]
 Args = Sequence[Any]
@@ -31,12 +31,23 @@ EACH_PLACE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy 
 soft_margin_loss"""
 
 
+HALF = (torch.float16, torch.bfloat16)
+
+
+def _as_given(made: Tensor, func: Func, x: Tensor, *rest: Any) -> Tensor:
+    """In the dtype in which torch gives it of `x`, under autocast too; `rest` of a call that is short."""
+    return made.to(func(x.new_zeros([1] * x.dim()), *rest).dtype) if x.dtype in HALF else made
+
+
 def _log_sum(x: SplitTensor) -> tuple[Tensor, Tensor]:
     """The part less the largest of its whole row, and the log of the row's sum of exponentials of that; both of one
     shape but for the split dim."""
     part = x.part
+    if x.dtype in HALF:  # as torch, which sums in float32
+        x = split(x.to(torch.float32), part)
     largest = x.detach().amax(part.dim, keepdim=True) if part.own else x.new_full(_one(x, part.dim), -torch.inf)
-    part.axis.all_reduce(largest, "max")
+    with on_parts():
+        part.axis.all_reduce(largest, "max")
     below = x - torch.where(largest.isinf(), torch.zeros_like(largest), largest)
     return below, add_up(below.exp().sum(part.dim, keepdim=True), part.axis).log()
 
@@ -50,14 +61,14 @@ def _softmax(log: bool) -> Rule:
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
         x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
-        if not isinstance(x, SplitTensor) or not isinstance(dim, int) or dim % x.dim() != x.part.dim:
+        if not is_split(x) or not isinstance(dim, int) or dim % x.dim() != x.part.dim:
             return other(func, args, kwargs)
         dtype = kwargs.get("dtype")
         if dtype is not None:
             x = split(x.to(dtype), x.part) if x.dtype != dtype else x
         below, total = _log_sum(x)
         logs = below - enter(total, x.part.axis)
-        return split(logs if log else logs.exp(), x.part)
+        return split(_as_given(logs if log else logs.exp(), func, x, dim), x.part)
 
     return rule
 
@@ -66,11 +77,11 @@ def _cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
     values = dict(zip(NAMES[called(func)], args, strict=False)) | dict(kwargs)
     x, target = values["input"], values["target"]
     classes = 1 if x.dim() > 1 else 0
-    if values.get("size_average") is not None or values.get("reduce") is not None or not isinstance(x, SplitTensor):
+    if values.get("size_average") is not None or values.get("reduce") is not None or not is_split(x):
         raise NoRule
     if x.part.dim != classes:
         return _over_rows(func, values)
-    unknown = values.get("weight") is not None or isinstance(target, SplitTensor) or target.is_floating_point()
+    unknown = values.get("weight") is not None or is_split(target) or target.is_floating_point()
     if unknown or not x.part.is_plain or called(func) != "cross_entropy":
         raise NoRule
     axis, below, smoothing = x.part.axis, _log_sum(x), values.get("label_smoothing", 0.0)
@@ -79,7 +90,8 @@ def _cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if smoothing:
         even = total - add_up(rows.sum(classes), axis) / x.part.length
         losses = (1 - smoothing) * losses + smoothing * even
-    return _reduced(losses, target != values.get("ignore_index", -100), values.get("reduction", "mean"))
+    reduced = _reduced(losses, target != values.get("ignore_index", -100), values.get("reduction", "mean"))
+    return _as_given(reduced, func, x, target.new_zeros([1] * target.dim()))
 
 
 def _over_rows(func: Func, values: dict[str, Any]) -> Any:
@@ -98,7 +110,7 @@ def _over_rows(func: Func, values: dict[str, Any]) -> Any:
         return total
     if probable:
         return total / (math.prod(whole_shape(x)) // x.shape[1])
-    whole = not isinstance(target, SplitTensor)
+    whole = not is_split(target)
     counts = _counted(target if whole else own, weight, values.get("ignore_index", -100))
     return total / (counts if whole else add_up(counts, part.axis))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwise.parallel.split.axis import Part, Range
 from meshwise.parallel.split.crossing import add_up, scatter
 from meshwise.parallel.split.rule import NoRule
-from meshwise.parallel.split.tensor import SplitTensor, whole_shape
+from meshwise.parallel.split.tensor import SplitTensor, is_split, whole_shape
 
 
 def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, Part]:
@@ -66,15 +66,15 @@ def joined(tensors: Sequence[Tensor], like: Part) -> tuple[Tensor, Part]:
     dim, length, parts = like.dim, 0, []
     pieces: list[list[Range]] = [[] for _ in range(like.axis.size)]
     for each in tensors:
-        if isinstance(each, SplitTensor) and each.part.dim != dim:
+        if is_split(each) and each.part.dim != dim:
             raise NoRule
         long = whole_shape(each)[dim]
-        part = _one_run(each.part) if isinstance(each, SplitTensor) else Part(like.axis, dim, long)
+        part = _one_run(each.part) if is_split(each) else Part(like.axis, dim, long)
         for rank, held in enumerate(_pieces(part)):
             pieces[rank] += [(b + length, e + length) for b, e in held]
         parts.append((each, part))
         length += long
-    local = torch.cat([each if isinstance(each, SplitTensor) else scatter(each, part) for each, part in parts], dim)
+    local = torch.cat([each if is_split(each) else scatter(each, part) for each, part in parts], dim)
     return local, like.divided(pieces, length)
 
 

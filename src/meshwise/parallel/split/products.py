@@ -24,7 +24,7 @@ from meshwise.parallel.split.axis import Axis, Part
 from meshwise.parallel.split.crossing import add_apart, enter, gather, scatter, spread
 from meshwise.parallel.split.elementwise import RULES as ELEMENTWISE
 from meshwise.parallel.split.rule import NoRule, Rule, moved, split_in, with_parts_of
-from meshwise.parallel.split.tensor import SplitTensor, split, whole_shape
+from meshwise.parallel.split.tensor import SplitTensor, is_split, split, whole_shape
 
 Func = Callable[..., Any]
 Args = Sequence[Any]
@@ -57,7 +57,7 @@ def by_letters(
 
 def _entered(operand: Tensor, axis: Axis) -> Tensor:
     """Whole, for a product with parts."""
-    plain = isinstance(operand, SplitTensor) and operand.part.is_plain
+    plain = is_split(operand) and operand.part.is_plain
     return spread(operand, axis) if plain and torch.is_grad_enabled() else enter(gather(operand), axis)
 
 
@@ -65,7 +65,7 @@ def _chosen(operands: Sequence[Any], letters: Sequence[str], may: str | None) ->
     """The letter that is split, and the operand that says how: the one with most elements, so that it stays."""
     found = []
     for operand, own in zip(operands, letters, strict=True):
-        if isinstance(operand, SplitTensor):
+        if is_split(operand):
             letter = own[operand.part.dim]
             if letter != "." and (may is None or letter in may):
                 found.append((operand.is_leaf or _is_parameter(operand), whole_shape(operand).numel(), letter, operand))
@@ -81,7 +81,7 @@ def _is_parameter(operand: Tensor) -> bool:
 
 def _divided(operand: Tensor, dim: int, like: SplitTensor) -> Tensor:
     part = moved(like.part, dim)
-    if isinstance(operand, SplitTensor):
+    if is_split(operand):
         if operand.part == part:
             return operand
         operand = gather(operand)
@@ -114,7 +114,7 @@ def _with_bias(
     made, bias = by_letters(operands, letters, result, lambda *parts: func(*parts, None)), gather(bias)
     after = made.dim() - 1 - (at % made.dim())
     bias = bias.reshape(-1, *[1] * after)
-    return ELEMENTWISE["add"](torch.add, (made, bias), {}) if isinstance(made, SplitTensor) else made + bias
+    return ELEMENTWISE["add"](torch.add, (made, bias), {}) if is_split(made) else made + bias
 
 
 def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -195,7 +195,7 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Any:
     ids, weight, padding = values["input"], values["weight"], values.get("padding_idx")
     if values.get("max_norm") is not None or values.get("sparse") or values.get("scale_grad_by_freq"):
         raise NoRule
-    if not isinstance(weight, SplitTensor) or weight.part.dim == 1:
+    if not is_split(weight) or weight.part.dim == 1:
         lead = _leading(ids.dim())
         return by_letters((ids, weight), (lead, ".h"), f"{lead}h", lambda i, w: functional.embedding(i, w, padding))
     part, ids = weight.part, gather(ids)
@@ -219,7 +219,7 @@ def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise NoRule
     heads, groups = q.shape[1], k.shape[1]
-    if any(isinstance(each, SplitTensor) and each.part.dim == 1 for each in (q, k, v)):
+    if any(is_split(each) and each.part.dim == 1 for each in (q, k, v)):
         heads, groups = whole_shape(q)[1], whole_shape(k)[1]
         axis = split_in((q, k, v))[0].part.axis
         if heads % axis.size or groups % axis.size:
@@ -245,7 +245,7 @@ def _grouped(func: Func, operands: Sequence[Tensor], mask: Any, values: Kwargs, 
     for each in operands:
         first = split_in(operands)[0].part
         part = replace(first, dim=1, length=whole_shape(each)[1])
-        parts.append(each if isinstance(each, SplitTensor) and each.part == part else scatter(gather(each), part))
+        parts.append(each if is_split(each) and each.part == part else scatter(gather(each), part))
     result = moved(parts[0].part, 1)
     if mask is not None:
         mask = with_parts_of(mask, result, 4)

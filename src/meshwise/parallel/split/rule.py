@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwise.parallel.split.axis import Part
 from meshwise.parallel.split.crossing import enter, gather, scatter
-from meshwise.parallel.split.tensor import SplitTensor, split, whole_shape
+from meshwise.parallel.split.tensor import SplitTensor, is_split, split, whole_shape
 
 Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 """Carries out a function on split tensors. Raises NoRule, before it has done anything, for what it has no way to do."""
@@ -25,12 +25,12 @@ class NoRule(Exception):
 
 def part_of(thing: Any) -> Part | None:
     """Which part of a whole `thing` is; None of what is whole."""
-    return thing.part if isinstance(thing, SplitTensor) else None
+    return thing.part if is_split(thing) else None
 
 
 def split_in(things: Sequence[Any]) -> list[SplitTensor]:
     """The split tensors among `things`."""
-    return [thing for thing in things if isinstance(thing, SplitTensor)]
+    return [thing for thing in things if is_split(thing)]
 
 
 def numbers(args: Sequence[Any]) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ def numbers(args: Sequence[Any]) -> tuple[int, ...]:
 
 def first_split(args: Sequence[Any]) -> SplitTensor:
     """The first argument. Raises NoRule where it is not split."""
-    if not isinstance(args[0], SplitTensor):
+    if not is_split(args[0]):
         raise NoRule
     return args[0]
 
@@ -67,7 +67,7 @@ def given(result: Any, part: Part) -> Any:
 
 def only_split(args: Sequence[Any], kwargs: Mapping[str, Any], first: Any) -> None:
     """Raises NoRule where more than `first` is split."""
-    if any(isinstance(thing, SplitTensor) and thing is not first for thing in (*args, *kwargs.values())):
+    if any(is_split(thing) and thing is not first for thing in (*args, *kwargs.values())):
         raise NoRule
 
 

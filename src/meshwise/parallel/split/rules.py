@@ -21,7 +21,15 @@ from meshwise.compat.tree import map_kind
 from meshwise.parallel.split import along, attention, elementwise, losses, products, shapes
 from meshwise.parallel.split.crossing import gather, scatter
 from meshwise.parallel.split.rule import NoRule, Rule
-from meshwise.parallel.split.tensor import SplitTensor, dispatch_with, split, whole_shape
+from meshwise.parallel.split.tensor import (
+    SplitTensor,
+    at_level,
+    dispatch_with,
+    is_split,
+    levels_below,
+    split,
+    whole_shape,
+)
 from meshwise.spec.words import some
 
 RULES: dict[str, Rule] = {
@@ -55,8 +63,15 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     name = called(func)
     if name in WRITTEN_OUT:
         return written_out(func)(*args, **kwargs)
+    levels = levels_below((*args, *kwargs.values()))
+    if len(levels) > 1:
+        with at_level(levels[0]):
+            return _on_parts(name, func, args, kwargs)
     with on_parts():
-        return _on_parts(name, func, args, kwargs)
+        if not levels:  # what a rule calls on its parts, which are whole within it
+            return func(*args, **kwargs)
+        with at_level(levels[0]):
+            return _on_parts(name, func, args, kwargs)
 
 
 def _on_parts(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -91,6 +106,8 @@ def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
     whole: dict[int, Tensor] = {}
 
     def of(thing: SplitTensor) -> Tensor:
+        if not is_split(thing):
+            return thing
         if id(thing) not in whole:
             if name in READS:  # which some ranks may do alone, and wait for ever
                 thing.part.axis.meet(name)
@@ -102,7 +119,7 @@ def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
     written = first if writes_in_place(name) else None
     new_args, new_kwargs = map_kind(SplitTensor, of, (tuple(args), dict(kwargs)))
     result = func(*new_args, **new_kwargs)
-    if isinstance(first, SplitTensor) and written is not None:
+    if is_split(first) and written is not None:
         first.copy_(scatter(whole[id(first)], first.part))
         return first if result is whole[id(first)] else result
     return result
@@ -143,16 +160,14 @@ def _give_functions_wholes() -> None:
 
 def _whole_arguments(name: str, args: Sequence[Any]) -> Sequence[Any]:
     """What an autograd function of the user is given: wholes."""
-    if any(isinstance(each, SplitTensor) for each in args):
+    if any(is_split(each) for each in args):
         _count(name, args)
     return [gather(each) for each in args]
 
 
 def _count(name: str, args: Sequence[Any]) -> None:
     gathered[name] += 1
-    if name != "__reduce_ex__" and any(
-        isinstance(each, SplitTensor) and each.is_floating_point() and each.dim() > 2 for each in args
-    ):
+    if name != "__reduce_ex__" and any(is_split(each) and each.is_floating_point() and each.dim() > 2 for each in args):
         _large.add(name)
 
 

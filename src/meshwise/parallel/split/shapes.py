@@ -20,7 +20,7 @@ from meshwise.parallel.split import places
 from meshwise.parallel.split.along import along
 from meshwise.parallel.split.axis import Part
 from meshwise.parallel.split.rule import NoRule, Rule, first_split, given, moved, numbers, positive, with_parts_of
-from meshwise.parallel.split.tensor import SplitTensor, whole_shape
+from meshwise.parallel.split.tensor import SplitTensor, is_split, whole_shape
 
 Func = Callable[..., Any]
 Args = Sequence[Any]
@@ -183,7 +183,7 @@ def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any
     """`cat` and, with a `new` dim, `stack`."""
     empty = torch.Size([0])  # the start of a cache: it adds nothing
     tensors = [each for each in args[0] if new or whole_shape(each) != empty]
-    first = max((each for each in tensors if isinstance(each, SplitTensor)), key=lambda each: whole_shape(each).numel())
+    first = max((each for each in tensors if is_split(each)), key=lambda each: whole_shape(each).numel())
     dims = first.dim()
     dim = positive(args[1] if len(args) > 1 else kwargs.get("dim", 0), dims + new)
     if any(each.dim() != dims for each in tensors):
@@ -191,7 +191,7 @@ def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any
     if dim == first.part.dim and not new:
         return given(*places.joined(tensors, first.part))
     tensors = [with_parts_of(each, first.part, dims) for each in tensors]
-    if any(not isinstance(each, SplitTensor) for each in tensors):
+    if any(not is_split(each) for each in tensors):
         raise NoRule
     return given(func(tensors, dim), moved(first.part, first.part.dim + (new and dim <= first.part.dim)))
 

@@ -1,0 +1,29 @@
+"""The schedules of a pipeline, by name, and what is said of those that there are not.
+
+Tested in tests/parallel/test_pipeline.py.
+"""
+
+from __future__ import annotations
+
+from meshwise.spec.errors import PlanError, check_known
+
+SCHEDULES = {
+    "1f1b": "one forward, one backward in turns: a stage keeps as many microbatches' activations as stages follow",
+    "gpipe": "all forwards, then all backwards: simple, and keeps the activations of every microbatch",
+    "interleaved": "1f1b with two stages a rank: about half the idle time, and more messages",
+}
+ZERO_BUBBLE = ("zb", "dualpipe")
+"""How the names of schedules begin that cut a backward in two, beside `zero-bubble`."""
+
+
+def check_schedule(name: str) -> None:
+    """Raises PlanError for a schedule that there is not."""
+    word = name.lower().replace("-", "").replace("_", "").removeprefix("schedule")
+    if "zerobubble" in word or word.startswith(ZERO_BUBBLE):
+        raise PlanError(
+            f"schedule={name!r}: zero-bubble schedules run each backward twice, first for what a stage was given, then "
+            "for its weights. Hooks on gradients then run twice or not at all, and with torch 2.13 the last stage's "
+            "blocks get no gradient where they are sharded. Use schedule='interleaved'; a larger accumulate makes its "
+            "idle time smaller."
+        )
+    check_known("schedule", name, SCHEDULES, PlanError)
