@@ -1,4 +1,7 @@
-"""`meshwise plan`: the exit code says whether a plan fits, the text which is the fastest; no device is needed."""
+"""`meshwise plan`: the exit code says whether a plan fits, the text which is the fastest; no device is needed.
+
+Of api/plan_options.py too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A job under a plan on a machine: seconds and bytes, each with its interval, and no time where none is known."""
+"""A job under a plan on a machine: seconds and bytes, each with its interval, and no time where none is known.
+
+Of rehearsal/estimator.py too.
+"""
 
 import dataclasses
 

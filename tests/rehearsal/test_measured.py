@@ -1,4 +1,7 @@
-"""Operators are measured by calling them as they were called, once, and remembered for this processor."""
+"""Operators are measured by calling them as they were called, once, and remembered for this processor.
+
+Of rehearsal/calls.py too.
+"""
 
 from __future__ import annotations
 

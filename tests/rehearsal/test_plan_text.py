@@ -1,4 +1,7 @@
-"""What a person reads of the plans, and what a program does."""
+"""What a person reads of the plans, and what a program does.
+
+Of rehearsal/views/plan_dict.py too.
+"""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,7 @@
-"""Seconds of an operator: measured before modelled, limits of the roofline, tiles, no guess where a figure lacks."""
+"""Seconds of an operator: measured before modelled, limits of the roofline, tiles, no guess where a figure lacks.
+
+Of rehearsal/operators.py and rehearsal/constants.py too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The search: the fastest plan that fits is first; refusals have a reason; what saves memory is tried and priced."""
+"""The search: the fastest plan that fits is first; refusals have a reason; what saves memory is tried and priced.
+
+Of rehearsal/edits.py too.
+"""
 
 import pytest
 

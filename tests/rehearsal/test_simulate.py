@@ -1,4 +1,7 @@
-"""A step is played as streams, hosts and groups allow, and its time is told apart by kind; counted by hand."""
+"""A step is played as streams, hosts and groups allow, and its time is told apart by kind; counted by hand.
+
+Of rehearsal/play.py, rehearsal/costs.py, rehearsal/prices.py and rehearsal/breakdown.py too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The rehearsal's operators are those of the real step, as torch's profiler records them."""
+"""The rehearsal's operators are those of the real step, as torch's profiler records them.
+
+Of rehearsal/record.py, rehearsal/work.py, compat/fake_world.py, compat/fake_device.py, compat/fake_autocast.py and
+compat/flops.py too.
+"""
 
 import itertools
 from collections import Counter
@@ -96,3 +100,41 @@ def test_operators_and_memory_are_those_of_the_real_step(word, plan):
     missing, more = Counter(theirs) - Counter(ours), Counter(ours) - Counter(theirs)
     assert not missing and not more
     assert risen(found) == pytest.approx(predicted_rise(work), rel=0.05)
+
+
+def launched(word, plan, rank=0):
+    """(name, its launch) of each operator and collective in a later step on a GPU that is not there."""
+    work = trace(find_job(word), plan, "gpu")[rank].step
+    return [(getattr(one.what, "name", None) or getattr(one.what, "kind", "copy"), one) for one in work.launches]
+
+
+def test_a_gpu_computes_narrow_where_autocast_says_so():
+    found = launched("gpt", Plan(precision="bf16"))
+    products = [one.what for name, one in found if name == "aten.mm"]
+    assert products and all(set(what.dtypes) == {"bf16"} for what in products)
+    assert any(name == "aten._scaled_dot_product_flash_attention" for name, _ in found)
+    assert any(name.startswith("aten._foreach_") for name, one in found if one.phase == "optimizer")
+    assert all(what.flops == 2 * what.shapes[0][0] * what.shapes[0][1] * what.shapes[1][1] for what in products)
+
+
+def test_parameters_are_gathered_on_a_stream_of_their_own_that_computing_waits_for():
+    found = launched("mnist-mlp", Plan(shard=2))
+    gathers = [one for name, one in found if name == "all-gather"]
+    assert gathers and all(one.stream != "main" for one in gathers)
+    assert any(one.after for _, one in found if one.stream == "main")
+
+
+def test_bytes_of_collectives_are_those_of_the_plan():
+    parameters = sum(p.numel() for p in find_job("mnist-mlp").model().parameters())
+    sums = [one.what.size for name, one in launched("mnist-mlp", Plan(data=2)) if name == "all-reduce"]
+    assert sum(sums) == 4 * parameters
+    shared = [one.what.size for name, one in launched("mnist-mlp", Plan(shard=4)) if name == "reduce-scatter"]
+    assert parameters * 4 <= sum(shared) <= parameters * 4 * 1.05  # padded to equal parts
+
+
+def test_a_stage_after_another_knows_what_it_is_sent():
+    plan = Plan(pipeline=2, accumulate=4)
+    sent = [one.what for name, one in launched("mnist-mlp", plan) if name == "send"]
+    received = [one.what for name, one in launched("mnist-mlp", plan, rank=1) if name == "receive"]
+    assert len(received) == 4
+    assert [(what.size, what.ranks) for what in sent] == [(what.size, what.ranks) for what in received]
