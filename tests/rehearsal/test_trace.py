@@ -5,12 +5,14 @@ compat/flops.py too.
 """
 
 import itertools
+import math
 from collections import Counter
 
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from meshwise.jobs.registry import find_job
+from meshwise.rehearsal.memory import memory_curve
 from meshwise.rehearsal.trace import trace
 from meshwise.rehearsal.work import Allocate, Free, Operation
 from meshwise.spec.plan import Plan
@@ -138,3 +140,17 @@ def test_a_stage_after_another_knows_what_it_is_sent():
     received = [one.what for name, one in launched("mnist-mlp", plan, rank=1) if name == "receive"]
     assert len(received) == 4
     assert [(what.size, what.ranks) for what in sent] == [(what.size, what.ranks) for what in received]
+
+
+def test_the_optimizer_of_a_shard_steps_its_part_alone():
+    """What DTensor computes on whole shapes, to know what a whole tensor would give, no rank does."""
+    traced = trace(find_job("gpt"), Plan(shard=4), "gpu")[0]
+    whole = sum(math.prod(parameter.shape) for parameter in find_job("gpt").model().parameters())
+    for work in (traced.first, traced.step):
+        steps = [one.what for one in work.launches if "_foreach_addcdiv" in getattr(one.what, "name", "")]
+        assert steps
+        for step in steps:
+            elements = sum(math.prod(shape) for shape in step.shapes)
+            assert elements <= 3 * (whole // 4 + 4 * 128 * len(step.shapes))  # uneven rows
+            assert step.written == pytest.approx(4 * elements / 3, rel=0.01)
+        assert memory_curve(work).peak.phase == "backward"

@@ -86,6 +86,11 @@ def _without_value(tensor: Any) -> Iterator[None]:
 FakeTensors.__torch_dispatch__ = _handled  # type: ignore[assignment,method-assign]
 
 
+def plain_mode() -> FakeTensorMode:
+    """torch's own mode, whose operators go to no handler."""
+    return FakeTensorMode()
+
+
 def is_fake(value: object) -> bool:
     """Whether `value` is a fake tensor that waits for its values: one of a rehearsal is not."""
     return isinstance(value, FakeTensor) and not getattr(value.fake_mode, "stands_for_real", False)

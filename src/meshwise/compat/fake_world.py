@@ -3,7 +3,8 @@ say what this one does.
 
 torch's own `fake` backend does the collectives; it is registered with torch's tests. What agrees on facts through
 the store, or sends objects, needs answers: a count is as if every rank had counted.
-Read in torch 2.11, 2.13 and 2.15: `testing/_internal/distributed/fake_pg.py`, `distributed_c10d.py`.
+Read in torch 2.11, 2.13 and 2.15: `testing/_internal/distributed/fake_pg.py`, `distributed_c10d.py`. In 2.13:
+`distributed/tensor/_sharding_prop.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import _sharding_prop
 
 from meshwise.compat import fake, fake_device
 
 _MESH_METHODS = ("__init__", "_concatenate", "__getitem__", "_flatten", "_unflatten")
 """They compute ranks from tensors, whose values a fake one does not have."""
+
+_shapes = fake.plain_mode()
+"""In it DTensor computes the shapes of what a whole tensor would give: no rank does these operators, and a rehearsal
+must not see them."""
 
 
 class _Store:
@@ -105,6 +111,7 @@ def fake_world(rank: int, size: int, mail: Mail) -> Iterator[None]:
             patch.object(dist.ProcessGroup, "_has_hooks", lambda group: False),  # the fake one warns when it is asked
             patch.object(dist, "all_gather_object", _of_all),
             patch.object(dist, "broadcast_object_list", lambda box, **others: None),
+            patch.object(_sharding_prop, "detect_fake_mode", lambda *inputs: _shapes),
             patch.multiple(DeviceMesh, **{name: _on_real(name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)}),
         ):
             try:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshwise.compat import fake_device
 from meshwise.compat.collective_calls import moved_by
-from meshwise.compat.dispatch import gives_view, operator_name
+from meshwise.compat.dispatch import gives_view, operator_name, written_arguments
 from meshwise.compat.fake import sums_in_place
 from meshwise.compat.flops import flops_of
 from meshwise.compat.tree import tensors_in
@@ -76,6 +76,8 @@ class Record:
         if func is torch.ops.aten.add.Tensor and sums_in_place(args):
             func, run = torch.ops.aten.add_.Tensor, functools.partial(args[0].add_, args[1])
         out = run()
+        if out is NotImplemented:  # of a DTensor: its own operators on its part come next
+            return out
         given = list(tensors_in(out))
         for tensor in given:
             self._notice(tensor)
@@ -108,7 +110,7 @@ class Record:
             tuple(_word(tensor) for tensor in taken),
             flops_of(func, args, kwargs, out),
             _read(name, taken, given),
-            sum(_bytes(tensor) for tensor in given),
+            sum(_bytes(tensor) for tensor in given or tensors_in(written_arguments(func, args, dict(kwargs)))),
             call_of(func, args, kwargs) if self.device == "cpu" else "",
         )
         return self._operations.setdefault(operation, operation)
