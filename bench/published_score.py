@@ -1,0 +1,1 @@
+def scores(rows, kept, places): pass
