@@ -63,9 +63,10 @@ def point_of(case: Case, layers: int, microbatches: int) -> Point:
     works = [each.step for each in traces]
     step = simulate(works, Prices(machine))
     ends: dict[int, float] = {}
+    numbers = _microbatches(works[0].events)
     for done in step.done[works[0].rank]:
-        number = done.launch.microbatch
         if done.launch.phase in ("forward", "backward"):
+            number = numbers[done.place]
             ends[number] = max(ends.get(number, 0.0), done.end)
     further = ends.get(1, 0.0) - ends.get(0, 0.0) if microbatches == MOST else 0.0
     found = [_memory(each, machine.devices[0].part) for each in traces]
@@ -90,12 +91,24 @@ def _memory(traced: Trace, name: str) -> tuple[dict[str, float], float]:
 
 def _phases(events: Sequence[Any]) -> list[str]:
     """For each event the phase of the launch that follows it, and which microbatch's."""
-    found, phase = [""] * len(events), "end"
+    found, phase, numbers = [""] * len(events), "end", _microbatches(events)
     for place in range(len(events) - 1, -1, -1):
         event = events[place]
         if isinstance(event, Launch):
-            phase = f"{event.phase} {event.microbatch}"
+            phase = f"{event.phase} {numbers[place]}"
         found[place] = phase
+    return found
+
+
+def _microbatches(events: Sequence[Any]) -> list[int]:
+    """For each event its microbatch: a forward after a backward begins the next one."""
+    found, number, backward = [], 0, False
+    for event in events:
+        if isinstance(event, Launch):
+            if event.phase == "forward" and backward:
+                number, backward = number + 1, False
+            backward = backward or event.phase == "backward"
+        found.append(number)
     return found
 
 
