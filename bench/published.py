@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
+import itertools
 import json
 import random
+import subprocess
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -23,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keep import keep
 from published_rows import Case, Row, Unusable, case_of, family_of
-from published_score import scores
+from published_score import scoreboard, table
 
 from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal.allocator import replay, workspace
@@ -38,8 +41,8 @@ from meshwise.rehearsal.work import Launch
 from meshwise.machine.catalog import part
 from meshwise.spec.errors import MeshwiseError
 
-FEW = 3
-"""Blocks of the smaller model: a first one, a last one, and one between."""
+FEW = 2
+"""Blocks of the smaller model: a first one and a last one. The larger one has one between."""
 MOST = 3
 """Microbatches that are traced at most: the first one, the last one, and one between."""
 
@@ -157,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("runs", type=Path)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--set", action="append", default=[], help="data sets, in this order; all by default")
+    parser.add_argument("--set", action="append", default=[], help="data sets, in turns; all by default")
     parser.add_argument("--rows", type=int, help="of each data set at most so many, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--full", action="store_true")
@@ -178,7 +181,13 @@ def main() -> None:
         with options.cache.open("a") as file:
             file.write(json.dumps(kept[key]) + "\n")
         print(_text(row, kept[key]), flush=True)
-    scores(rows, kept, {key_of(row, False): number for number, row in enumerate(rows)})
+    found = {key: one for key, one in kept.items() if one["constants"] == digest()}
+    result = scoreboard(rows, lambda row: found.get(key_of(row, True)) or found.get(key_of(row, False)))
+    print(table(result))
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    about = {"constants": digest(), "commit": commit, "file": options.runs.name}
+    about["sha256"] = hashlib.sha256(options.runs.read_bytes()).hexdigest()[:16]
+    keep(f"published-{options.runs.stem}", about | result)
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
@@ -193,8 +202,8 @@ def _ordered(rows: Sequence[Row], sets: Sequence[str], most: int | None, seed: i
     for name in names:
         own = [row for row in rows if row["dataset"] == name]
         random.Random(f"{seed} {name}").shuffle(own)
-        found += own[:most]
-    return found
+        found.append(own[:most])
+    return [row for turn in itertools.zip_longest(*found) for row in turn if row is not None]
 
 
 def _try(row: Row, full: bool) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -160,8 +162,53 @@ class Random:
         return tuple(torch.zeros(1, dtype=dtype).expand(len(indices), *shape).clone() for shape, dtype in self.rows)
 
 
-def token_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """Cross entropy of every token, in float32."""
+@torch.library.custom_op("published::cross_entropy", mutates_args=())
+def one_kernel(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses of rows and their log sum of exponentials, from one kernel that reads the logits once."""
+    raise NotImplementedError  # never computed: rehearsals ask for its shapes
+
+
+@torch.library.custom_op("published::cross_entropy_backward", mutates_args=())
+def one_kernel_backward(gradient: Tensor, logits: Tensor, total: Tensor, targets: Tensor) -> Tensor:
+    """Reads the logits, writes their gradient."""
+    raise NotImplementedError
+
+
+@one_kernel.register_fake
+def _(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(len(logits), dtype=torch.float32), logits.new_empty(len(logits), dtype=torch.float32)
+
+
+@one_kernel_backward.register_fake
+def _(gradient: Tensor, logits: Tensor, total: Tensor, targets: Tensor) -> Tensor:
+    return torch.empty_like(logits)
+
+
+class OneKernel(torch.autograd.Function):
+    """flash-attn's cross entropy: two passes over the logits in all."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        losses, total = one_kernel(logits, targets)
+        ctx.save_for_backward(logits, total, targets)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return one_kernel_backward(gradient, *ctx.saved_tensors), None
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "wide": lambda logits, targets: F.cross_entropy(logits.float(), targets),
+    "narrow": F.cross_entropy,
+    "one kernel": lambda logits, targets: OneKernel.apply(logits, targets).mean(),
+}
+"""Cross entropies of programs: in float32, in the dtype of the logits, and from one kernel."""
+
+
+def token_loss(model: nn.Module, batch: tuple[Tensor, ...], kind: str = "wide") -> Tensor:
+    """Mean cross entropy of the tokens. kind: of LOSSES."""
     tokens, targets = batch
     logits = model(tokens).flatten(0, 1)
-    return F.cross_entropy(logits.float(), targets.flatten())
+    with torch.autocast(logits.device.type, enabled=False):
+        return LOSSES[kind](logits, targets.flatten())

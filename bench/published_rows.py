@@ -109,12 +109,12 @@ def _network(row: Row, each: int) -> float:
 # ---- FSDP ------------------------------------------------------------------------------------------------------------
 
 
-def _job(build: Callable[[int], nn.Module], samples: int, length: int, *, clip: float | None, fused: bool) -> mw.Job:
+def _job(build: Callable[[int], nn.Module], samples: int, length: int, *, loss: str = "wide") -> mw.Job:
+    """With fused AdamW, clipped to norm 1."""
     data = Random(samples, ((length,), torch.long), ((length,), torch.long))
-    optimizer = partial(torch.optim.AdamW, fused=fused)
     return mw.Job(
-        name="published", model=build, loss=token_loss, optimizer=optimizer, data=data, batch_size=samples,
-        clip_norm=clip,
+        name="published", model=build, loss=partial(token_loss, kind=loss), data=data, batch_size=samples,
+        optimizer=partial(torch.optim.AdamW, fused=True), clip_norm=1.0,
     )  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def _size(row: Row, **others: object) -> Size:
 
 def _llm_foundry(row: Row) -> Case:
     """Composer with FSDP1: bfloat16 gathered; reduced in bfloat16 (PURE) or float32 (DEFAULT). MPT with learned
-    positions and biases (n_params says so), clipped to norm 1."""
+    positions and biases (n_params says so), norms in bfloat16, and the loss from one kernel (its default)."""
     pure = "mode PURE" in row["notes"]
     size = _size(row, positions=number(row, "seq_len"), stream=torch.bfloat16)
     ranks, each = number(row, "n_gpus"), number(row, "micro_batch")
@@ -139,11 +139,11 @@ def _llm_foundry(row: Row) -> Case:
 
     def job(layers: int, microbatches: int) -> mw.Job:
         samples = ranks * each * microbatches
-        return _job(partial(Gpt, replace(size, layers=layers)), samples, size.length, clip=1.0, fused=True)
+        return _job(partial(Gpt, replace(size, layers=layers)), samples, size.length, loss="one kernel")
 
     differs = (
         "Composer reduces gradients after each microbatch, here after the last one",
-        "its cross entropy and its norms are single kernels of other libraries",
+        "its AdamW is Composer's own, here torch's fused one",
     )
     return Case(job, plan, machine_of(row), size.layers, number(row, "global_batch") / (ranks * each), differs)
 
@@ -167,7 +167,7 @@ def _torchtitan(row: Row) -> Case:
 
     def job(layers: int, microbatches: int) -> mw.Job:
         samples = shard * each * microbatches
-        return _job(partial(Llama, replace(size, layers=layers)), samples, size.length, clip=1.0, fused=True)
+        return _job(partial(Llama, replace(size, layers=layers)), samples, size.length)
 
     differs = [
         "selective recompute of torchtitan keeps every second product, here all",
@@ -178,8 +178,8 @@ def _torchtitan(row: Row) -> Case:
 
 
 def _kempnerforge(row: Row) -> Case:
-    """FSDP2 and tensor parallel on DTensors. Stored in bfloat16 (`param_dtype`), reduced in float32, fused AdamW.
-    planners.md, section 1."""
+    """FSDP2 and tensor parallel on DTensors. Stored in bfloat16 (`param_dtype`), reduced in float32, fused AdamW,
+    the loss on logits of bfloat16: kempnerforge/training/loss.py at 3309cff."""
     if row["model"].startswith("MoE"):
         raise Unusable("experts: sizes are not stated")
     if number(row, "pp") > 1:
@@ -198,7 +198,7 @@ def _kempnerforge(row: Row) -> Case:
 
     def job(layers: int, microbatches: int) -> mw.Job:
         samples = shard * each * microbatches
-        return _job(partial(Llama, replace(size, layers=layers)), samples, size.length, clip=1.0, fused=True)
+        return _job(partial(Llama, replace(size, layers=layers)), samples, size.length, loss="narrow")
 
     differs = ("compiled blocks are traced as they run uncompiled",) if row["compile"] == "yes" else ()
     return Case(job, plan, machine_of(row), size.layers, batch / (shard * each), differs)

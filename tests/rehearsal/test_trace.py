@@ -96,3 +96,24 @@ def test_operators_and_memory_are_those_of_the_real_step(word, plan):
     missing, more = Counter(theirs) - Counter(ours), Counter(ours) - Counter(theirs)
     assert not missing and not more
     assert risen(found) == pytest.approx(predicted_rise(work), rel=0.05)
+
+
+def test_what_dtensor_asks_for_the_shape_of_a_result_is_not_in_the_first_step():
+    """Parameters of the whole size appeared in it, each time an operator met new shapes."""
+    first, step = (
+        {shape for launch in work.launches if launch.phase == "optimizer" for shape in launch.what.shapes}
+        for traced in trace(find_job("gpt"), Plan(shard=2), "gpu")
+        for work in (traced.first, traced.step)
+    )
+    assert first == step
+
+
+def test_a_loss_over_classes_reads_one_value_a_row():
+    work = trace(find_job("mnist-mlp"), Plan(), "gpu")[0].step
+    there, back = (
+        next(launch.what for launch in work.launches if launch.what.name == f"aten.nll_loss_{way}")
+        for way in ("forward", "backward")
+    )
+    rows, classes = there.shapes[0]
+    assert there.read < rows * classes * 4 <= back.written
+    assert back.read < rows * classes * 4

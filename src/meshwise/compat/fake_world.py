@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from meshwise.compat import fake, fake_device
 
@@ -45,6 +46,25 @@ class _Store:
 
     def get(self, key: str) -> bytes:
         return self._facts[key].encode()
+
+
+@contextmanager
+def shapes_unnoticed(mode: fake.FakeTensors) -> Iterator[None]:
+    """What DTensor asks an operator for, to know the shape of its whole result, is not the program's: `mode` does not
+    hand it to its handler. DTensor asks once for each operator and its shapes, in the first step.
+
+    Read in torch 2.11, 2.13 and 2.15: `distributed/tensor/_sharding_prop.py`."""
+    ask = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def asked(self: ShardingPropagator, schema: Any) -> Any:
+        before, mode.inside = mode.inside, True
+        try:
+            return ask(self, schema)
+        finally:
+            mode.inside = before
+
+    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", asked):
+        yield
 
 
 Mail = dict[tuple[int, int], list[Any]]

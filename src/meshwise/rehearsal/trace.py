@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshwise.compat import fake, fake_device
 from meshwise.compat.fake import NEEDS_VALUES, FakeTensors
-from meshwise.compat.fake_world import Mail, fake_world, resizing
+from meshwise.compat.fake_world import Mail, fake_world, resizing, shapes_unnoticed
 from meshwise.compat.loss_scale import always_steps
 from meshwise.compat.sharding import local_of
 from meshwise.compat.tree import map_tensors, tensors_in
@@ -111,7 +111,9 @@ def _rehearsal(kind: str, rank: int, ranks: int, mail: Mail) -> Iterator[tuple[R
         stack.callback(make_current, make_current(Recorder(on=False)))
         state = torch.get_rng_state()
         stack.callback(torch.set_rng_state, state)
-        yield record, FakeTensors(record.on_operator, stands_for_real=True)
+        mode = FakeTensors(record.on_operator, stands_for_real=True)
+        stack.enter_context(shapes_unnoticed(mode))
+        yield record, mode
 
 
 def _batches(job: Job, plan: Plan, world: World) -> list[list[Part]]:
