@@ -76,6 +76,8 @@ class Record:
         if func is torch.ops.aten.add.Tensor and sums_in_place(args):
             func, run = torch.ops.aten.add_.Tensor, functools.partial(args[0].add_, args[1])
         out = run()
+        if out is NotImplemented:  # a DTensor: its parts come by themselves
+            return out
         given = list(tensors_in(out))
         for tensor in given:
             self._notice(tensor)
