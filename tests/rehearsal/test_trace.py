@@ -7,8 +7,11 @@ compat/flops.py too.
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from meshwise.jobs.registry import find_job
@@ -154,3 +157,26 @@ def test_the_optimizer_of_a_shard_steps_its_part_alone():
             assert elements <= 3 * (whole // 4 + 4 * 128 * len(step.shapes))  # uneven rows
             assert step.written == pytest.approx(4 * elements / 3, rel=0.01)
         assert memory_curve(work).peak.phase == "backward"
+
+
+def test_what_dtensor_asks_for_the_shape_of_a_result_is_not_the_programs():
+    """Parameters of the whole size appeared in optimizer and clipping, with their memory."""
+    job = replace(find_job("gpt"), optimizer=partial(torch.optim.AdamW, fused=True))
+    first, step = (
+        {shape for launch in work.launches if launch.phase == "optimizer" for shape in launch.what.shapes}
+        for traced in trace(job, Plan(shard=2), "gpu")
+        for work in (traced.first, traced.step)
+    )
+    assert (257, 128) not in first | step  # the embedding, of which each rank has a half
+    assert (129, 128) in first & step
+
+
+def test_a_loss_over_classes_reads_one_value_a_row():
+    work = trace(find_job("mnist-mlp"), Plan(), "gpu")[0].step
+    there, back = (
+        next(launch.what for launch in work.launches if launch.what.name == f"aten.nll_loss_{way}")
+        for way in ("forward", "backward")
+    )
+    rows, classes = there.shapes[0]
+    assert there.read < rows * classes * 4 <= back.written
+    assert back.read < rows * classes * 4

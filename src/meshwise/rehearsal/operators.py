@@ -18,7 +18,7 @@ MATMULS |= {"_scaled_mm", "_int_mm", "_grouped_mm", "_addmm_activation", "_scale
 RECURRENT = ("_rnn", "lstm_layer", "lstm_mps", "rnn_layer")
 GATHERS = (
     *("embedding", "index", "gather", "scatter", "take", "masked_select", "nonzero", "sort", "topk", "unique"),
-    *("grid_sampler", "upsample", "nll_loss", "searchsorted", "roll", "flip", "histc", "bincount"),
+    *("grid_sampler", "upsample", "searchsorted", "roll", "flip", "histc", "bincount"),
 )
 REDUCTIONS = {
     *("softmax", "norm", "sum", "mean", "var", "std", "amax", "amin", "max", "min", "argmax", "argmin", "prod"),

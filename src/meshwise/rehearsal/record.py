@@ -211,10 +211,14 @@ def _bytes(tensor: Tensor) -> int:
 
 GATHERS = {"embedding", "index_select", "gather", "index", "take"}
 """They read as much of their first tensor as they give."""
+PICKS = {"nll_loss_forward": 0, "nll_loss2d_forward": 0, "nll_loss_backward": 1, "nll_loss2d_backward": 1}
+"""They read one value a row of this tensor, or its shape alone: as much as of the targets, which come behind it."""
 
 
 def _read(name: str, taken: list[Tensor], given: list[Tensor]) -> int:
     sizes = [_bytes(tensor) for tensor in taken]
     if name in GATHERS and sizes:
         sizes[0] = min(sizes[0], sum(_bytes(tensor) for tensor in given))
+    if name in PICKS and len(sizes) > PICKS[name] + 1:
+        sizes[PICKS[name]] = min(sizes[PICKS[name] : PICKS[name] + 2])
     return sum(sizes)

@@ -111,7 +111,8 @@ def _rehearsal(kind: str, rank: int, ranks: int, mail: Mail) -> Iterator[tuple[R
         stack.callback(make_current, make_current(Recorder(on=False)))
         state = torch.get_rng_state()
         stack.callback(torch.set_rng_state, state)
-        yield record, FakeTensors(record.on_operator, stands_for_real=True)
+        mode = FakeTensors(record.on_operator, stands_for_real=True)
+        yield record, mode
 
 
 def _batches(job: Job, plan: Plan, world: World) -> list[list[Part]]:

@@ -1,0 +1,216 @@
+"""Models of published runs, of any sizes: written as those programs write them, with random weights that nobody reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwise.jobs.gpt import rotary_turns, rotate
+
+
+@dataclass(frozen=True)
+class Size:
+    """positions: of a learned table, 0 for none. stream: the dtype of what flows between the blocks; None: that of the
+    weights. fused_loss: whether the program has its cross entropy from one kernel."""
+
+    layers: int
+    width: int
+    heads: int
+    key_value_heads: int
+    hidden: int
+    vocabulary: int
+    length: int
+    positions: int = 0
+    stream: torch.dtype | None = None
+    flash: bool = True
+
+
+class Norm(nn.Module):
+    """A norm in the dtype of the stream, as programs under FSDP's mixed precision compute it."""
+
+    def __init__(self, width: int, rms: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = None if rms else nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            weight = self.weight.to(x.dtype)
+            if self.bias is None:
+                return F.rms_norm(x, weight.shape, weight, 1e-5)
+            return F.layer_norm(x, weight.shape, weight, self.bias.to(x.dtype))
+
+
+class GptAttention(nn.Module):
+    """Queries, keys and values of one product, with biases. Without flash the scores lie in memory, and are dropped."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads, self.flash = size.heads, size.flash
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.out = nn.Linear(size.width, size.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        if self.flash:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+            with torch.autocast(x.device.type, enabled=False):
+                mixed = F.dropout(F.softmax(scores.masked_fill(hidden, -1e4), -1), 0.1) @ v
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class GptBlock(nn.Module):
+    """A block of it."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.norm_1, self.attention = Norm(size.width, rms=False), GptAttention(size)
+        self.norm_2 = Norm(size.width, rms=False)
+        self.up, self.down = nn.Linear(size.width, size.hidden), nn.Linear(size.hidden, size.width)
+        self.drop = 0.0 if size.flash else 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.dropout(self.attention(self.norm_1(x)), self.drop)
+        out: Tensor = x + F.dropout(self.down(F.gelu(self.up(self.norm_2(x)))), self.drop)
+        return out
+
+
+class Gpt(nn.Module):
+    """GPT with learned positions and a tied head: MPT without ALiBi, Megatron's GPT. Tokens to logits."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embed, self.stream = nn.Embedding(size.vocabulary, size.width), size.stream
+        self.places = nn.Embedding(size.positions, size.width)
+        self.blocks = nn.ModuleList(GptBlock(size) for _ in range(size.layers))
+        self.norm = Norm(size.width, rms=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        x = x if self.stream is None else x.to(self.stream)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embed.weight)
+
+
+class LlamaBlock(nn.Module):
+    """Grouped queries (keys and values repeated in memory, as torchtitan does), rotary positions, SwiGLU."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.head = size.width // size.heads
+        self.norm_1, self.norm_2 = Norm(size.width, rms=True), Norm(size.width, rms=True)
+        kv = size.key_value_heads * self.head
+        self.query, self.key, self.value = (nn.Linear(size.width, n, bias=False) for n in (size.width, kv, kv))
+        self.out = nn.Linear(size.width, size.width, bias=False)
+        self.gate, self.up = (nn.Linear(size.width, size.hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(size.hidden, size.width, bias=False)
+
+    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        y = self.norm_1(x)
+        q, k, v = (f(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        q, k = rotate(q, turns), rotate(k, turns)
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        y = self.norm_2(x)
+        out: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return out
+
+
+class Llama(nn.Module):
+    """Tokens to logits."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.size = size
+        self.embed = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList(LlamaBlock(size) for _ in range(size.layers))
+        self.norm = Norm(size.width, rms=True)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x if self.size.stream is None else x.to(self.size.stream)
+        turns = rotary_turns(tokens.shape[1], self.size.width // self.size.heads, 5e5, x)
+        for block in self.blocks:
+            x = block(x, turns)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Random:
+    """A data set of `samples` rows, all zeros: what is trained on does not matter here."""
+
+    def __init__(self, samples: int, *rows: tuple[int, ...] | tuple[tuple[int, ...], torch.dtype]) -> None:
+        self.samples, self.rows = samples, rows
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(part[0] for part in self.batch([index]))
+
+    def batch(self, indices: list[int]) -> tuple[Tensor, ...]:
+        """These rows, as one batch."""
+        return tuple(torch.zeros(1, dtype=dtype).expand(len(indices), *shape).clone() for shape, dtype in self.rows)
+
+
+@torch.library.custom_op("published::cross_entropy", mutates_args=())
+def one_kernel(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses of rows and their log sum of exponentials, from one kernel that reads the logits once."""
+    raise NotImplementedError  # never computed: rehearsals ask for its shapes
+
+
+@torch.library.custom_op("published::cross_entropy_backward", mutates_args=())
+def one_kernel_backward(gradient: Tensor, logits: Tensor, total: Tensor, targets: Tensor) -> Tensor:
+    """Reads the logits, writes their gradient."""
+    raise NotImplementedError
+
+
+@one_kernel.register_fake
+def _(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(len(logits), dtype=torch.float32), logits.new_empty(len(logits), dtype=torch.float32)
+
+
+@one_kernel_backward.register_fake
+def _(gradient: Tensor, logits: Tensor, total: Tensor, targets: Tensor) -> Tensor:
+    return torch.empty_like(logits)
+
+
+class OneKernel(torch.autograd.Function):
+    """flash-attn's cross entropy: two passes over the logits in all."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        losses, total = one_kernel(logits, targets)
+        ctx.save_for_backward(logits, total, targets)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return one_kernel_backward(gradient, *ctx.saved_tensors), None
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "wide": lambda logits, targets: F.cross_entropy(logits.float(), targets),
+    "narrow": F.cross_entropy,
+    "one kernel": lambda logits, targets: OneKernel.apply(logits, targets).mean(),
+}
+"""Cross entropies of programs: in float32, in the dtype of the logits, and from one kernel."""
+
+
+def token_loss(model: nn.Module, batch: tuple[Tensor, ...], kind: str = "wide") -> Tensor:
+    """Mean cross entropy of the tokens. kind: of LOSSES."""
+    tokens, targets = batch
+    logits = model(tokens).flatten(0, 1)
+    with torch.autocast(logits.device.type, enabled=False):
+        return LOSSES[kind](logits, targets.flatten())
