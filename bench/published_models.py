@@ -1,4 +1,4 @@
-"""Models of published runs, of any sizes: written as those programs write them, with random weights that nobody reads."""
+"""Models of published runs, of any sizes, as those programs write them; nobody reads their random weights."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ BUDGET = {
     "parallel": 40,
     "records": 5,
     "recovery": 10,
-    "rehearsal": 30,
+    "rehearsal": 60,
     "spec": 5,
     "terminal": 5,
     "timeline": 30,
