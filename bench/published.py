@@ -1,12 +1,12 @@
-"""A scoreboard: estimates of training runs that others published, from catalog figures alone, beside what they measured.
+"""A scoreboard: estimates of training runs that others published, by catalog figures alone, beside what they measured.
 
     python bench/published.py RUNS.csv [--minutes 30] [--set llm-foundry] [--full] [--score]
 
 Model, plan and machine are built from each row (published_rows.py). A row is traced with two depths, FEW and FEW + 1
 blocks, and time and memory are taken to the row's depth in a straight line: the blocks in the middle are alike. A step
 of more than three microbatches is traced with three, and the time of the second is added for each further one. --full
-traces the whole depth instead. Each row's estimate is kept in a file of JSON lines, by the commit of the sources and the
-constants, and the script goes on where it stopped; rows come in an order drawn by a seed. --score only scores.
+traces the whole depth instead. Each row's estimate is kept in a file of JSON lines, by the commit of the sources and
+the constants, and the script goes on where it stopped; rows come in an order drawn by a seed. --score only scores.
 """
 
 from __future__ import annotations
