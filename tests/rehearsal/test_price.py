@@ -159,6 +159,18 @@ def test_convolutions_in_fp32_run_on_tensor_cores_and_matmuls_do_not() -> None:
     assert 2 * 8192**3 / of(matmul(8192, 8192, 8192, "fp32")).seconds < 67e12
 
 
+def test_convolutions_transpose_images_that_are_not_channels_last() -> None:
+    size = 2 * 256 * 64 * 56 * 56
+    flops = 2 * 256 * 56 * 56 * 64 * 64 * 9
+    plain = Operation("aten.convolution", ((256, 64, 56, 56), (64, 64, 3, 3)), ("bf16",), flops, size, size)
+    last = replace(plain, layout="channels_last")
+    more = of(plain).seconds - of(last).seconds
+    assert more == pytest.approx(4 * size / (0.6 * 0.89 * 3.35e12))
+    full = [replace(one, dtypes=("fp64",)) for one in (plain, last)]
+    device = replace(H100, part="a part without tensor cores", peak={"fp64": 60e12})
+    assert of(full[0], device).seconds == of(full[1], device).seconds
+
+
 def test_attention_backward_is_slower_than_forward_a_flop() -> None:
     shape = (4, 32, 4096, 128)
     flops = 4 * 4 * 32 * 4096 * 4096 * 128

@@ -21,6 +21,7 @@ from meshwise.rehearsal.work import Allocate, Free, Operation
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.engine import Engine
+from meshwise.training.job import Job
 from meshwise.training.job_step import train_step
 from meshwise.training.loop import begun, open_data
 from meshwise.training.order import epoch_order, epoch_slices
@@ -180,3 +181,28 @@ def test_a_loss_over_classes_reads_one_value_a_row():
     rows, classes = there.shapes[0]
     assert there.read < rows * classes * 4 <= back.written
     assert back.read < rows * classes * 4
+
+
+def test_convolutions_know_their_layout():
+    images, labels = torch.zeros(8, 3, 8, 8), torch.zeros(8, 4, 6, 6)
+
+    def job(layout):
+        def loss(model, batch):
+            return (model(batch[0].to(memory_format=layout)) - batch[1]).square().mean()
+
+        return Job(
+            name="images",
+            model=lambda: torch.nn.Conv2d(3, 4, 3).to(memory_format=layout),
+            loss=loss,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            data=(images, labels),
+            batch_size=4,
+        )
+
+    assert {what.layout for what in convolutions(job(torch.contiguous_format))} == {""}
+    assert {what.layout for what in convolutions(job(torch.channels_last))} == {"channels_last"}
+
+
+def convolutions(job):
+    launches = trace(job, Plan(), "gpu")[0].step.launches
+    return [one.what for one in launches if "convolution" in getattr(one.what, "name", "")]

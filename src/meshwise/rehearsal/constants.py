@@ -55,6 +55,9 @@ FIGURES: Mapping[str, Figure] = {
     "memory.reduction": Figure(0.8, 1.3, f"{OURS}: of what a copy reaches"),
     "memory.gather": Figure(0.45, 1.8, f"{OURS}: of what a copy reaches"),
     "memory.optimizer": Figure(0.85, 1.2, f"{OURS}: of what a copy reaches"),
+    "memory.transpose": Figure(
+        0.6, 1.4, "NVIDIA, Convolutional Layers guide: tensor cores take NHWC, NCHW is transposed; the share is ours"
+    ),
     "memory.depthwise": Figure(0.35, 1.6, f"{OURS}: of what a copy reaches; convolutions of one channel a group"),
     # Seconds.
     "kernel": Figure(2e-6, 1.5, f"{OURS}: the shortest kernel, and the gap before the next"),

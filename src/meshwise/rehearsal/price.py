@@ -65,6 +65,8 @@ def kernel_seconds(operation: Operation, device: Device, known: Known | None = N
     flops_time, floor = _flops_seconds(operation, device, sort), FIGURES["kernel"].value
     if flops_time is None or bytes_time.seconds > flops_time.seconds + floor:
         return bytes_time if flops_time is not None else None
+    if sort == "convolution" and operation.layout != "channels_last":
+        floor += _transposing(operation, device)
     ends = (flops_time.seconds + floor, flops_time.low + floor, flops_time.high + floor)
     return Priced(*ends, flops_time.origin, COMPUTE)
 
@@ -181,6 +183,16 @@ def _best_rate(device: Device, dtype: str, known: Part | None) -> tuple[float, f
         return peak * found * typical.value, typical.spread, CATALOG
     unknown = FIGURES["matmul.unknown-share"]
     return peak * unknown.value * typical.value, _joint(unknown.spread, typical.spread), MODEL
+
+
+def _transposing(operation: Operation, device: Device) -> float:
+    """Seconds to bring the images of a convolution into the layout that tensor cores take, and back: each byte is read
+    and written once more. None of it where the convolution does not run on them."""
+    narrow = operation.dtypes[0] in ("bf16", "fp16") or "tf32" in {*device.peak, *device.best_rates}
+    rate = device.memory_rate or FIGURES["memory.copy"].value * (device.memory_bandwidth or 0.0)
+    if not narrow or not rate:
+        return 0.0
+    return 2 * (operation.read + operation.written) / (rate * FIGURES["memory.transpose"].value)
 
 
 def _attention(operation: Operation, device: Device, dtype: str, known: Part | None) -> Priced | None:

@@ -112,6 +112,7 @@ class Record:
             _read(name, taken, given),
             sum(_bytes(tensor) for tensor in given or tensors_in(written_arguments(func, args, dict(kwargs)))),
             call_of(func, args, kwargs) if self.device == "cpu" else "",
+            _layout(taken) if "convolution" in name else "",
         )
         return self._operations.setdefault(operation, operation)
 
@@ -202,6 +203,13 @@ def _collective(func: Any, args: tuple[Any, ...]) -> Collective | None:
 
 def _word(tensor: Tensor) -> str:
     return DTYPES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+
+
+def _layout(tensors: list[Tensor]) -> str:
+    """`channels_last` where the images or the weights are: a convolution takes the others so too."""
+    images = [tensor for tensor in tensors if tensor.dim() == 4 and not tensor.is_contiguous()]
+    last = any(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in images)
+    return "channels_last" if last else ""
 
 
 def _bytes(tensor: Tensor) -> int:

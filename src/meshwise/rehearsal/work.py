@@ -21,7 +21,8 @@ class Operation:
 
     name: torch's, without its overload: `aten.mm`. shapes and dtypes (`bf16`): of its tensor arguments, in their order.
     flops: multiplications and additions, of a causal attention those that are done; read and written: bytes. call: how
-    it was called, of a CPU's operators (calls.py), so that it can be measured.
+    it was called, of a CPU's operators (calls.py), so that it can be measured. layout: `channels_last` where images are
+    so.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Operation:
     read: int
     written: int
     call: str = ""
+    layout: str = ""
 
 
 @dataclass(frozen=True, slots=True)
