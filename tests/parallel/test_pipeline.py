@@ -275,6 +275,26 @@ def trained(made: Job, plan: Plan, folder: Path, resume: Path | None, epochs: in
     return facts, held[-1]
 
 
+class Untied(Net):
+    """Its embedding is used on the first stage alone, its head on the last."""
+
+    def __init__(self) -> None:
+        super().__init__(width=40, dropout=0.0)
+        self.head = nn.Linear(40, 16, bias=False)
+
+
+@pytest.mark.slow
+def test_what_lies_outside_of_the_blocks_of_a_shard_is_reduced_and_saved(pool: Any, tmp_path: Path) -> None:
+    """Gradients of two dtypes stopped the step, and the ranks of a stage gathered other tensors for the last save."""
+    made, weights = job(model=Untied, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05)), []
+    for plan in (Plan(accumulate=2, precision="bf16"), Plan(shard=2, pipeline=2, accumulate=2, precision="bf16")):
+        folder = tmp_path / str(plan.devices)
+        folder.mkdir()
+        assert pool(plan.devices).run(trained, made, plan, folder, None, 1)[0][0]["status"] == "finished"
+        weights.append(load_file(folder / "weights.safetensors"))
+    assert all(torch.allclose(weights[0][key], tensor, atol=1e-3) for key, tensor in weights[1].items())
+
+
 def test_a_run_goes_on_under_another_plan(pool: Any, tmp_path: Path) -> None:
     """Saved by stages, resumed on one device and by stages; the weights are those of one device all along."""
     made, plan = job(model=lambda: Net(dropout=0.0)), Plan(pipeline=2, accumulate=4)

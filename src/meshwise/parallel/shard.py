@@ -232,22 +232,21 @@ class Sharded:
         trained = {name for name, p in zip(self._names[index], group.parameters, strict=True) if p.requires_grad}
         if not any(reached.values()) and self._idle is not None and self._idle >= trained:
             return
-        if self._mixed:
-            group.in_one_dtype()
         self._agree_on_order(index)
         late = sorted(name for name in self._idle or () if reached.get(name))
         if late and self._idle is not None:
             self._agree(f"reaches {', '.join(late)}, which it did not reach before")
             self._idle.difference_update(late)
+        self._reached.update(name for name, there in reached.items() if there)
+        for place, name in enumerate(self._names[index]):
+            if name in trained and not reached[name] and name not in (self._idle or ()):
+                group.fill(place)
+                self._count(name)
+        if self._mixed:
+            group.in_one_dtype()
         if self._factor is not None:
             for gradient in group.waiting():
                 gradient.mul_(self._factor().to(gradient.dtype))
-        for place, name in enumerate(self._names[index]):
-            if reached[name]:
-                self._reached.add(name)
-            elif name in trained and name not in (self._idle or ()):
-                group.fill(place)
-                self._count(name)
 
     def _agree_on_order(self, index: int) -> None:
         self._so_far = hash((self._so_far, index))

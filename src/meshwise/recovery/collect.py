@@ -51,6 +51,8 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         if pipe.rank == owner:
             whole = full_tensor(state[name].detach())  # of all ranks of that stage
         if 0 not in collectives.ranks_of(pipe.group):
+            if pipe.rank == 0:  # plain, as on rank 0: both gather the same tensors together
+                state[name] = torch.empty(0)
             continue
         if pipe.rank == 0:
             like, device = state[name], collectives.device_of(pipe.group)

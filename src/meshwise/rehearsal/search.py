@@ -53,6 +53,7 @@ def search(
     begun = time.monotonic()
     estimates: dict[Plan, Estimate] = {}
     refused: dict[Plan, str] = {}
+    cannot: set[Plan] = set()  # of those, what `parallel` refused
 
     def late() -> bool:
         return bool(estimates) and time.monotonic() - begun > seconds
@@ -66,13 +67,14 @@ def search(
     def tried(plan: Plan) -> Estimate | None:
         """Its estimate; None for one that is refused."""
         if plan not in estimates and plan not in refused:
-            why = next((why for other, why in refused.items() if _cut_alike(plan, other)), "")
+            why = next((why for other, why in refused.items() if other in cannot and _cut_alike(plan, other)), "")
             try:
                 if why:
                     raise PlanError(why)
                 estimates[plan] = rehearse(plan)
             except PlanError as error:
                 refused[plan] = str(error)
+                cannot.add(plan)
             except UsageError as error:  # of the program, whatever the plan: said at once
                 if not estimates:
                     raise
