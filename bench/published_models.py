@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwise.jobs.gpt import rotary_turns, rotate
+from meshwise.parallel.split.crossing import gather
 
 
 @dataclass(frozen=True)
 class Size:
     """positions: of a learned table, 0 for none. stream: the dtype of what flows between the blocks; None: that of the
     weights. loss: of LOSSES. flash: whether attention is one kernel. selective: whether blocks recompute all but attention
-    and every second product, as torchtitan does."""
+    and every second product, as torchtitan does. gathers: whether logits split over a tensor axis are gathered first."""
 
     layers: int
     width: int
@@ -34,6 +35,7 @@ class Size:
     loss: str = "wide"
     flash: bool = True
     selective: bool = False
+    gathers: bool = False
 
 
 class Norm(nn.Module):
@@ -178,7 +180,8 @@ class Llama(nn.Module):
         turns = rotary_turns(tokens.shape[1], self.size.width // self.size.heads, 5e5, x)
         for block in self.blocks:
             x = block(x, turns)
-        return loss_of(self.head(self.norm(x)), targets, self.size.loss)
+        logits = self.head(self.norm(x))
+        return loss_of(gather(logits) if self.size.gathers else logits, targets, self.size.loss)
 
 
 class Random:

@@ -182,7 +182,7 @@ def _torchtitan(row: Row) -> Case:
 
 def _kempnerforge(row: Row) -> Case:
     """FSDP2 and tensor parallel on DTensors. Stored in bfloat16 (`param_dtype`), reduced in float32, fused AdamW,
-    the loss on logits of bfloat16: kempnerforge/training/loss.py at 3309cff."""
+    the loss on logits of bfloat16 (training/loss.py at 3309cff), gathered before (distributed/tensor_parallel.py)."""
     if row["model"].startswith("MoE"):
         raise Unusable("experts: sizes are not stated")
     if number(row, "pp") > 1:
@@ -190,7 +190,7 @@ def _kempnerforge(row: Row) -> Case:
     if row["ffn"].startswith("auto"):
         raise Unusable("width of the feed-forward layers is not stated")
     shard, tensor = number(row, "dp"), number(row, "tp")
-    size, batch = _size(row, loss="narrow"), number(row, "global_batch")
+    size, batch = _size(row, loss="narrow", gathers=True), number(row, "global_batch")
     each = number(row, "micro_batch")
 
     def plan(microbatches: int) -> mw.Plan:
