@@ -31,6 +31,7 @@ from keep import keep
 from published_rows import Case, Row, Unusable, case_of, family_of
 from published_score import scoreboard, table
 
+from meshwise.machine.catalog import part
 from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal.allocator import replay, workspace
 from meshwise.rehearsal.breakdown import breakdown
@@ -40,7 +41,6 @@ from meshwise.rehearsal.prices import Prices
 from meshwise.rehearsal.simulate import simulate
 from meshwise.rehearsal.trace import Trace, trace
 from meshwise.rehearsal.work import Launch
-from meshwise.machine.catalog import part
 from meshwise.spec.errors import MeshwiseError
 
 FEW = 2

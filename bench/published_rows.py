@@ -145,9 +145,7 @@ def _llm_foundry(row: Row) -> Case:
         samples = ranks * each * microbatches
         return _job(partial(Gpt, replace(size, layers=layers)), samples, size.length)
 
-    differs = (
-        "its AdamW is Composer's own, here torch's fused one",
-    )
+    differs = ("its AdamW is Composer's own, here torch's fused one",)
     return Case(job, plan, machine_of(row), size.layers, number(row, "global_batch") / (ranks * each), True, differs)
 
 
