@@ -1,4 +1,4 @@
-"""A scoreboard: estimates of training runs that others published, from catalog figures alone, beside what they measured.
+"""A scoreboard: estimates of training runs that others published, by catalog figures alone, beside what they measured.
 
     python bench/published.py RUNS.csv [--minutes 30] [--set llm-foundry] [--full] [--score]
 
@@ -6,8 +6,8 @@ Model, plan and machine are built from each row (published_rows.py). A row is tr
 blocks, and time and memory are taken to the row's depth in a straight line: the blocks in the middle are alike. A step
 of more than three microbatches is traced with three, and the time of the second is added for each further one; where a
 framework reduces gradients after each microbatch, a step of one is traced, and its time to the end of the backward is
-added. --full traces the whole depth instead. Each row's estimate is kept in a file of JSON lines, by the commit of the sources and the
-constants, and the script goes on where it stopped; rows come in an order drawn by a seed. --score only scores.
+added. --full traces the whole depth instead. Each row's estimate is kept in a file of JSON lines, by the constants, and
+the script goes on where it stopped; rows come in an order drawn by a seed. --score only scores.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from meshwise.parallel.split.crossing import gather
 @dataclass(frozen=True)
 class Size:
     """positions: of a learned table, 0 for none. stream: the dtype of what flows between the blocks; None: that of the
-    weights. loss: of LOSSES. flash: whether attention is one kernel. selective: whether blocks recompute all but attention
-    and every second product, as torchtitan does. gathers: whether a tensor axis leaves
-    the embedding whole, and gathers the logits."""
+    weights. loss: of LOSSES. flash: whether attention is one kernel. selective: whether blocks recompute all but
+    attention and every second product, as torchtitan does. gathers: whether a tensor axis leaves the embedding whole,
+    and gathers the logits."""
 
     layers: int
     width: int

@@ -53,9 +53,10 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """reduces: whether each microbatch ends with the reduction of its gradients, not the last one alone: such a row is
-    traced with one microbatch. job: of so many layers, with a global batch for so many microbatches a step. layers, microbatches: those of the
-    row; microbatches may be broken where the last one is smaller. tf32: whether products of float32 may be. differs: what is known to differ from the row."""
+    """job: of so many layers, with a global batch for so many microbatches a step. layers, microbatches: those of the
+    row; microbatches may be broken where the last one is smaller. reduces: whether each microbatch ends with the
+    reduction of its gradients, not the last one alone: such a row is traced with one. tf32: whether products of float32
+    may be. differs: what is known to differ from the row."""
 
     job: Callable[[int, int], mw.Job]
     plan: Callable[[int], mw.Plan]
