@@ -21,8 +21,8 @@ from meshwise.parallel.split.crossing import gather
 class Size:
     """positions: of a learned table, 0 for none. stream: the dtype of what flows between the blocks; None: that of the
     weights. loss: of LOSSES. flash: whether attention is one kernel. selective: whether blocks recompute all but
-    attention and every second product, as torchtitan does. gathers: whether a tensor axis leaves the embedding whole,
-    and gathers the logits."""
+    attention and every second product, as torchtitan does. gathers: whether logits that a tensor axis has split are
+    gathered."""
 
     layers: int
     width: int
@@ -164,24 +164,13 @@ class LlamaBlock(nn.Module):
         return out
 
 
-class Table(nn.Module):
-    """An embedding that every rank of a tensor axis has whole."""
-
-    def __init__(self, rows: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width).normal_(std=0.02))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.weight)
-
-
 class Llama(nn.Module):
     """Tokens to logits."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.size = size
-        self.embed = (Table if size.gathers else nn.Embedding)(size.vocabulary, size.width)
+        self.embed = nn.Embedding(size.vocabulary, size.width)
         self.blocks = nn.ModuleList(LlamaBlock(size) for _ in range(size.layers))
         self.norm = Norm(size.width, rms=True)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
