@@ -4,9 +4,10 @@
 
 Model, plan and machine are built from each row (published_rows.py). A row is traced with two depths, FEW and FEW + 1
 blocks, and time and memory are taken to the row's depth in a straight line: the blocks in the middle are alike. A step
-of more than three microbatches is traced with three, and the time of the second is added for each further one. --full
-traces the whole depth instead. Each row's estimate is kept in a file of JSON lines, by the commit of the sources and
-the constants, and the script goes on where it stopped; rows come in an order drawn by a seed. --score only scores.
+of more than three microbatches is traced with three, and the time of the second is added for each further one; where a
+framework reduces gradients after each microbatch, a step of one is traced, and its time to the end of the backward is
+added. --full traces the whole depth instead. Each row's estimate is kept in a file of JSON lines, by the constants, and
+the script goes on where it stopped; rows come in an order drawn by a seed. --score only scores.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from keep import keep
 from published_rows import Case, Row, Unusable, case_of, family_of
 from published_score import scoreboard, table
@@ -61,6 +63,7 @@ class Point:
 
 def point_of(case: Case, layers: int, microbatches: int) -> Point:
     """Trace, price, simulate, replay: of the slowest of the ranks, and the one that needs most memory."""
+    torch.set_float32_matmul_precision("high" if case.tf32 else "highest")
     traces = trace(case.job(layers, microbatches), case.plan(microbatches))
     machine = machine_from_words(case.machine)
     works = [each.step for each in traces]
@@ -71,7 +74,8 @@ def point_of(case: Case, layers: int, microbatches: int) -> Point:
         if done.launch.phase in ("forward", "backward"):
             number = numbers[done.place]
             ends[number] = max(ends.get(number, 0.0), done.end)
-    further = ends.get(1, 0.0) - ends.get(0, 0.0) if microbatches == MOST else 0.0
+    first = 0 if case.reduces else 1
+    further = ends[first] - ends.get(first - 1, 0.0) if len(ends) > first else 0.0
     found = [_memory(each, machine.devices[0].part) for each in traces]
     peaks, reserved = max(found, key=lambda one: one[1])
     slowest = max((breakdown(step, rank) for rank in step.ranks), key=lambda one: one.kinds["computing"])
@@ -122,7 +126,7 @@ def _line(one: float, other: float, first: int, at: float) -> float:
 
 def estimate(case: Case, full: bool = False) -> dict[str, Any]:
     """Seconds and bytes of the row's own depth and microbatches."""
-    traced = min(max(round(case.microbatches), 1), MOST)
+    traced = 1 if case.reduces else min(max(round(case.microbatches), 1), MOST)
     depths = (case.layers,) if full or case.layers <= FEW + 1 else (FEW, FEW + 1)
     points = [point_of(case, depth, traced) for depth in depths]
     one, other = points[0], points[-1]
@@ -132,7 +136,7 @@ def estimate(case: Case, full: bool = False) -> dict[str, Any]:
 
     low, middle, high = (at_depth(*pair) for pair in zip(one.seconds, other.seconds, strict=True))
     more = at_depth(one.further, other.further) * (case.microbatches - traced)
-    if traced < MOST and case.microbatches != traced:  # a smaller last one
+    if not case.reduces and traced < MOST and case.microbatches != traced:  # a smaller last one
         more = middle * (case.microbatches / traced - 1)
     phases = one.peaks.keys() & other.peaks.keys()
     allocated = max(at_depth(one.peaks[phase], other.peaks[phase]) for phase in phases)

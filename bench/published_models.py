@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwise.jobs.gpt import rotary_turns, rotate
+from meshwise.parallel.split.crossing import gather
 
 
 @dataclass(frozen=True)
 class Size:
     """positions: of a learned table, 0 for none. stream: the dtype of what flows between the blocks; None: that of the
-    weights. fused_loss: whether the program has its cross entropy from one kernel."""
+    weights. loss: of LOSSES. flash: whether attention is one kernel. selective: whether blocks recompute all but
+    attention and every second product, as torchtitan does. gathers: whether logits that a tensor axis has split are
+    gathered."""
 
     layers: int
     width: int
@@ -27,7 +33,10 @@ class Size:
     length: int
     positions: int = 0
     stream: torch.dtype | None = None
+    loss: str = "wide"
     flash: bool = True
+    selective: bool = False
+    gathers: bool = False
 
 
 class Norm(nn.Module):
@@ -89,17 +98,38 @@ class Gpt(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.embed, self.stream = nn.Embedding(size.vocabulary, size.width), size.stream
+        self.embed, self.stream, self.loss = nn.Embedding(size.vocabulary, size.width), size.stream, size.loss
         self.places = nn.Embedding(size.positions, size.width)
         self.blocks = nn.ModuleList(GptBlock(size) for _ in range(size.layers))
         self.norm = Norm(size.width, rms=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         x = x if self.stream is None else x.to(self.stream)
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.embed.weight)
+        return loss_of(F.linear(self.norm(x), self.embed.weight), targets, self.loss)
+
+
+def every_second_product() -> Callable[..., CheckpointPolicy]:
+    """What torchtitan keeps under its selective recompute of operators (parallelize_llama.py, end of 2024)."""
+    seen: Counter[bool] = Counter()
+
+    def policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+        name = operator.name().split(".")[0]
+        if name == "aten::mm":
+            seen[context.is_recompute] += 1
+        kept = seen[context.is_recompute] % 2 == 1 if name == "aten::mm" else name in KEPT
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+KEPT = {
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "_c10d_functional::reduce_scatter_tensor",
+}
 
 
 class LlamaBlock(nn.Module):
@@ -114,8 +144,16 @@ class LlamaBlock(nn.Module):
         self.out = nn.Linear(size.width, size.width, bias=False)
         self.gate, self.up = (nn.Linear(size.width, size.hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(size.hidden, size.width, bias=False)
+        self.selective = size.selective
 
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        if not self.selective:
+            return self.inner(x, turns)
+        chosen = partial(create_selective_checkpoint_contexts, every_second_product())
+        out: Tensor = checkpoint(self.inner, x, turns, use_reentrant=False, context_fn=chosen)
+        return out
+
+    def inner(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         y = self.norm_1(x)
         q, k, v = (f(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for f in (self.query, self.key, self.value))
         q, k = rotate(q, turns), rotate(k, turns)
@@ -137,14 +175,14 @@ class Llama(nn.Module):
         self.norm = Norm(size.width, rms=True)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
         x = x if self.size.stream is None else x.to(self.size.stream)
         turns = rotary_turns(tokens.shape[1], self.size.width // self.size.heads, 5e5, x)
         for block in self.blocks:
             x = block(x, turns)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        logits = self.head(self.norm(x))
+        return loss_of(gather(logits) if self.size.gathers else logits, targets, self.size.loss)
 
 
 class Random:
@@ -208,9 +246,13 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """Cross entropies of programs: in float32, in the dtype of the logits, and from one kernel."""
 
 
-def token_loss(model: nn.Module, batch: tuple[Tensor, ...], kind: str = "wide") -> Tensor:
+def loss_of(logits: Tensor, targets: Tensor, kind: str) -> Tensor:
     """Mean cross entropy of the tokens. kind: of LOSSES."""
-    tokens, targets = batch
-    logits = model(tokens).flatten(0, 1)
     with torch.autocast(logits.device.type, enabled=False):
-        return LOSSES[kind](logits, targets.flatten())
+        return LOSSES[kind](logits.flatten(0, 1), targets.flatten())
+
+
+def own_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """That which the model computes itself, in the dtype that it has there."""
+    loss: Tensor = model(*batch)
+    return loss

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from published_models import Gpt, Llama, Random, Size, token_loss
+from published_models import Gpt, Llama, Random, Size, own_loss
+from published_vision import Bert, ResNet50
 from torch import nn
 
 import meshwise as mw
@@ -53,13 +54,17 @@ class Unusable(Exception):
 @dataclass(frozen=True)
 class Case:
     """job: of so many layers, with a global batch for so many microbatches a step. layers, microbatches: those of the
-    row; microbatches may be broken where the last one is smaller. differs: what is known to differ from the row."""
+    row; microbatches may be broken where the last one is smaller. reduces: whether each microbatch ends with the
+    reduction of its gradients, not the last one alone: such a row is traced with one. tf32: whether products of float32
+    may be. differs: what is known to differ from the row."""
 
     job: Callable[[int, int], mw.Job]
     plan: Callable[[int], mw.Plan]
     machine: str
     layers: int
     microbatches: float
+    reduces: bool = False
+    tf32: bool = False
     differs: tuple[str, ...] = ()
 
 
@@ -109,11 +114,11 @@ def _network(row: Row, each: int) -> float:
 # ---- FSDP ------------------------------------------------------------------------------------------------------------
 
 
-def _job(build: Callable[[int], nn.Module], samples: int, length: int, *, loss: str = "wide") -> mw.Job:
+def _job(build: Callable[[int], nn.Module], samples: int, length: int) -> mw.Job:
     """With fused AdamW, clipped to norm 1."""
     data = Random(samples, ((length,), torch.long), ((length,), torch.long))
     return mw.Job(
-        name="published", model=build, loss=partial(token_loss, kind=loss), data=data, batch_size=samples,
+        name="published", model=build, loss=own_loss, data=data, batch_size=samples,
         optimizer=partial(torch.optim.AdamW, fused=True), clip_norm=1.0,
     )  # fmt: skip
 
@@ -127,7 +132,7 @@ def _llm_foundry(row: Row) -> Case:
     """Composer with FSDP1: bfloat16 gathered; reduced in bfloat16 (PURE) or float32 (DEFAULT). MPT with learned
     positions and biases (n_params says so), norms in bfloat16, and the loss from one kernel (its default)."""
     pure = "mode PURE" in row["notes"]
-    size = _size(row, positions=number(row, "seq_len"), stream=torch.bfloat16)
+    size = _size(row, positions=number(row, "seq_len"), stream=torch.bfloat16, loss="one kernel")
     ranks, each = number(row, "n_gpus"), number(row, "micro_batch")
     recompute = "full" if row["activation_ckpt"] == "full" else "none"
 
@@ -139,13 +144,10 @@ def _llm_foundry(row: Row) -> Case:
 
     def job(layers: int, microbatches: int) -> mw.Job:
         samples = ranks * each * microbatches
-        return _job(partial(Gpt, replace(size, layers=layers)), samples, size.length, loss="one kernel")
+        return _job(partial(Gpt, replace(size, layers=layers)), samples, size.length)
 
-    differs = (
-        "Composer reduces gradients after each microbatch, here after the last one",
-        "its AdamW is Composer's own, here torch's fused one",
-    )
-    return Case(job, plan, machine_of(row), size.layers, number(row, "global_batch") / (ranks * each), differs)
+    differs = ("its AdamW is Composer's own, here torch's fused one",)
+    return Case(job, plan, machine_of(row), size.layers, number(row, "global_batch") / (ranks * each), True, differs)
 
 
 def _torchtitan(row: Row) -> Case:
@@ -153,11 +155,12 @@ def _torchtitan(row: Row) -> Case:
     if row["precision"] != "bf16":
         raise Unusable("a plan has no float8")
     shard, tensor, context = number(row, "dp"), number(row, "tp"), number(row, "cp")
-    size, each = _size(row, stream=torch.bfloat16), number(row, "micro_batch")
     selective = row["activation_ckpt"]
+    size = _size(row, stream=torch.bfloat16, selective=selective == "selective (op)")
+    each = number(row, "micro_batch")
     if selective == "selective (every 2nd layer)":
         raise Unusable("recompute of every second layer does not go with a model of few layers")
-    recompute = "full" if selective == "full" else "selective"
+    recompute = "full" if selective == "full" else "none"
 
     def plan(microbatches: int) -> mw.Plan:
         return mw.Plan(
@@ -170,16 +173,15 @@ def _torchtitan(row: Row) -> Case:
         return _job(partial(Llama, replace(size, layers=layers)), samples, size.length)
 
     differs = [
-        "selective recompute of torchtitan keeps every second product, here all",
         *(["compiled blocks are traced as they run uncompiled"] if row["compile"] == "yes" else []),
         *(["async tensor parallel is not built"] if "async TP" in row["notes"] else []),
     ]
-    return Case(job, plan, machine_of(row), size.layers, 1, tuple(differs))
+    return Case(job, plan, machine_of(row), size.layers, 1, differs=tuple(differs))
 
 
 def _kempnerforge(row: Row) -> Case:
     """FSDP2 and tensor parallel on DTensors. Stored in bfloat16 (`param_dtype`), reduced in float32, fused AdamW,
-    the loss on logits of bfloat16: kempnerforge/training/loss.py at 3309cff."""
+    the loss on logits of bfloat16 (training/loss.py at 3309cff), gathered before (distributed/tensor_parallel.py)."""
     if row["model"].startswith("MoE"):
         raise Unusable("experts: sizes are not stated")
     if number(row, "pp") > 1:
@@ -187,7 +189,7 @@ def _kempnerforge(row: Row) -> Case:
     if row["ffn"].startswith("auto"):
         raise Unusable("width of the feed-forward layers is not stated")
     shard, tensor = number(row, "dp"), number(row, "tp")
-    size, batch = _size(row), number(row, "global_batch")
+    size, batch = _size(row, loss="narrow", gathers=True), number(row, "global_batch")
     each = number(row, "micro_batch")
 
     def plan(microbatches: int) -> mw.Plan:
@@ -198,14 +200,82 @@ def _kempnerforge(row: Row) -> Case:
 
     def job(layers: int, microbatches: int) -> mw.Job:
         samples = shard * each * microbatches
-        return _job(partial(Llama, replace(size, layers=layers)), samples, size.length, loss="narrow")
+        return _job(partial(Llama, replace(size, layers=layers)), samples, size.length)
 
-    differs = ("compiled blocks are traced as they run uncompiled",) if row["compile"] == "yes" else ()
-    return Case(job, plan, machine_of(row), size.layers, batch / (shard * each), differs)
+    differs = [
+        *(["compiled blocks are traced as they run uncompiled"] if row["compile"] == "yes" else []),
+        *(["a tensor axis splits the embedding, which KempnerForge leaves whole"] if tensor > 1 else []),
+    ]
+    return Case(job, plan, machine_of(row), size.layers, batch / (shard * each), differs=tuple(differs))
+
+
+# ---- Replicas --------------------------------------------------------------------------------------------------------
+
+BERTS = {"BERT-base SQuAD": (12, 768, 12), "BERT-large SQuAD": (24, 1024, 16)}
+
+
+def _replicas(row: Row) -> Case:
+    """NVIDIA's examples: DistributedDataParallel, AMP or float32; in their containers TF32 is on."""
+    ranks = number(row, "n_gpus")
+    each = number(row, "micro_batch")
+    half = "AMP" in row["precision"]
+    precision = ("bf16" if "bf16" in row["precision"] else "fp16") if half else "fp32"
+    if row["model"] == "ResNet-50 v1.5":
+        layers, build = 1, ResNet50
+        rows: tuple[object, ...] = (((3, 224, 224), torch.float32), ((), torch.long))
+        optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    elif row["model"] in BERTS:
+        layers, width, heads = BERTS[row["model"]]
+        build = partial(Bert, width=width, heads=heads)
+        rows = (((384,), torch.long), ((2,), torch.long))
+        optimizer = partial(torch.optim.AdamW, fused=True)
+    else:
+        raise Unusable("sizes of this model are not in the row")
+
+    def plan(microbatches: int) -> mw.Plan:
+        norm = "local" if ranks > 1 and build is ResNet50 else "global"
+        return mw.Plan(data=ranks, precision=precision, batch_norm=norm)
+
+    def job(layers: int, microbatches: int) -> mw.Job:
+        data = Random(ranks * each, *rows)  # type: ignore[arg-type]
+        return mw.Job(
+            name="published", model=partial(build, layers), loss=own_loss, optimizer=optimizer, data=data,
+            batch_size=ranks * each,
+        )  # fmt: skip
+
+    differs = ("its loader, its fused norms and optimizers are not built",)
+    return Case(job, plan, machine_of(row), layers, 1, tf32="FP32" not in row["precision"], differs=differs)
+
+
+def _megatron_single(row: Row) -> Case:
+    """Megatron-LM on one host: replicas of tensor parallel of pipelines, 1F1B, full recompute, fp16 with float32
+    masters, attention without flash attention. Vocabulary padded to a multiple of 128 and of the tensor ranks."""
+    data, tensor, pipeline = (number(row, name) for name in ("dp", "tp", "pp"))
+    each, batch = number(row, "micro_batch"), number(row, "global_batch")
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn")
+    padded = math.ceil(50257 / (128 * tensor)) * 128 * tensor
+    length = number(row, "seq_len")
+    size = Size(*(number(row, name) for name in names), padded, length, length, torch.bfloat16, flash=False)
+
+    def plan(microbatches: int) -> mw.Plan:
+        return mw.Plan(
+            data=data, pipeline=pipeline, tensor=tensor, accumulate=microbatches, precision="bf16", recompute="full",
+        )  # fmt: skip
+
+    def job(layers: int, microbatches: int) -> mw.Job:
+        found = _job(partial(Gpt, replace(size, layers=layers)), data * each * microbatches, length)
+        return replace(found, stage_cost=lambda name, block: 1.0 if name.startswith("blocks") else 0.0)
+
+    if pipeline > 1:
+        raise Unusable("pipelines are not extrapolated yet")
+    return Case(job, plan, machine_of(row), size.layers, batch / (data * each), differs=("dtype is not stated",))
 
 
 BUILDERS: dict[str, Callable[[Row], Case]] = {
     "llm-foundry": _llm_foundry,
     "torchtitan": _torchtitan,
     "kempnerforge": _kempnerforge,
+    "lambda": _replicas,
+    "nvidia-dle": _replicas,
+    "vtrain-single": _megatron_single,
 }

@@ -206,3 +206,16 @@ def test_convolutions_know_their_layout():
 def convolutions(job):
     launches = trace(job, Plan(), "gpu")[0].step.launches
     return [one.what for one in launches if "convolution" in getattr(one.what, "name", "")]
+
+
+def test_products_that_a_program_lets_be_tf32_are_written_down_so():
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        work = trace(find_job("mnist-mlp"), Plan(), "gpu")[0].step
+    finally:
+        torch.set_float32_matmul_precision(before)
+    products = [launch.what for launch in work.launches if launch.what.name in ("aten.mm", "aten.addmm")]
+    assert products and all(set(one.dtypes) == {"tf32"} for one in products)
+    others = {word for launch in work.launches for word in launch.what.dtypes if launch.what not in products}
+    assert "tf32" not in others

@@ -141,8 +141,8 @@ def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
     if not operation.dtypes:
         return None
     dtype, known = operation.dtypes[0], part(device.part)
-    if sort == "convolution" and dtype == "fp32" and "tf32" in {*device.peak, *device.best_rates}:
-        dtype = "tf32"
+    if dtype in ("fp32", "tf32") and (sort == "convolution" or dtype == "tf32"):
+        dtype = "tf32" if "tf32" in {*device.peak, *device.best_rates} else "fp32"
     product = product_of(operation)
     flops = operation.flops or (product.flops if product else 0)
     if flops == 0:

@@ -25,6 +25,7 @@ from meshwise.compat.fake import sums_in_place
 from meshwise.compat.flops import flops_of
 from meshwise.compat.tree import tensors_in
 from meshwise.rehearsal.calls import call_of
+from meshwise.rehearsal.operators import MATMULS
 from meshwise.rehearsal.work import MAIN, PHASES, Allocate, Collective, Copy, Event, Free, Launch, Operation
 from meshwise.timeline.recorder import current
 
@@ -107,7 +108,7 @@ class Record:
         operation = Operation(
             f"{func.namespace}.{name}",
             tuple(tuple(tensor.shape) for tensor in taken),
-            tuple(_word(tensor) for tensor in taken),
+            self._dtypes(name, taken),
             flops_of(func, args, kwargs, out),
             _read(name, taken, given),
             sum(_bytes(tensor) for tensor in given or tensors_in(written_arguments(func, args, dict(kwargs)))),
@@ -115,6 +116,12 @@ class Record:
             _layout(taken) if "convolution" in name else "",
         )
         return self._operations.setdefault(operation, operation)
+
+    def _dtypes(self, name: str, taken: list[Tensor]) -> tuple[str, ...]:
+        """tf32 for products that the program lets be computed so."""
+        words = tuple(_word(tensor) for tensor in taken)
+        loose = self.device != "cpu" and torch.get_float32_matmul_precision() != "highest"
+        return tuple("tf32" if word == "fp32" else word for word in words) if loose and name in MATMULS else words
 
     def _launch(self, what: Operation | Collective | Copy) -> None:
         on_gpu = self.device != "cpu"
