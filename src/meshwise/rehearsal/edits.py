@@ -25,7 +25,8 @@ class Edit:
 
 
 def edits(of: Estimate, others: Sequence[Estimate]) -> Iterator[Edit]:
-    """Those of `others` that are `of` with one or two fields changed, on the same devices, the most saved first."""
+    """Those of `others` that are `of` with one or two fields changed, on the same devices, and save memory or time: the
+    most saved first."""
     found = []
     for other in others:
         changes = _changes(of.plan, other.plan)
@@ -34,7 +35,9 @@ def edits(of: Estimate, others: Sequence[Estimate]) -> Iterator[Edit]:
         more = None
         if of.seconds is not None and other.seconds is not None:
             more = other.seconds.value / of.seconds.value - 1
-        found.append(Edit(changes, other.memory.total.value - of.memory.total.value, more, other.memory.verdict))
+        memory = other.memory.total.value - of.memory.total.value
+        if memory < 0 or (more is not None and more < 0):
+            found.append(Edit(changes, memory, more, other.memory.verdict))
     return iter(sorted(found, key=lambda edit: edit.memory))
 
 

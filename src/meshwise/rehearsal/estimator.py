@@ -11,6 +11,7 @@ from meshwise.machine.catalog import part
 from meshwise.rehearsal.allocator import device_total, replay, workspace
 from meshwise.rehearsal.breakdown import breakdown
 from meshwise.rehearsal.estimate import Estimate, Memory, Range
+from meshwise.rehearsal.measured import prices_here
 from meshwise.rehearsal.memory import memory_curve
 from meshwise.rehearsal.prices import Prices, missing
 from meshwise.rehearsal.simulate import simulate
@@ -20,10 +21,14 @@ from meshwise.spec.plan import Plan
 from meshwise.training.job import Job
 
 
+MEASURE = 5.0
+"""Seconds for which a CPU's operators are measured for each plan; what was measured is remembered."""
+
+
 def estimator(job: Job, machine: Machine, cap: int | None = None) -> Callable[[Plan], Estimate]:
     """What estimates plans of this job on this machine. cap: bytes that a step may take of a device, where that is less
     than it has."""
-    prices = Prices(machine)
+    described = Prices(machine)
     kind = "cpu" if machine.devices[0].kind == "cpu" else "gpu"
 
     def estimate(plan: Plan) -> Estimate:
@@ -31,6 +36,7 @@ def estimator(job: Job, machine: Machine, cap: int | None = None) -> Callable[[P
         steps = [each.step for each in traces]
         memory = _memory(traces, machine, cap)
         notes, samples = steps[0].notes, job.batch_size
+        prices = prices_here(machine, steps, MEASURE) if kind == "cpu" else described
         unknown = missing(steps, prices)
         if unknown:
             return Estimate(plan, memory, None, {}, unknown[0], notes, samples)

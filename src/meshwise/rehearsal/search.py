@@ -94,7 +94,7 @@ def search(
     for estimate in found().estimates:  # now the best first
         if estimate.memory.verdict in (TOO_LARGE, TOO_CLOSE) and not late():
             saved(estimate.plan, until=True)
-    if estimates:
+    if estimates and found().estimates[0].seconds is not None:
         saved(found().estimates[0].plan, until=False)
     return found()
 
