@@ -20,7 +20,6 @@ from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 from meshwise.training.job import Job
 
-
 MEASURE = 5.0
 """Seconds for which a CPU's operators are measured for each plan; what was measured is remembered."""
 
