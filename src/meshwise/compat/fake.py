@@ -18,7 +18,9 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
+from meshwise.compat.fake_values import give_value, with_values
 from meshwise.compat.torch_function import on_parts
+from meshwise.compat.tree import tensors_in
 
 try:
     from torch._subclasses.fake_tensor import (
@@ -52,34 +54,32 @@ class FakeTensors(FakeTensorMode):
 
 def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     def run() -> Any:
-        if self.stands_for_real and func is torch.ops.aten._to_copy.default and kwargs and "device" in kwargs:
-            with _without_value(args[0]):  # torch would compute it on a device that is not there
-                return self.dispatch(func, types, args, kwargs)
-        return self.dispatch(func, types, args, kwargs or {})
+        out = self.dispatch(func, types, args, kwargs or {})
+        if self.stands_for_real:
+            _without_constants(out)
+        return out
 
     if self.inside:  # an operator that another one is made of
         return run()
     self.inside = True
     try:
         with on_parts():  # below autograd, every tensor is what lies in memory
-            return self.handler(func, args, kwargs or {}, run)
+            if not self.stands_for_real:
+                return self.handler(func, args, kwargs or {}, run)
+            valued = functools.partial(with_values, func, args, kwargs or {}, run, NEEDS_VALUES)
+            return self.handler(func, args, kwargs or {}, valued)
     finally:
         self.inside = False
         # Its weak references would forbid `Module._apply` to swap tensors, as `model.half()` does with fake ones.
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
-@contextlib.contextmanager
-def _without_value(tensor: Any) -> Iterator[None]:
-    """A fake tensor that was made of numbers knows them: not here."""
-    value = getattr(tensor, "constant", None)
-    if value is not None:
-        tensor.constant = None
-    try:
-        yield
-    finally:
-        if value is not None:
-            tensor.constant = value
+def _without_constants(out: Any) -> None:
+    """torch's own values of fake tensors are computed on their device, which is not there: ours are beside them."""
+    for tensor in tensors_in(out):
+        if isinstance(tensor, FakeTensor) and tensor.constant is not None:
+            give_value(tensor, tensor.constant)
+            tensor.constant = None
 
 
 # Set behind torch's back: what the class defines itself is wrapped for torch.compile, whose import takes 4 s.

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -86,6 +87,18 @@ def resizing(call: Callable[[Tensor, int], None]) -> Iterator[None]:
         real[1](tensor)
 
     with patch.multiple(_fsdp_param, alloc_storage=alloc, free_storage=free):
+        yield
+
+
+@contextmanager
+def start_values_unread() -> Iterator[None]:
+    """torch draws a truncated normal distribution again until no value lies outside: a fake tensor has none."""
+
+    def drawn(tensor: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        with torch.no_grad():
+            return tensor.normal_()
+
+    with patch.object(torch.nn.init, "_no_grad_trunc_normal_", drawn):
         yield
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from meshwise.compat import fake, fake_device
 from meshwise.compat.fake import NEEDS_VALUES, FakeTensors
-from meshwise.compat.fake_world import Mail, fake_world, resizing
+from meshwise.compat.fake_values import forget_values, give_value
+from meshwise.compat.fake_world import Mail, fake_world, resizing, start_values_unread
 from meshwise.compat.loss_scale import always_steps
 from meshwise.compat.sharding import local_of
 from meshwise.compat.tree import map_tensors, tensors_in
@@ -103,9 +104,11 @@ def _rehearsal(kind: str, rank: int, ranks: int, mail: Mail) -> Iterator[tuple[R
         device = stack.enter_context(fake_device.fake_device(MAIN)) if kind != "cpu" else "cpu"
         stack.enter_context(fake_world(rank, ranks, mail))
         stack.callback(forget_meshes)
+        stack.callback(forget_values)
         record = Record(device)
         stack.enter_context(resizing(record.resized))
         stack.enter_context(always_steps())
+        stack.enter_context(start_values_unread())
         stack.enter_context(fake.plain_for_optimizers())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # one order of operators
         stack.callback(make_current, make_current(Recorder(on=False)))
@@ -143,8 +146,15 @@ def _steps(
 
 
 def _on(batch: Any, device: str) -> Any:
-    """A batch of fake tensors on the device."""
-    return map_tensors(lambda tensor: torch.empty_like(tensor, device=device), batch)
+    """A batch of fake tensors on the device; its integers keep their values, where they are few."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        there = torch.empty_like(tensor, device=device)
+        if not tensor.is_floating_point():
+            give_value(there, tensor)
+        return there
+
+    return map_tensors(moved, batch)
 
 
 def _state_of(state: RunState) -> list[Tensor]:

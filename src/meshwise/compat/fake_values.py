@@ -1,0 +1,106 @@
+"""Values of small fake tensors, for a rehearsal: what a program makes of numbers and of its batch's integers.
+
+Models look at such values: rates along the depth (`linspace(...).item()`), whether a mask has zeros. A value is a real
+tensor of the CPU beside the fake one; what is computed of values alone is a value too. Real views share memory, so that
+writes in place are seen through all of them; a write that cannot be carried out takes the value from all.
+Tested in tests/rehearsal/test_values.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshwise.compat.dispatch import operator_name, written_arguments
+from meshwise.compat.tree import map_leaves, tensors_in
+
+MOST = 1 << 16
+"""Elements of the largest tensor that keeps its value."""
+READS = ("_local_scalar_dense", "item")
+_VALUE = "_value_in_rehearsal"
+_lost: set[int] = set()  # addresses of values that a write has left unknown
+
+
+def give_value(fake: Tensor, real: Tensor) -> None:
+    """The fake tensor has these values, if they are few."""
+    if real.numel() <= MOST and _is_real(real):
+        setattr(fake, _VALUE, real)
+
+
+def value_of(fake: Tensor) -> Tensor | None:
+    """Its values, where they are known; a real tensor is its own."""
+    found: Tensor | None = fake if _is_real(fake) else getattr(fake, _VALUE, None)
+    return None if found is None or found.untyped_storage().data_ptr() in _lost else found
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor
+
+
+def forget_values() -> None:
+    """A rehearsal is over."""
+    _lost.clear()
+
+
+def with_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any], needs: tuple[Any, ...]
+) -> Any:
+    """What `run` gives of fake tensors, with values where those of all arguments are known. needs: the errors that an
+    operator raises whose result depends on values; it is made of them then."""
+    given = list(tensors_in((args, kwargs)))
+    known = [value_of(tensor) for tensor in given]
+    if any(value is None for value in known) or not _is_small(func, args, kwargs, given):
+        _lose(func, args, kwargs)
+        return run()
+    if operator_name(func) in READS:
+        return known[0].item() if known and known[0] is not None else run()
+    try:
+        real = _computed(func, args, kwargs)
+    except Exception:  # what a CPU cannot do has no value
+        _lose(func, args, kwargs)
+        return run()
+    try:
+        out = run()
+    except needs:
+        device = given[0].device if given else torch.device("cpu")
+        out = _mapped(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device), real)
+    for fake, value in zip(tensors_in(out), tensors_in(real), strict=False):
+        give_value(fake, value)
+    return out
+
+
+def _is_small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> bool:
+    """Whether the operator is worth carrying out: neither random nor large."""
+    if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+        return False
+    if given:
+        return all(tensor.numel() <= MOST for tensor in given)
+    sizes = [arg for arg in args if isinstance(arg, list | tuple)]
+    elements = 1
+    for size in sizes[0] if sizes else ():
+        elements *= size if isinstance(size, int) else MOST
+    numbers = [arg for arg in args if isinstance(arg, int | float)]
+    return elements <= MOST and all(abs(number) <= MOST for number in numbers) and kwargs.get("device") is not None
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _disable_current_modes(), torch.no_grad():
+        real = _mapped(value_of, args), _mapped(value_of, kwargs)
+        named = {name: torch.device("cpu") if isinstance(each, torch.device) else each for name, each in real[1].items()}
+        return func(*real[0], **named)
+
+
+def _lose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What the operator writes is not known any more."""
+    for tensor in written_arguments(func, args, kwargs):
+        value = getattr(tensor, _VALUE, None)
+        if value is not None:
+            _lost.add(value.untyped_storage().data_ptr())
+
+
+def _mapped(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    return map_leaves(function, tree, lambda item: isinstance(item, Tensor))

@@ -1,0 +1,48 @@
+"""A rehearsal knows the small values that a program looks at, and forgets those that it cannot follow."""
+
+import pytest
+import torch
+
+from meshwise.compat.fake import NEEDS_VALUES, FakeTensors
+from meshwise.compat.fake_values import give_value, value_of
+
+
+@pytest.fixture
+def rehearsed():
+    with FakeTensors(lambda func, args, kwargs, run: run(), stands_for_real=True):
+        yield
+
+
+def test_numbers_that_a_constructor_makes_are_known(rehearsed):
+    rates = [rate.item() for rate in torch.linspace(0, 1, 5)]
+    assert rates == pytest.approx([0, 0.25, 0.5, 0.75, 1])
+    assert torch.arange(6).view(2, 3)[1].tolist() == [3, 4, 5]
+    assert int(torch.tensor([4, 2]).sum()) == 6
+
+
+BATCH = torch.tensor([[1, 1, 0], [1, 1, 1]])
+
+
+def test_integers_of_a_batch_are_known_and_what_is_computed_of_them(rehearsed):
+    mask = torch.empty(2, 3, dtype=torch.int64)
+    give_value(mask, BATCH)
+    assert not bool((mask == 1).all())
+    assert mask.nonzero().shape == (5, 2)
+    assert int(mask.sum(-1).max()) == 3
+
+
+def test_a_write_is_seen_through_views_and_one_that_is_not_known_is_forgotten(rehearsed):
+    whole = torch.zeros(4)
+    part = whole[1:3]
+    part.fill_(2)
+    assert float(whole.sum()) == 4
+    part.copy_(torch.randn(2))
+    assert value_of(whole) is None
+    with pytest.raises(NEEDS_VALUES):
+        float(whole.sum())
+
+
+def test_random_and_large_tensors_have_no_value(rehearsed):
+    with pytest.raises(NEEDS_VALUES):
+        torch.rand(3).max().item()
+    assert value_of(torch.zeros(1 << 20)) is None
