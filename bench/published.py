@@ -185,11 +185,12 @@ def main() -> None:
         with options.cache.open("a") as file:
             file.write(json.dumps(kept[key]) + "\n")
         print(_text(row, kept[key]), flush=True)
-    found = {key: one for key, one in kept.items() if one["constants"] == digest()}
-    result = scoreboard(rows, lambda row: found.get(key_of(row, True)) or found.get(key_of(row, False)))
+    result = scoreboard(rows, lambda row: kept.get(key_of(row, True)) or kept.get(key_of(row, False)))
     print(table(result))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    about = {"constants": digest(), "commit": commit, "file": options.runs.name}
+    made = sorted({one["constants"] for one in kept.values()})
+    about: dict[str, Any] = {"constants": digest(), "estimates made with": made, "commit": commit}
+    about["file"] = options.runs.name
     about["sha256"] = hashlib.sha256(options.runs.read_bytes()).hexdigest()[:16]
     keep(f"published-{options.runs.stem}", about | result)
 
