@@ -43,8 +43,9 @@ from meshwise.rehearsal.trace import Trace, trace
 from meshwise.rehearsal.work import Launch
 from meshwise.spec.errors import MeshwiseError
 
-FEW = 2
-"""Blocks of the smaller model: a first one and a last one. The larger one has one between."""
+FEW = 4
+"""Blocks of the smaller model. A shard holds up to three at once: the one that runs, the next one's parameters and the
+gradients of the one before, so that fewer would show a peak of their own."""
 MOST = 3
 """Microbatches that are traced at most: the first one, the last one, and one between."""
 
@@ -156,7 +157,7 @@ def estimate(case: Case, full: bool = False) -> dict[str, Any]:
 
 def key_of(row: Row, full: bool) -> str:
     """What the estimate of a row hangs on, besides the sources."""
-    return hashlib.sha256(json.dumps([dict(row), full]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([dict(row), "full" if full else FEW]).encode()).hexdigest()[:16]
 
 
 def main() -> None:
