@@ -43,7 +43,7 @@ from meshwise.rehearsal.trace import Trace, trace
 from meshwise.rehearsal.work import Launch
 from meshwise.spec.errors import MeshwiseError
 
-FEW = 4
+FEW = 3
 """Blocks of the smaller model. A shard holds up to three at once: the one that runs, the next one's parameters and the
 gradients of the one before, so that fewer would show a peak of their own."""
 MOST = 3
