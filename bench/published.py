@@ -43,8 +43,9 @@ from meshwise.rehearsal.trace import Trace, trace
 from meshwise.rehearsal.work import Launch
 from meshwise.spec.errors import MeshwiseError
 
-FEW = 2
-"""Blocks of the smaller model: a first one and a last one. The larger one has one between."""
+FEW = 3
+"""Blocks of the smaller model. A shard holds up to three at once: the one that runs, the next one's parameters and the
+gradients of the one before, so that fewer would show a peak of their own."""
 MOST = 3
 """Microbatches that are traced at most: the first one, the last one, and one between."""
 
@@ -156,7 +157,7 @@ def estimate(case: Case, full: bool = False) -> dict[str, Any]:
 
 def key_of(row: Row, full: bool) -> str:
     """What the estimate of a row hangs on, besides the sources."""
-    return hashlib.sha256(json.dumps([dict(row), full]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([dict(row), "full" if full else FEW]).encode()).hexdigest()[:16]
 
 
 def main() -> None:
@@ -185,11 +186,12 @@ def main() -> None:
         with options.cache.open("a") as file:
             file.write(json.dumps(kept[key]) + "\n")
         print(_text(row, kept[key]), flush=True)
-    found = {key: one for key, one in kept.items() if one["constants"] == digest()}
-    result = scoreboard(rows, lambda row: found.get(key_of(row, True)) or found.get(key_of(row, False)))
+    result = scoreboard(rows, lambda row: kept.get(key_of(row, True)) or kept.get(key_of(row, False)))
     print(table(result))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    about = {"constants": digest(), "commit": commit, "file": options.runs.name}
+    made = sorted({one["constants"] for one in kept.values()})
+    about: dict[str, Any] = {"constants": digest(), "estimates made with": made, "commit": commit}
+    about["file"] = options.runs.name
     about["sha256"] = hashlib.sha256(options.runs.read_bytes()).hexdigest()[:16]
     keep(f"published-{options.runs.stem}", about | result)
 

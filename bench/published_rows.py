@@ -221,7 +221,7 @@ def _replicas(row: Row) -> Case:
     half = "AMP" in row["precision"]
     precision = ("bf16" if "bf16" in row["precision"] else "fp16") if half else "fp32"
     if row["model"] == "ResNet-50 v1.5":
-        layers, build = 1, ResNet50
+        layers, build = 1, partial(ResNet50, last=half)
         rows: tuple[object, ...] = (((3, 224, 224), torch.float32), ((), torch.long))
         optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     elif row["model"] in BERTS:
@@ -233,7 +233,7 @@ def _replicas(row: Row) -> Case:
         raise Unusable("sizes of this model are not in the row")
 
     def plan(microbatches: int) -> mw.Plan:
-        norm = "local" if ranks > 1 and build is ResNet50 else "global"
+        norm = "local" if ranks > 1 and layers == 1 else "global"
         return mw.Plan(data=ranks, precision=precision, batch_norm=norm)
 
     def job(layers: int, microbatches: int) -> mw.Job:

@@ -28,10 +28,11 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """Images and labels to the loss."""
+    """Images and labels to the loss. last: whether channels lie last in memory, as in the examples' AMP."""
 
-    def __init__(self, layers: int = 0) -> None:
+    def __init__(self, layers: int = 0, last: bool = False) -> None:
         super().__init__()
+        self.format = torch.channels_last if last else torch.contiguous_format
         self.stem, self.norm = nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64)
         blocks, channels = [], 64
         for inner, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -39,8 +40,10 @@ class ResNet50(nn.Module):
                 blocks.append(Bottleneck(channels, inner, 2 if place == 0 and inner > 64 else 1))
                 channels = 4 * inner
         self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(channels, 1000)
+        self.to(memory_format=self.format)  # type: ignore[call-overload]
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        images = images.contiguous(memory_format=self.format)
         x = F.max_pool2d(F.relu(self.norm(self.stem(images)), inplace=True), 3, 2, 1)
         for block in self.blocks:
             x = block(x)
