@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -162,9 +163,22 @@ def fake_device(main: str) -> Iterator[str]:
     _stream[:] = [Stream(name=main)]
     begin_record()
     try:
-        yield NAME
+        with patch.multiple(torch, tensor=_made_on_host(torch.tensor), as_tensor=_made_on_host(torch.as_tensor)):
+            yield NAME
     finally:
         _users[0] -= 1
+
+
+def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Numbers become a tensor of the device by way of the host: torch would write them into memory that is not there."""
+
+    @functools.wraps(make)
+    def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        if device is None or torch.device(device).type != NAME or isinstance(data, Tensor):
+            return make(data, *args, device=device, **kwargs)
+        return make(data, *args, device="cpu", **kwargs).to(device)
+
+    return made
 
 
 def begin_record() -> None:

@@ -89,9 +89,10 @@ def _is_small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: l
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with _disable_current_modes(), torch.no_grad():
-        real = _mapped(value_of, args), _mapped(value_of, kwargs)
-        named = {name: torch.device("cpu") if isinstance(each, torch.device) else each for name, each in real[1].items()}
-        return func(*real[0], **named)
+        given, named = _mapped(value_of, args), _mapped(value_of, kwargs)
+        if "device" in named:
+            named["device"] = torch.device("cpu")
+        return func(*given, **named)
 
 
 def _lose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
