@@ -68,6 +68,12 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
                 return self.handler(func, args, kwargs or {}, run)
             valued = functools.partial(with_values, func, args, kwargs or {}, run, NEEDS_VALUES)
             return self.handler(func, args, kwargs or {}, valued)
+    except Exception as error:
+        if self.stands_for_real and torch._C._current_autograd_node() is not None:
+            # An error inside a backward may end the process in C++, where torch's guard of our device takes no error.
+            first = str(error).partition("\n")[0]
+            print(f"the backward cannot be rehearsed: {func}: {type(error).__name__}: {first}", file=sys.stderr)
+        raise
     finally:
         self.inside = False
         # Its weak references would forbid `Module._apply` to swap tensors, as `model.half()` does with fake ones.

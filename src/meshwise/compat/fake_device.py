@@ -170,7 +170,7 @@ def fake_device(main: str) -> Iterator[str]:
 
 
 def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Numbers become a tensor of the device by way of the host: torch would write them into memory that is not there."""
+    """Numbers become a tensor of the device by way of the host: torch would write into memory that is not there."""
 
     @functools.wraps(make)
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:

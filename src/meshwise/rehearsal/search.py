@@ -7,6 +7,7 @@ Tested in tests/rehearsal/test_search.py.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,9 +88,7 @@ def search(
             if late() or ((other := tried(cheaper)) is not None and until and other.memory.verdict == FITS):
                 return
 
-    for plan in plans:
-        if late():
-            break
+    for plan in itertools.takewhile(lambda plan: not late(), plans):
         tried(plan)
     for estimate in found().estimates:  # now the best first
         if estimate.memory.verdict in (TOO_LARGE, TOO_CLOSE) and not late():
