@@ -219,3 +219,10 @@ def test_products_that_a_program_lets_be_tf32_are_written_down_so():
     assert products and all(set(one.dtypes) == {"tf32"} for one in products)
     others = {word for launch in work.launches for word in launch.what.dtypes if launch.what not in products}
     assert "tf32" not in others
+
+
+def test_a_rehearsal_leaves_torch_as_it_was():
+    torch.utils._device._device_constructors.cache_clear()
+    trace(find_job("mnist-mlp"), Plan(), "gpu")
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).device.type == "meta"

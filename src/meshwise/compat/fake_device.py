@@ -2,7 +2,8 @@
 
 Fake tensors on it behave as on CUDA: optimizers take their foreach paths, FSDP2 its streams, attention a fused kernel.
 torch registers it as PrivateUse1, once in a process; it is an accelerator only while a rehearsal has it.
-Read in torch 2.11, 2.13 and 2.15: `utils/backend_registration.py`, `aten/src/ATen/native/transformers/attention.cpp`.
+Read in torch 2.11, 2.13 and 2.15: `utils/backend_registration.py`, `utils/_device.py`,
+`aten/src/ATen/native/transformers/attention.cpp`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 from meshwise.compat import fake_autocast
 
@@ -162,6 +164,7 @@ def fake_device(main: str) -> Iterator[str]:
     _users[0] += 1
     _stream[:] = [Stream(name=main)]
     begin_record()
+    _device_constructors()  # torch keeps this list of functions: it must have the real ones
     try:
         with patch.multiple(torch, tensor=_made_on_host(torch.tensor), as_tensor=_made_on_host(torch.as_tensor)):
             yield NAME
