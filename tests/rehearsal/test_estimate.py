@@ -4,6 +4,7 @@ Of rehearsal/estimator.py too.
 """
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -45,3 +46,14 @@ def test_a_machine_of_unknown_speed_gives_memory_and_no_time():
 def test_a_cap_is_what_a_step_may_take():
     rehearse = estimator(find_job("mnist-mlp"), find_machine("1xH100"), cap=1 << 20)
     assert rehearse(Plan()).memory.verdict == "does not fit"
+
+
+def test_ranks_that_cannot_be_brought_together_have_memory_and_no_time(monkeypatch):
+    def stuck(steps, prices):
+        raise ValueError("the ranks wait for each other for ever")
+
+    monkeypatch.setattr("meshwise.rehearsal.estimator.simulate", stuck)
+    hook = sys.excepthook
+    found = estimator(find_job("mnist-mlp"), find_machine("2xH100"))(Plan(data=2))
+    assert found.seconds is None and "wait for each other" in found.unknown
+    assert found.memory.allocated > 0 and sys.excepthook is hook

@@ -10,6 +10,7 @@ Read in torch 2.11, 2.13 and 2.15: `testing/_internal/distributed/fake_pg.py`, `
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -113,7 +114,7 @@ def fake_world(rank: int, size: int, mail: Mail) -> Iterator[None]:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    store = _Store(size)
+    store, hook = _Store(size), sys.excepthook
     _mail.append(mail)
     kinds = ("cpu", *([fake_device.NAME] if fake_device.is_there() else []))
     backends = ",".join(f"{kind}:fake" for kind in kinds)
@@ -132,6 +133,7 @@ def fake_world(rank: int, size: int, mail: Mail) -> Iterator[None]:
             finally:
                 dist.destroy_process_group()
     finally:
+        sys.excepthook = hook  # torch's names a rank in each line of a traceback
         _mail.pop()
 
 

@@ -39,7 +39,10 @@ def estimator(job: Job, machine: Machine, cap: int | None = None) -> Callable[[P
         unknown = missing(steps, prices)
         if unknown:
             return Estimate(plan, memory, None, {}, unknown[0], notes, samples)
-        step = simulate(steps, prices)
+        try:
+            step = simulate(steps, prices)
+        except ValueError as error:  # the ranks that were traced wait for each other
+            return Estimate(plan, memory, None, {}, str(error), notes, samples)
         slowest = max((breakdown(step, rank) for rank in step.ranks), key=lambda one: one.kinds["computing"])
         seconds = Range(step.seconds, step.low, step.high)
         return Estimate(plan, memory, seconds, slowest.kinds, "", notes, samples)
