@@ -33,6 +33,15 @@ def test_reported_times_are_what_was_slept(pool: Callable[[int], Pool], tmp_path
 
 
 @pytest.mark.parametrize("phase", EVEN)
+def test_who_is_late_is_named_with_the_phase(pool: Callable[[int], Pool], tmp_path: Path, phase: str) -> None:
+    """By far more than what a loaded machine holds a rank back for."""
+    _, report, _ = measured(pool(3).run, tmp_path, 12, {1: {phase: 200.0}}, ranks=3)
+    (late,) = [finding for finding in report.findings if finding.kind == "straggler"]
+    assert (late.rank, late.phase) == (1, phase)
+
+
+@pytest.mark.slow  # a bound on milliseconds: bench/late.py measures it on a quiet machine
+@pytest.mark.parametrize("phase", EVEN)
 def test_twenty_milliseconds_more_are_named(pool: Callable[[int], Pool], tmp_path: Path, phase: str) -> None:
     """In 95 % of the steps; a shared machine may hold any rank back for a moment, so the best of three runs counts."""
     named = 0.0
