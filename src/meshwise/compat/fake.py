@@ -92,8 +92,10 @@ def _without_constants(out: Any) -> None:
 FakeTensors.__torch_dispatch__ = _handled  # type: ignore[assignment,method-assign]
 
 
+@functools.cache
 def plain_mode() -> FakeTensorMode:
-    """torch's own mode, whose operators go to no handler."""
+    """torch's own mode, whose operators go to no handler: DTensor computes in it the shapes of what a whole tensor
+    would give, which no rank does. The first mode of a process takes a second or two."""
     return FakeTensorMode()
 
 

@@ -28,10 +28,6 @@ from meshwise.compat import fake, fake_device
 _MESH_METHODS = ("__init__", "_concatenate", "__getitem__", "_flatten", "_unflatten")
 """They compute ranks from tensors, whose values a fake one does not have."""
 
-_shapes = fake.plain_mode()
-"""In it DTensor computes the shapes of what a whole tensor would give: no rank does these operators, and a rehearsal
-must not see them."""
-
 
 class _Store:
     """Answers as a store would that all ranks have come to with the same facts."""
@@ -53,25 +49,6 @@ class _Store:
 
     def get(self, key: str) -> bytes:
         return self._facts[key].encode()
-
-
-Mail = dict[tuple[int, int], list[Any]]
-"""Objects that ranks have sent one another, by (from, to)."""
-_mail: list[Mail] = [{}]
-
-
-def post(value: Any, target: int, group: dist.ProcessGroup | None) -> None:
-    """Send an object to rank `target` of the group, which is rehearsed later."""
-    _mail[-1].setdefault((dist.get_rank(), _everyones(target, group)), []).append(value)
-
-
-def fetch(source: int, group: dist.ProcessGroup | None) -> Any:
-    """The next object that rank `source` of the group has sent to this one."""
-    return _mail[-1][_everyones(source, group), dist.get_rank()].pop(0)
-
-
-def _everyones(rank: int, group: dist.ProcessGroup | None) -> int:
-    return dist.get_process_group_ranks(group)[rank]
 
 
 @contextmanager
@@ -104,10 +81,10 @@ def start_values_unread() -> Iterator[None]:
 
 
 @contextmanager
-def fake_world(rank: int, size: int, mail: Mail) -> Iterator[None]:
+def fake_world(rank: int, size: int) -> Iterator[None]:
     """This process is rank `rank` of `size`, whose others are not there. One of size 1 has no process group.
 
-    mail: what ranks that were rehearsed before have sent. Raises RuntimeError where this process has a group already.
+    Raises RuntimeError where this process has a group already.
     """
     if size == 1:
         yield
@@ -115,7 +92,6 @@ def fake_world(rank: int, size: int, mail: Mail) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     store, hook = _Store(size), sys.excepthook
-    _mail.append(mail)
     kinds = ("cpu", *([fake_device.NAME] if fake_device.is_there() else []))
     backends = ",".join(f"{kind}:fake" for kind in kinds)
     dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=size)
@@ -125,7 +101,7 @@ def fake_world(rank: int, size: int, mail: Mail) -> Iterator[None]:
             patch.object(dist.ProcessGroup, "_has_hooks", lambda group: False),  # the fake one warns when it is asked
             patch.object(dist, "all_gather_object", _of_all),
             patch.object(dist, "broadcast_object_list", lambda box, **others: None),
-            patch.object(_sharding_prop, "detect_fake_mode", lambda *inputs: _shapes),
+            patch.object(_sharding_prop, "detect_fake_mode", lambda *inputs: fake.plain_mode()),
             patch.multiple(DeviceMesh, **{name: _on_real(name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)}),
         ):
             try:
@@ -134,7 +110,6 @@ def fake_world(rank: int, size: int, mail: Mail) -> Iterator[None]:
                 dist.destroy_process_group()
     finally:
         sys.excepthook = hook  # torch's names a rank in each line of a traceback
-        _mail.pop()
 
 
 def _of_all(parts: list[Any], value: Any, group: Any = None) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from meshwise.compat import fake, fake_device
 from meshwise.compat.fake import NEEDS_VALUES, FakeTensors
 from meshwise.compat.fake_values import forget_values, give_value
-from meshwise.compat.fake_world import Mail, fake_world, resizing, start_values_unread
+from meshwise.compat.fake_world import fake_world, resizing, start_values_unread
 from meshwise.compat.loss_scale import always_steps
 from meshwise.compat.sharding import local_of
 from meshwise.compat.tree import map_tensors, tensors_in
@@ -41,6 +41,7 @@ from meshwise.training.job_step import train_step
 from meshwise.training.loop import begun, open_data
 from meshwise.training.order import epoch_order, epoch_slices
 from meshwise.training.source import read_slices
+from meshwise.transfer import stages
 from meshwise.workers.gate import StepGate
 
 STEPS = 2
@@ -61,7 +62,7 @@ def trace(job: Job, plan: Plan, kind: str = "gpu") -> list[Trace]:
     kind: of device, `gpu` or `cpu`. Raises PlanError for what cannot run, with the reason of `parallel`; UsageError for
     a program that cannot run on tensors without values, with its line.
     """
-    mail: Mail = {}
+    mail: stages.Mail = {}
     apart = plan.within_samples // plan.pipeline
     try:
         return [_trace_rank(job, plan, kind, stage * apart, mail) for stage in range(plan.pipeline)]
@@ -83,7 +84,7 @@ def _why_not(job: Job, error: Exception) -> str:
     return f"job '{job.name}' cannot be rehearsed on tensors without values: {type(error).__name__}: {first}"
 
 
-def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: Mail) -> Trace:
+def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail) -> Trace:
     with _rehearsal(kind, rank, plan.devices, mail) as (record, mode):
         world = World(rank=rank, size=plan.devices, device=record.device)
         notes: list[str] = []
@@ -99,10 +100,11 @@ def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: Mail) -> Trace
 
 
 @contextmanager
-def _rehearsal(kind: str, rank: int, ranks: int, mail: Mail) -> Iterator[tuple[Record, FakeTensors]]:
+def _rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[tuple[Record, FakeTensors]]:
     with ExitStack() as stack:
         device = stack.enter_context(fake_device.fake_device(MAIN)) if kind != "cpu" else "cpu"
-        stack.enter_context(fake_world(rank, ranks, mail))
+        stack.enter_context(fake_world(rank, ranks))
+        stack.enter_context(stages.kept(mail))
         stack.callback(forget_meshes)
         stack.callback(forget_values)
         record = Record(device)
