@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshwise.jobs.registry import find_job
 from meshwise.rehearsal.memory import memory_curve
 from meshwise.rehearsal.trace import trace
-from meshwise.rehearsal.work import Allocate, Free, Operation
+from meshwise.rehearsal.work import Allocate, Free, Launch, Operation
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.engine import Engine
@@ -128,6 +128,19 @@ def test_parameters_are_gathered_on_a_stream_of_their_own_that_computing_waits_f
     gathers = [one for name, one in found if name == "all-gather"]
     assert gathers and all(one.stream != "main" for one in gathers)
     assert any(one.after for _, one in found if one.stream == "main")
+
+
+def test_a_wait_is_for_something_of_the_same_step():
+    """FSDP2 keeps events over the end of a step: the next one waits for nothing that it does not hold itself."""
+    for work in (trace(find_job("mnist-mlp"), Plan(shard=2, pipeline=2, accumulate=4))[1].step, *steps("gpt", 2)):
+        begun = {place for place, event in enumerate(work.events) if isinstance(event, Launch)}
+        waits = [(place, work.events[place].after) for place in begun]
+        assert all(before < place and before in begun for place, after in waits for before in after)
+        assert any(after for _, after in waits)
+
+
+def steps(word, shard):
+    return [each.step for each in trace(find_job(word), Plan(shard=shard))]
 
 
 def test_bytes_of_collectives_are_those_of_the_plan():

@@ -25,6 +25,7 @@ _users = [0]  # rehearsals that have the device now
 _stream: list[Stream] = []
 _pending: dict[str, set[int]] = {}
 _last: dict[str, int] = {}
+_records = [0]  # that were begun: a place is one of its own record
 
 
 class Stream:
@@ -41,7 +42,8 @@ class Stream:
         self._wait(_last.get(other.name, -1))
 
     def wait_event(self, event: Event) -> None:
-        self._wait(event.at)
+        if event.of == _records[0]:  # what came before this record has ended
+            self._wait(event.at)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -68,13 +70,13 @@ class Stream:
 
 
 class Event:
-    """A place in a stream: after its newest launch."""
+    """A place in a stream: after its newest launch. It may outlive its record: FSDP2 keeps events for the next step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.at = -1
+        self.at, self.of = -1, -1
 
     def record(self, stream: Stream | None = None) -> Event:
-        self.at = _last.get((stream or _stream[-1]).name, -1)
+        self.at, self.of = _last.get((stream or _stream[-1]).name, -1), _records[0]
         return self
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -152,11 +154,6 @@ def launched(stream: str, place: int) -> tuple[int, ...]:
     return tuple(sorted(_pending.pop(stream, ())))
 
 
-def wait_for(stream: str, place: int) -> None:
-    """The next launch on `stream` waits for that at `place`."""
-    _pending.setdefault(stream, set()).add(place)
-
-
 @contextmanager
 def fake_device(main: str) -> Iterator[str]:
     """The device, of which nothing has run yet: gives its name. main: the name of the stream that programs begin in."""
@@ -186,6 +183,7 @@ def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def begin_record() -> None:
     """Places are counted anew: nothing waits."""
+    _records[0] += 1
     _pending.clear()
     _last.clear()
 
