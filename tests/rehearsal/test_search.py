@@ -76,7 +76,7 @@ def test_edits_are_priced_against_the_plan():
         estimate(Plan(shard=2), 2.0, 10),
         estimate(Plan(), 1, 1),
     ]
-    found = list(edits(first, others))
+    found = edits(first, others)
     assert [(edit.changes, edit.memory, edit.seconds) for edit in found] == [
         ({"data": 1, "shard": 2}, -70, 1.0),
         ({"recompute": "full"}, -20, 0.25),

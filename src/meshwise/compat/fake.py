@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import _disable_current_modes
 
+from meshwise.compat.dispatch import without_interception
 from meshwise.compat.fake_values import give_value, with_values
 from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import tensors_in
@@ -150,7 +150,7 @@ def over(subclass: type[Tensor], kind: type[Tensor]) -> type[Tensor]:
 
 def real_values() -> contextlib.AbstractContextManager[object]:
     """What is computed in it has values, also in a rehearsal."""
-    return _disable_current_modes() if rehearsing() else contextlib.nullcontext()
+    return without_interception() if rehearsing() else contextlib.nullcontext()
 
 
 def owner_of(tensor: Tensor) -> object:

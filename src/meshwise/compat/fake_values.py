@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from meshwise.compat.dispatch import operator_name, written_arguments
-from meshwise.compat.tree import map_leaves, tensors_in
+from meshwise.compat.dispatch import operator_name, without_interception, written_arguments
+from meshwise.compat.tree import map_tensors, tensors_in
 
 MOST = 1 << 16
 """Elements of the largest tensor that keeps its value."""
@@ -67,7 +66,7 @@ def with_values(
         out = run()
     except needs:
         device = given[0].device if given else torch.device("cpu")
-        out = _mapped(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device), real)
+        out = map_tensors(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device), real)
     for fake, value in zip(tensors_in(out), tensors_in(real), strict=False):
         give_value(fake, value)
     return out
@@ -88,8 +87,8 @@ def _is_small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: l
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with _disable_current_modes(), torch.no_grad():
-        given, named = _mapped(value_of, args), _mapped(value_of, kwargs)
+    with without_interception(), torch.no_grad():
+        given, named = map_tensors(value_of, args), map_tensors(value_of, kwargs)
         if "device" in named:
             named["device"] = torch.device("cpu")
         return func(*given, **named)
@@ -101,7 +100,3 @@ def _lose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         value = getattr(tensor, _VALUE, None)
         if value is not None:
             _lost.add(value.untyped_storage().data_ptr())
-
-
-def _mapped(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    return map_leaves(function, tree, lambda item: isinstance(item, Tensor))

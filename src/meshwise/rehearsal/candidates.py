@@ -9,8 +9,8 @@ Tested in tests/rehearsal/test_candidates.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.spec.errors import PlanError
@@ -36,15 +36,21 @@ class Space:
     allow: Collection[str] = ()
     batch_norms: bool = False
 
+    @property
+    def fixed(self) -> set[str]:
+        """Fields that every plan has as they are given."""
+        return {setting.partition("=")[0].strip() for setting in self.settings}
+
 
 def candidates(space: Space) -> list[Plan]:
     """One plan of each mesh that divides the global batch: more devices first, then less splitting."""
-    fixed = {setting.partition("=")[0].strip() for setting in space.settings}
     found: dict[Plan, None] = {}
     for count in sorted(space.devices, reverse=True):
         for mesh in _meshes(count, space.per_host):
-            values = {name: value for name, value in _microbatched(mesh, space.batch).items() if name not in fixed}
-            plan = _made(space.settings, values)
+            values = {
+                name: value for name, value in _microbatched(mesh, space.batch).items() if name not in space.fixed
+            }
+            plan = _made(space.settings, values, Plan())
             if plan is not None and plan.devices in space.devices and _divides(plan, space.batch):
                 found.setdefault(plan)
     return sorted(found, key=_order)
@@ -52,7 +58,6 @@ def candidates(space: Space) -> list[Plan]:
 
 def savers(plan: Plan, space: Space) -> list[Plan]:
     """What `plan` would be with less memory, at a price in time: the cheapest first."""
-    fixed = {setting.partition("=")[0].strip() for setting in space.settings}
     microbatch = not space.batch_norms or "microbatch" in space.allow
     local = space.batch // (plan.devices // plan.within_samples)
     more = [power for power in _powers(local) if power > plan.accumulate and local % power == 0]
@@ -63,17 +68,17 @@ def savers(plan: Plan, space: Space) -> list[Plan]:
     edits += [{"offload": ("optimizer",), **edit} for edit in [{}, {"recompute": "full"}, *edits[-1:]]]
     found: dict[Plan, None] = {}
     for edit in edits:
-        if not fixed & edit.keys():
-            changed = _made((), {field.name: getattr(plan, field.name) for field in fields(plan)} | edit)
+        if not space.fixed & edit.keys():
+            changed = _made((), edit, plan)
             if changed is not None and changed != plan:
                 found.setdefault(changed)
     return list(found)
 
 
-def _made(settings: Sequence[str], values: dict[str, Any]) -> Plan | None:
-    """The plan, where it can be one."""
+def _made(settings: Sequence[str], values: Mapping[str, Any], start: Plan) -> Plan | None:
+    """`start` with these values, where that can be a plan."""
     try:
-        return plan_from_settings(settings, Plan(**values))
+        return plan_from_settings(settings, replace(start, **values))
     except PlanError:
         return None
 

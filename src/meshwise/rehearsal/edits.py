@@ -5,7 +5,7 @@ Tested in tests/rehearsal/test_search.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,7 +24,7 @@ class Edit:
     verdict: str
 
 
-def edits(of: Estimate, others: Sequence[Estimate]) -> Iterator[Edit]:
+def edits(of: Estimate, others: Sequence[Estimate]) -> list[Edit]:
     """Those of `others` that are `of` with one or two fields changed, on the same devices, and save memory or time: the
     most saved first."""
     found = []
@@ -38,7 +38,7 @@ def edits(of: Estimate, others: Sequence[Estimate]) -> Iterator[Edit]:
         memory = other.memory.total.value - of.memory.total.value
         if memory < 0 or (more is not None and more < 0):
             found.append(Edit(changes, memory, more, other.memory.verdict))
-    return iter(sorted(found, key=lambda edit: edit.memory))
+    return sorted(found, key=lambda edit: edit.memory)
 
 
 def _changes(plan: Plan, other: Plan) -> dict[str, Any]:

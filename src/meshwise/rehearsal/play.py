@@ -19,7 +19,6 @@ from meshwise.rehearsal.work import Collective, Copy, Launch, Operation
 
 COMPUTING, INSIDE, ACROSS, TO_HOST, TO_DEVICE = range(5)
 """What shares what: the device, the links inside a host, those between hosts, and each way to the host."""
-_STARTED = 0.0
 
 
 @dataclass(slots=True)
@@ -62,12 +61,10 @@ _Member = tuple[int, Item, float, bool]
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    members: list[
-        tuple[int, Item, float, bool]
-    ]  # rank, item, since when its stream is at it, whether the host was late
+    members: list[_Member]
     left: float
     start: float
-    rate: float = _STARTED
+    rate: float = 0.0
     since: float = 0.0
     version: int = 0
 

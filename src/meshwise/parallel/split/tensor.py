@@ -61,7 +61,7 @@ def is_split(thing: Any) -> TypeGuard[SplitTensor]:
 
 def split(local: Tensor, part: Part) -> SplitTensor:
     """`local` as this rank's part of a whole. It becomes a split tensor itself; further in it stays split as it is."""
-    level = LEVELS.index(part.axis.name)
+    level = level_of(part)
     if isinstance(local, SplitTensor):
         local.parts = {**local.parts, level: part}
         return local

@@ -86,7 +86,7 @@ def _below(plans: Any) -> list[Text]:
 
 def _edits(first: Estimate, others: Sequence[Estimate]) -> list[Text]:
     """What the first plan would be with one thing changed."""
-    priced = list(edits(first, others))[:MOST_EDITS]
+    priced = edits(first, others)[:MOST_EDITS]
     lines = [Text(), Text("changed, it would be")] if priced else []
     for edit in priced:
         words = " ".join(f"{name}={_word(value)}" for name, value in edit.changes.items())
