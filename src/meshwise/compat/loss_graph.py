@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 NONE, MEAN, SUM = 0, 1, 2  # aten/src/ATen/core/Reduction.h
@@ -201,3 +202,14 @@ def _is_of_leaves(term: Any, ranks: int) -> bool:
             return False
         following += _below(node)
     return leaves > 0
+
+
+def next_node() -> int:
+    """The number of the node that autograd makes next: a thread counts its nodes."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def node_under_way() -> int | None:
+    """The number of the node whose backward runs now; None outside of a backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())

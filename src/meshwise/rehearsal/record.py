@@ -26,8 +26,8 @@ from meshwise.compat.flops import flops_of
 from meshwise.compat.tree import tensors_in
 from meshwise.rehearsal.calls import call_of
 from meshwise.rehearsal.operators import MATMULS
+from meshwise.rehearsal.places import Places
 from meshwise.rehearsal.work import MAIN, PHASES, Allocate, Collective, Copy, Event, Free, Launch, Operation
-from meshwise.timeline.recorder import current
 
 DTYPES = {
     torch.float32: "fp32",
@@ -59,7 +59,7 @@ class Record:
         """device: the kind that computes, `cpu` or the fake device."""
         self.device = device
         self.events: list[Event] = []
-        self.module, self.microbatch = "", -1
+        self.places = Places()
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._alive: dict[int, Allocate] = {}
         self._categories: dict[int, str] = {}
@@ -69,7 +69,7 @@ class Record:
     @property
     def phase(self) -> str:
         """What the engine is at now."""
-        phase = current().phase
+        phase = self.places.phase
         return phase if phase in PHASES else "other"
 
     def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
@@ -132,7 +132,7 @@ class Record:
             stream = f"{what.kind}s"
         if on_gpu:
             after = fake_device.launched(stream, place)
-        self.events.append(Launch(what, stream, self.phase, self.module, self.microbatch, after))
+        self.events.append(Launch(what, stream, self.phase, *self.places.now(), after))
 
     # Memory.
 

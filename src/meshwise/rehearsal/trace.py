@@ -34,7 +34,7 @@ from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.user_code import name_line
 from meshwise.spec.world import World
-from meshwise.timeline.recorder import Recorder, make_current
+from meshwise.timeline.recorder import make_current
 from meshwise.training.engine import Engine, Part
 from meshwise.training.job import Job
 from meshwise.training.job_step import train_step
@@ -113,7 +113,7 @@ def _rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[
         stack.enter_context(start_values_unread())
         stack.enter_context(fake.plain_for_optimizers())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # one order of operators
-        stack.callback(make_current, make_current(Recorder(on=False)))
+        stack.callback(make_current, make_current(record.places))
         state = torch.get_rng_state()
         stack.callback(torch.set_rng_state, state)
         mode = FakeTensors(record.on_operator, stands_for_real=True)
@@ -137,9 +137,12 @@ def _steps(
     record.tell(map(local_of, (*state.model.parameters(), *state.model.buffers())), "parameters")
     hook = engine.program.at_steps(Order.WATCH, lambda optimizer: record.backward_ends(), lambda optimizer: None)
     record.cut()
+    numbers: dict[int, int] = {}
+    record.places.follow(state.model, lambda: numbers.get(id(engine.part), -1))
     for parts in batches:
         parts = [(_on(batch, engine.world.device), part) for batch, part in parts]
         record.tell(tensors_in([batch for batch, _ in parts]), "input")
+        numbers.update((id(part), number) for number, (_, part) in enumerate(parts))
         held, _ = record.cut()
         train_step(engine, job, state, parts)
         record.tell(_state_of(state), "optimizer")

@@ -1,0 +1,67 @@
+"""Where an operator of a rehearsed step belongs: the block of the model and the microbatch, forward and backward.
+
+Autograd numbers its nodes in the order of the forward: an operator of a backward belongs where its node was made.
+
+Tested in tests/rehearsal/test_places.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from meshwise.compat.loss_graph import next_node, node_under_way
+from meshwise.parallel.blocks import blocks_of
+from meshwise.timeline.recorder import Recorder
+from meshwise.timeline.spans import stage_and_microbatch
+
+
+class Places(Recorder):
+    """A rank's recorder, which records nothing and knows where the step is. `follow` the model first."""
+
+    def __init__(self) -> None:
+        super().__init__(on=False)
+        self._microbatch: Callable[[], int] = lambda: -1
+        self._name = self._inside = self._last = ""
+        self._starts: list[int] = []  # the first node of each stretch of the forward, and the block of each
+        self._blocks: list[str] = []
+
+    def follow(self, model: nn.Module, microbatch: Callable[[], int]) -> None:
+        """microbatch: the number of the one under way, where the name of a phase does not say it."""
+        self._microbatch = microbatch
+        for name, block in blocks_of(model):
+            block.register_forward_pre_hook(functools.partial(self._turns_to, name))
+            block.register_forward_hook(functools.partial(self._turns_to, ""), always_call=True)
+
+    def span(self, kind: str, name: str = "", **more: Any) -> Any:
+        if kind in ("forward", "backward", "optimizer"):
+            self._name = name
+            self._inside = self._last = ""  # also where a stage has left its forward in the midst of a block
+        if kind == "optimizer":
+            self._starts, self._blocks = [], []
+        return super().span(kind, name, **more)
+
+    def now(self) -> tuple[str, int]:
+        """The block (empty outside of all) and the microbatch (-1 outside) of an operator that is called now."""
+        if self.phase not in ("forward", "backward"):
+            return "", -1
+        staged = stage_and_microbatch(self._name)
+        return self._block(), self._microbatch() if staged is None else staged[1]
+
+    def _block(self) -> str:
+        if self._inside or self.phase == "forward":  # in a backward: it is computed once more
+            return self._inside
+        node = node_under_way()
+        if node is not None and node <= next_node():  # those that add gradients up have the highest number
+            at = bisect_right(self._starts, node) - 1
+            self._last = self._blocks[at] if at >= 0 else ""
+        return self._last
+
+    def _turns_to(self, name: str, *_: Any) -> None:
+        self._inside = name
+        self._starts.append(next_node())
+        self._blocks.append(name)
