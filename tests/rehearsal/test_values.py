@@ -42,6 +42,16 @@ def test_a_write_is_seen_through_views_and_one_that_is_not_known_is_forgotten(re
         float(whole.sum())
 
 
+def test_a_value_that_is_forgotten_takes_no_other_with_it(rehearsed):
+    """Memory is used again: a new value often lies where a forgotten one did."""
+    for _ in range(50):
+        unknown = torch.zeros(4)
+        unknown.copy_(torch.randn(4))
+        assert value_of(unknown) is None
+        del unknown
+        assert float(torch.ones(4).sum()) == 4
+
+
 def test_random_and_large_tensors_have_no_value(rehearsed):
     with pytest.raises(NEEDS_VALUES):
         torch.rand(3).max().item()

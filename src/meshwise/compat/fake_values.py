@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.dispatch import operator_name, without_interception, written_arguments
+from meshwise.compat.dispatch import StorageMap, operator_name, without_interception, written_arguments
 from meshwise.compat.tree import map_tensors, tensors_in
 
 MOST = 1 << 16
 """Elements of the largest tensor that keeps its value."""
 READS = ("_local_scalar_dense", "item")
 _VALUE = "_value_in_rehearsal"
-_lost: set[int] = set()  # addresses of values that a write has left unknown
+_lost = StorageMap()  # of values that a write has left unknown
 
 
 def give_value(fake: Tensor, real: Tensor) -> None:
@@ -33,16 +33,11 @@ def give_value(fake: Tensor, real: Tensor) -> None:
 def value_of(fake: Tensor) -> Tensor | None:
     """Its values, where they are known; a real tensor is its own."""
     found: Tensor | None = fake if _is_real(fake) else getattr(fake, _VALUE, None)
-    return None if found is None or found.untyped_storage().data_ptr() in _lost else found
+    return None if found is None or _lost.get(found) else found
 
 
 def _is_real(tensor: Tensor) -> bool:
     return type(tensor) is Tensor
-
-
-def forget_values() -> None:
-    """A rehearsal is over."""
-    _lost.clear()
 
 
 def with_values(
@@ -99,4 +94,4 @@ def _lose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for tensor in written_arguments(func, args, kwargs):
         value = getattr(tensor, _VALUE, None)
         if value is not None:
-            _lost.add(value.untyped_storage().data_ptr())
+            _lost.set(value, True)

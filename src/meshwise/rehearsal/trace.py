@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshwise.compat import fake, fake_device
 from meshwise.compat.fake import NEEDS_VALUES, FakeTensors
-from meshwise.compat.fake_values import forget_values, give_value
+from meshwise.compat.fake_values import give_value
 from meshwise.compat.fake_world import fake_world, resizing, start_values_unread
 from meshwise.compat.loss_scale import always_steps
 from meshwise.compat.sharding import local_of
@@ -106,7 +106,6 @@ def _rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[
         stack.enter_context(fake_world(rank, ranks))
         stack.enter_context(stages.kept(mail))
         stack.callback(forget_meshes)
-        stack.callback(forget_values)
         record = Record(device)
         stack.enter_context(resizing(record.resized))
         stack.enter_context(always_steps())
