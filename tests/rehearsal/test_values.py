@@ -52,6 +52,19 @@ def test_a_value_that_is_forgotten_takes_no_other_with_it(rehearsed):
         assert float(torch.ones(4).sum()) == 4
 
 
+def test_what_was_not_written_has_no_value(rehearsed):
+    unwritten = torch.empty(4)
+    assert value_of(unwritten) is None and value_of(unwritten + 1) is None
+    unwritten[0] = 1
+    assert value_of(unwritten) is None
+    unwritten.fill_(2)
+    assert float(unwritten.sum()) == 8
+    unwritten[:] = torch.arange(4)
+    assert unwritten.tolist() == [0, 1, 2, 3]
+    unwritten.copy_(torch.randn(4))
+    assert value_of(unwritten) is None
+
+
 def test_random_and_large_tensors_have_no_value(rehearsed):
     with pytest.raises(NEEDS_VALUES):
         torch.rand(3).max().item()

@@ -20,6 +20,9 @@ from meshwise.compat.tree import map_tensors, tensors_in
 MOST = 1 << 16
 """Elements of the largest tensor that keeps its value."""
 READS = ("_local_scalar_dense", "item")
+UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+"""What they give has no values before it is written."""
+OVERWRITES = ("copy_", "fill_", "zero_")
 _VALUE = "_value_in_rehearsal"
 _lost = StorageMap()  # of values that a write has left unknown
 
@@ -46,6 +49,8 @@ def with_values(
     """What `run` gives of fake tensors, with values where those of all arguments are known. needs: the errors that an
     operator raises whose result depends on values; it is made of them then."""
     given = list(tensors_in((args, kwargs)))
+    if operator_name(func) in OVERWRITES:
+        _find(given)
     known = [value_of(tensor) for tensor in given]
     if any(value is None for value in known) or not _is_small(func, args, kwargs, given):
         _lose(func, args, kwargs)
@@ -64,6 +69,8 @@ def with_values(
         out = map_tensors(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device), real)
     for fake, value in zip(tensors_in(out), tensors_in(real), strict=False):
         give_value(fake, value)
+        if operator_name(func) in UNWRITTEN:
+            _lost.set(value, True)
     return out
 
 
@@ -87,6 +94,13 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "device" in named:
             named["device"] = torch.device("cpu")
         return func(*given, **named)
+
+
+def _find(given: list[Tensor]) -> None:
+    """The first of these is overwritten: as a whole, of which nothing has to be known."""
+    value = getattr(given[0], _VALUE, None)
+    if value is not None and value.nbytes == value.untyped_storage().nbytes():
+        _lost.set(value, False)
 
 
 def _lose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
