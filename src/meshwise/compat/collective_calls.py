@@ -97,21 +97,6 @@ class Call:
 Ended = Callable[[], None]
 
 
-def moved_by(
-    operator: Any, arguments: tuple[Any, ...]
-) -> tuple[str, list[Tensor], dist.ProcessGroup, int | None] | None:
-    """The kind of a collective that is dispatched, what it moves (the full tensors), its group, and the rank of it at
-    the other end of a send or receive; None for an operator that is none."""
-    name = operator._schema.name.removeprefix("c10d::")
-    if name not in OPERATORS or operator.namespace != "c10d":
-        return None
-    kind, moved = OPERATORS[name]
-    given = dict(zip((argument.name for argument in operator._schema.arguments), arguments, strict=False))
-    tensors = [] if moved is None else list(tensors_in([*given.values()][moved]))
-    peer = given["dst"] if kind == "send" else given["src"] if kind == "receive" else None
-    return kind, tensors, dist.ProcessGroup.unbox(given["process_group"]), peer
-
-
 def watch(begin: Callable[[Call], Ended | None], waits: Callable[[], Ended | None]) -> Callable[[], None]:
     """Call `begin` whenever a collective begins, and what it returns when that has ended, in any thread. waits: the
     same around each wait of the program for one that runs beside it. Returns what ends all that."""

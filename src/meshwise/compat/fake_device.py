@@ -154,6 +154,11 @@ def launched(stream: str, place: int) -> tuple[int, ...]:
     return tuple(sorted(_pending.pop(stream, ())))
 
 
+def last_of(stream: str) -> int:
+    """The place of the newest launch of a stream, -1 where there is none."""
+    return _last.get(stream, -1)
+
+
 @contextmanager
 def fake_device(main: str) -> Iterator[str]:
     """The device, of which nothing has run yet: gives its name. main: the name of the stream that programs begin in."""

@@ -56,7 +56,7 @@ def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
             share = shares[what.ranks]
         elif isinstance(what, Copy):
             share = TO_HOST if what.to == "host" else TO_DEVICE
-        blocks = launch.blocks or (cpu and _waits(launch))
+        blocks = launch.blocks or (cpu and launch.stream == MAIN)  # it computes itself
         joins = (
             before is not None
             and isinstance(what, Operation)
@@ -110,13 +110,6 @@ def _joined(row: Sequence[Cost], ends: Mapping[str, str]) -> Item:
 def _at(price: Priced, ends: Mapping[str, str]) -> float:
     end = ends.get(price.factor) if ends else None
     return price.seconds if end is None else price.low if end == "low" else price.high
-
-
-def _waits(launch: Launch) -> bool:
-    """Whether the host of a CPU worker waits for it: it computes itself, and receives before it goes on."""
-    what = launch.what
-    received = isinstance(what, Collective) and what.kind == "receive"
-    return launch.stream == MAIN or isinstance(what, Operation) or received
 
 
 def _tier(ranks: Sequence[int], machine: Machine) -> int:

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwise.compat import fake_device
-from meshwise.compat.collective_calls import moved_by
 from meshwise.compat.dispatch import gives_view, operator_name, written_arguments
 from meshwise.compat.fake import sums_in_place
 from meshwise.compat.flops import flops_of
+from meshwise.compat.moved import Moved, moved_by
 from meshwise.compat.tree import tensors_in
+from meshwise.rehearsal.beside import Beside
 from meshwise.rehearsal.calls import call_of
 from meshwise.rehearsal.operators import MATMULS
 from meshwise.rehearsal.places import Places
@@ -60,6 +61,7 @@ class Record:
         self.device = device
         self.events: list[Event] = []
         self.places = Places()
+        self.beside = Beside()
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._alive: dict[int, Allocate] = {}
         self._categories: dict[int, str] = {}
@@ -82,18 +84,18 @@ class Record:
         given = list(tensors_in(out))
         for tensor in given:
             self._notice(tensor)
+        moved = moved_by(func, args, out)
+        if moved is not None:
+            self._on_collective(moved, (args, out))
+            return out
         what = self._what(func, args, kwargs, out, given)
-        if isinstance(what, Collective):
-            self._buffers(what, func, args)
         if what is not None:
-            self._launch(what)
+            self._launch(what, self._stream, self._awaited((args, kwargs)))
         return out
 
     def _what(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, given: list[Tensor]
-    ) -> Operation | Collective | Copy | None:
-        if func.namespace == "c10d":
-            return _collective(func, args)
+    ) -> Operation | Copy | None:
         name = operator_name(func)
         if func.namespace == "prim" or name in TAKES_MEMORY or gives_view(func):
             return None
@@ -123,24 +125,51 @@ class Record:
         loose = self.device != "cpu" and torch.get_float32_matmul_precision() != "highest"
         return tuple("tf32" if word == "fp32" else word for word in words) if loose and name in MATMULS else words
 
-    def _launch(self, what: Operation | Collective | Copy) -> None:
-        on_gpu = self.device != "cpu"
-        stream = fake_device.current_stream() if on_gpu else MAIN
+    def _on_collective(self, moved: Moved, values: Any) -> None:
+        """It runs beside the stream that begins it, or that stream waits for it at once."""
+        what, own = _collective(moved), self._stream
+        if what is None:  # a barrier; a wait for one
+            self.beside.wait(moved.work, own, self._storages(values))
+            return
+        self._buffers(what, moved)
+        stream = self.beside.stream_of(what) if moved.beside else own
+        if stream != own and self.device != "cpu":
+            self.beside.wait_for(fake_device.last_of(own), stream)
+        place = self._launch(what, stream, self._awaited(values))
+        if stream != own:
+            self.beside.begin(place, self._storages(values), moved.work)
+
+    def waits(self, work: Any) -> None:
+        """The program waits for a collective."""
+        self.beside.wait(work, self._stream, ())
+
+    @property
+    def _stream(self) -> str:
+        return MAIN if self.device == "cpu" else fake_device.current_stream()
+
+    def _awaited(self, values: Any) -> Iterable[int]:
+        return self._storages(values) if self.beside.running else ()
+
+    def _storages(self, values: Any) -> Iterable[int]:
+        found = (self._numbers.get(tensor.untyped_storage()) for tensor in tensors_in(values))
+        return [number for number in found if number is not None]
+
+    def _launch(self, what: Operation | Collective | Copy, stream: str, storages: Iterable[int]) -> int:
+        """Its place. storages: of what it reads and writes."""
         place = len(self.events)
-        after: tuple[int, ...] = ()
-        if isinstance(what, Collective) and what.kind in ("send", "receive"):
-            stream = f"{what.kind}s"
-        if on_gpu:
-            after = fake_device.launched(stream, place)
-        self.events.append(Launch(what, stream, self.phase, *self.places.now(), after))
+        after = self.beside.after(stream, storages)
+        if self.device != "cpu":
+            after |= set(fake_device.launched(stream, place))
+        where = self.places.now()
+        self.events.append(Launch(what, stream, self.phase, *where, tuple(sorted(after))))
+        return place
 
     # Memory.
 
-    def _buffers(self, what: Collective, func: Any, args: tuple[Any, ...]) -> None:
+    def _buffers(self, what: Collective, moved: Moved) -> None:
         """The full tensor of a collective is a buffer, where it is not what is computed with."""
-        found = moved_by(func, args)
-        if found is not None and what.kind in ("all-gather", "reduce-scatter", "all-reduce"):
-            self.tell((t for t in found[1] if t.dim() == 1 and t.numel() > 1), "communication")
+        if what.kind in ("all-gather", "reduce-scatter", "all-reduce"):
+            self.tell((t for t in moved.tensors if t.dim() == 1 and t.numel() > 1), "communication")
 
     def _notice(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -187,6 +216,7 @@ class Record:
     def cut(self) -> tuple[tuple[Allocate, ...], tuple[Event, ...]]:
         """What is alive now, and the events so far, which are let go: a step begins. Places are counted anew."""
         events, self.events = self.events, []
+        self.beside = Beside()
         fake_device.begin_record()
         return tuple(self._told(self._alive.values())), tuple(self._told(events))
 
@@ -196,16 +226,14 @@ class Record:
             yield event if category is None else replace(event, category=category)
 
 
-def _collective(func: Any, args: tuple[Any, ...]) -> Collective | None:
-    found = moved_by(func, args)
-    if found is None or not found[1]:
+def _collective(moved: Moved) -> Collective | None:
+    if not moved.tensors:
         return None
-    kind, tensors, group, peer = found
-    ranks = tuple(dist.get_process_group_ranks(group))
-    if peer is not None:
-        ends = dist.get_rank(), ranks[peer]
-        ranks = ends if kind == "send" else ends[::-1]
-    return Collective(kind, sum(tensor.nbytes for tensor in tensors), ranks, _word(tensors[0]))
+    ranks = tuple(dist.get_process_group_ranks(moved.group))
+    if moved.peer is not None:
+        ends = dist.get_rank(), ranks[moved.peer]
+        ranks = ends if moved.kind == "send" else ends[::-1]
+    return Collective(moved.kind, sum(tensor.nbytes for tensor in moved.tensors), ranks, _word(moved.tensors[0]))
 
 
 def _word(tensor: Tensor) -> str:

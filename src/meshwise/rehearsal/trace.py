@@ -23,6 +23,7 @@ from meshwise.compat.fake import NEEDS_VALUES, FakeTensors
 from meshwise.compat.fake_values import give_value
 from meshwise.compat.fake_world import fake_world, resizing, start_values_unread
 from meshwise.compat.loss_scale import always_steps
+from meshwise.compat.moved import waiting
 from meshwise.compat.sharding import local_of
 from meshwise.compat.tree import map_tensors, tensors_in
 from meshwise.parallel.mesh import divide_work, forget_meshes
@@ -108,6 +109,7 @@ def _rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[
         stack.callback(forget_meshes)
         record = Record(device)
         stack.enter_context(resizing(record.resized))
+        stack.enter_context(waiting(record.waits))
         stack.enter_context(always_steps())
         stack.enter_context(start_values_unread())
         stack.enter_context(fake.plain_for_optimizers())

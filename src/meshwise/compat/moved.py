@@ -1,0 +1,101 @@
+"""What an operator of torch.distributed moves, and whether the program goes on beside it.
+
+Operators of the namespace `c10d` say by `async_op` whether the caller waits at once; sends, receives and the functional
+ones (`_c10d_functional`) never do. Read in torch 2.11, 2.13 and 2.15: `csrc/distributed/c10d/Ops.cpp`,
+`csrc/distributed/c10d/Functional.cpp`. On fake tensors torch waits for functional ones at once.
+
+Tested in tests/rehearsal/test_beside.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwise.compat.collective_calls import OPERATORS
+from meshwise.compat.tree import tensors_in
+
+FUNCTIONAL = {
+    "all_reduce": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+    "broadcast": "broadcast",
+}
+WAIT_TENSOR = "wait_tensor"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """kind: of the collective, `wait` of what waits for one. tensors: the full ones. peer: the rank of the group at the
+    other end of a send or receive. beside: the caller does not wait for it. work: what can be waited for, if any."""
+
+    kind: str
+    tensors: tuple[Tensor, ...]
+    group: dist.ProcessGroup | None
+    peer: int | None = None
+    beside: bool = False
+    work: Any = None
+
+
+def moved_by(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved | None:
+    """What a dispatched operator moves; None for one that is no collective."""
+    if operator.namespace == "c10d":
+        return _of_group(operator, arguments, result)
+    if operator.namespace == "_c10d_functional":
+        return _functional(operator, arguments, result)
+    return None
+
+
+def _named(operator: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip((argument.name for argument in operator._schema.arguments), arguments, strict=False))
+
+
+def _of_group(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved | None:
+    name = operator._schema.name.removeprefix("c10d::")
+    if name not in OPERATORS:
+        return None
+    kind, moved = OPERATORS[name]
+    given = _named(operator, arguments)
+    tensors = () if moved is None else tuple(tensors_in(arguments[moved]))
+    peer = given["dst"] if kind == "send" else given["src"] if kind == "receive" else None
+    beside = kind in ("send", "receive") or bool(given.get("async_op", True))
+    found = result[-1] if isinstance(result, list | tuple) else result
+    work = dist.Work.unbox(found) if isinstance(found, torch.ScriptObject) else None
+    return Moved(kind, tensors, dist.ProcessGroup.unbox(given["process_group"]), peer, beside, work)
+
+
+def _functional(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved | None:
+    name = operator._schema.name.removeprefix("_c10d_functional::")
+    if name == WAIT_TENSOR:
+        return Moved("wait", (), None)
+    kind = FUNCTIONAL.get(name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced"))
+    if kind is None:
+        return None
+    named = _named(operator, arguments)["group_name"]
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    group = resolve(named) if isinstance(named, str) else named
+    full = result if kind == "all-gather" else arguments[0]
+    return Moved(kind, tuple(tensors_in(full)), group, None, True)
+
+
+@contextmanager
+def waiting(call: Callable[[Any], None]) -> Iterator[None]:
+    """Calls `call(work)` whenever the program waits in Python for a collective of the fake backend, whose class has a
+    `wait` of its own."""
+    kind: Any = torch._C._distributed_c10d.FakeWork
+    real = kind.wait
+
+    def wait(work: Any, *arguments: Any, **named: Any) -> Any:
+        call(work)
+        return real(work, *arguments, **named)
+
+    with patch.object(kind, "wait", wait):
+        yield

@@ -1,0 +1,56 @@
+"""Collectives that run beside the stream that began them, until the program waits for them or uses their tensors.
+
+On a GPU they run in a stream of their group, on a CPU in threads of gloo; both take one after the other.
+
+Tested in tests/rehearsal/test_beside.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from meshwise.rehearsal.work import Collective
+
+
+class Beside:
+    """What runs so in one step."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, int] = {}
+        """The place of the launch that a storage belongs to, by the storage's number."""
+        self._works: dict[int, tuple[Any, int]] = {}  # by id, and kept, so that it stays its own
+        self._pending: dict[str, set[int]] = defaultdict(set)
+        self._groups: dict[tuple[int, ...], int] = {}
+
+    def stream_of(self, what: Collective) -> str:
+        """The name of the stream that it runs in."""
+        if what.kind in ("send", "receive"):
+            return f"{what.kind}s"
+        return f"collectives {self._groups.setdefault(what.ranks, len(self._groups))}"
+
+    def begin(self, place: int, storages: Iterable[int], work: Any) -> None:
+        """The launch at `place` of the record runs beside the others now, on these storages."""
+        self.running.update(dict.fromkeys(storages, place))
+        if work is not None:
+            self._works[id(work)] = work, place
+
+    def wait(self, work: Any, stream: str, storages: Iterable[int]) -> None:
+        """What comes next in `stream` waits for this work, and for what runs on these storages."""
+        _, place = self._works.pop(id(work), (None, -1))
+        self.wait_for(place, stream)
+        for storage in storages:
+            self.wait_for(self.running.get(storage, -1), stream)
+
+    def wait_for(self, place: int, stream: str) -> None:
+        """What comes next in `stream` waits for the launch at `place`; below 0 there is none."""
+        if place >= 0:
+            self._pending[stream].add(place)
+            self.running = {storage: other for storage, other in self.running.items() if other != place}
+
+    def after(self, stream: str, storages: Iterable[int]) -> set[int]:
+        """What a launch in `stream` on these storages waits for."""
+        for storage in storages:
+            self.wait_for(self.running.get(storage, -1), stream)
+        return self._pending.pop(stream, set())
