@@ -140,7 +140,7 @@ def test_a_processor_is_its_own_host_and_waits_for_what_it_receives() -> None:
     assert step_of(overlapped, **cpu).seconds == 3
     blocking = work(computes(), gathers((0, 1), "main"), computes(), kind="cpu", ranks=2)
     assert step_of(blocking, **cpu).seconds == 3 and kinds(step_of(blocking, **cpu))["communication"] == 1
-    received = work(receives(0, 1), computes(), rank=1, ranks=2, kind="cpu")
+    received = work(receives(0, 1), computes(after=(0,)), rank=1, ranks=2, kind="cpu")
     assert step_of(received, **cpu).seconds == 2
 
 
