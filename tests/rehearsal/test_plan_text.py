@@ -4,19 +4,22 @@ Of rehearsal/views/plan_dict.py too.
 """
 
 import json
-from types import SimpleNamespace
 
+import pytest
+
+from meshwise.api.plan import Plans
 from meshwise.rehearsal.search import Refused, Search
 from meshwise.rehearsal.views.plan_dict import plans_dict
-from meshwise.rehearsal.views.plan_text import plan_words, plans_text
+from meshwise.rehearsal.views.plan_text import plans_text, worth_showing
+from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 from tests.rehearsal.test_search import estimate
 
 
-def plans(*estimates, refused=(), one=False):
+def plans(*estimates, refused=(), **more):
     found = Search(tuple(estimates), tuple(refused), (Plan(data=8),), 3.0)
-    machine = SimpleNamespace(name="2xH100", warnings=("the network is unknown",))
-    return SimpleNamespace(job="gpt", batch=8, machine=machine, found=found, one=one)
+    machine = Machine("2xH100", (), warnings=("the network is unknown",))
+    return Plans("gpt", 8, machine, found, **more)
 
 
 def test_the_table_ranks_and_says_why():
@@ -31,8 +34,8 @@ def test_the_table_ranks_and_says_why():
 def test_what_does_not_fit_says_by_how_much_and_what_would_change_it():
     text = str(plans_text(plans(estimate(Plan(data=2), 0.1, 200), estimate(Plan(data=2, recompute="full"), 0.15, 150))))
     assert "data=2 does not fit: 180 B to 220 B of 100 B." in text
-    assert "No plan fits: the nearest is 80 B over." in text
-    assert "recompute=full: -50 B, +50% time; does not fit" in text
+    assert "No plan fits: the nearest, data=2 recompute=full, may be 65 B over." in text
+    assert "recompute=full: -50 B, +50 % time; does not fit" in text
 
 
 def test_the_one_that_was_asked_about_is_judged_alone():
@@ -40,8 +43,29 @@ def test_the_one_that_was_asked_about_is_judged_alone():
     assert "data=2 is too close to call: 86 B to 106 B of 100 B." in text
 
 
-def test_words_are_settings():
-    assert plan_words(Plan(data=2, zero1=True, offload=("optimizer",))) == "data=2 zero1=true offload=optimizer,"
+def test_what_another_plan_of_the_same_axes_beats_is_not_shown():
+    one, slower, smaller = (
+        estimate(Plan(), 1, 50),
+        estimate(Plan(accumulate=2), 2, 50),
+        estimate(Plan(accumulate=4), 3, 9),
+    )
+    assert worth_showing([one, slower, smaller]) == [one, smaller]
+    text = str(plans_text(plans(one, slower, smaller)))
+    assert "accumulate=2" not in text and "\n2  data=1" not in text and "\n3  data=1 accumulate=4" in text
+
+
+def test_a_narrow_screen_has_fewer_columns_and_every_plan_on_a_line():
+    several = plans(estimate(Plan(), 0.1, 50), estimate(Plan(data=2, recompute="full"), 0.2, 50))
+    wide, narrow = (str(plans_text(several, width)).splitlines()[2:5] for width in (None, 60))
+    assert "80 % of cases" in wide[0] and "80 % of cases" not in narrow[0]
+    assert max(map(len, narrow)) <= 60 and narrow[2].startswith("2  data=2 recompute=full")
+
+
+@pytest.mark.parametrize(("price", "says"), [(2.5, "0.56 device hours, 1.39 at 2.5 an hour."), (None, "hours.")])
+def test_the_training_has_hours_and_money(price, says):
+    text = str(plans_text(plans(estimate(Plan(data=2), 0.1, 50), steps=10_000, price=price)))
+    assert "Training of 10,000 steps: 16 min 40 s, 0.56 device hours" in text and says in text
+    assert ("1.39" in text.splitlines()[3]) == (price is not None)
 
 
 def test_every_figure_is_in_the_json():
@@ -49,3 +73,4 @@ def test_every_figure_is_in_the_json():
     assert told["plans"][0]["memory"]["verdict"] == "too close to call"
     assert told["plans"][0]["plan"] == {"data": 2}
     assert told["not_rehearsed"] == [{"data": 8}]
+    assert told["training"] == {"steps": None, "price": None} and told["plans"][0]["device_hours"] is None

@@ -74,10 +74,11 @@ def test_edits_are_priced_against_the_plan():
     others = [
         estimate(Plan(data=2, recompute="full"), 1.25, 60),
         estimate(Plan(shard=2), 2.0, 10),
+        estimate(Plan(data=2, accumulate=4), 3.0, 30),  # dearer, and saves less
         estimate(Plan(), 1, 1),
     ]
     found = edits(first, others)
     assert [(edit.changes, edit.memory, edit.seconds) for edit in found] == [
-        ({"data": 1, "shard": 2}, -70, 1.0),
         ({"recompute": "full"}, -20, 0.25),
+        ({"data": 1, "shard": 2}, -70, 1.0),
     ]

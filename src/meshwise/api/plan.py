@@ -5,6 +5,7 @@ Tested in tests/cli/test_plan.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,10 @@ from meshwise.compat.fake import FakeTensors
 from meshwise.jobs.registry import find_job
 from meshwise.parallel.batch_norm import normalises
 from meshwise.rehearsal.candidates import Space, candidates, savers
-from meshwise.rehearsal.estimate import Estimate
-from meshwise.rehearsal.estimator import estimator
+from meshwise.rehearsal.estimate import FITS, UNKNOWN, Estimate
+from meshwise.rehearsal.estimator import Rehearsed, rehearser
+from meshwise.rehearsal.explain import Explanation, explain
+from meshwise.rehearsal.memory_parts import MemoryParts, memory_parts
 from meshwise.rehearsal.search import Search, search
 from meshwise.rehearsal.views.plan_text import plans_text
 from meshwise.spec.errors import MeshwiseError, PlanError, UsageError
@@ -24,26 +27,46 @@ from meshwise.spec.machine import Machine
 from meshwise.spec.options import takes
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import read_plan
-from meshwise.spec.plan_settings import plan_from_settings
+from meshwise.spec.plan_settings import plan_from_settings, settings_text
 from meshwise.terminal.notebook import shown_by
 from meshwise.training.job import Job
+from meshwise.training.loop import open_data
+
+EDITS = 10.0
+"""Seconds at most for what would change the one plan that was asked about."""
+_NOTHING = Search((), (), (), 0.0)
 
 
 @dataclass(frozen=True)
 class Plans:
-    """The plans of a job on a machine, the best first. one: of a single plan that was asked about."""
+    """The plans of a job on a machine, the best first.
+
+    one: the first is the one that was asked about, and the others are what it would be with one thing changed.
+    explained: what the step of one plan is made of; memory: what its memory goes to; where they were asked for. steps:
+    of the whole training; price: of a device hour.
+    """
 
     job: str
     batch: int
     machine: Machine
     found: Search
     one: bool = False
+    explained: Explanation | None = None
+    memory: MemoryParts | None = None
+    steps: int | None = None
+    price: float | None = None
 
     @property
     def best(self) -> Estimate | None:
-        """The fastest plan that fits; None where none does."""
+        """The fastest plan that fits, or of which that is not known; None where none does."""
         first = next(iter(self.found.estimates), None)
-        return first if first is not None and first.memory.verdict in ("fits", "unknown") else None
+        return first if first is not None and first.memory.verdict in (FITS, UNKNOWN) else None
+
+    def device_hours(self, estimate: Estimate) -> float | None:
+        """Of all steps of the training under a plan, without evaluations and saving; None where they are not known."""
+        if self.steps is None or estimate.seconds is None:
+            return None
+        return self.steps * estimate.seconds.value * estimate.plan.devices / 3600
 
 
 @takes(PlanOptions)
@@ -59,44 +82,91 @@ def plan(options: PlanOptions) -> Plans:
 def plan_options(options: PlanOptions) -> Plans:
     """The search with these options."""
     machine, job = _machine_of(options), _job_of(options)
-    rehearse = estimator(job, machine, options.cap)
-    if options.fits is not None:
-        return _judged(job, machine, options, rehearse)
+    rehearse = rehearser(job, machine, options.cap)
+    estimate = functools.cache(lambda plan: rehearse(plan).estimate)
+    plans = Plans(job.name, job.batch_size, machine, _NOTHING, price=options.price)
+    if options.fits is not None or options.memory:
+        found = _judged(machine, options, estimate, _space(job, machine, options))
+        plans = replace(plans, found=found, one=True)
+    else:
+        plans = replace(plans, found=_searched(plans, _space(job, machine, options), options, estimate))
+    plans = replace(plans, steps=options.steps or _steps(job))
+    return _in_detail(plans, options, rehearse)
+
+
+def _space(job: Job, machine: Machine, options: PlanOptions) -> Space:
     counts = options.counts(len(machine.devices))
-    space = Space(counts, _per_host(machine), job.batch_size, options.settings, options.allow, _has_batch_norms(job))
-    plans = candidates(space)
-    if not plans:
+    return Space(counts, _per_host(machine), job.batch_size, options.settings, options.allow, _has_batch_norms(job))
+
+
+def _searched(plans: Plans, space: Space, options: PlanOptions, estimate: Callable[[Plan], Estimate]) -> Search:
+    asked = candidates(space)
+    most = max(space.devices)
+    if not asked:
         raise PlanError(
-            f"no plan divides a global batch of {job.batch_size} samples over {counts[-1]} devices"
+            f"no plan divides a global batch of {plans.batch} samples over {most} devices"
             f"{' with ' + ' '.join(options.settings) if options.settings else ''}. "
-            f"Use --batch-size {_multiple(job.batch_size, counts[-1])}, or fewer devices: --devices 1..{counts[-1]}."
+            f"Use --batch-size {_multiple(plans.batch, most)}, or fewer devices: --devices 1..{most}."
         )
     show: Callable[[Plans], None] = options.show
     found = search(
-        plans,
-        rehearse,
+        asked,
+        estimate,
         options.seconds,
         savers=lambda plan: savers(plan, space),
-        show=lambda part: show(Plans(job.name, job.batch_size, machine, part)),
+        show=lambda part: show(replace(plans, found=part)),
     )
     if not found.estimates:
         raise PlanError(
             f"none of {len(found.refused)} plans can run. The first, {found.refused[0].plan}: {found.refused[0].why}"
         )
-    return Plans(job.name, job.batch_size, machine, found)
+    return found
 
 
-def _judged(job: Job, machine: Machine, options: PlanOptions, rehearse: Callable[[Plan], Estimate]) -> Plans:
-    given = options.fits
+def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Rehearsed]) -> Plans:
+    """With what was asked of one of the plans, which is rehearsed once more."""
+    estimates = plans.found.estimates
+    if options.explain is None and not options.memory:
+        return plans
+    number = options.explain or 1
+    if number > len(estimates):
+        raise UsageError(f"--explain {number}: there are {len(estimates)} plans. Use --explain {len(estimates)}.")
+    chosen = estimates[number - 1]
+    whole = rehearse(chosen.plan)
+    if options.memory:
+        traced = next(one for one in whole.traces if one.step.rank == chosen.memory.rank)
+        plans = replace(
+            plans, memory=memory_parts(traced.first, traced.step, plans.machine.devices[chosen.memory.rank])
+        )
+    if options.explain is not None:
+        if whole.step is None:
+            raise UsageError(f"--explain: the time of {settings_text(chosen.plan)} is not known: {chosen.unknown}.")
+        runner_up = None if plans.one else next(iter(estimates[1:] if number == 1 else estimates), None)
+        plans = replace(plans, explained=explain(chosen, whole.step, whole.prices, runner_up))
+    return plans
+
+
+def _steps(job: Job) -> int:
+    """Optimizer steps of the whole training."""
+    return -(-open_data(job, job.data(), "training set").samples // job.batch_size) * job.epochs
+
+
+def _judged(machine: Machine, options: PlanOptions, estimate: Callable[[Plan], Estimate], space: Space) -> Search:
+    """The plan that was asked about, and behind it what it would be with one thing changed: where it does not fit, or
+    its memory was asked for."""
+    given = Plan() if options.fits is None else options.fits
     asked = read_plan(given, len(machine.devices)) if isinstance(given, str | Path) else given
-    assert isinstance(asked, Plan)
     asked = plan_from_settings(options.settings, asked)
     if asked.devices > len(machine.devices):
         raise PlanError(f"{asked} needs {asked.devices} devices; machine '{machine.name}' has {len(machine.devices)}.")
-    found = search([asked], rehearse, options.seconds)
+    found = search([asked], estimate, options.seconds)
     if found.refused:
         raise PlanError(found.refused[0].why)
-    return Plans(job.name, job.batch_size, machine, found, one=True)
+    first = found.estimates[0]
+    if first.memory.verdict != FITS or options.memory:
+        found = search([asked], estimate, min(options.seconds, EDITS), savers=lambda plan: savers(plan, space))
+    others = tuple(each for each in found.estimates if each.plan != asked)
+    return replace(found, estimates=(first, *others))
 
 
 def _machine_of(options: PlanOptions) -> Machine:

@@ -38,6 +38,14 @@ class PlanOptions:
         Option("judge this plan alone: exit code 0 when it fits, 1 when not", metavar="FILE"),
     ] = None
     within: Annotated[str | None, Option("memory that a step may take of a device: 24GiB")] = None
+    explain: Annotated[
+        int | None, Option("what the step of the best plan, or of the Nth, is made of", metavar="[N]")
+    ] = None
+    memory: Annotated[
+        bool, Option("what the memory of one plan goes to: on one device, of --set or of --fits", name="--memory")
+    ] = False
+    price: Annotated[float | None, Option("money for an hour of one device, in any currency: 2.5")] = None
+    steps: Annotated[int | None, Option("optimizer steps of the training; default: those of the job's epochs")] = None
     batch_size: Annotated[int | None, Option("samples of the global batch, over all devices")] = None
     settings: Annotated[
         tuple[str, ...], Option("a field that every plan has: precision=bf16", name="--set", metavar="FIELD=VALUE")
@@ -60,8 +68,12 @@ class PlanOptions:
             check_known("--allow", name, ALLOW)
         if not self.seconds > 0:
             raise UsageError(f"--seconds {self.seconds}: must be above 0.")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise UsageError(f"--batch-size {self.batch_size}: must be at least 1.")
+        for name in ("batch_size", "explain", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1.")
+        if self.price is not None and not self.price >= 0:
+            raise UsageError(f"--price {self.price}: must be 0 or more, of one device for an hour.")
 
     @property
     def cap(self) -> int | None:

@@ -9,21 +9,35 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from meshwise import api
 from meshwise.api.plan_options import PlanOptions
 from meshwise.commands.command_line import from_dataclass
 from meshwise.records.files import write_text
+from meshwise.rehearsal.estimate import FITS
 from meshwise.rehearsal.views.plan_dict import plans_dict
-from meshwise.rehearsal.views.plan_text import plan_words, plans_text
+from meshwise.rehearsal.views.plan_text import plans_text
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import plan_to_toml
+from meshwise.spec.plan_settings import settings_text
 from meshwise.spec.units import plural, seconds_text
 
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+class PlanCommand(TyperCommand):
+    """`--explain` alone is that of the first plan."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As click does; `ctx` is its Context."""
+        for at, word in enumerate(args):
+            if word == "--explain" and not "".join(args[at + 1 : at + 2]).isdigit():
+                args = [*args[: at + 1], "1", *args[at + 1 :]]
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=PlanCommand)
 @from_dataclass
 def plan(
     options: PlanOptions,
@@ -32,10 +46,12 @@ def plan(
 ) -> None:
     """Rank the plans that a job could have on a machine: step time and memory of each, before anything runs.
 
-    Exit code 0: the best plan, or that of --fits, fits. 1: it does not, or it is too close to call. 2: refused.
+    Exit code 0: a plan fits. 1: none does for certain; of --fits, it does not, or is too close to call. 2: refused.
 
     \b
     meshwise plan gpt --machine 8xH100                     ranked plans
+    meshwise plan gpt --machine 8xH100 --explain           what the best one's step is made of
+    meshwise plan gpt --machine 1xH100 --memory            what its memory goes to
     meshwise plan train.py:job --machine 8xH100 --save plan.toml
     meshwise plan train.py:job --machine 8xH100 --fits plan.toml
     """
@@ -52,8 +68,9 @@ def plan(
         if best is None:
             raise PlanError(f"--save {save}: no plan fits for certain, so none is written.")
         write_text(save, plan_to_toml(best.plan))
-        console.print(f"saved {plan_words(best.plan)} to {save}", markup=False, highlight=False)
-    raise typer.Exit(0 if best is not None and best.memory.verdict == "fits" else 1)
+        console.print(f"saved {settings_text(best.plan)} to {save}", markup=False, highlight=False)
+    sure = options.fits is None or (best is not None and best.memory.verdict == FITS)
+    raise typer.Exit(0 if options.memory or (best is not None and sure) else 1)
 
 
 def _progress(part: Any) -> str:
@@ -63,6 +80,6 @@ def _progress(part: Any) -> str:
     step = (
         ""
         if best is None or best.seconds is None
-        else f", best {plan_words(best.plan)} {seconds_text(best.seconds.value)}"
+        else f", best {settings_text(best.plan)} {seconds_text(best.seconds.value)}"
     )
     return f"rehearsed {done} of {len(found.estimates) + len(found.refused) + len(found.left)}{step}"

@@ -66,6 +66,11 @@ def breakdown(step: Step, rank: int) -> RankStep:
     return RankStep(rank, step.seconds, kinds, dict(phases), hidden, dict(operators))
 
 
+def slowest_rank(step: Step) -> RankStep:
+    """Of the simulated rank that computes longest."""
+    return max((breakdown(step, rank) for rank in step.ranks), key=lambda one: one.kinds["computing"])
+
+
 def _edges(done: tuple[Done, ...]) -> list[tuple[float, bool, int, str]]:
     """(time, whether it begins, index of its kind, phase), in the order of time; ends before beginnings."""
     edges: list[tuple[float, bool, int, str]] = []

@@ -50,7 +50,8 @@ class Memory:
 @dataclass(frozen=True)
 class Estimate:
     """One plan on one machine. seconds: of a step; None where the machine's speed is not known, with `unknown` why.
-    parts: seconds of the step by what the slowest rank does in them. notes: what the plan says of the program."""
+    parts: seconds of the step by what the slowest rank does in them. notes: what the plan says of the program. samples:
+    of the global batch."""
 
     plan: Plan
     memory: Memory
@@ -59,6 +60,11 @@ class Estimate:
     unknown: str = ""
     notes: tuple[str, ...] = ()
     samples: int = 0
+
+    @property
+    def rate(self) -> float | None:
+        """Samples a second, where both are known."""
+        return self.samples / self.seconds.value if self.samples and self.seconds and self.seconds.value else None
 
     @property
     def rank_key(self) -> tuple[int, float, float]:

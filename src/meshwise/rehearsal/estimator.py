@@ -6,15 +6,16 @@ Tested in tests/rehearsal/test_estimate.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from meshwise.machine.catalog import part
 from meshwise.rehearsal.allocator import device_total, replay, workspace
-from meshwise.rehearsal.breakdown import breakdown
+from meshwise.rehearsal.breakdown import slowest_rank
 from meshwise.rehearsal.estimate import Estimate, Memory, Range
 from meshwise.rehearsal.measured import prices_here
 from meshwise.rehearsal.memory import memory_curve
 from meshwise.rehearsal.prices import Prices, missing
-from meshwise.rehearsal.simulate import simulate
+from meshwise.rehearsal.simulate import Step, simulate
 from meshwise.rehearsal.trace import Trace, trace
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
@@ -24,13 +25,30 @@ MEASURE = 5.0
 """Seconds for which a CPU's operators are measured for each plan; what was measured is remembered."""
 
 
+@dataclass(frozen=True)
+class Rehearsed:
+    """An estimate with what it was made of: the traces of its ranks, their prices, and the step as it was played; None
+    where its time is not known."""
+
+    estimate: Estimate
+    traces: Sequence[Trace]
+    prices: Prices
+    step: Step | None = None
+
+
 def estimator(job: Job, machine: Machine, cap: int | None = None) -> Callable[[Plan], Estimate]:
     """What estimates plans of this job on this machine. cap: bytes that a step may take of a device, where that is less
     than it has."""
+    rehearse = rehearser(job, machine, cap)
+    return lambda plan: rehearse(plan).estimate
+
+
+def rehearser(job: Job, machine: Machine, cap: int | None = None) -> Callable[[Plan], Rehearsed]:
+    """As `estimator`, with all that an estimate was made of."""
     described = Prices(machine)
     kind = "cpu" if machine.devices[0].kind == "cpu" else "gpu"
 
-    def estimate(plan: Plan) -> Estimate:
+    def rehearse(plan: Plan) -> Rehearsed:
         traces = trace(job, plan, kind)
         steps = [each.step for each in traces]
         memory = _memory(traces, machine, cap)
@@ -38,16 +56,16 @@ def estimator(job: Job, machine: Machine, cap: int | None = None) -> Callable[[P
         prices = prices_here(machine, steps, MEASURE) if kind == "cpu" else described
         unknown = missing(steps, prices)
         if unknown:
-            return Estimate(plan, memory, None, {}, unknown[0], notes, samples)
+            return Rehearsed(Estimate(plan, memory, None, {}, unknown[0], notes, samples), traces, prices)
         try:
             step = simulate(steps, prices)
         except ValueError as error:  # the ranks that were traced wait for each other
-            return Estimate(plan, memory, None, {}, str(error), notes, samples)
-        slowest = max((breakdown(step, rank) for rank in step.ranks), key=lambda one: one.kinds["computing"])
+            return Rehearsed(Estimate(plan, memory, None, {}, str(error), notes, samples), traces, prices)
         seconds = Range(step.seconds, step.low, step.high)
-        return Estimate(plan, memory, seconds, slowest.kinds, "", notes, samples)
+        estimate = Estimate(plan, memory, seconds, slowest_rank(step).kinds, "", notes, samples)
+        return Rehearsed(estimate, traces, prices, step)
 
-    return estimate
+    return rehearse
 
 
 def _memory(traces: Sequence[Trace], machine: Machine, cap: int | None) -> Memory:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import AXES, RECOMPUTES, Plan, check_name
+from meshwise.spec.plan import AXES, RECOMPUTES, Plan, changed, check_name
 
 
 def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Plan:
@@ -29,6 +29,18 @@ def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Pl
             raise PlanError(f"{name} is set twice, at last by '{setting}'. Set it once.")
         values[name] = _value_of(name, text)
     return replace(start or Plan(), **values)
+
+
+def setting_text(name: str, value: Any) -> str:
+    """A field of a plan as the `field=value` that `plan_from_settings` reads."""
+    if isinstance(value, tuple | list):
+        value = ",".join(value) + "," * (name == "recompute" and len(value) == 1)
+    return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def settings_text(plan: Plan) -> str:
+    """`shard=8 accumulate=2`: what a plan says, as settings."""
+    return " ".join(setting_text(name, value) for name, value in changed(plan).items())
 
 
 def plan_on(devices: int, settings: Sequence[str]) -> Plan:

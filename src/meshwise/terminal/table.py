@@ -6,7 +6,7 @@ No number is ever cut, and no column left out: what is too narrow for a table ge
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
 
 from rich.cells import cell_len
@@ -40,6 +40,21 @@ def table_lines(
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     lines = rendered(table)
     return lines if width_of(lines) <= width else _stacked(titles, rows, width, gap)
+
+
+def columns_lines(
+    columns: Mapping[str, Sequence[Cell]], width: int, *, left: Sequence[str] = (), less_needed: Sequence[str] = ()
+) -> list[Text]:
+    """A table of columns by title, without the empty ones; those of `less_needed` are left out in their order as long
+    as it is wider than `width`."""
+    for without in range(len(less_needed) + 1):
+        used = {title: cells for title, cells in columns.items() if any(cells) and title not in less_needed[:without]}
+        titles, rows = list(used), list(zip(*used.values(), strict=True))
+        places = [at for at, title in enumerate(titles) if title in left]
+        lines = table_lines(titles, rows, left=places)
+        if width_of(lines) <= width:
+            return lines
+    return table_lines(titles, rows, width, left=places)
 
 
 def _stacked(titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, gap: int) -> list[Text]:

@@ -10,6 +10,7 @@ from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.plan import Plan, changed
 from meshwise.spec.plan_devices import check_devices, on_one_device
 from meshwise.spec.plan_file import read_plan
+from meshwise.spec.plan_settings import setting_text
 from meshwise.spec.world import World
 from meshwise.training.engine import Engine
 from meshwise.workers.environment import PLAN_FILE
@@ -41,7 +42,7 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
     if engine.watcher is not None:
         plan = engine.watcher.choose_plan(plan, world)
     if plan.within_samples * engine.world.size != world.size:
-        sizes = " ".join(f"--set {name}={value}" for name, value in changed(plan).items())
+        sizes = " ".join(f"--set {setting_text(name, value)}" for name, value in changed(plan).items())
         raise PlanError(
             f"mw.distribute was given {plan}, whose ranks work on the same samples: that must be known when the "
             f"program begins. Give the plan to the run: {sizes}, or {PLAN_FILE}=plan.toml before it."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwise.rehearsal.estimate import Estimate
+from meshwise.rehearsal.explain import Explanation
 from meshwise.spec.json_values import json_value
 from meshwise.spec.plan import changed
 
@@ -17,9 +18,12 @@ def plans_dict(plans: Any) -> dict[str, Any]:
         "batch_size": plans.batch,
         "machine": plans.machine.name,
         "seconds": round(found.seconds, 3),
-        "plans": [estimate_dict(each) for each in found.estimates],
+        "plans": [estimate_dict(each) | {"device_hours": plans.device_hours(each)} for each in found.estimates],
         "refused": [{"plan": json_value(changed(each.plan)), "why": each.why} for each in found.refused],
         "not_rehearsed": [json_value(changed(each)) for each in found.left],
+        "training": {"steps": plans.steps, "price": plans.price},
+        "explained": None if plans.explained is None else explanation_dict(plans.explained),
+        "memory": json_value(plans.memory),
         "warnings": list(plans.machine.warnings),
     }
 
@@ -29,4 +33,16 @@ def estimate_dict(estimate: Estimate) -> dict[str, Any]:
     values: dict[str, Any] = json_value(estimate)
     values["plan"] = json_value(changed(estimate.plan))
     values["memory"]["verdict"] = estimate.memory.verdict
+    values["samples_per_second"] = estimate.rate
     return values
+
+
+def explanation_dict(explanation: Explanation) -> dict[str, Any]:
+    """What a step is made of; phases by name, then by kind."""
+    values: dict[str, Any] = json_value(explanation)
+    phases: dict[str, dict[str, float]] = {}
+    for (phase, kind), seconds in explanation.time.phases.items():
+        phases.setdefault(phase, {})[kind] = seconds
+    values["time"]["phases"] = phases
+    del values["estimate"], values["runner_up"]
+    return {"plan": json_value(changed(explanation.estimate.plan)), **values}

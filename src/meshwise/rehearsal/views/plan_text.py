@@ -12,11 +12,16 @@ from rich.text import Text
 
 from meshwise.rehearsal.edits import edits
 from meshwise.rehearsal.estimate import FITS, TOO_CLOSE, TOO_LARGE, Estimate
-from meshwise.spec.plan import Plan, changed
-from meshwise.spec.units import bytes_text, percent_text, plural, seconds_text
+from meshwise.rehearsal.views.explain_text import explain_lines
+from meshwise.rehearsal.views.memory_text import memory_lines
+from meshwise.spec.plan import AXES
+from meshwise.spec.plan_settings import setting_text, settings_text
+from meshwise.spec.units import bytes_text, percent_text, plural, rate_text, seconds_text
 from meshwise.spec.words import some
-from meshwise.terminal.table import table_lines
+from meshwise.terminal.table import NO_LIMIT, Cell, columns_lines
 
+LESS_NEEDED = ("samples/s", "most of it", "80 % of cases")
+"""Columns that are left out, in this order, where the screen is too narrow."""
 MOST_ROWS, MOST_REFUSED, MOST_EDITS = 12, 4, 6
 HOST_WORTH_SAYING = 1 << 20  # bytes
 
@@ -27,41 +32,71 @@ def plans_text(plans: Any, width: int | None = None) -> Text:
     head = f"{plans.job} on {machine.name}, batch {plans.batch}"
     counts = f"{plural(len(found.estimates), 'plan')} rehearsed in {seconds_text(found.seconds)}"
     lines = [Text.assemble((head, "bold"), f"  {counts}"), Text()]
-    rows = found.estimates[:MOST_ROWS]
-    titles = ("", "plan", "step", "80 % of cases", "memory", "of", "", "most of it")
-    lines += table_lines(titles, [_row(at, each) for at, each in enumerate(rows, 1)], left=(1, 6, 7), **_limit(width))
-    lines += _below(plans)
+    lines += _table(plans, width or NO_LIMIT) + _below(plans)
+    if plans.explained is not None:
+        lines += explain_lines(plans.explained, width or NO_LIMIT)
+    if plans.memory is not None:
+        lines += memory_lines(plans.memory, width or NO_LIMIT)
     return Text("\n").join(lines)
 
 
-def _limit(width: int | None) -> dict[str, int]:
-    return {} if width is None else {"width": width}
+def worth_showing(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Without those that another plan of the same axes beats: as fast or faster, in as little memory or less. Nobody
+    would take them; the JSON has them."""
+    shown: list[Estimate] = []
+    for each in estimates:  # the best first
+        if not any(_axes(other) == _axes(each) and _beats(other, each) for other in shown):
+            shown.append(each)
+    return shown
 
 
-def _row(at: int, estimate: Estimate) -> list[str]:
-    memory, seconds = estimate.memory, estimate.seconds
-    step = "unknown" if seconds is None else seconds_text(seconds.value)
-    interval = "" if seconds is None else f"{seconds_text(seconds.low)} to {seconds_text(seconds.high)}"
-    capacity = "" if memory.capacity is None else bytes_text(memory.capacity)
-    return [
-        str(at),
-        plan_words(estimate.plan),
-        step,
-        interval,
-        bytes_text(memory.total.value),
-        capacity,
-        memory.verdict,
-        _parts(estimate),
-    ]
+def _axes(estimate: Estimate) -> list[int]:
+    return [getattr(estimate.plan, axis) for axis in AXES]
 
 
-def plan_words(plan: Plan) -> str:
-    """`shard=8 accumulate=2`: what the plan says, as `--set` takes it."""
-    return " ".join(f"{name}={_word(value)}" for name, value in changed(plan).items())
+def _beats(one: Estimate, other: Estimate) -> bool:
+    faster = other.seconds is None or (one.seconds is not None and one.seconds.value <= other.seconds.value)
+    return faster and one.memory.total.value <= other.memory.total.value
 
 
-def _word(value: Any) -> str:
-    return ",".join(value) + "," * (len(value) == 1) if isinstance(value, tuple) else str(value).lower()
+def _table(plans: Any, width: int) -> list[Text]:
+    """A row for each plan that is worth one; what is less needed is left out where the screen is too narrow."""
+    every = plans.found.estimates
+    shown = every[:1] if plans.one else worth_showing(every)[:MOST_ROWS]
+    room = {each.memory.capacity for each in shown if each.memory.capacity is not None}
+    fits = f"in {bytes_text(room.pop())}" if len(room) == 1 else "fits"
+    columns: dict[str, list[Cell]] = {"#": [] if plans.one else [str(every.index(each) + 1) for each in shown]}
+    columns["plan"] = [settings_text(each.plan) for each in shown]
+    columns["step"] = ["unknown" if each.seconds is None else seconds_text(each.seconds.value) for each in shown]
+    columns["80 % of cases"] = [_interval(each) for each in shown]
+    columns["samples/s"] = ["" if not each.rate else rate_text(each.rate) for each in shown]
+    columns["memory"] = [bytes_text(each.memory.total.value) for each in shown]
+    columns[fits] = [each.memory.verdict for each in shown]
+    if plans.price is not None:
+        columns["cost"] = [_cost(plans, each) for each in shown]
+    columns["most of it"] = [_parts(each) for each in shown]
+    return columns_lines(columns, width, left=("plan", fits, "most of it"), less_needed=LESS_NEEDED)
+
+
+def _cost(plans: Any, estimate: Estimate) -> str:
+    hours = plans.device_hours(estimate)
+    return "unknown" if hours is None else f"{hours * plans.price:,.2f}"
+
+
+def training_sentence(plans: Any) -> str:
+    """What the whole training takes under the first plan; empty where that is not known."""
+    first = plans.found.estimates[0]
+    hours = plans.device_hours(first)
+    if hours is None:
+        return ""
+    told = f"Training of {plural(plans.steps, 'step')}: {seconds_text(plans.steps * first.seconds.value)}"
+    told += f", {hours:.2g} device hours" if hours < 10 else f", {hours:,.0f} device hours"
+    return f"{told}{'' if plans.price is None else f', {hours * plans.price:,.2f} at {plans.price:g} an hour'}."
+
+
+def _interval(estimate: Estimate) -> str:
+    seconds = estimate.seconds
+    return "" if seconds is None else f"{seconds_text(seconds.low)} to {seconds_text(seconds.high)}"
 
 
 def _parts(estimate: Estimate) -> str:
@@ -73,11 +108,12 @@ def _parts(estimate: Estimate) -> str:
 
 def _below(plans: Any) -> list[Text]:
     found, first = plans.found, plans.found.estimates[0]
-    lines = [Text(), *(Text(sentence) for sentence in sentences(found.estimates, one=plans.one))]
+    told = [*sentences(found.estimates, one=plans.one), training_sentence(plans)]
+    lines = [Text(), *(Text(sentence) for sentence in told if sentence)]
     lines += _edits(first, found.estimates[1:])
     reasons: dict[str, list[str]] = {}
     for other in () if plans.one else found.refused:
-        reasons.setdefault(other.why, []).append(plan_words(other.plan))
+        reasons.setdefault(other.why, []).append(settings_text(other.plan))
     lines += [Text(f"refused: {some(which)}: {why}", "dim") for why, which in list(reasons.items())[:MOST_REFUSED]]
     if found.left:
         lines.append(Text(f"not rehearsed, for want of time: {plural(len(found.left), 'plan')}. Use --seconds.", "dim"))
@@ -86,11 +122,11 @@ def _below(plans: Any) -> list[Text]:
 
 def _edits(first: Estimate, others: Sequence[Estimate]) -> list[Text]:
     """What the first plan would be with one thing changed."""
-    priced = edits(first, others)[:MOST_EDITS]
+    priced = list(edits(first, others))[:MOST_EDITS]
     lines = [Text(), Text("changed, it would be")] if priced else []
     for edit in priced:
-        words = " ".join(f"{name}={_word(value)}" for name, value in edit.changes.items())
-        more = "" if edit.seconds is None else f", {edit.seconds:+.0%} time"
+        words = " ".join(setting_text(name, value) for name, value in edit.changes.items())
+        more = "" if edit.seconds is None else f", {edit.seconds * 100:+.0f} % time"
         sign = "-" if edit.memory < 0 else "+"
         lines.append(Text(f"  {words}: {sign}{bytes_text(abs(edit.memory))}{more}; {edit.verdict}"))
     return [*lines, Text()] if lines else []
@@ -111,9 +147,11 @@ def sentences(estimates: Sequence[Estimate], *, one: bool) -> list[str]:
         f"{name} {bytes_text(size)}" for name, size in sorted(memory.categories.items(), key=lambda item: -item[1])
     )
     host = f"; in the host's memory {bytes_text(memory.host)}" if memory.host > HOST_WORTH_SAYING else ""
-    reserved = f"; the allocator reserves {bytes_text(memory.reserved)} for it"
+    reserved = (
+        f"; the allocator reserves {bytes_text(memory.reserved)} for it" if memory.reserved > memory.allocated else ""
+    )
     found = [
-        f"{plan_words(first.plan)} {said}.",
+        f"{settings_text(first.plan)} {said}.",
         f"Tensors on rank {memory.rank}: {bytes_text(memory.allocated)}: {split}{reserved}{host}.",
     ]
     if first.unknown:
@@ -126,10 +164,11 @@ def sentences(estimates: Sequence[Estimate], *, one: bool) -> list[str]:
 def _why_first(first: Estimate, others: Sequence[Estimate]) -> list[str]:
     found = []
     if first.memory.verdict == TOO_LARGE:
-        over = first.memory.total.low - (first.memory.capacity or 0)
+        near = min((first, *others), key=lambda each: each.memory.total.value)
+        over = near.memory.total.high - (near.memory.capacity or 0)
         found.append(
-            f"No plan fits: the nearest is {bytes_text(over)} over. Use more devices, a smaller --batch-size, or "
-            "--allow precision."
+            f"No plan fits: the nearest, {settings_text(near.plan)}, may be {bytes_text(over)} over. Use more "
+            "devices, a smaller --batch-size, or --allow precision."
         )
     next_best = next((other for other in others if other.plan.devices != first.plan.devices), None)
     if next_best is not None and None not in (first.seconds, next_best.seconds):
@@ -137,6 +176,9 @@ def _why_first(first: Estimate, others: Sequence[Estimate]) -> list[str]:
         if first.plan.devices < next_best.plan.devices and first.memory.verdict == FITS:
             found.append(
                 f"{plural(first.plan.devices, 'device')}: a step takes {seconds_text(first.seconds.value)}; with "
-                f"{plan_words(next_best.plan)} it takes {seconds_text(next_best.seconds.value)}."
+                f"{settings_text(next_best.plan)} it takes {seconds_text(next_best.seconds.value)}."
             )
+    unknown = next((other for other in others if other.unknown), None)
+    if unknown is not None and not first.unknown:
+        found.append(f"Times of other plans are not known, {settings_text(unknown.plan)} for one: {unknown.unknown}.")
     return found

@@ -1,0 +1,150 @@
+"""Explain: what the time of a simulated step is made of, launch by launch, and what limits it.
+
+Tested in tests/rehearsal/test_explain.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwise.machine.views.links_text import kind_text
+from meshwise.rehearsal.breakdown import RankStep, slowest_rank
+from meshwise.rehearsal.estimate import Estimate
+from meshwise.rehearsal.play import Done
+from meshwise.rehearsal.price import COMPUTE, MEASURED, MEMORY
+from meshwise.rehearsal.prices import Prices
+from meshwise.rehearsal.simulate import Step
+from meshwise.rehearsal.work import Collective, Copy, Operation
+from meshwise.spec.bandwidth import bus_bandwidth
+from meshwise.spec.machine import DEVICE, NODE, Machine, link_between
+
+LAUNCHES, WAITING, IDLE, TO_HOST = "launches", "waiting for other ranks", "idle", "link to the host"
+MOST = 8
+"""Operators that are named, and collectives."""
+
+
+@dataclass(frozen=True)
+class Costly:
+    """Launches of a rank that are alike. what: an operator with its shapes, or a collective with its ranks; times: in a
+    step; seconds: that all of them ran.
+
+    bytes: of each, what an operator moves, and the full tensor of a collective. rate: of an operator FLOP/s where its
+    price hangs on them and bytes/s otherwise; of a collective bytes/s of bus bandwidth. limit: `compute`, `memory`, or
+    a link. origin: of the price, `measured` with its date where that is known, `catalog` or `model`.
+    """
+
+    what: str
+    times: int
+    seconds: float
+    bytes: int
+    rate: float
+    limit: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The step of one plan. time: of the rank that computes longest. limits: its seconds by what they hang on, which
+    add up to the step: `compute`, `memory`, links, and what has no price of its own. factors: seconds that the step is
+    longer where all prices of a kind are at the upper end of their interval. runner_up: the plan behind it."""
+
+    estimate: Estimate
+    time: RankStep
+    limits: Mapping[str, float]
+    operators: tuple[Costly, ...]
+    collectives: tuple[Costly, ...]
+    factors: Mapping[str, float]
+    runner_up: Estimate | None = None
+
+
+def explain(estimate: Estimate, step: Step, prices: Prices, runner_up: Estimate | None = None) -> Explanation:
+    """What the step of an estimate is made of."""
+    time = slowest_rank(step)
+    done = step.done[time.rank]
+    operators = _costly([one for one in done if isinstance(one.launch.what, Operation)], time.rank, prices)
+    collectives = _costly([one for one in done if isinstance(one.launch.what, Collective)], time.rank, prices)
+    limits = _limits(done, time, prices)
+    return Explanation(estimate, time, limits, operators[:MOST], collectives[:MOST], step.factors, runner_up)
+
+
+def link_words(machine: Machine, ranks: Sequence[int]) -> str:
+    """The slowest link among these ranks: `NVLink4 x18`, `network`; or that its kind is not known."""
+    devices = [machine.devices[rank] for rank in ranks]
+    if len({device.host for device in devices}) > 1:
+        return "network"
+    link = link_between(machine, devices[0].name, devices[-1].name) or link_between(machine, DEVICE, DEVICE)
+    words = kind_text(link) if link is not None else ""
+    return {"process": "processes of a host", "": "a link that is not known"}.get(words, words)
+
+
+def network_rate(machine: Machine) -> float | None:
+    """Bytes a second of a host's network, where that is known."""
+    link = link_between(machine, NODE, NODE) or link_between(machine, f"{NODE}0", f"{NODE}1")
+    return None if link is None else link.bandwidth
+
+
+def _limits(done: Sequence[Done], time: RankStep, prices: Prices) -> dict[str, float]:
+    """Computing is divided by what its operators' prices hang on, exposed communication by links."""
+    computing: dict[str, float] = defaultdict(float)
+    links: dict[str, float] = defaultdict(float)
+    for one in done:
+        what, seconds = one.launch.what, one.end - one.start
+        if isinstance(what, Operation):
+            computing[_limit(what, time.rank, prices)] += seconds
+        elif isinstance(what, Collective) and what.kind != "receive":
+            links[_limit(what, time.rank, prices)] += seconds
+    kinds = time.kinds
+    found = _divided(kinds["computing"], computing, COMPUTE) | _divided(kinds["communication"], links, "links")
+    found |= {TO_HOST: kinds["copies"], WAITING: kinds["waiting"], LAUNCHES: kinds["launches"], IDLE: kinds["idle"]}
+    return {name: seconds for name, seconds in sorted(found.items(), key=lambda one: -one[1]) if seconds > 0}
+
+
+def _divided(seconds: float, over: Mapping[str, float], otherwise: str) -> dict[str, float]:
+    whole = sum(over.values())
+    return {name: seconds * part / whole for name, part in over.items()} if whole else {otherwise: seconds}
+
+
+def _limit(what: Operation | Collective | Copy, rank: int, prices: Prices) -> str:
+    if isinstance(what, Collective):
+        return link_words(prices.machine, what.ranks)
+    price = prices.of(what, rank)
+    return MEMORY if price is None else price.factor
+
+
+def _costly(done: Sequence[Done], rank: int, prices: Prices) -> tuple[Costly, ...]:
+    """Launches that are alike as one, the dearest first."""
+    seconds: dict[Operation | Collective | Copy, float] = defaultdict(float)
+    times = Counter(one.launch.what for one in done)
+    for one in done:
+        seconds[one.launch.what] += one.end - one.start
+    return tuple(
+        _told(what, times[what], seconds[what], rank, prices) for what in sorted(seconds, key=lambda one: -seconds[one])
+    )
+
+
+def _told(what: Operation | Collective | Copy, times: int, seconds: float, rank: int, prices: Prices) -> Costly:
+    price, each = prices.of(what, rank), seconds / times
+    limit = _limit(what, rank, prices)
+    origin = "" if price is None else price.origin
+    if origin == MEASURED and prices.machine.measured:
+        origin = f"{MEASURED} {prices.machine.measured.split(',')[0]}"
+    if isinstance(what, Operation):
+        size = what.read + what.written
+        rate = (what.flops if limit == COMPUTE else size) / each if each else 0.0
+        return Costly(operation_words(what), times, seconds, size, rate, limit, origin)
+    assert isinstance(what, Collective)
+    rate = bus_bandwidth(what.kind, len(what.ranks), what.size, each) if each else 0.0
+    words = f"{what.kind} {what.dtype} of {len(what.ranks)} ranks".replace("  ", " ")
+    if what.kind in ("send", "receive"):
+        words = f"{what.kind} {what.dtype} {what.ranks[0]} to {what.ranks[1]}".replace("  ", " ")
+    return Costly(words, times, seconds, what.size, rate, limit, origin)
+
+
+def operation_words(what: Operation) -> str:
+    """`mm 4096×4096, 4096×512 bf16`; of many tensors the first two."""
+    shapes = ["×".join(map(str, shape)) or "1" for shape in what.shapes[:2]]
+    more = f" and {len(what.shapes) - 2} more" if len(what.shapes) > 2 else ""
+    dtype = what.dtypes[0] if what.dtypes else ""
+    return f"{what.name.removeprefix('aten.')} {', '.join(shapes)}{more} {dtype}".strip()

@@ -1,0 +1,122 @@
+"""What the memory of a step goes to: by category at the most of each phase, and the tensors that are there at the peak.
+
+Tested in tests/rehearsal/test_memory_parts.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwise.machine.catalog import part
+from meshwise.rehearsal.allocator import device_total, replay, workspace
+from meshwise.rehearsal.explain import operation_words
+from meshwise.rehearsal.memory import Curve, Peak, memory_curve
+from meshwise.rehearsal.work import CATEGORIES, Allocate, Collective, Copy, Free, Launch, Operation, Work
+from meshwise.spec.machine import Device
+
+BEFORE = "before the step"
+MOST = 10
+"""Sorts of tensors that are named."""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Tensors that are there at the peak and are alike. size: bytes of each; maker: the operator that made them, in
+    which phase; empty where they were there when the step began."""
+
+    category: str
+    size: int
+    times: int
+    maker: str = ""
+    phase: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """The memory of one rank in the step in which it needs most. first: that is its first step. peak: of its tensors;
+    phases: bytes by category at the most of each phase, and before the step. largest: sorts of tensors at the peak, by
+    all their bytes together. outside: bytes by name beside tensors: what the allocator holds without a tensor in it,
+    the context, communicators. host: bytes in the host's memory, by category at their peak."""
+
+    rank: int
+    first: bool
+    peak: Peak
+    phases: Mapping[str, Mapping[str, int]]
+    largest: tuple[Tensors, ...]
+    outside: Mapping[str, int]
+    host: Mapping[str, int]
+
+
+def memory_parts(first: Work, step: Work, device: Device) -> MemoryParts:
+    """Of a rank on its device: in its first step and in a later one."""
+    works = (first, step)
+    curves = [memory_curve(work) for work in works]
+    most = max(curves, key=lambda curve: curve.peak.bytes)
+    host = max((memory_curve(work, on_host=True).peak for work in works), key=lambda peak: peak.bytes)
+    outside: dict[str, int] = {}
+    if step.kind != "cpu":
+        known = part(device.part)
+        reserved = replay(works, first=[workspace(known.architecture if known else "")]).reserved
+        outside = {"held by the allocator": reserved - most.peak.bytes}
+        outside |= {name: size for name, size in device_total(reserved, step).parts.items() if name != "reserved"}
+    launches = _next_launches(most.work)
+    return MemoryParts(
+        step.rank,
+        most is curves[0],
+        most.peak,
+        _by_phase(most, launches),
+        _largest(most, launches)[:MOST],
+        {name: size for name, size in outside.items() if size > 0},
+        host.split,
+    )
+
+
+def _next_launches(work: Work) -> list[Launch | None]:
+    """For each event the launch that it was for: the next one, behind the last one that one."""
+    found: list[Launch | None] = [None] * len(work.events)
+    last = next((event for event in reversed(work.events) if isinstance(event, Launch)), None)
+    for place in range(len(work.events) - 1, -1, -1):
+        event = work.events[place]
+        last = found[place] = event if isinstance(event, Launch) else last
+    return found
+
+
+def _by_phase(curve: Curve, launches: list[Launch | None]) -> dict[str, dict[str, int]]:
+    total = curve.total
+    best: dict[str, int] = {}
+    for row, place in enumerate(curve.places):
+        launch = launches[place] if place >= 0 else None
+        phase = BEFORE if place < 0 else launch.phase if launch is not None else "other"
+        if phase not in best or total[row] > total[best[phase]]:
+            best[phase] = row
+    return {
+        phase: {name: int(size) for name, size in zip(CATEGORIES, curve.by_category[row], strict=True) if size}
+        for phase, row in best.items()
+    }
+
+
+def _largest(curve: Curve, launches: list[Launch | None]) -> tuple[Tensors, ...]:
+    alive: dict[int, tuple[Allocate, int]] = {event.storage: (event, -1) for event in curve.work.held}
+    for place, event in enumerate(curve.work.events[: curve.peak.place + 1]):
+        if isinstance(event, Allocate):
+            alive[event.storage] = event, place
+        elif isinstance(event, Free):
+            alive.pop(event.storage, None)
+    counts = Counter(_sort(event, launches[place] if place >= 0 else None) for event, place in alive.values())
+    found = [Tensors(category, size, times, *made) for (category, size, *made), times in counts.items() if size]
+    return tuple(sorted(found, key=lambda one: (-one.size * one.times, one.category)))
+
+
+def _sort(event: Allocate, launch: Launch | None) -> tuple[str, int, str, str]:
+    size = 0 if event.on_host else event.size
+    if launch is None:
+        return event.category, size, "", ""
+    return event.category, size, _maker(launch.what), launch.phase
+
+
+def _maker(what: Operation | Collective | Copy) -> str:
+    if isinstance(what, Operation):
+        return operation_words(what)
+    return what.kind if isinstance(what, Collective) else f"copy to the {what.to}"

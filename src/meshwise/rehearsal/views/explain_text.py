@@ -1,0 +1,123 @@
+"""An explanation of a step as text: its time by phase and kind, what is dearest, what limits it, why not the runner-up.
+
+Tested in tests/rehearsal/test_explain.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.text import Text
+
+from meshwise.rehearsal.breakdown import KINDS
+from meshwise.rehearsal.estimate import FITS, Estimate
+from meshwise.rehearsal.explain import IDLE, LAUNCHES, TO_HOST, WAITING, Costly, Explanation
+from meshwise.rehearsal.price import COMPUTE, MEMORY
+from meshwise.rehearsal.work import PHASES
+from meshwise.spec.plan_settings import settings_text
+from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, percent_text, seconds_text
+from meshwise.terminal.table import Cell, columns_lines, table_lines
+
+LIMITS = {
+    COMPUTE: "the rate at which the device multiplies matrices",
+    MEMORY: "the rate of the device's memory",
+    LAUNCHES: "the host, which launches operators too slowly: larger microbatches have fewer of them",
+    WAITING: "waiting for other ranks, such as a pipeline's bubble: more microbatches make it smaller",
+    TO_HOST: "the link between the device and its host",
+    IDLE: "time in which nothing is ready to run",
+}
+"""What limits a step, in words; any other limit is a link."""
+OTHER_COLUMNS, LEAST_NAME = 72, 28
+"""Characters of the columns beside an operator's name, and of the name where a screen is too narrow for it."""
+WORTH_SAYING = 0.005
+"""Of the step: smaller shares are left out of sentences."""
+
+
+def explain_lines(found: Explanation, width: int) -> list[Text]:
+    """The explanation, at most `width` characters wide."""
+    estimate = found.estimate
+    assert estimate.seconds is not None
+    step = seconds_text(estimate.seconds.value)
+    lines = [
+        Text(),
+        Text.assemble((f"{settings_text(estimate.plan)} in detail", "bold"), f"  {step} on rank {found.time.rank}"),
+    ]
+    lines += [*_phases(found, width), Text(), *map(Text, _sentences(found))]
+    for title, costly in (("operator", found.operators), ("collective", found.collectives)):
+        if costly:
+            lines += [Text(), *_costly(title, costly, estimate.seconds.value, width)]
+    return [*lines, *map(Text, runner_up_sentences(estimate, found.runner_up))]
+
+
+def _phases(found: Explanation, width: int) -> list[Text]:
+    """Seconds by phase and kind; what is nowhere is left out."""
+    kinds = [kind for kind in KINDS if found.time.kinds.get(kind)]
+    rows: list[list[Cell]] = []
+    for phase in PHASES:
+        own = [found.time.phases.get((phase, kind), 0.0) for kind in kinds]
+        if sum(own):
+            rows.append([phase, *(seconds_text(value) if value else "" for value in own), seconds_text(sum(own))])
+    whole = found.time.seconds
+    shares = [
+        f"{seconds_text(found.time.kinds[kind])}, {percent_text(found.time.kinds[kind] / whole)}" for kind in kinds
+    ]
+    return table_lines(["", *kinds, "all"], [*rows, ["all", *shares, seconds_text(whole)]], width)
+
+
+def _sentences(found: Explanation) -> list[str]:
+    whole, hidden = found.time.seconds, found.time.hidden
+    first = next(iter(found.limits), IDLE)
+    shares = [
+        f"{name} {percent_text(part / whole)}" for name, part in found.limits.items() if part / whole >= WORTH_SAYING
+    ]
+    limit = LIMITS.get(first, f"the link ({first}): communication that no computing hides")
+    lines = [f"What limits it: {limit}.", f"Of the step: {', '.join(shares)}."]
+    if hidden:
+        shown = found.time.kinds["communication"]
+        lines.append(f"Communication: {seconds_text(shown)} exposed, {seconds_text(hidden)} hidden under computing.")
+    factors = sorted(((name, more) for name, more in found.factors.items() if more > 0), key=lambda one: -one[1])
+    if factors:
+        told = ", ".join(f"{name} +{seconds_text(more)}" for name, more in factors[:3])
+        lines.append(f"The upper end of its interval comes from the prices of: {told}.")
+    return lines
+
+
+def _costly(title: str, costly: Sequence[Costly], step: float, width: int) -> list[Text]:
+    room = max(width - OTHER_COLUMNS, LEAST_NAME)
+    columns: dict[str, list[Cell]] = {
+        title: [one.what if len(one.what) <= room else f"{one.what[: room - 1]}…" for one in costly],
+        "times": [str(one.times) for one in costly],
+        "seconds": [seconds_text(one.seconds) for one in costly],
+        "share": [percent_text(one.seconds / step) for one in costly],
+        "each": [bytes_text(one.bytes) for one in costly],
+        "at": [flops_text(one.rate) if one.limit == COMPUTE else bandwidth_text(one.rate) for one in costly],
+        "hangs on": [one.limit for one in costly],
+        "price": [one.origin for one in costly],
+    }
+    return columns_lines(columns, width, left=(title, "hangs on", "price"), less_needed=("each", "price", "hangs on"))
+
+
+def runner_up_sentences(best: Estimate, other: Estimate | None) -> list[str]:
+    """Why a plan is behind another one: the difference of their times by part, and of their memory."""
+    if other is None:
+        return []
+    name = settings_text(other.plan)
+    more = other.memory.total.value - best.memory.total.value
+    memory = f"{bytes_text(abs(more))} {'more' if more > 0 else 'less'} memory" if more else "as much memory"
+    if other.memory.verdict != best.memory.verdict and best.memory.verdict == FITS:
+        return ["", f"Why not {name}: {other.memory.verdict}, {memory}."]
+    if best.seconds is None or other.seconds is None:
+        return ["", f"Why not {name}: its time is not known; {memory}."]
+    longer = other.seconds.value - best.seconds.value
+    parts = _differences(best.parts, other.parts, best.seconds.value)
+    told = f" ({', '.join(parts)})" if parts else ""
+    time = f"{seconds_text(abs(longer))} {'longer' if longer >= 0 else 'shorter'}{told}"
+    return ["", f"Why not {name}: {time if longer else 'as long'}, {memory}."]
+
+
+def _differences(best: Mapping[str, float], other: Mapping[str, float], step: float) -> list[str]:
+    found = {name: other.get(name, 0.0) - best.get(name, 0.0) for name in {**best, **other}}
+    worth = sorted(
+        ((name, more) for name, more in found.items() if abs(more) > WORTH_SAYING * step), key=lambda one: -abs(one[1])
+    )
+    return [f"{name} {'+' if more > 0 else '-'}{seconds_text(abs(more))}" for name, more in worth]

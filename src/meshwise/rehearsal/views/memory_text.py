@@ -1,0 +1,53 @@
+"""What the memory of a plan goes to, as text: by category and phase, the largest tensors, what lies beside them.
+
+Tested in tests/rehearsal/test_memory_parts.py.
+"""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from meshwise.rehearsal.memory_parts import MemoryParts
+from meshwise.rehearsal.work import CATEGORIES
+from meshwise.spec.units import bytes_text, percent_text
+from meshwise.terminal.table import Cell, table_lines
+
+
+def memory_lines(found: MemoryParts, width: int) -> list[Text]:
+    """The parts, at most `width` characters wide."""
+    peak = found.peak
+    at = ", ".join(part for part in (f"in {peak.phase}" if peak.phase else "", peak.module) if part)
+    step = "its first step" if found.first else "a step"
+    head = f"  {bytes_text(peak.bytes)} at the peak of {step}{', ' if at else ''}{at}"
+    lines = [Text(), Text.assemble((f"Tensors of rank {found.rank}", "bold"), head), *_phases(found, width)]
+    lines += [Text(), *_largest(found, width)]
+    if found.outside:
+        told = ", ".join(f"{name} {bytes_text(size)}" for name, size in found.outside.items())
+        lines += [Text(), Text(f"Beside tensors: {told}.")]
+    if found.host:
+        told = ", ".join(f"{name} {bytes_text(size)}" for name, size in found.host.items())
+        lines.append(Text(f"In the host's memory: {told}."))
+    return lines
+
+
+def _phases(found: MemoryParts, width: int) -> list[Text]:
+    """Bytes by category, a row for the most of each phase; the peak is in bold."""
+    names = [name for name in CATEGORIES if any(name in split for split in found.phases.values())]
+    most = max(sum(split.values()) for split in found.phases.values())
+    rows: list[list[Cell]] = []
+    for phase, split in found.phases.items():
+        whole = sum(split.values())
+        style = "bold" if whole == most else ""
+        cells = [phase, *(bytes_text(split[name]) if name in split else "" for name in names), bytes_text(whole)]
+        rows.append([Text(cell, style) for cell in cells])
+    return table_lines(["the most in", *names, "all"], rows, width)
+
+
+def _largest(found: MemoryParts, width: int) -> list[Text]:
+    rows: list[list[Cell]] = []
+    for one in found.largest:
+        made = f"{one.maker}, {one.phase}" if one.maker else "there before the step"
+        whole = one.size * one.times
+        share = percent_text(whole / found.peak.bytes) if found.peak.bytes else ""
+        rows.append([one.category, str(one.times), bytes_text(one.size), bytes_text(whole), share, made])
+    return table_lines(["at the peak", "tensors", "each", "together", "", "made by"], rows, width, left=(0, 5))
