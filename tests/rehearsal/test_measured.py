@@ -13,10 +13,12 @@ import pytest
 import torch
 from rehearsal.works import work
 
+from meshwise.machine.allowance import allowed_cores
 from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal import measured
 from meshwise.rehearsal.calls import bytes_of, call_of, made
 from meshwise.rehearsal.measured import OperatorTimes, prices_here
+from meshwise.rehearsal.memory import memory_curve, with_inside
 from meshwise.rehearsal.price import MEASURED, kernel_seconds
 from meshwise.rehearsal.prices import Prices, missing
 from meshwise.rehearsal.work import Launch, Operation
@@ -131,3 +133,39 @@ def test_a_machine_of_this_processor_is_measured_and_another_is_not(tmp_path: Pa
     assert machine.devices[0].memory_rate is None and prices.machine.devices[0].memory_rate is not None
     elsewhere = Machine("other", (replace(machine.devices[0], part="another processor"),))
     assert prices_here(elsewhere, [own], folder=tmp_path).of(matmul(16), 0) is None
+
+
+def test_what_an_operator_allocates_inside_is_known(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A product of matrices that do not lie one row after the other copies them."""
+    strided = torch.empty(4, 64, 128, device="meta")[:, :, ::2]
+    copies, plain = (
+        Operation(name, (), (), 0, 0, 0, call_of(func, (strided, strided), {}))
+        for name, func in (("aten.bmm", aten.bmm.default), ("aten.add", aten.add.Tensor))
+    )
+    own = work(Launch(plain), Launch(copies), kind="cpu", ranks=1)
+    times = OperatorTimes(threads=1, folder=tmp_path)
+    times.measure([own])
+    assert times.inside(plain) == 0 and times.inside(copies) >= 64 * 64 * 4
+    again = OperatorTimes(threads=1, folder=tmp_path)
+    assert again.inside(copies) == times.inside(copies)
+    assert memory_curve(with_inside(own, again.inside)).peak.bytes == times.inside(copies)
+    assert capfd.readouterr().err == ""  # torch's profiler prints lines
+
+
+def test_workers_that_share_a_processor_are_measured_at_once(tmp_path: Path) -> None:
+    alone, together = (OperatorTimes(threads=1, folder=tmp_path, workers=workers) for workers in (1, 2))
+    own = work(Launch(matmul(256)), kind="cpu", ranks=1)
+    assert together.measure([own]) == 0 and together(matmul(256)) is not None
+    assert alone(matmul(256)) is None and alone.path != together.path
+
+
+def test_workers_that_share_a_core_take_turns(tmp_path: Path) -> None:
+    own = work(Launch(matmul(64)), kind="cpu", ranks=1)
+    cores = len(allowed_cores())
+    one, crowd = (
+        prices_here(machine_from_words(f"{count}xcpu"), [own], folder=tmp_path) for count in (cores, 3 * cores)
+    )
+    single, shared = one.of(matmul(64), 0), crowd.of(matmul(64), 0)
+    assert single is not None and shared is not None
+    assert shared.seconds == pytest.approx(3 * single.seconds)
+    assert crowd.host(matmul(64), 0).seconds == pytest.approx(3 * one.host(matmul(64), 0).seconds)

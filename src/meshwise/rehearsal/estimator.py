@@ -13,7 +13,7 @@ from meshwise.rehearsal.allocator import device_total, replay, workspace
 from meshwise.rehearsal.breakdown import slowest_rank
 from meshwise.rehearsal.estimate import Estimate, Memory, Range
 from meshwise.rehearsal.measured import prices_here
-from meshwise.rehearsal.memory import memory_curve
+from meshwise.rehearsal.memory import memory_curve, with_inside
 from meshwise.rehearsal.prices import Prices, missing
 from meshwise.rehearsal.simulate import Step, simulate
 from meshwise.rehearsal.trace import Trace, trace
@@ -51,9 +51,9 @@ def rehearser(job: Job, machine: Machine, cap: int | None = None) -> Callable[[P
     def rehearse(plan: Plan) -> Rehearsed:
         traces = trace(job, plan, kind)
         steps = [each.step for each in traces]
-        memory = _memory(traces, machine, cap)
         notes, samples = steps[0].notes, job.batch_size
         prices = prices_here(machine, steps, MEASURE) if kind == "cpu" else described
+        memory = max((_of_rank(each, prices, cap) for each in traces), key=lambda memory: memory.total.value)
         unknown = missing(steps, prices)
         if unknown:
             return Rehearsed(Estimate(plan, memory, None, {}, unknown[0], notes, samples), traces, prices)
@@ -68,13 +68,10 @@ def rehearser(job: Job, machine: Machine, cap: int | None = None) -> Callable[[P
     return rehearse
 
 
-def _memory(traces: Sequence[Trace], machine: Machine, cap: int | None) -> Memory:
-    return max((_of_rank(each, machine, cap) for each in traces), key=lambda memory: memory.total.value)
-
-
-def _of_rank(traced: Trace, machine: Machine, cap: int | None) -> Memory:
+def _of_rank(traced: Trace, prices: Prices, cap: int | None) -> Memory:
     """Of the larger of its first step and a later one, after one another."""
-    works, device = (traced.first, traced.step), machine.devices[traced.step.rank]
+    device = prices.machine.devices[traced.step.rank]
+    works = [with_inside(work, prices.inside) for work in (traced.first, traced.step)]
     capacity = device.memory if cap is None else min(cap, device.memory or cap)
     peak = max((memory_curve(work).peak for work in works), key=lambda peak: peak.bytes)
     host = max(memory_curve(work, on_host=True).peak.bytes for work in works)

@@ -1,7 +1,8 @@
-"""Operators measured at their shapes on this processor: each is run once with real tensors, timed, and remembered.
+"""Operators measured at their shapes on this processor: each is run with real tensors, timed, and remembered.
 
-Remembered by torch's version, the processor, the number of threads and the call, in the user's cache folder. What a
-program adds to an operator (Python, modules, autograd) is measured too, once.
+Where several workers share the processor, as many threads do the same at once, since they share its memory too.
+Remembered by torch's version, the processor, threads, workers and the call, in the user's cache folder. What an
+operator allocates inside is measured with it, and what a program adds to it (Python, modules, autograd), once.
 
 Tested in tests/rehearsal/test_measured.py.
 """
@@ -10,18 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 
 import torch
 
+from meshwise.compat.allocated import allocations_of
 from meshwise.machine.allowance import allowed_cores
 from meshwise.machine.discovery.host_facts import host_facts
 from meshwise.machine.measure.compute import memory_rate
@@ -37,6 +42,8 @@ REPEATS, LONGEST = 7, 0.05
 COLD, FLUSHED, IN_CACHE = 3, 64 << 20, 64 << 10
 """Calls behind a write of FLUSHED bytes, which empties the caches, of operators on more than IN_CACHE bytes: in a step
 some of their tensors were just made and others long ago."""
+INSIDE_FROM = 16 << 10
+"""Bytes of an operator's tensors from which on it is looked at what it allocates inside."""
 MEMORY_RATE = "bytes a second of a copy"
 PROGRAM = "what a program adds to an operator"
 
@@ -44,18 +51,24 @@ PROGRAM = "what a program adds to an operator"
 class OperatorTimes:
     """Seconds of operators on this machine's processor. `known` of `kernel_seconds` may be an instance."""
 
-    def __init__(self, threads: int | None = None, folder: Path | None = None) -> None:
-        """threads: that a worker computes with, torch's own number by default. folder: of the cache."""
-        self.threads = threads or torch.get_num_threads()
+    def __init__(self, threads: int | None = None, folder: Path | None = None, workers: int = 1) -> None:
+        """threads: that a worker computes with, torch's own number by default. folder: of the cache. workers: that
+        compute at once."""
+        self.threads, self.workers = threads or torch.get_num_threads(), workers
         facts = {"torch": torch.__version__, "processor": host_facts().processor, "threads": self.threads}
+        facts |= {"workers": workers}
         name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
         self.path = (folder or cache_folder()) / f"operators-{name}.json"
         self._facts = facts
-        self._seconds = _read(self.path)
+        self._seconds, self._inside = _read(self.path)
 
     def __call__(self, operation: Operation) -> float | None:
         """Seconds of an operator that was measured; None for another."""
         return self._seconds.get(operation.call) if operation.call else None
+
+    def inside(self, operation: Operation) -> int:
+        """Bytes that an operator allocates for its own while it runs; 0 for one that was not measured."""
+        return self._inside.get(operation.call, 0)
 
     def memory_rate(self) -> float:
         """Bytes a second that a copy reads and writes."""
@@ -75,6 +88,7 @@ class OperatorTimes:
         end = time.perf_counter() + budget
         waiting = [operation for operation in _most_first(works) if operation.call not in self._seconds]
         found: dict[str, float] = {}
+        inside: dict[str, int] = {}
         left = len(waiting)
         with _threads(self.threads), torch.no_grad():
             if self.program is None:
@@ -83,17 +97,21 @@ class OperatorTimes:
                 if time.perf_counter() > end:
                     break
                 left -= 1
-                seconds = _timed(operation.call)
+                seconds = _timed(operation.call, self.workers - 1)
                 if seconds is not None:
                     found[operation.call] = seconds
-        self._remember(found)
+                    if taken := _taken_inside(operation.call):
+                        inside[operation.call] = taken
+        self._remember(found, inside)
         return left
 
-    def _remember(self, found: dict[str, float]) -> None:
+    def _remember(self, found: dict[str, float], inside: Mapping[str, int] = MappingProxyType({})) -> None:
         """Beside what another process may have written meanwhile."""
-        self._seconds = {**_read(self.path), **self._seconds, **found}
+        seconds, bytes_inside = _read(self.path)
+        self._seconds = {**seconds, **self._seconds, **found}
+        self._inside = {**bytes_inside, **self._inside, **inside}
         if found:
-            table = {"measured on": self._facts, "seconds": self._seconds}
+            table = {"measured on": self._facts, "seconds": self._seconds, "inside": self._inside}
             with contextlib.suppress(OSError):  # without a cache it is measured again
                 write_text(self.path, json.dumps(table, indent=0))
 
@@ -108,11 +126,13 @@ def prices_here(machine: Machine, works: Sequence[Work], budget: float = 20.0, f
     if device.kind != "cpu" or device.part not in ("cpu", host_facts().processor):
         return Prices(machine)
     workers = sum(other.host == device.host for other in machine.devices)
-    times = OperatorTimes(max(len(allowed_cores()) // workers, 1), folder)
+    cores = machine.hosts[device.host].cores or len(allowed_cores())
+    times = OperatorTimes(max(cores // workers, 1), folder, min(workers, cores))
     times.measure(works, budget)
     rate = device.memory_rate or times.memory_rate()
     devices = tuple(each if each.memory_rate else replace(each, memory_rate=rate) for each in machine.devices)
-    return Prices(replace(machine, devices=devices), {device.part: times}, times.program)
+    described, crowd = replace(machine, devices=devices), max(workers / cores, 1.0)
+    return Prices(described, {device.part: times}, times.program, crowd, times.inside)
 
 
 def cache_folder() -> Path:
@@ -151,21 +171,52 @@ def _most_first(works: Iterable[Work]) -> list[Operation]:
     return sorted(callable_here, key=lambda one: -counts[one] * (one.flops / 10 + one.read + one.written))
 
 
-def _timed(call: str) -> float | None:
-    """Seconds of a call, half-way between caches that hold its tensors and caches that do not; None where it cannot be
-    made, or would take more than a quarter of the free memory."""
+def _timed(call: str, others: int = 0) -> float | None:
+    """Seconds of a call while as many others do the same, half-way between caches that hold its tensors and caches that
+    do not; None where it cannot be made, or would take more than a quarter of the free memory."""
     size = bytes_of(call)
-    if size > free_bytes(torch.device("cpu")) // 4:
+    if size * (1 + others) > free_bytes(torch.device("cpu")) // 4:
         return None
     try:
         operator = made(call)
-        seconds = _median_of(operator, REPEATS)
         if size <= IN_CACHE:
-            return seconds
-        flushed = torch.ones(FLUSHED // 4)
-        return math.sqrt(seconds * max(_median_of(operator, COLD, lambda: flushed.add_(1)), seconds))
+            return _median_of(operator, REPEATS)
+        with _at_once(call, others):
+            seconds = _median_of(operator, REPEATS)
+            flushed = torch.ones(FLUSHED // 4)
+            return math.sqrt(seconds * max(_median_of(operator, COLD, lambda: flushed.add_(1)), seconds))
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError, NotImplementedError):
         return None
+
+
+@contextlib.contextmanager
+def _at_once(call: str, others: int) -> Iterator[None]:
+    """While the body runs, threads do the same on tensors of their own."""
+    over = threading.Event()
+
+    def work() -> None:
+        with torch.no_grad(), contextlib.suppress(Exception):  # what it raises, the one that is timed raises too
+            operator = made(call)
+            while not over.is_set():
+                operator()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(others)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def _taken_inside(call: str) -> int:
+    """Bytes that a call allocates beside what it gives, at most at once, by torch's own events of its allocator."""
+    if bytes_of(call) < INSIDE_FROM:
+        return 0
+    totals = list(itertools.accumulate(allocations_of(made(call))))
+    return max(max(totals, default=0) - max(totals[-1:], default=0), 0)
 
 
 def _median_of(call: Callable[[], object], repeats: int, before: Callable[[], object] | None = None) -> float:
@@ -192,9 +243,11 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _read(path: Path) -> dict[str, float]:
+def _read(path: Path) -> tuple[dict[str, float], dict[str, int]]:
+    """Seconds, and bytes inside."""
     try:
-        seconds = json.loads(path.read_text(encoding="utf-8"))["seconds"]
-        return {str(call): float(value) for call, value in seconds.items()}
+        table = json.loads(path.read_text(encoding="utf-8"))
+        seconds = {str(call): float(value) for call, value in table["seconds"].items()}
+        return seconds, {str(call): int(value) for call, value in table["inside"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+        return {}, {}

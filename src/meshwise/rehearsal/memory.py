@@ -8,15 +8,15 @@ Tested in tests/rehearsal/test_memory.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.rehearsal.allocator import rounded
-from meshwise.rehearsal.work import CATEGORIES, Allocate, Free, Launch, Work
+from meshwise.rehearsal.work import CATEGORIES, Allocate, Event, Free, Launch, Operation, Work
 
 Bytes = NDArray[np.int64]
 
@@ -91,6 +91,18 @@ def memory_curve(work: Work, on_host: bool = False) -> Curve:
             places.append(place)
             changes.append(row)
     return Curve(work, np.array(places, np.int64), np.cumsum(np.stack(changes), axis=0))
+
+
+def with_inside(work: Work, inside: Callable[[Operation], int]) -> Work:
+    """The same with what operators allocate for their own while they run, for its memory alone: the places of launches
+    become others. inside: bytes of that."""
+    events: list[Event] = []
+    for event in work.events:
+        size = inside(event.what) if isinstance(event, Launch) and isinstance(event.what, Operation) else 0
+        if size:
+            events += [Allocate(-1, size, "temporary"), Free(-1)]
+        events.append(event)
+    return replace(work, events=tuple(events))
 
 
 def _memory_events(work: Work) -> Iterator[tuple[int, Allocate | Free]]:

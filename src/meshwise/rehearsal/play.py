@@ -230,10 +230,11 @@ class _Play:
         of = self.ranks[rank]
         counts = of.counts
         rate = 1 / max(counts[share], 1)
+        inside = of.overlap.inside or of.overlap
         if share == COMPUTING:
-            return rate / of.overlap.compute if counts[INSIDE] or counts[ACROSS] else rate
+            return rate / (inside.compute if counts[INSIDE] else of.overlap.compute if counts[ACROSS] else 1.0)
         if share in (INSIDE, ACROSS) and counts[COMPUTING]:
-            return rate / of.overlap.communication
+            return rate / (inside if share == INSIDE else of.overlap).communication
         return rate
 
     def push(self, time: float, task: _Task | None, version: int, rank: int, stream: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshwise.machine.catalog import Part, achievable, part, reached
@@ -45,6 +45,13 @@ class Priced:
 def priced(seconds: float, spread: float, origin: str, factor: str) -> Priced:
     """From `seconds / spread` to `seconds * spread`."""
     return Priced(seconds, seconds / spread, seconds * spread, origin, factor)
+
+
+def times(price: Priced, factor: float) -> Priced:
+    """So many times the price."""
+    if factor == 1.0:
+        return price
+    return replace(price, seconds=price.seconds * factor, low=price.low * factor, high=price.high * factor)
 
 
 def kernel_seconds(operation: Operation, device: Device, known: Known | None = None) -> Priced | None:

@@ -6,8 +6,8 @@ Tested in tests/rehearsal/test_simulate.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from meshwise.rehearsal.collective_price import collective_seconds
 from meshwise.rehearsal.constants import FIGURES
@@ -21,6 +21,7 @@ from meshwise.rehearsal.price import (
     kernel_seconds,
     launch_seconds,
     priced,
+    times,
 )
 from meshwise.rehearsal.work import Collective, Copy, Operation, Work
 from meshwise.spec.errors import UsageError
@@ -30,28 +31,43 @@ from meshwise.spec.units import plural
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much longer what computes, and what communicates, takes while the other is under way: at least 1."""
+    """How much longer what computes, and what communicates, takes while the other is under way: at least 1.
+
+    inside: of what communicates inside a host, where that is another figure."""
 
     compute: float
     communication: float
+    inside: Overlap | None = None
 
 
 def overlap_of(device: Device, end: int = 0) -> Overlap:
     """The factors of the table of constants for this kind of device; at -1 and 1 the ends of their intervals."""
-    kind = "cpu" if device.kind == "cpu" else "gpu"
+    if device.kind != "cpu":
+        return _overlap("gpu", end)
+    return replace(_overlap("cpu", end), inside=_overlap("cpu.inside", end))
+
+
+def _overlap(kind: str, end: int) -> Overlap:
     figures = (FIGURES[f"overlap.{what}.{kind}"] for what in ("compute", "communication"))
-    return Overlap(*(max(figure.value * figure.spread**end, 1.0) for figure in figures))
+    compute, communication = (max(figure.value * figure.spread**end, 1.0) for figure in figures)
+    return Overlap(compute, communication)
 
 
 class Prices:
     """Prices of launches on the devices of one machine."""
 
     def __init__(
-        self, machine: Machine, known: Mapping[str, Known] | None = None, program: float | None = None
+        self,
+        machine: Machine,
+        known: Mapping[str, Known] | None = None,
+        program: float | None = None,
+        crowd: float = 1.0,
+        inside: Callable[[Operation], int] = lambda operation: 0,
     ) -> None:
         """known: measured seconds of operators, by the name of the device's part. program: seconds that Python, modules
-        and autograd add to each operator of a CPU worker."""
-        self.machine = machine
+        and autograd add to each operator of a CPU worker. crowd: workers that share one core, at least 1.
+        inside: measured bytes that an operator allocates for its own while it runs."""
+        self.machine, self._crowd, self.inside = machine, crowd, inside
         self._program = program
         self._known = known or {}
         self._operations: dict[tuple[int, Operation], Priced | None] = {}
@@ -74,7 +90,8 @@ class Prices:
         if isinstance(what, Operation):
             alike = self._alike[rank], what
             if alike not in self._operations:
-                self._operations[alike] = kernel_seconds(what, device, self._known.get(device.part))
+                seconds = kernel_seconds(what, device, self._known.get(device.part))
+                self._operations[alike] = None if seconds is None else times(seconds, self._crowd)
             return self._operations[alike]
         other = self._alike[rank], what
         if other not in self._others:
@@ -96,7 +113,7 @@ class Prices:
             figure = FIGURES["launch.collective"]
             return priced(figure.value, figure.spread, MODEL, LAUNCH)
         if device.kind == "cpu" and self._program is not None and isinstance(what, Operation):
-            return priced(self._program, FIGURES["measured.program"].spread, MEASURED, LAUNCH)
+            return priced(self._program * self._crowd, FIGURES["measured.program"].spread, MEASURED, LAUNCH)
         return launch_seconds(device, phase)
 
 

@@ -140,9 +140,11 @@ def _steps(
     record.cut()
     numbers: dict[int, int] = {}
     record.places.follow(state.model, lambda: numbers.get(id(engine.part), -1))
-    for parts in batches:
+    for number, parts in enumerate(batches):
         parts = [(_on(batch, engine.world.device), part) for batch, part in parts]
-        record.tell(tensors_in([batch for batch, _ in parts]), "input")
+        following = batches[number - 1][0][0] if record.device != "cpu" else ()  # copied while this one is used
+        ahead = _on(following, engine.world.device)
+        record.tell(tensors_in([ahead, *(batch for batch, _ in parts)]), "input")
         numbers.update((id(part), number) for number, (_, part) in enumerate(parts))
         held, _ = record.cut()
         train_step(engine, job, state, parts)

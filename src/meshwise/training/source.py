@@ -73,9 +73,11 @@ def reader(data: Any, settings: LoaderSettings) -> Reader:
 
 
 def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Iterator[tuple[Any, BatchSlice]]:
-    """The batch of each slice, with it. Slices are made as batches are read: an epoch has many."""
+    """The batch of each slice, with it. Slices are made as batches are read: an epoch has many. No batch is held."""
     slices, ahead = tee(slices)
-    return zip(read((part.indices for part in ahead), epoch), slices, strict=True)
+    batches = iter(read((part.indices for part in ahead), epoch))
+    for part in slices:
+        yield next(batches), part
 
 
 def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:

@@ -1,0 +1,46 @@
+"""What a call allocates on the host, by torch's profiler.
+
+Its events and their results are kineto's, which are not public. Read in torch 2.11, 2.13 and 2.15:
+`csrc/profiler/kineto_shim.h`, `autograd/profiler.py`.
+
+Tested in tests/rehearsal/test_measured.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+MEMORY = "[memory]"
+
+
+def allocations_of(call: Callable[[], object]) -> list[int]:
+    """The bytes that `call` allocates, one after the other, negative where they are given back; what it returns is not
+    given back."""
+    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        given = call()
+    results: Any = seen.profiler.kineto_results
+    events = sorted(results.events(), key=lambda event: event.start_ns())
+    del given
+    return [event.nbytes() for event in events if event.name() == MEMORY]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """kineto prints a line at each begin and end of a profile, to the process's stderr, unless an environment variable
+    was set before torch was imported."""
+    with contextlib.ExitStack() as stack:
+        try:
+            before, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        except OSError:  # there is no stderr
+            yield
+            return
+        stack.callback(os.close, before)
+        stack.callback(os.dup2, before, 2)
+        os.dup2(nothing, 2)
+        os.close(nothing)
+        yield
