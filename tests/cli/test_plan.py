@@ -17,6 +17,7 @@ from meshwise.jobs.registry import find_job
 from meshwise.rehearsal.estimator import estimator
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import read_plan
+from tests.rehearsal.test_scripts import SCRIPT as OF_ONE_LOOP
 
 Planned = Callable[..., tuple[int, str, str]]
 
@@ -84,6 +85,8 @@ towers = Job("towers", Towers, lambda m, b: F.binary_cross_entropy_with_logits(m
 reads = Job("reads", lambda: Reads(4, 4), lambda m, b: m(b[0]).mean(), adam, lambda: (numbers(32, 4),), batch_size=8)
 """
 
+SCRIPT = OF_ONE_LOOP + "    open('log.txt', 'a').write('step')\nprint('epoch')\n"
+
 
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Planned:
@@ -117,6 +120,15 @@ def test_the_best_plan_is_shown_and_saved(planned: Planned, tmp_path: Path) -> N
     assert read_plan(tmp_path / "best.toml", 2) == Plan()
 
 
+def test_a_script_is_planned_and_its_files_stay_as_they_were(planned: Planned, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "log.txt").write_text("mine")
+    code, out, err = planned("--machine", "2xH100", "--seconds", "0.01", "train.py", "--size", "64")
+    assert code == 0, err
+    assert "train.py on 2xH100, batch 8" in out and "data=1 fits" in out and "epoch" not in out
+    assert (tmp_path / "log.txt").read_text() == "mine"
+
+
 def test_a_plan_that_does_not_fit_is_one(planned: Planned, tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text("shard = 2\n")
     words = ("mnist-mlp", "--machine", "2xH100", "--fits", "plan.toml")
@@ -137,7 +149,9 @@ def test_a_plan_that_does_not_fit_is_one(planned: Planned, tmp_path: Path) -> No
         (("mnist-mlp", "--machine", "2xH100", "--within", "much"), "--within"),
         (("mnist-mlp", "--machine", "2xH100", "--allow", "magic"), "magic"),
         (("jobs.py:reads", "--machine", "1xH100"), "values"),
-        (("jobs.py", "--machine", "1xH100"), "is a script"),
+        (("jobs.py", "--machine", "1xH100"), "never gives a model to mw.distribute"),
+        (("missing.py", "--machine", "1xH100"), "no such file"),
+        (("--machine", "1xH100", "--batch-size", "8", "jobs.py"), "this is an option of jobs"),
     ],
 )
 def test_what_cannot_be_is_two_and_one_sentence(

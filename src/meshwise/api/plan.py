@@ -6,25 +6,30 @@ Tested in tests/cli/test_plan.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from meshwise.api.machines import find_machine
 from meshwise.api.plan_options import PlanOptions
 from meshwise.compat.fake import FakeTensors
+from meshwise.equivalence.scratch_files import scratch_files
 from meshwise.jobs.registry import find_job
+from meshwise.jobs.script import run_script_file
 from meshwise.parallel.batch_norm import normalises
 from meshwise.rehearsal.candidates import Space, candidates, savers
 from meshwise.rehearsal.estimate import FITS, UNKNOWN, Estimate
-from meshwise.rehearsal.estimator import Rehearsed, rehearser
+from meshwise.rehearsal.estimator import Rehearsed, kind_of, rehearser
 from meshwise.rehearsal.explain import Explanation, explain
 from meshwise.rehearsal.memory_parts import MemoryParts, memory_parts
+from meshwise.rehearsal.scripts import Script, known_script
 from meshwise.rehearsal.search import Search, search
 from meshwise.rehearsal.views.plan_text import plans_text
 from meshwise.spec.errors import MeshwiseError, PlanError, UsageError
 from meshwise.spec.machine import Machine
-from meshwise.spec.options import takes
+from meshwise.spec.options import refuse_options_of_jobs, takes
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import read_plan
 from meshwise.spec.plan_settings import plan_from_settings, settings_text
@@ -54,6 +59,7 @@ class Plans:
     explained: Explanation | None = None
     memory: MemoryParts | None = None
     steps: int | None = None
+    batch_option: str = "--batch-size"
     price: float | None = None
 
     @property
@@ -81,10 +87,17 @@ def plan(options: PlanOptions) -> Plans:
 
 def plan_options(options: PlanOptions) -> Plans:
     """The search with these options."""
-    machine, job = _machine_of(options), _job_of(options)
+    with ExitStack() as stack:
+        machine = _machine_of(options)
+        return _planned(options, machine, _job_of(options, machine, stack))
+
+
+def _planned(options: PlanOptions, machine: Machine, job: Job | Script) -> Plans:
     rehearse = rehearser(job, machine, options.cap)
     estimate = functools.cache(lambda plan: rehearse(plan).estimate)
     plans = Plans(job.name, job.batch_size, machine, _NOTHING, price=options.price)
+    if isinstance(job, Script):
+        plans = replace(plans, batch_option="a loader with the batch_size")
     if options.fits is not None or options.memory:
         found = _judged(machine, options, estimate, _space(job, machine, options))
         plans = replace(plans, found=found, one=True)
@@ -94,7 +107,7 @@ def plan_options(options: PlanOptions) -> Plans:
     return _in_detail(plans, options, rehearse)
 
 
-def _space(job: Job, machine: Machine, options: PlanOptions) -> Space:
+def _space(job: Job | Script, machine: Machine, options: PlanOptions) -> Space:
     counts = options.counts(len(machine.devices))
     return Space(counts, _per_host(machine), job.batch_size, options.settings, options.allow, _has_batch_norms(job))
 
@@ -106,7 +119,7 @@ def _searched(plans: Plans, space: Space, options: PlanOptions, estimate: Callab
         raise PlanError(
             f"no plan divides a global batch of {plans.batch} samples over {most} devices"
             f"{' with ' + ' '.join(options.settings) if options.settings else ''}. "
-            f"Use --batch-size {_multiple(plans.batch, most)}, or fewer devices: --devices 1..{most}."
+            f"Use {plans.batch_option} {_multiple(plans.batch, most)}, or fewer devices: --devices 1..{most}."
         )
     show: Callable[[Plans], None] = options.show
     found = search(
@@ -146,8 +159,10 @@ def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Re
     return plans
 
 
-def _steps(job: Job) -> int:
-    """Optimizer steps of the whole training."""
+def _steps(job: Job | Script) -> int | None:
+    """Optimizer steps of the whole training; None of a script, whose loop is its own."""
+    if isinstance(job, Script):
+        return None
     return -(-open_data(job, job.data(), "training set").samples // job.batch_size) * job.epochs
 
 
@@ -173,21 +188,32 @@ def _machine_of(options: PlanOptions) -> Machine:
     return options.machine if isinstance(options.machine, Machine) else find_machine(options.machine)
 
 
-def _job_of(options: PlanOptions) -> Job:
+def _job_of(options: PlanOptions, machine: Machine, stack: ExitStack) -> Job | Script:
+    """The job; or the script, which writes into a folder of the stack's."""
     if isinstance(options.job, str) and options.job.endswith(".py"):
-        raise UsageError(
-            f"{options.job} is a script, and plans are found for jobs so far. Write a Job, and name it: "
-            f"{options.job}:job."
-        )
+        refuse_options_of_jobs(options.job, options)
+        script = Path(options.job)
+        if not script.is_file():
+            raise UsageError(f"{script}: no such file. Name a Python file, or a job: mnist-mlp, train.py:job.")
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="meshwise-plan-")))
+        run = functools.partial(_run_aside, folder, script.resolve(), list(options.arguments))
+        return known_script(script.name, run, kind_of(machine))
     job = find_job(options.job, data=options.data, seed=options.seed, args=options.args)
     return job if options.batch_size is None else replace(job, batch_size=options.batch_size)
+
+
+def _run_aside(folder: Path, script: Path, arguments: Sequence[str]) -> None:
+    with scratch_files(folder):
+        run_script_file(script, arguments)
 
 
 def _per_host(machine: Machine) -> int:
     return max(1, len(machine.devices) // max(1, len(machine.hosts)))
 
 
-def _has_batch_norms(job: Job) -> bool:
+def _has_batch_norms(job: Job | Script) -> bool:
+    if isinstance(job, Script):
+        return job.batch_norms
     with FakeTensors(lambda func, args, kwargs, run: run(), stands_for_real=True):
         try:
             model = job.model()

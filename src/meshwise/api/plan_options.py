@@ -5,7 +5,7 @@ Tested in tests/cli/test_plan.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,9 +25,12 @@ ALLOW = {"precision": "a narrower dtype", "microbatch": "another microbatch unde
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of a search. show: takes what is known so far, again and again."""
+    """The options of a search. arguments: of a script. show: takes what is known so far, again and again."""
 
-    job: Annotated[Job | str, Option("mnist-mlp, mnist-cnn, mlp, gpt[:size] or file.py:name", argument=True)]
+    job: Annotated[
+        Job | str,
+        Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments", argument=True),
+    ]
     _: KW_ONLY
     machine: Annotated[
         Machine | str | Path | None, Option("8xH100, 2x8xA100-80GB@200Gb, 4xcpu, a machine file; default: what is here")
@@ -46,7 +49,7 @@ class PlanOptions:
     ] = False
     price: Annotated[float | None, Option("money for an hour of one device, in any currency: 2.5")] = None
     steps: Annotated[int | None, Option("optimizer steps of the training; default: those of the job's epochs")] = None
-    batch_size: Annotated[int | None, Option("samples of the global batch, over all devices")] = None
+    batch_size: Annotated[int | None, Option("samples of the global batch, over all devices", scripts=False)] = None
     settings: Annotated[
         tuple[str, ...], Option("a field that every plan has: precision=bf16", name="--set", metavar="FIELD=VALUE")
     ] = ()
@@ -54,10 +57,11 @@ class PlanOptions:
     seconds: Annotated[float, Option("rehearse for this long at most")] = SECONDS
     args: Annotated[
         Mapping[str, Plain] | tuple[str, ...],
-        Option("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE"),
+        Option("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE", scripts=False),
     ] = ()
-    seed: Annotated[int | None, Option("seed of the start values, the data order and the draws")] = None
-    data: Annotated[str | Path | None, Option("another data set in the same format: a folder")] = None
+    seed: Annotated[int | None, Option("seed of the start values, the data order and the draws", scripts=False)] = None
+    data: Annotated[str | Path | None, Option("another data set in the same format: a folder", scripts=False)] = None
+    arguments: Sequence[str] = ()
     show: Callable[[Any], None] = lambda found: None
 
     def __post_init__(self) -> None:

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
 from meshwise import api
 from meshwise.api.plan_options import PlanOptions
-from meshwise.commands.command_line import from_dataclass
+from meshwise.commands.command_line import ScriptCommand, from_dataclass
 from meshwise.records.files import write_text
 from meshwise.rehearsal.estimate import FITS
 from meshwise.rehearsal.views.plan_dict import plans_dict
@@ -26,7 +25,7 @@ from meshwise.spec.units import plural, seconds_text
 app = typer.Typer(add_completion=False)
 
 
-class PlanCommand(TyperCommand):
+class PlanCommand(ScriptCommand):
     """`--explain` alone is that of the first plan."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -37,9 +36,10 @@ class PlanCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-@app.command(cls=PlanCommand)
+@app.command(cls=PlanCommand, context_settings={"obj": PlanOptions})
 @from_dataclass
 def plan(
+    context: typer.Context,
     options: PlanOptions,
     save: Annotated[Path | None, typer.Option("--save", help="write the best plan to a file", metavar="FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print every figure as JSON, and nothing else")] = False,
@@ -50,6 +50,7 @@ def plan(
 
     \b
     meshwise plan gpt --machine 8xH100                     ranked plans
+    meshwise plan --machine 8xH100 train.py --epochs 1     of your script, up to its second step
     meshwise plan gpt --machine 8xH100 --explain           what the best one's step is made of
     meshwise plan gpt --machine 1xH100 --memory            what its memory goes to
     meshwise plan train.py:job --machine 8xH100 --save plan.toml
@@ -57,7 +58,9 @@ def plan(
     """
     console = Console(stderr=True)
     with console.status("rehearsing") as status:
-        plans = api.plan.plan_options(replace(options, show=lambda part: status.update(_progress(part))))
+        plans = api.plan.plan_options(
+            replace(options, arguments=context.args, show=lambda part: status.update(_progress(part)))
+        )
     if as_json:
         print(json.dumps(plans_dict(plans), indent=2))
     else:

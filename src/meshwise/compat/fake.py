@@ -18,7 +18,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from meshwise.compat.dispatch import without_interception
-from meshwise.compat.fake_values import give_value, with_values
+from meshwise.compat.fake_values import fake_batch, give_value, with_values
 from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import tensors_in
 
@@ -148,9 +148,24 @@ def over(subclass: type[Tensor], kind: type[Tensor]) -> type[Tensor]:
     return type(subclass.__name__, (subclass, kind), {}) if issubclass(kind, FakeTensor) else subclass
 
 
-def real_values() -> contextlib.AbstractContextManager[object]:
+def real_values() -> contextlib.AbstractContextManager[Any]:
     """What is computed in it has values, also in a rehearsal."""
     return without_interception() if rehearsing() else contextlib.nullcontext()
+
+
+def as_rehearsed(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """`(batch, facts)` pairs as they are; in a rehearsal they are read for real, and the batches' tensors become fake
+    ones."""
+    return _rehearsed(pairs) if rehearsing() else pairs
+
+
+def _rehearsed(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    while True:
+        with real_values():
+            pair = next(pairs, None)
+        if pair is None:
+            return
+        yield fake_batch(pair[0]), pair[1]
 
 
 def owner_of(tensor: Tensor) -> object:

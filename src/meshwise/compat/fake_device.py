@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._device import _device_constructors
+from torch.utils import _device
 
 from meshwise.compat import fake_autocast
 
@@ -148,6 +148,11 @@ def current_stream() -> str:
     return _stream[-1].name
 
 
+def stream_of() -> Stream:
+    """The stream that operators go to."""
+    return _stream[-1]
+
+
 def launched(stream: str, place: int) -> tuple[int, ...]:
     """A launch at `place` of the record goes to the stream: gives the places that it must wait for."""
     _last[stream] = place
@@ -166,7 +171,7 @@ def fake_device(main: str) -> Iterator[str]:
     _users[0] += 1
     _stream[:] = [Stream(name=main)]
     begin_record()
-    _device_constructors()  # torch keeps this list of functions: it must have the real ones
+    _device._device_constructors()  # torch keeps this list of functions: it must have the real ones
     try:
         with patch.multiple(torch, tensor=_made_on_host(torch.tensor), as_tensor=_made_on_host(torch.as_tensor)):
             yield NAME
@@ -179,9 +184,10 @@ def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(make)
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-        if device is None or torch.device(device).type != NAME or isinstance(data, Tensor):
+        where = _device.CURRENT_DEVICE if device is None else device  # of `with torch.device`
+        if where is None or torch.device(where).type not in (NAME, "cuda") or isinstance(data, Tensor):
             return make(data, *args, device=device, **kwargs)
-        return make(data, *args, device="cpu", **kwargs).to(device)
+        return make(data, *args, device="cpu", **kwargs).to(NAME)
 
     return made
 

@@ -8,11 +8,13 @@ Tested in tests/rehearsal/test_values.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwise.compat.dispatch import StorageMap, operator_name, without_interception, written_arguments
 from meshwise.compat.tree import map_tensors, tensors_in
@@ -22,7 +24,9 @@ MOST = 1 << 16
 READS = ("_local_scalar_dense", "item")
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """What they give has no values before it is written."""
-OVERWRITES = ("copy_", "fill_", "zero_")
+OVERWRITES = ("copy_", "fill_", "zero_", "random_")
+DRAWN = ("randperm", "randint", "random_")
+"""They draw whole numbers, which a program may index with: an order of samples, where a text is cut."""
 _VALUE = "_value_in_rehearsal"
 _lost = StorageMap()  # of values that a write has left unknown
 
@@ -43,6 +47,42 @@ def _is_real(tensor: Tensor) -> bool:
     return type(tensor) is Tensor
 
 
+def fake_batch(batch: Any, device: str | None = None) -> Any:
+    """The tensors of a real batch as fake ones, with their values where they are few: integers alone, where they go to
+    another device."""
+
+    def faked(tensor: Tensor) -> Tensor:
+        there = torch.empty_like(tensor, device=device)
+        if not tensor.is_floating_point():
+            give_value(there, tensor)
+        return there
+
+    return map_tensors(faked, batch)
+
+
+_guesses: list[Callable[[torch.dtype], float | None]] = []
+
+
+@contextmanager
+def guessing(guess: Callable[[torch.dtype], float | None]) -> Iterator[None]:
+    """During the body, a number that is read outside of a module's forward and is not known is what `guess(dtype)`
+    gives; None: it is refused as ever."""
+    _guesses.append(guess)
+    try:
+        yield
+    finally:
+        _guesses.pop()
+
+
+def _guessed(tensor: Tensor) -> float | None:
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            return None
+        frame = frame.f_back
+    return _guesses[-1](tensor.dtype)
+
+
 def with_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any], needs: tuple[Any, ...]
 ) -> Any:
@@ -54,7 +94,8 @@ def with_values(
     known = [value_of(tensor) for tensor in given]
     if any(value is None for value in known) or not _is_small(func, args, kwargs, given):
         _lose(func, args, kwargs)
-        return run()
+        guess = _guessed(given[0]) if _guesses and operator_name(func) in READS else None
+        return run() if guess is None else guess
     if operator_name(func) in READS:
         return known[0].item() if known and known[0] is not None else run()
     try:
@@ -75,8 +116,10 @@ def with_values(
 
 
 def _is_small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> bool:
-    """Whether the operator is worth carrying out: neither random nor large."""
-    if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+    """Whether the operator is worth carrying out: neither large nor random, but for whole numbers."""
+    if func.namespace != "aten":
+        return False
+    if torch.Tag.nondeterministic_seeded in func.tags and operator_name(func) not in DRAWN:
         return False
     if given:
         return all(tensor.numel() <= MOST for tensor in given)
@@ -84,7 +127,7 @@ def _is_small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: l
     elements = 1
     for size in sizes[0] if sizes else ():
         elements *= size if isinstance(size, int) else MOST
-    numbers = [arg for arg in args if isinstance(arg, int | float)]
+    numbers = [arg for arg in args if isinstance(arg, int | float) and operator_name(func) != "randint"]
     return elements <= MOST and all(abs(number) <= MOST for number in numbers) and kwargs.get("device") is not None
 
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import _sharding_prop
 
 from meshwise.compat import fake, fake_device
 
+_Backend = torch._C._distributed_c10d.Backend
 _MESH_METHODS = ("__init__", "_concatenate", "__getitem__", "_flatten", "_unflatten")
 """They compute ranks from tensors, whose values a fake one does not have."""
 
@@ -99,6 +100,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         with (
             patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
             patch.object(dist.ProcessGroup, "_has_hooks", lambda group: False),  # the fake one warns when it is asked
+            patch.object(_Backend, "_get_sequence_number_for_group", lambda backend: 0),  # the fake one does not count
             patch.object(dist, "all_gather_object", _of_all),
             patch.object(dist, "broadcast_object_list", lambda box, **others: None),
             patch.object(_sharding_prop, "detect_fake_mode", lambda *inputs: fake.plain_mode()),

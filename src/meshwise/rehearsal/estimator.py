@@ -15,6 +15,7 @@ from meshwise.rehearsal.estimate import Estimate, Memory, Range
 from meshwise.rehearsal.measured import prices_here
 from meshwise.rehearsal.memory import memory_curve, with_inside
 from meshwise.rehearsal.prices import Prices, missing
+from meshwise.rehearsal.scripts import Script, trace_script
 from meshwise.rehearsal.simulate import Step, simulate
 from meshwise.rehearsal.trace import Trace, trace
 from meshwise.spec.machine import Machine
@@ -36,20 +37,25 @@ class Rehearsed:
     step: Step | None = None
 
 
-def estimator(job: Job, machine: Machine, cap: int | None = None) -> Callable[[Plan], Estimate]:
+def kind_of(machine: Machine) -> str:
+    """What is rehearsed for a machine: `cpu` or `gpu`."""
+    return "cpu" if machine.devices[0].kind == "cpu" else "gpu"
+
+
+def estimator(job: Job | Script, machine: Machine, cap: int | None = None) -> Callable[[Plan], Estimate]:
     """What estimates plans of this job on this machine. cap: bytes that a step may take of a device, where that is less
     than it has."""
     rehearse = rehearser(job, machine, cap)
     return lambda plan: rehearse(plan).estimate
 
 
-def rehearser(job: Job, machine: Machine, cap: int | None = None) -> Callable[[Plan], Rehearsed]:
+def rehearser(job: Job | Script, machine: Machine, cap: int | None = None) -> Callable[[Plan], Rehearsed]:
     """As `estimator`, with all that an estimate was made of."""
     described = Prices(machine)
-    kind = "cpu" if machine.devices[0].kind == "cpu" else "gpu"
+    kind = kind_of(machine)
 
     def rehearse(plan: Plan) -> Rehearsed:
-        traces = trace(job, plan, kind)
+        traces = trace(job, plan, kind) if isinstance(job, Job) else trace_script(job, plan, kind)
         steps = [each.step for each in traces]
         notes, samples = steps[0].notes, job.batch_size
         prices = prices_here(machine, steps, MEASURE) if kind == "cpu" else described

@@ -207,6 +207,12 @@ class Record:
             self._notice(tensor)
             self._categories[self._numbers[tensor.untyped_storage()]] = category
 
+    def allocated_since(self, place: int, category: str) -> None:
+        """What was taken since that place of the events is of this category."""
+        for event in self.events[place:]:
+            if isinstance(event, Allocate):
+                self._categories[event.storage] = category
+
     def backward_ends(self) -> None:
         """What the backward has left is gradients."""
         for number, event in self._alive.items():

@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from meshwise.compat import fake, fake_device
 from meshwise.compat.fake import NEEDS_VALUES, FakeTensors
-from meshwise.compat.fake_values import give_value
+from meshwise.compat.fake_values import fake_batch
 from meshwise.compat.fake_world import fake_world, resizing, start_values_unread
 from meshwise.compat.loss_scale import always_steps
 from meshwise.compat.moved import waiting
 from meshwise.compat.sharding import local_of
-from meshwise.compat.tree import map_tensors, tensors_in
+from meshwise.compat.tree import tensors_in
 from meshwise.parallel.mesh import divide_work, forget_meshes
 from meshwise.parallel.step_hooks import Order
-from meshwise.recovery.state import RunState
 from meshwise.rehearsal.record import Record
 from meshwise.rehearsal.work import MAIN, Work
 from meshwise.spec.errors import MeshwiseError, UsageError
@@ -70,23 +70,24 @@ def trace(job: Job, plan: Plan, kind: str = "gpu") -> list[Trace]:
     except MeshwiseError:
         raise
     except Exception as error:  # whatever a program raises
-        told = UsageError(_why_not(job, error)).with_traceback(error.__traceback__)
+        told = UsageError(why_not(f"job '{job.name}'", error)).with_traceback(error.__traceback__)
         name_line(told)
         raise told from error
 
 
-def _why_not(job: Job, error: Exception) -> str:
-    first = str(error).partition("\n")[0].partition(". This could be because")[0]
+def why_not(what: str, error: Exception) -> str:
+    """Why `what` cannot be rehearsed, of an error that it raised."""
+    first = str(error).partition("\n")[0].partition(". This could be because")[0].replace("sim:0", "cuda:0")
     if isinstance(error, NEEDS_VALUES):
         return (
-            f"job '{job.name}' is rehearsed on tensors without values, and this line needs one ({first}). Decide by "
+            f"{what} is rehearsed on tensors without values, and this line needs one ({first}). Decide by "
             "shapes or settings instead, or compute it outside of the model (numpy, math)."
         )
-    return f"job '{job.name}' cannot be rehearsed on tensors without values: {type(error).__name__}: {first}"
+    return f"{what} cannot be rehearsed on tensors without values: {type(error).__name__}: {first}"
 
 
 def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail) -> Trace:
-    with _rehearsal(kind, rank, plan.devices, mail) as (record, mode):
+    with rehearsal(kind, rank, plan.devices, mail) as (record, mode):
         world = World(rank=rank, size=plan.devices, device=record.device)
         notes: list[str] = []
         engine = Engine(divide_work(plan, world), StepGate(), notes.append)
@@ -101,7 +102,8 @@ def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail) -
 
 
 @contextmanager
-def _rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[tuple[Record, FakeTensors]]:
+def rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[tuple[Record, FakeTensors]]:
+    """One rank's process on a device of this kind, with nothing behind it: the record, and the mode to be entered."""
     with ExitStack() as stack:
         device = stack.enter_context(fake_device.fake_device(MAIN)) if kind != "cpu" else "cpu"
         stack.enter_context(fake_world(rank, ranks))
@@ -141,29 +143,18 @@ def _steps(
     numbers: dict[int, int] = {}
     record.places.follow(state.model, lambda: numbers.get(id(engine.part), -1))
     for number, parts in enumerate(batches):
-        parts = [(_on(batch, engine.world.device), part) for batch, part in parts]
+        parts = [(fake_batch(batch, engine.world.device), part) for batch, part in parts]
         following = batches[number - 1][0][0] if record.device != "cpu" else ()  # copied while this one is used
-        ahead = _on(following, engine.world.device)
+        ahead = fake_batch(following, engine.world.device)
         record.tell(tensors_in([ahead, *(batch for batch, _ in parts)]), "input")
         numbers.update((id(part), number) for number, (_, part) in enumerate(parts))
         held, _ = record.cut()
         train_step(engine, job, state, parts)
-        record.tell(_state_of(state), "optimizer")
+        record.tell(state_of(state.optimizer), "optimizer")
         yield held, record.cut()[1]
     hook.remove()
 
 
-def _on(batch: Any, device: str) -> Any:
-    """A batch of fake tensors on the device; its integers keep their values, where they are few."""
-
-    def moved(tensor: Tensor) -> Tensor:
-        there = torch.empty_like(tensor, device=device)
-        if not tensor.is_floating_point():
-            give_value(there, tensor)
-        return there
-
-    return map_tensors(moved, batch)
-
-
-def _state_of(state: RunState) -> list[Tensor]:
-    return [local_of(t) for t in tensors_in(list(state.optimizer.state.values()))]
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    """What lies in memory of its state."""
+    return [local_of(t) for t in tensors_in(list(optimizer.state.values()))]

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader
 
+from meshwise.compat.fake import as_rehearsed
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.training.engine import Engine
@@ -212,7 +213,8 @@ class DistributedLoader:
         if limit is not None and self._whole_batches:
             limit = sys.maxsize
         draws = None if self._keyed else self._draws()
-        pairs = prefetch(self._spec.pairs(draws, self._epoch, self._index, limit), self._engine.program.device)
+        read = as_rehearsed(self._spec.pairs(draws, self._epoch, self._index, limit))
+        pairs = prefetch(read, self._engine.program.device)
         return pairs if self.wrapper is None else self.wrapper.pairs(pairs)
 
     def _draws(self) -> Draws:

@@ -95,6 +95,20 @@ def end_sessions() -> None:
     collectives.divide_among(None)
 
 
+@contextlib.contextmanager
+def apart() -> Iterator[Engine]:
+    """A default engine for a program that is rehearsed in this process: that of the process itself rests."""
+    before, divided = _engines[:], collectives.dividing()
+    _engines.clear()
+    collectives.divide_among(None)
+    try:
+        yield default_engine()
+    finally:
+        end_sessions()
+        _engines[:] = before
+        collectives.divide_among(divided)
+
+
 def _new() -> Engine:
     joined = join()
     exact = os.environ.get(EXACT_RANDOM, "0") not in ("", "0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -41,6 +42,17 @@ def rank_context() -> RankContext:
         channel = connect(os.environ, world.rank)
         _session = RankContext(world, channel, StepGate(channel))
     return _session
+
+
+@contextlib.contextmanager
+def standing_for(context: RankContext) -> Iterator[None]:
+    """During the body this process is another one, which is rehearsed."""
+    global _session
+    before, _session = _session, context
+    try:
+        yield
+    finally:
+        _session = before
 
 
 def join() -> RankContext:

@@ -1,0 +1,299 @@
+"""A script with the two lines, rehearsed: it runs in this process, on fake tensors, to the end of its second step.
+
+It stands where a worker of `meshwise run` would stand: the plan, its rank and the world come to it by the same ways.
+What it reads, it reads; what it prints is not shown; afterwards this process is as it was. A number that only a run
+knows (`loss.item()`) is taken for 1 outside of the model, and a note says where; inside of it, it is refused.
+
+Tested in tests/rehearsal/test_scripts.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import os
+import random
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from meshwise.compat.fake import real_values
+from meshwise.compat.fake_cuda import cuda_by_name, torch_as_it_was
+from meshwise.compat.fake_values import guessing
+from meshwise.compat.program_calls import around_batches
+from meshwise.compat.sharding import local_of
+from meshwise.parallel.batch_norm import normalises
+from meshwise.parallel.step_hooks import Order
+from meshwise.rehearsal.places import Places
+from meshwise.rehearsal.record import Record
+from meshwise.rehearsal.trace import STEPS, Trace, rehearsal, state_of, why_not
+from meshwise.rehearsal.work import Launch, Work
+from meshwise.spec.errors import MeshwiseError, UsageError
+from meshwise.spec.plan import Plan, plan_to_toml
+from meshwise.spec.user_code import is_users, name_line, user_place
+from meshwise.spec.world import World
+from meshwise.timeline.recorder import make_current
+from meshwise.training.engine import Engine
+from meshwise.training.plan_choice import check_for_scripts
+from meshwise.training.session import apart
+from meshwise.training.tracking import nowhere
+from meshwise.workers.environment import BLOCKS, DEVICE_KIND, EXACT_RANDOM, LOG, PLAN_FILE, RUN_FOLDER
+from meshwise.workers.fork_server import ForkServer
+from meshwise.workers.gate import StepGate
+from meshwise.workers.join import RankContext, standing_for
+
+NOT_A_WORKERS = (BLOCKS, DEVICE_KIND, EXACT_RANDOM, LOG, RUN_FOLDER)
+"""Of this process's environment, what is not for the script."""
+
+OF_WORKERS = (
+    "num_workers",
+    "prefetch_factor",
+    "persistent_workers",
+    "multiprocessing_context",
+    "timeout",
+    "pin_memory",
+)
+"""Settings of a DataLoader that starts processes."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A program that keeps its own loop. run: runs it in this process, as `python name` would. batch_size: samples of
+    its global batch. batch_norms: whether its models have some."""
+
+    name: str
+    run: Callable[[], object]
+    batch_size: int = 0
+    batch_norms: bool = False
+
+
+class RehearsalEnds(BaseException):
+    """The rehearsal has seen enough. Not an error: a script's `except Exception` lets it pass."""
+
+
+def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
+    """The script with what a search must know of it, from its first steps on one device."""
+    script = Script(name, run)
+    loop = _rehearsed(script, Plan(), kind)
+    return Script(name, run, loop.batch_size, loop.batch_norms)
+
+
+def trace_script(script: Script, plan: Plan, kind: str = "gpu") -> list[Trace]:
+    """What rank 0 of `plan` does in the first steps of a script, and so every rank. See `trace`.
+
+    Raises PlanError for a plan that no script can have, UsageError for a script that cannot be rehearsed, with its
+    line.
+    """
+    check_for_scripts(plan)
+    loop = _rehearsed(script, plan, kind)
+    works = [Work(0, plan.devices, kind, held, events, tuple(loop.notes)) for held, events in loop.works]
+    return [Trace(works[0], works[-1])]
+
+
+class _Loop(Places):
+    """What the loop of a script does, as the engine tells any recorder; ends the script after STEPS steps."""
+
+    def __init__(self, record: Record, engine: Engine) -> None:
+        super().__init__()
+        self.works: list[tuple[Any, Any]] = []
+        self.notes, self.batch_size, self.batch_norms = engine.notes, 0, False
+        self._record, self._engine = record, engine
+        self._held: Any = ()
+        self._asked = self._batch = 0
+        self._trained = self._stepped = False
+        self._known: set[int] = set()
+        engine.program.at_steps(Order.WATCH, self._optimizer_begins, self._optimizer_ends)
+
+    def mark(self, on_device: bool = True) -> Any:
+        if not on_device:  # a batch is asked for
+            self._asked = len(self._record.events)
+        return super().mark(on_device)
+
+    def begin_step(self, step: int) -> None:
+        """A batch is there. Raises RehearsalEnds where the steps before it were enough."""
+        super().begin_step(step)
+        self._look()
+        self._record.allocated_since(self._asked, "input")
+        by_hand = self._trained and not self._engine.phases.optimizers  # its steps are batches
+        self._stepped = self._stepped or by_hand
+        if self._stepped or not self._trained:
+            self.end()
+            if len(self.works) == STEPS:
+                raise RehearsalEnds
+        self.phase, self._batch = "forward", self._batch + 1
+
+    def end(self) -> None:
+        """The step before is over, if there was one: what was done since is none of the next."""
+        held, events = self._record.cut()
+        if self._stepped and len(self.works) < STEPS:
+            self.works.append((self._held, events))
+            self.batch_size = self.batch_size or self.samples
+        self._held, self._trained, self._stepped, self._batch, self.samples = held, False, False, -1, 0
+
+    def span(self, kind: str, name: str = "", **more: Any) -> Any:
+        self._trained = self._trained or kind == "backward"
+        return super().span(kind, name, **more)
+
+    def _look(self) -> None:
+        for model in self._engine.program.models:
+            self._record.tell(map(local_of, (*model.parameters(), *model.buffers())), "parameters")
+            if id(model) not in self._known:
+                self._known.add(id(model))
+                self.follow(model, lambda: self._batch)
+                self.batch_norms = self.batch_norms or any(map(normalises, model.modules()))
+
+    def _optimizer_begins(self, optimizer: Optimizer) -> None:
+        self._record.backward_ends()
+        self.span("optimizer")
+        self.phase = "optimizer"
+
+    def _optimizer_ends(self, optimizer: Optimizer) -> None:
+        self._record.tell(state_of(optimizer), "optimizer")
+        self.phase, self._stepped = "other", self._trained
+
+    def number(self, dtype: torch.dtype) -> float | None:
+        """What a number is taken for that the program reads outside of its model."""
+        if dtype == torch.bool:
+            return None
+        self._engine.notify(f"{user_place()} reads a number that only a run knows: it is taken for 1")
+        return 1 if not dtype.is_floating_point else 1.0
+
+
+def _rehearsed(script: Script, plan: Plan, kind: str) -> _Loop:
+    with rehearsal(kind, 0, plan.devices, {}) as (record, mode):
+        world = World(0, plan.devices, 0, plan.devices, record.device)
+        with _as_a_worker(world, plan) as said, apart() as engine:
+            loop = record.places = _Loop(record, engine)
+            before = make_current(loop)
+            try:
+                with mode, cuda_by_name(kind != "cpu"), guessing(loop.number):
+                    _run(script, loop, said)
+            finally:
+                make_current(before)
+            if not loop.works:
+                raise UsageError(_no_step(script, engine))
+    if kind != "cpu" and not any(isinstance(event, Launch) for event in loop.works[-1][1]):
+        raise UsageError(
+            f"{script.name} computes nothing on the GPU: its model stays where it was made. Move it, and each batch: "
+            "device = 'cuda' if torch.cuda.is_available() else 'cpu', model.to(device). Or plan for a CPU: 4xcpu."
+        )
+    return loop
+
+
+def _run(script: Script, loop: _Loop, said: io.StringIO) -> None:
+    try:
+        script.run()
+    except RehearsalEnds:
+        return
+    except SystemExit as end:
+        if end.code not in (None, 0) and len(loop.works) < STEPS:
+            why = str(end.code) if isinstance(end.code, str) else said.getvalue().strip().rpartition("\n")[2]
+            raise UsageError(f"{script.name} ends before its second step: {why or f'exit code {end.code}'}") from None
+    except Exception as error:
+        if len(loop.works) < STEPS:
+            raise _told(script, error) from error
+    with contextlib.suppress(RehearsalEnds):
+        loop.end()
+
+
+def _told(script: Script, error: Exception) -> MeshwiseError:
+    if isinstance(error, MeshwiseError):
+        return error
+    told = UsageError(why_not(script.name, error)).with_traceback(error.__traceback__)
+    name_line(told)
+    return told
+
+
+def _no_step(script: Script, engine: Engine) -> str:
+    if not engine.has_applied:
+        return (
+            f"{script.name} never gives a model to mw.distribute, so no plan can be tried. Add the two lines: model, "
+            "optimizer, loader = mw.distribute(model, optimizer, loader), and mw.backward(loss) for loss.backward()."
+        )
+    return (
+        f"{script.name} ended without a step: after mw.backward(loss), in a loop over a loader of mw.distribute, no "
+        "optimizer made a step. Give it options with which it trains, behind its name."
+    )
+
+
+@contextmanager
+def _as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
+    """This process as a worker of a run with that plan, as which a script finds it. Gives what it says."""
+    said = io.StringIO()
+    with ExitStack() as stack:
+        stack.enter_context(_as_it_was())
+        file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshwise-plan-"))) / "plan.toml"
+        file.write_text(plan_to_toml(plan), encoding="utf-8")
+        for name in NOT_A_WORKERS:
+            os.environ.pop(name, None)
+        ranks = {"RANK": world.rank, "LOCAL_RANK": world.local_rank}
+        ranks |= {"WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.local_size}
+        os.environ.update({PLAN_FILE: str(file), **{name: str(value) for name, value in ranks.items()}})
+        stack.enter_context(standing_for(RankContext(world, None, StepGate())))
+        stack.enter_context(nowhere())
+        stack.enter_context(patch.object(DataLoader, "__init__", _without_workers(DataLoader.__init__)))
+        stack.enter_context(patch.object(BaseProcess, "start", _starts_processes))
+        stack.enter_context(patch.object(ForkServer, "__init__", _starts_processes))
+        stack.callback(around_batches(real_values))
+        stack.enter_context(contextlib.redirect_stdout(said))
+        stack.enter_context(contextlib.redirect_stderr(said))
+        yield said
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """After the body, what a script changes of its process is as before."""
+    root, folder, modules = logging.getLogger(), Path.cwd(), set(sys.modules)
+    handlers, level = root.handlers[:], root.level
+    states = random.getstate(), numpy.random.get_state()
+    with (
+        patch.dict(os.environ),
+        patch.object(sys, "argv", sys.argv[:]),
+        patch.object(sys, "path", sys.path[:]),
+        warnings.catch_warnings(),
+        torch_as_it_was(),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])
+            root.handlers[:], root.level = handlers, level
+            os.chdir(folder)
+            for name in set(sys.modules) - modules:  # its own modules may hold tensors of this rehearsal
+                if is_users(getattr(sys.modules[name], "__file__", None) or sys.executable):
+                    del sys.modules[name]
+
+
+def _starts_processes(*args: Any, **kwargs: Any) -> Any:
+    raise UsageError(
+        f"{user_place()} starts processes, and a rehearsal is this one alone. Let `meshwise run` start them: write the "
+        "script as one rank of it runs; or name its Job, train.py:job."
+    )
+
+
+def _without_workers(plain: Any) -> Any:
+    """A DataLoader that reads in this process: those that it would start know of no rehearsal."""
+
+    names = list(inspect.signature(plain).parameters)
+
+    def begin(*args: Any, **kwargs: Any) -> None:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        plain(**{name: value for name, value in given.items() if name not in OF_WORKERS})
+
+    return begin

@@ -1,0 +1,210 @@
+"""A script with the two lines is rehearsed up to its second step: as a job of the same program is, or refused by name.
+
+Of compat/fake_cuda.py too.
+"""
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from meshwise.jobs.script import run_script_file
+from meshwise.rehearsal.scripts import Script, known_script, trace_script
+from meshwise.rehearsal.trace import trace
+from meshwise.rehearsal.work import Launch, Operation
+from meshwise.spec.errors import MeshwiseError
+from meshwise.spec.plan import Plan
+from meshwise.training.job import Job
+
+SCRIPT = """
+import argparse
+import random
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+import meshwise as mw
+
+options = argparse.ArgumentParser()
+options.add_argument("--size", type=int, default=32)
+size = options.parse_args().size
+torch.manual_seed(0)
+random.seed(0)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+data, _ = random_split(TensorDataset(torch.randn(60, 8), torch.randint(3, (60,))), [40, 20])
+loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=2, pin_memory=True)
+model = nn.Sequential(nn.Linear(8, size), nn.BatchNorm1d(size), nn.ReLU(), nn.Linear(size, 3)).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+# before
+for x, y in loader:
+    x, y = x.to(device), y.to(device)
+    assert x.is_cuda == (x.device.type == "cuda") == (device == "cuda")
+    loss = mw.backward(nn.functional.cross_entropy(model(x), y))
+    # changed
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item())
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """`script(text, *arguments)`: what the rehearsal runs, of a file with this text."""
+
+    def written(text=SCRIPT, *arguments):
+        file = tmp_path / "train.py"
+        file.write_text(text)
+        return Script("train.py", partial(run_script_file, file, arguments))
+
+    return written
+
+
+def job():
+    def model():
+        layers = torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Linear(32, 3)
+        return torch.nn.Sequential(*layers)
+
+    def loss(model, batch):
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    data = torch.randn(40, 8), torch.randint(3, (40,))
+    return Job("same", model, loss, partial(torch.optim.AdamW, lr=0.01), data, batch_size=8)
+
+
+def launched(work, phases=("forward", "backward", "optimizer")):
+    return [each.what for each in work.launches if isinstance(each.what, Operation) and each.phase in phases]
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+def test_its_step_is_that_of_a_job_of_the_same_program(script, kind):
+    ours, theirs = trace_script(script(), Plan(), kind)[0], trace(job(), Plan(), kind)[0]
+    for work, of_job in ((ours.first, theirs.first), (ours.step, theirs.step)):
+        assert launched(work) == launched(of_job)
+    assert ours.step.flops == theirs.step.flops > 0
+
+
+@pytest.mark.parametrize("plan", [Plan(data=2), Plan(shard=4, precision="bf16"), Plan(tensor=2)], ids=str)
+def test_a_plan_comes_to_it_as_to_a_worker(script, plan):
+    work, of_job = trace_script(script(), plan)[0].step, trace(job(), plan)[0].step
+    assert work.ranks == plan.devices
+    assert launched(work, ["forward"]) == launched(of_job, ["forward"])
+    assert launched(work, ["optimizer"]) == launched(of_job, ["optimizer"])
+    kinds = {launch.what.kind for launch in work.launches if hasattr(launch.what, "kind")}
+    assert kinds >= {launch.what.kind for launch in of_job.launches if hasattr(launch.what, "kind")}
+
+
+def test_memory_has_its_categories(script):
+    work = trace_script(script(), Plan())[0].step
+    held = dict.fromkeys(("parameters", "optimizer", "input"), 0)
+    for event in work.held:
+        if not event.on_host and event.category in held:
+            held[event.category] += event.size
+    parameters = 4 * (8 * 32 + 32 * 2 + 32 + 32 * 3 + 3)
+    buffers = 4 * 32 * 2 + 8  # of the batch norm
+    assert held["parameters"] == parameters + buffers
+    assert 2 * parameters <= held["optimizer"] <= 2 * parameters + 100
+    assert held["input"] == 2 * (8 * 8 * 4 + 8 * 8)  # the loop's variables hold the last batch while the next comes
+
+
+def test_what_a_search_must_know_of_it(script):
+    found = known_script("train.py", script(SCRIPT, "--size", "16").run, "cpu")
+    assert (found.batch_size, found.batch_norms) == (8, True)
+
+
+def test_a_number_that_is_shown_is_taken_for_one_and_said(script):
+    notes = trace_script(script(), Plan())[0].step.notes
+    assert any("train.py:" in note and "taken for 1" in note for note in notes)
+
+
+def test_this_process_is_as_it_was_before(script):
+    changes = """
+import os, sys, random
+import numpy as np
+os.environ["CHANGED"] = "1"
+sys.argv.append("changed")
+torch.set_default_dtype(torch.float64)
+torch.set_default_dtype(torch.float32)
+torch.set_float32_matmul_precision("high")
+torch.set_default_device(device)
+torch.set_grad_enabled(True)
+np.random.seed(3)
+os.makedirs("made", exist_ok=True)
+os.chdir("made")
+# before
+"""
+    before, folder = settings(), Path.cwd()
+    try:
+        trace_script(script(SCRIPT.replace("# before", changes)), Plan(data=2))
+        after = settings()
+    finally:
+        (folder / "made").rmdir()
+    assert after == before
+
+
+def settings():
+    return (
+        [sys.argv[:], sys.path[:], dict(os.environ), Path.cwd(), torch.get_rng_state().tolist()],
+        [torch.get_float32_matmul_precision(), torch.get_default_device(), torch.cuda.is_available()],
+        [DataLoader.__init__, torch.distributed.is_initialized()],
+    )
+
+
+def test_an_evaluation_before_and_batches_that_add_up_are_no_steps(script):
+    evaluation = """
+model.eval()
+with torch.no_grad():
+    print(sum(model(x.to(device)).sum().item() for x, y in loader))
+model.train()
+"""
+    several = SCRIPT.replace("# before", evaluation).replace(
+        "for x, y in loader:", "for n, (x, y) in enumerate(loader):"
+    )
+    several = several.replace("    # changed\n", "    if n % 2 == 0:\n        continue\n")
+    work = trace_script(script(several), Plan())[0].step
+    forwards = [what for what in launched(work) if what.name == "aten.addmm"]
+    assert len(forwards) == 2 * 2
+    assert sum(what.name.startswith("aten._foreach_") for what in launched(work)) > 0
+    assert {launch.microbatch for launch in work.launches if launch.phase == "forward"} == {0, 1}
+
+
+def test_it_ends_though_it_catches_every_exception(script):
+    catches = SCRIPT.replace("for x, y in loader:", "while True:\n  for x, y in loader:").replace("\n    ", "\n      ")
+    text = catches.replace("\n      # changed", "\n      try:\n          pass\n      except Exception:\n          pass")
+    assert any(isinstance(event, Launch) for event in trace_script(script(text), Plan())[0].step.events)
+
+
+REFUSED = {
+    "no line": (("mw.distribute(model, optimizer, loader)", "model, optimizer, loader"), "never gives a model"),
+    "no step": (("    optimizer.step()\n", ""), "without a step"),
+    "a value decides": (("# changed", "if loss > 1: break"), "train.py:28: train.py is rehearsed on tensors without"),
+    "a value in the model": (("nn.ReLU()", "Reads()"), "this line needs one"),
+    "it ends itself": (("# changed", "sys.exit('no licence')"), "ends before its second step: no licence"),
+    "its own options": (("# changed", ""), "unrecognized arguments: --colour"),
+    "a file that is not there": (("# changed", "open('missing.txt')"), "No such file or directory: 'missing.txt'"),
+    "processes": (("# changed", "torch.multiprocessing.Process(target=print).start()"), "starts processes"),
+    "nothing on the GPU": (("torch.cuda.is_available()", "False"), "computes nothing on the GPU"),
+    "a device beside the other": (("model(x)", "model(x.cpu())"), "cuda:0"),
+    "rows that do not fit": (("model(x)", "model(x[:, :7])"), "cannot be rehearsed"),
+}
+READS = "class Reads(nn.Module):\n    def forward(self, x):\n        return x if x.max().item() > 0 else -x\n\n"
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_one_sentence(script, case):
+    (old, new), says = REFUSED[case]
+    text = SCRIPT.replace(old, new).replace("import random\n", "import random\nimport sys\n")
+    text = text.replace("torch.manual_seed(0)\n", READS + "torch.manual_seed(0)\n") if "Reads" in new else text
+    with pytest.raises(MeshwiseError) as refused:
+        trace_script(script(text, *(["--colour"] if case == "its own options" else [])), Plan())
+    assert says in str(refused.value), refused.value
+
+
+def test_a_pipeline_needs_a_job(script):
+    with pytest.raises(MeshwiseError, match="Write a Job"):
+        trace_script(script(), Plan(pipeline=2, accumulate=2))
