@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
+from meshwise.compat import fake_alike
 from meshwise.compat.dispatch import without_interception
-from meshwise.compat.fake_values import fake_batch, give_value, with_values
+from meshwise.compat.fake_values import concerns_values, fake_batch, give_value, lose, with_values
 from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import tensors_in
 
@@ -34,7 +35,7 @@ except ImportError as error:  # pragma: no cover - no such torch is in range
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised by an operator whose result depends on values, which a fake tensor has not."""
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], "Call"], Any]
 """(operator, positional arguments, keyword arguments, what runs it on fake tensors) -> what the operator gives."""
 
 
@@ -46,28 +47,63 @@ class FakeTensors(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.handler, self.owner, self.stands_for_real = handler, owner, stands_for_real
         self.inside = False
-        self.usual = {*vars(self.from_tensor(torch.empty(0))), "_is_param"}
+        self.plain = dict(vars(self.from_tensor(torch.empty(0))))
+        self.device_field = "_fake_device" if "_fake_device" in self.plain else "fake_device"
+        self.usual = {*self.plain, "_is_param"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensors:
         return self  # a copy of a fake tensor copies its attributes, and its mode is one
 
 
-def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    def run() -> Any:
-        out = self.dispatch(func, types, args, kwargs or {})
-        if self.stands_for_real:
-            _without_constants(out)
+class Call:
+    """Runs an operator on fake tensors, once. alike: what is remembered of calls like this one, when it has run."""
+
+    __slots__ = ("alike", "args", "func", "kwargs", "mode", "types")
+
+    def __init__(self, mode: FakeTensors, func: Any, types: Any, args: Any, kwargs: Any) -> None:
+        self.mode, self.func, self.types, self.args, self.kwargs = mode, func, types, args, kwargs
+        self.alike: fake_alike.Alike | None = None
+
+    def __call__(self) -> Any:
+        if not self.mode.stands_for_real:
+            return self._run()
+        tensors: list[Any] = []
+        key = fake_alike.key_of(self.func, self.args, self.kwargs, tensors)
+        if key is None or concerns_values(self.func, tensors):
+            return self._valued()
+        self.alike = fake_alike.found(key)
+        if self.alike is not None:
+            lose([tensors[place] for place in self.alike.written])
+            return self.alike.outputs(self.mode, tensors)
+        out = self._valued()
+        if out is not NotImplemented:
+            self.alike = fake_alike.remember(key, self.func, self.args, self.kwargs, tensors, out)
         return out
 
+    def _valued(self) -> Any:
+        return with_values(self.func, self.args, self.kwargs, self._run, self.mode, NEEDS_VALUES)
+
+    def _run(self) -> Any:
+        try:
+            out = self.mode.dispatch(self.func, self.types, self.args, self.kwargs)
+            if self.mode.stands_for_real:
+                _without_constants(out)
+            return out
+        finally:
+            # Its weak references would forbid `Module._apply` to swap tensors, as `model.half()` does with fake ones.
+            self.mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if func is _DEVICE and isinstance(args[0], FakeTensor):  # asked by C++ wherever a device is
+        return args[0].device
+    call = Call(self, func, types, args, kwargs or {})
     if self.inside:  # an operator that another one is made of
-        return run()
+        return call._run()
     self.inside = True
     try:
         with on_parts():  # below autograd, every tensor is what lies in memory
-            if not self.stands_for_real:
-                return self.handler(func, args, kwargs or {}, run)
-            valued = functools.partial(with_values, func, args, kwargs or {}, run, NEEDS_VALUES)
-            return self.handler(func, args, kwargs or {}, valued)
+            return self.handler(func, args, kwargs or {}, call)
     except Exception as error:
         if self.stands_for_real and torch._C._current_autograd_node() is not None:
             # An error inside a backward may end the process in C++, where torch's guard of our device takes no error.
@@ -76,8 +112,6 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
         raise
     finally:
         self.inside = False
-        # Its weak references would forbid `Module._apply` to swap tensors, as `model.half()` does with fake ones.
-        self.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
 def _without_constants(out: Any) -> None:
@@ -90,6 +124,9 @@ def _without_constants(out: Any) -> None:
 
 # Set behind torch's back: what the class defines itself is wrapped for torch.compile, whose import takes 4 s.
 FakeTensors.__torch_dispatch__ = _handled  # type: ignore[assignment,method-assign]
+
+
+_DEVICE = torch.ops.prim.device.default
 
 
 @functools.cache

@@ -43,6 +43,13 @@ def value_of(fake: Tensor) -> Tensor | None:
     return None if found is None or _lost.get(found) else found
 
 
+def concerns_values(func: Any, fakes: list[Any]) -> bool:
+    """Whether an operator on these may give values: all of theirs are known, or one is overwritten that has some."""
+    if operator_name(func) in OVERWRITES and getattr(fakes[0], _VALUE, None) is not None:
+        return True
+    return all(value_of(fake) is not None for fake in fakes)
+
+
 def _is_real(tensor: Tensor) -> bool:
     return type(tensor) is Tensor
 
@@ -84,30 +91,36 @@ def _guessed(tensor: Tensor) -> float | None:
 
 
 def with_values(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any], needs: tuple[Any, ...]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any], mode: Any, needs: tuple[Any, ...]
 ) -> Any:
-    """What `run` gives of fake tensors, with values where those of all arguments are known. needs: the errors that an
-    operator raises whose result depends on values; it is made of them then."""
+    """What `run` gives of fake tensors of `mode`, with values where those of all arguments are known. needs: the errors
+    that an operator raises whose result depends on values; it is made of them then."""
     given = list(tensors_in((args, kwargs)))
     if operator_name(func) in OVERWRITES:
         _find(given)
     known = [value_of(tensor) for tensor in given]
     if any(value is None for value in known) or not _is_small(func, args, kwargs, given):
-        _lose(func, args, kwargs)
+        lose(written_arguments(func, args, kwargs))
         guess = _guessed(given[0]) if _guesses and operator_name(func) in READS else None
         return run() if guess is None else guess
     if operator_name(func) in READS:
         return known[0].item() if known and known[0] is not None else run()
-    try:
-        real = _computed(func, args, kwargs)
-    except Exception:  # what a CPU cannot do has no value
-        _lose(func, args, kwargs)
-        return run()
+    ran, out = True, None
     try:
         out = run()
     except needs:
+        ran = False
+    try:
+        if any(tensor.numel() > MOST for tensor in tensors_in(out)):  # of two small ones: a mask of positions
+            raise OverflowError
+        real = _computed(func, args, kwargs)
+    except Exception:  # what a CPU cannot do has no value
+        lose(written_arguments(func, args, kwargs))
+        return out if ran else run()
+    if not ran:
         device = given[0].device if given else torch.device("cpu")
-        out = map_tensors(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device), real)
+        with mode:
+            out = map_tensors(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device), real)
     for fake, value in zip(tensors_in(out), tensors_in(real), strict=False):
         give_value(fake, value)
         if operator_name(func) in UNWRITTEN:
@@ -146,9 +159,9 @@ def _find(given: list[Tensor]) -> None:
         _lost.set(value, False)
 
 
-def _lose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What the operator writes is not known any more."""
-    for tensor in written_arguments(func, args, kwargs):
+def lose(written: list[Any]) -> None:
+    """What an operator writes is not known any more."""
+    for tensor in tensors_in(written):
         value = getattr(tensor, _VALUE, None)
         if value is not None:
             _lost.set(value, True)

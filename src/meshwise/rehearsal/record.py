@@ -8,9 +8,8 @@ Tested in tests/rehearsal/test_trace.py.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from meshwise.compat import fake_device
 from meshwise.compat.dispatch import gives_view, operator_name, written_arguments
-from meshwise.compat.fake import sums_in_place
+from meshwise.compat.fake import Call, sums_in_place
 from meshwise.compat.flops import flops_of
 from meshwise.compat.moved import Moved, moved_by
 from meshwise.compat.tree import tensors_in
@@ -74,21 +73,28 @@ class Record:
         phase = self.places.phase
         return phase if phase in PHASES else "other"
 
-    def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+    def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Call) -> Any:
         """`compat.fake.Handler`: run an operator, and note it."""
         if func is torch.ops.aten.add.Tensor and sums_in_place(args):
-            func, run = torch.ops.aten.add_.Tensor, functools.partial(args[0].add_, args[1])
+            func = run.func = torch.ops.aten.add_.Tensor
         out = run()
         if out is NotImplemented:  # of a DTensor: its own operators on its part come next
             return out
-        given = list(tensors_in(out))
+        given = [out] if isinstance(out, Tensor) else list(tensors_in(out))
         for tensor in given:
             self._notice(tensor)
         moved = moved_by(func, args, out)
         if moved is not None:
             self._on_collective(moved, (args, out))
             return out
-        what = self._what(func, args, kwargs, out, given)
+        noted = None if run.alike is None else run.alike.noted
+        how = self.device, torch.get_float32_matmul_precision()
+        if noted is None or how not in noted:
+            what = self._what(func, args, kwargs, out, given)
+            if noted is not None:
+                noted[how] = what
+        else:
+            what = noted[how]
         if what is not None:
             self._launch(what, self._stream, self._awaited((args, kwargs)))
         return out

@@ -1,0 +1,173 @@
+"""Calls of operators on fake tensors that are alike are worked out once: later ones get tensors of the same sizes.
+
+Alike are calls of one operator with tensors of equal shapes, strides, offsets, dtypes, devices and sizes of memory, and
+equal other arguments. torch's own cache of fake tensors does the same in ten times the time. What it leaves out is left
+out here: results that depend on values, changed sizes, tensors that are not fake.
+Read in torch 2.11, 2.13 and 2.15: `_subclasses/fake_tensor.py`, `_cached_dispatch_impl`, `FakeTensor.__new__`.
+Tested in tests/rehearsal/test_alike.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from meshwise.compat.dispatch import written_arguments
+
+MOST = 1 << 17
+"""Calls that are remembered; then all are forgotten."""
+_NAMESPACES = {"aten", "fsdp", "prims"}
+_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+_OTHER_RESULTS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+_CHANGES_SIZES = {"resize_", "resize_as_", "set_", "lift_fresh", "lift", "resize_storage_bytes_"}
+_known: dict[tuple[Any, ...], Alike] = {}
+_is_left_out: dict[Any, bool] = {}
+_META = torch.device("meta")
+
+
+class _Spec:
+    """A tensor that a call gives: argument number `of` itself, a view of its memory, or, where of is -1, a new one."""
+
+    __slots__ = ("device", "dtype", "of", "offset", "shape", "stride", "view")
+
+    def __init__(self, out: Tensor, of: int, view: bool) -> None:
+        self.of, self.view = of, view
+        self.shape, self.stride, self.offset = out.shape, out.stride(), out.storage_offset()
+        self.dtype, self.device = out.dtype, out.device
+
+
+class Alike:
+    """What calls that are alike give. noted: what a listener remembers of them."""
+
+    __slots__ = ("kind", "noted", "specs", "written")
+
+    def __init__(self, kind: type | None, specs: list[Any], written: list[int]) -> None:
+        self.kind, self.specs, self.written = kind, specs, written
+        self.noted: dict[Any, Any] = {}
+
+    def outputs(self, mode: Any, tensors: list[Any]) -> Any:
+        """What a call with these tensors gives."""
+        found = [_made(spec, mode, tensors) if type(spec) is _Spec else spec for spec in self.specs]
+        return found[0] if self.kind is None else self.kind(found)
+
+
+def key_of(func: Any, args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Any]) -> tuple[Any, ...] | None:
+    """What calls that are alike have in common; None for one that has to be worked out each time. Its tensors are added
+    to `tensors`, in their order."""
+    left_out = _is_left_out.get(func)
+    if left_out is None:
+        left_out = _is_left_out[func] = _leaves_out(func)
+    if left_out or torch.is_inference_mode_enabled():
+        return None
+    key: list[Any] = [func, torch.get_default_dtype()]
+    if not _add(key, args, tensors):
+        return None
+    for name, value in kwargs.items():
+        key.append(name)
+        if not _add(key, (value,), tensors):
+            return None
+    return tuple(key) if tensors else None
+
+
+def _leaves_out(func: Any) -> bool:
+    own = getattr(func, "namespace", "") in _NAMESPACES and hasattr(func, "_schema")
+    return not own or func._schema.name.split("::")[-1] in _CHANGES_SIZES or bool(_OTHER_RESULTS & set(func.tags))
+
+
+def _add(key: list[Any], args: Iterable[Any], tensors: list[Any]) -> bool:
+    for arg in args:
+        kind = type(arg)
+        if kind is FakeTensor or isinstance(arg, FakeTensor):
+            if arg.layout is not torch.strided or arg.is_neg() or arg.is_conj() or arg.constant is not None:
+                return False
+            tensors.append(arg)
+            size = arg.untyped_storage().nbytes()
+            key += (arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.fake_device, size)
+        elif kind in _PLAIN:
+            key += (kind, arg)  # 1 and 1.0 are equal, and give other dtypes
+        elif kind is list or kind is tuple:
+            key += (kind, len(arg))
+            if not _add(key, arg, tensors):
+                return False
+        else:
+            return False
+    return True
+
+
+def found(key: tuple[Any, ...]) -> Alike | None:
+    """What is remembered of such calls."""
+    return _known.get(key)
+
+
+def remember(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any, tensors: list[Any], out: Any) -> Alike | None:
+    """Remember what a call gave; None where others might give something else."""
+    kind = type(out) if isinstance(out, list | tuple) else None
+    if kind not in (None, list, tuple):
+        return None
+    specs = [_spec(one, tensors) for one in (out if kind else [out])]
+    if any(spec is NotImplemented for spec in specs):
+        return None
+    new = [
+        one.untyped_storage()._cdata for one, spec in zip(out if kind else [out], specs, strict=True) if _is_new(spec)
+    ]
+    if len(set(new)) < len(new):
+        return None
+    written = {id(one) for one in _tensors(written_arguments(func, args, kwargs))}
+    alike = Alike(kind, specs, [place for place, one in enumerate(tensors) if id(one) in written])
+    if len(_known) >= MOST:
+        _known.clear()
+    _known[key] = alike
+    return alike
+
+
+def _tensors(values: Iterable[Any]) -> list[Any]:
+    return [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _is_new(spec: Any) -> bool:
+    return type(spec) is _Spec and spec.of < 0
+
+
+def _spec(out: Any, tensors: list[Any]) -> Any:
+    """NotImplemented for what cannot be made again."""
+    if out is None:
+        return None
+    if type(out) is not FakeTensor and not any(out is one for one in tensors):
+        return NotImplemented
+    for place, one in enumerate(tensors):
+        if out is one:
+            return _Spec(out, place, view=False)
+    if (
+        out.layout is not torch.strided
+        or out.is_neg()
+        or out.is_conj()
+        or out.requires_grad
+        or out.constant is not None
+    ):
+        return NotImplemented
+    storage = out.untyped_storage()
+    for place, one in enumerate(tensors):
+        if one.untyped_storage()._cdata == storage._cdata:
+            return _Spec(out, place, view=True)
+    spec = _Spec(out, -1, view=False)
+    same = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=_META)
+    return spec if spec.offset == 0 and storage.nbytes() == same.untyped_storage().nbytes() else NotImplemented
+
+
+def _made(spec: _Spec, mode: Any, tensors: list[Any]) -> Any:
+    if spec.of >= 0 and not spec.view:
+        return tensors[spec.of]
+    if spec.view:
+        storage = tensors[spec.of].untyped_storage()
+        plain = torch.empty(0, dtype=spec.dtype, device=_META).set_(storage, spec.offset, spec.shape, spec.stride)
+    else:
+        plain = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=_META)
+    fake = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=spec.device)
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(mode.plain)
+    vars(fake)[mode.device_field] = spec.device
+    return fake
