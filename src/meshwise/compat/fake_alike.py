@@ -70,7 +70,9 @@ def key_of(func: Any, args: Iterable[Any], kwargs: dict[str, Any], tensors: list
         key.append(name)
         if not _add(key, (value,), tensors):
             return None
-    return tuple(key) if tensors else None
+    if not tensors:
+        key.append(torch._C._get_default_device())
+    return tuple(key)
 
 
 def _leaves_out(func: Any) -> bool:

@@ -43,8 +43,10 @@ def value_of(fake: Tensor) -> Tensor | None:
     return None if found is None or _lost.get(found) else found
 
 
-def concerns_values(func: Any, fakes: list[Any]) -> bool:
+def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[Any]) -> bool:
     """Whether an operator on these may give values: all of theirs are known, or one is overwritten that has some."""
+    if not fakes:
+        return _is_small(func, args, kwargs, fakes)
     if operator_name(func) in OVERWRITES and getattr(fakes[0], _VALUE, None) is not None:
         return True
     return all(value_of(fake) is not None for fake in fakes)

@@ -5,8 +5,9 @@ Tested in tests/rehearsal/test_estimate.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwise.machine.catalog import part
 from meshwise.rehearsal.allocator import device_total, replay, workspace
@@ -53,6 +54,8 @@ def rehearser(job: Job | Script, machine: Machine, cap: int | None = None) -> Ca
     """As `estimator`, with all that an estimate was made of."""
     described = Prices(machine)
     kind = kind_of(machine)
+    if isinstance(job, Job):  # its data is opened once, for all plans and stages, and read without processes of its own
+        job = replace(job, data=functools.cache(job.data), loader_workers=0)
 
     def rehearse(plan: Plan) -> Rehearsed:
         traces = trace(job, plan, kind) if isinstance(job, Job) else trace_script(job, plan, kind)
