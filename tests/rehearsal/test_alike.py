@@ -37,12 +37,12 @@ def test_a_trace_is_the_same_with_and_without(kind, plan, monkeypatch):
 
 
 def without_names(traced):
-    """Streams are numbered by the process: by their first use here."""
+    """Streams and storages are numbered by the process: by their first use here."""
     names = {}
 
     def plain(event):
-        stream = getattr(event, "stream", None)
-        return event if stream is None else replace(event, stream=names.setdefault(stream, len(names)))
+        own = {field: getattr(event, field) for field in ("stream", "storage") if hasattr(event, field)}
+        return replace(event, **{field: names.setdefault((field, name), len(names)) for field, name in own.items()})
 
     return [[*map(plain, work.held), *map(plain, work.events)] for work in (traced.first, traced.step)]
 
