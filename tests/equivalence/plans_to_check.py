@@ -45,6 +45,8 @@ COMBINATIONS = {
     "8 devices: data 2 × shard 2 × tensor 2": Plan(data=2, shard=2, tensor=2),
     "8 devices: data 2 × shard 4": Plan(data=2, shard=4),
     "8 devices: data 8": Plan(data=8),
+    "unequal shares": Plan(data=3, shares=(5, 1, 2)),
+    "data × shard × accumulate × unequal shares": Plan(data=2, shard=2, accumulate=2, shares=(1, 3, 0.5, 1)),
 }
 """Several at once. Six of the models clip the gradient of the whole step, under every plan."""
 

@@ -21,7 +21,7 @@ from meshwise.spec.plan import (
     plan_to_toml,
 )
 from meshwise.spec.plan_devices import check_devices
-from meshwise.spec.plan_settings import plan_from_settings
+from meshwise.spec.plan_settings import plan_from_settings, settings_of
 
 counts = st.integers(1, 2**40)
 block_names = st.lists(st.text('abc.01_"\\', min_size=1), min_size=1, unique=True).map(tuple)
@@ -89,7 +89,7 @@ def test_a_plan_file_names_every_field() -> None:
         'schedule = "1f1b"\n'
         'accumulate = 1\nprecision = "fp32"\nzero1 = false\nrecompute = "none"\n'
         'offload = ["optimizer", "activations"]\nreshard = true\ncompile = false\n'
-        'batch_norm = "global"\nbucket_mb = 25\n'
+        'batch_norm = "global"\nshares = []\nbucket_mb = 25\n'
         '# param_dtype = "fp32"\n# compute_dtype = "fp32"\n# grad_dtype = "fp32"\n'
     )
 
@@ -117,6 +117,10 @@ def test_what_a_plan_file_leaves_out_has_its_default() -> None:
         ("precision = ['fp32']", "precision=['fp32'] is not known"),
         ("offload = 'optimizer'", "offload='optimizer': must be a tuple of names"),
         ("recompute = [1]", "recompute=[1]: must be a tuple of names"),
+        ("data = 2\nshares = [1, 0]", "shares=[1, 0]: must be numbers above 0, one for each replica"),
+        ("data = 2\nshares = '21'", "shares='21': must be numbers above 0"),
+        ("data = 4\nshares = [2, 1]", "shares=(2, 1): a batch is divided over 4 here"),
+        ("shares = [2]", "shares=(2,) has no effect with one replica"),
         ("recompute = 'encoder'", "or with a comma behind it, --set recompute=encoder,"),
     ],
 )
@@ -221,11 +225,14 @@ def test_the_nearest_plan_fits(plan: Plan, devices: int) -> None:
         (["offload=none"], Plan()),
         (["precision=bf16", "grad_dtype=bf16"], Plan(precision="bf16", grad_dtype="bf16")),
         (["grad_dtype=none"], Plan()),
+        (["data=2", "tensor=2", "shares=2,0.5"], Plan(data=2, tensor=2, shares=(2, 0.5))),
+        (["data=2", "shares=3,3"], Plan(data=2)),
         (["shard=2", "reshard=False"], Plan(shard=2, reshard=False)),
     ],
 )
 def test_settings_make_a_plan(settings: list[str], plan: Plan) -> None:
     assert plan_from_settings(settings) == plan
+    assert plan_from_settings(settings_of(plan)) == plan
 
 
 @pytest.mark.parametrize(

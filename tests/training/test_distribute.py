@@ -162,6 +162,33 @@ def test_streams_of_6_and_4_items_end_together_and_count_every_item(pool: Any) -
     same(losses, want)
 
 
+def test_streams_of_their_own_go_on_where_each_was(pool: Any) -> None:
+    """Also behind the end of one of them."""
+
+    def case(given: int) -> Any:
+        def begun() -> Any:
+            return mw.distribute(net(), DataLoader(Numbers((4, 12)), batch_size=4), streams="per-rank")
+
+        model, loader = begun()
+        items = []
+        for number, x in enumerate(loader, 1):
+            items.append(x[:, 0].tolist())
+            mw.backward(model(x).mean())
+            if number == given:
+                state = loader.state_dict()
+        model, loader = begun()
+        loader.load_state_dict(state)
+        rest = []
+        for x in loader:
+            rest.append(x[:, 0].tolist())
+            mw.backward(model(x).mean())
+        return items[given:], rest
+
+    for given in (1, 2, 4):
+        for want, got in pool(2).run(case, given):
+            assert len(got) == len(want) and (got == want or set(map(len, want)) == {1})
+
+
 def test_a_whole_stream_is_shared_out_like_a_data_set(pool: Any) -> None:
     class Whole(IterableDataset[Any]):
         def __iter__(self) -> Any:

@@ -17,7 +17,15 @@ import meshwise as mw
 from meshwise.spec.world import World
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
-from meshwise.training.order import BatchSlice, batch_slice, epoch_order, epoch_slices, part, sequential_slices
+from meshwise.training.order import (
+    BatchSlice,
+    batch_slice,
+    epoch_order,
+    epoch_slices,
+    part,
+    sequential_slices,
+    world_part,
+)
 from meshwise.training.run_options import RunOptions
 from meshwise.training.session import end_sessions
 
@@ -61,6 +69,20 @@ def test_only_a_rank_without_a_sample_gets_a_stand_in(n: int, batch: int, size: 
                 if share.samples == 0:
                     assert len(here) < size
                     assert set(share.indices.tolist()) <= here  # a sample that another rank reads now anyway
+
+
+@given(samples, st.lists(st.floats(0.01, 10), min_size=1, max_size=9).map(tuple))
+def test_parts_of_unequal_ranks_join_and_are_in_proportion(count: int, shares: tuple[float, ...]) -> None:
+    size = len(shares)
+    parts = [world_part(5, 5 + count, World(rank, size, shares=shares)) for rank in range(size)]
+    assert parts[0][0] == 5 and parts[-1][1] == 5 + count and all(a[1] == b[0] for a, b in pairwise(parts))
+    own = [last - first for first, last in parts]
+    assert min(own) >= (count >= size)
+    exact = [count * share / sum(shares) for share in shares]
+    if min(exact) >= 1:
+        assert all(abs(had - due) <= size for had, due in zip(own, exact, strict=True))
+    if size == 2 and min(exact) >= 1:
+        assert all(abs(had - due) <= 0.5 + 1e-9 for had, due in zip(own, exact, strict=True))
 
 
 @given(samples, batch_sizes, sizes, microbatches)

@@ -67,14 +67,14 @@ def divide_work(plan: Plan, world: World) -> World:
     stages.join_pipe(None)
     if together == 1 or world.size == 1:
         collectives.divide_among(None)
-        return world
+        return replace(world, shares=plan.shares)
     if world.size % together:
         raise PlanError(f"{plan} needs a multiple of {together} devices, and there are {world.size}.")
     groups = [collectives.group_of(range(first, world.size, together)) for first in range(together)]
     collectives.divide_among(groups[world.rank % together])
     if plan.pipeline > 1:
         _join_pipe(plan, world)
-    return replace(world, rank=world.rank // together, size=world.size // together)
+    return replace(world, rank=world.rank // together, size=world.size // together, shares=plan.shares)
 
 
 def _join_pipe(plan: Plan, world: World) -> None:

@@ -59,7 +59,7 @@ def candidates(space: Space) -> list[Plan]:
 def savers(plan: Plan, space: Space) -> list[Plan]:
     """What `plan` would be with less memory, at a price in time: the cheapest first."""
     microbatch = not space.batch_norms or "microbatch" in space.allow
-    local = space.batch // (plan.devices // plan.within_samples)
+    local = space.batch // plan.replicas
     more = [power for power in _powers(local) if power > plan.accumulate and local % power == 0]
     edits: list[dict[str, Any]] = [{"zero1": True}, {"recompute": "full"}]
     edits += [{"accumulate": power} for power in more] if microbatch else []
@@ -106,7 +106,7 @@ def _microbatched(mesh: dict[str, int], batch: int) -> dict[str, int]:
 
 def _divides(plan: Plan, batch: int) -> bool:
     """Whether every rank has as many samples of each microbatch as the others."""
-    return batch % (plan.devices // plan.within_samples * plan.accumulate) == 0
+    return batch % (plan.replicas * plan.accumulate) == 0
 
 
 def _order(plan: Plan) -> tuple[int, ...]:

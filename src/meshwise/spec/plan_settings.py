@@ -34,13 +34,18 @@ def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Pl
 def setting_text(name: str, value: Any) -> str:
     """A field of a plan as the `field=value` that `plan_from_settings` reads."""
     if isinstance(value, tuple | list):
-        value = ",".join(value) + "," * (name == "recompute" and len(value) == 1)
+        value = ",".join(map(str, value)) + "," * (name == "recompute" and len(value) == 1)
     return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def settings_of(plan: Plan) -> list[str]:
+    """What a plan says, each field as a setting."""
+    return [setting_text(name, value) for name, value in changed(plan).items()]
 
 
 def settings_text(plan: Plan) -> str:
     """`shard=8 accumulate=2`: what a plan says, as settings."""
-    return " ".join(setting_text(name, value) for name, value in changed(plan).items())
+    return " ".join(settings_of(plan))
 
 
 def plan_on(devices: int, settings: Sequence[str]) -> Plan:

@@ -188,7 +188,7 @@ class DistributedLoader:
         with contextlib.closing(batches), engine.unsummed.loop(self._number) as loop:
             for given, (batch, part) in enumerate(batches, 1):
                 key = mixed(self._seed, self._epoch), self._index
-                self._index += part.total
+                self._index += self.batch_size if self._spec.own else part.total
                 batch = engine.cast(batch)
                 engine.begin(part, read)
                 engine.agreed.shapes.given(self._number, batch, part)

@@ -104,7 +104,7 @@ class Engine:
         self.step_draws = StepDraws(world)
         self._by_hand = HandUpdates(self.program)
         self.coupled = CoupledLosses()
-        self.reads = Loops(world.size)  # what this rank reads in its loops
+        self.reads = Loops(world)  # what this rank reads in its loops
         self.reduce = True
         self.has_applied = False
         """Whether a plan was applied to some model."""

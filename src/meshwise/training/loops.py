@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import user_place
-from meshwise.training.order import BatchSlice
+from meshwise.spec.world import World
+from meshwise.training.order import BatchSlice, divides_evenly
 
 
 @dataclass(eq=False)
@@ -42,8 +43,8 @@ class WholeRead:
 class Loops:
     """The loops of a script that are open, one inside the other or side by side."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, world: World) -> None:
+        self._world, self.ranks = world, world.size
         self._open: list[LoopRead] = []
         self._round: list[LoopRead] = []  # those that have given a batch since the last backward, each its newest
         self._weighed = False  # that backward was weighed by the program, and of one of these
@@ -86,7 +87,7 @@ class Loops:
         """
         parts = [read.part for read in self._round if read.part is not None]
         padded = {min(part.total, self.ranks) for part in parts}
-        shares = {None if part.total % self.ranks == 0 else part.total for part in parts}
+        shares = {None if divides_evenly(part.total, self._world) else part.total for part in parts}
         own = {(part.samples * parts[0].total, parts[0].samples * part.total) for part in parts}
         if len(padded) < 2 and (weighed or (len(shares) < 2 and all(a == b for a, b in own))):
             return

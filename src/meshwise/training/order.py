@@ -6,6 +6,7 @@ accumulation may change at any step, and no sample is lost or repeated.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -49,6 +50,23 @@ def part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
     return first, first + size + (index < rest)
 
 
+def world_part(start: int, stop: int, world: World) -> tuple[int, int]:
+    """This rank's part of the range [start, stop): nearly equal ones, or as `world.shares` says, at least one sample
+    for each rank where there are so many."""
+    count, size = stop - start, world.size
+    if not world.shares or count <= size:
+        return part(start, stop, size, world.rank)
+    whole, edges = sum(world.shares), [0]
+    for rank, taken in enumerate(itertools.accumulate(world.shares), 1):
+        edges.append(max(edges[-1] + 1, min(round(count * taken / whole), count - size + rank)))
+    return start + edges[world.rank], start + edges[world.rank + 1]
+
+
+def divides_evenly(total: int, world: World) -> bool:
+    """Whether every rank has as many of `total` samples as the others."""
+    return not world.shares and total % world.size == 0
+
+
 def epoch_slices(
     order: Tensor, batch_size: int, world: World, accumulate: int = 1, begin: int = 0
 ) -> Iterator[list[BatchSlice]]:
@@ -64,7 +82,7 @@ def epoch_slices(
 
 def batch_slice(order: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
     """This rank's share of the microbatch [start, stop) of `order`."""
-    first, last = part(start, stop, world.size, world.rank)
+    first, last = world_part(start, stop, world)
     if first == last:
         return BatchSlice(order[start : start + 1], 0, total, first - start, stop - start)
     return BatchSlice(order[first:last], last - first, total, first - start, stop - start)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwise.spec.errors import PlanError, UsageError
-from meshwise.spec.plan import Plan, changed
+from meshwise.spec.plan import Plan
 from meshwise.spec.plan_devices import check_devices, on_one_device
 from meshwise.spec.plan_file import read_plan
-from meshwise.spec.plan_settings import setting_text
+from meshwise.spec.plan_settings import settings_of
 from meshwise.spec.world import World
 from meshwise.training.engine import Engine
 from meshwise.workers.environment import PLAN_FILE
@@ -41,11 +41,11 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
     plan = fit_to_world(asked or of_run or Plan(data=world.size), world, engine.notify)
     if engine.watcher is not None:
         plan = engine.watcher.choose_plan(plan, world)
-    if plan.within_samples * engine.world.size != world.size:
-        sizes = " ".join(f"--set {setting_text(name, value)}" for name, value in changed(plan).items())
+    if plan.within_samples * engine.world.size != world.size or plan.shares != engine.world.shares:
+        sizes = " ".join(f"--set {setting}" for setting in settings_of(plan))
         raise PlanError(
-            f"mw.distribute was given {plan}, whose ranks work on the same samples: that must be known when the "
-            f"program begins. Give the plan to the run: {sizes}, or {PLAN_FILE}=plan.toml before it."
+            f"mw.distribute was given {plan}, and which samples a rank works on must be known when the program "
+            f"begins. Give the plan to the run: {sizes}, or {PLAN_FILE}=plan.toml before it."
         )
     program.plan = plan
     return plan

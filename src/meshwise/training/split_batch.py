@@ -25,7 +25,7 @@ from meshwise.spec.user_code import place, user_frame
 from meshwise.spec.world import World
 from meshwise.training.agreed import Agreed
 from meshwise.training.model_stream import ModelStream
-from meshwise.training.order import BatchSlice, batch_slice
+from meshwise.training.order import BatchSlice, batch_slice, divides_evenly
 from meshwise.transfer import collectives
 from meshwise.transfer.checksum import sampled_sum
 from meshwise.transfer.splitmix import mixed_bits
@@ -91,7 +91,7 @@ class Splits:
 
     def backward(self, weight: object) -> AbstractContextManager[None]:
         """Around a backward. Raises UsageError where it is not known of which batch the loss is the mean."""
-        shares = {None if p.whole or p.total % self._world.size == 0 else p.total for p in self._parts}
+        shares = {None if p.whole or divides_evenly(p.total, self._world) else p.total for p in self._parts}
         self._used = True
         if weight is None and len(shares) > 1:
             sizes = " and ".join(str(part.total) for part in self._parts)

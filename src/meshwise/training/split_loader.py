@@ -35,7 +35,7 @@ from meshwise.compat.tree import all_leaves, map_kind
 from meshwise.spec.errors import DataError, UsageError
 from meshwise.spec.world import World
 from meshwise.training.generators import GLOBAL, TORCH, Draws, Handle, handles_of
-from meshwise.training.order import BatchSlice, batch_slice, epoch_order, epoch_slices, part
+from meshwise.training.order import BatchSlice, batch_slice, epoch_order, epoch_slices, world_part
 from meshwise.training.source import LoaderSettings, count_samples, read_slices, reader, seeded_by
 from meshwise.transfer import collectives
 
@@ -57,8 +57,8 @@ class LoaderSpec:
     """What a distributed loader needs of the user's.
 
     pairs: `pairs(draws, epoch, begin, most)` reads an epoch from sample `begin` on; with `most`, one batch of at most
-        so many samples (a stream's batches stay whole). draws: how its order is drawn; None: keyed by (seed, epoch),
-        as in the states that earlier versions saved.
+        so many samples (a stream's batches stay whole). Of streams of each rank's own every batch counts as whole.
+        draws: how its order is drawn; None: keyed by (seed, epoch), as in the states that earlier versions saved.
     drawn: what an order is drawn from; nothing where it is known.
     own: whether each rank draws on its own.
     draws_base_seed: whether reading draws what the seeds of worker processes are made from.
@@ -226,11 +226,11 @@ def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
     own = _whole_share if streams == "whole" else _own_share
 
     def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
-        whole, last, go_on = streams == "whole", None, draws.go_on if draws else _call
+        whole, go_on = streams == "whole", draws.go_on if draws else _call
         compared = whole and world.size > 1
-        behind = begin if whole else part(0, begin, world.size, world.rank)[1]
-        stream = (draws.begin if draws else _call)(lambda: _skipped(iter(items), behind))
-        first, end = (0, size) if whole else part(0, size, world.size, world.rank)
+        first, end = (0, size) if whole else world_part(0, size, world)
+        behind = begin if whole else begin // size * (end - first)
+        stream, last = (draws.begin if draws else _call)(lambda: _skipped(iter(items), behind))
         while True:
             got = go_on(lambda: list(islice(stream, end - first)))
             counts = _compared(len(got), _checksum(got) if compared else 0)
@@ -244,9 +244,10 @@ def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
     return LoaderSpec(None, size, pairs, drawn, own=streams != "whole", draws_base_seed=True)
 
 
-def _skipped(items: Iterator[Any], count: int) -> Iterator[Any]:
-    deque(islice(items, count), maxlen=0)
-    return items
+def _skipped(items: Iterator[Any], count: int) -> tuple[Iterator[Any], Any]:
+    """What comes behind so many items, and the last of them."""
+    skipped = deque(islice(items, count), maxlen=1)
+    return items, skipped[0] if skipped else None
 
 
 def _ready(loader: DataLoader[Any], world: World) -> LoaderSpec:
