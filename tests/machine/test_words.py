@@ -170,3 +170,27 @@ def test_no_words_give_anything_but_a_machine_or_a_sentence(words: str) -> None:
     except UsageError:
         return
     assert 1 <= len(machine.devices) <= MOST_DEVICES
+
+
+def test_devices_of_two_parts_share_a_host_and_the_slower_link() -> None:
+    machine = machine_from_words("2xA100-80GB + 2xV100-SXM2-32GB")
+    assert [device.part for device in machine.devices] == ["A100-SXM-80GB"] * 2 + ["V100-SXM2-32GB"] * 2
+    assert [device.host for device in machine.devices] == [0] * 4
+    link = link_between(machine, "cuda:0", "cuda:3")
+    assert link is not None and link.kind == "pcie" and link.bandwidth == pytest.approx(15.75e9, rel=0.01)
+    assert any("links are taken as those of V100" in warning for warning in machine.warnings)
+
+
+@pytest.mark.parametrize("words", ["8xH100+8xA100@200Gb", "1x8xH100 + 1x8xA100@200Gb"])
+def test_parts_with_a_network_between_are_hosts(words: str) -> None:
+    machine = machine_from_words(words)
+    assert [device.host for device in machine.devices] == [0] * 8 + [1] * 8
+    inside, across = link_between(machine, "cuda:0", "cuda:1"), link_between(machine, "node0", "node1")
+    assert inside is not None and across is not None and across.bandwidth == 25e9
+    assert inside.kind == "nvlink" and inside.bandwidth == pytest.approx(300e9)
+
+
+@pytest.mark.parametrize("words", ["A100+", "+A100", "2xA100+2xcpu", "2xA100+2xfoo"])
+def test_what_is_no_machine_of_two_parts_is_told(words: str) -> None:
+    with pytest.raises(UsageError, match=r"no part is named|not both|not a known part"):
+        machine_from_words(words)

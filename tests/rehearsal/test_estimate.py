@@ -1,6 +1,6 @@
 """A job under a plan on a machine: seconds and bytes, each with its interval, and no time where none is known.
 
-Of rehearsal/estimator.py too.
+Of rehearsal/estimator.py and rehearsal/trace.py too.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import torch
 from meshwise.api.machines import find_machine
 from meshwise.jobs.registry import find_job
 from meshwise.rehearsal.estimator import estimator
+from meshwise.rehearsal.trace import kinds_of_ranks
 from meshwise.spec.plan import Plan
 
 
@@ -48,6 +49,22 @@ def test_a_cap_is_what_a_step_may_take():
     assert rehearse(Plan()).memory.verdict == "does not fit"
 
 
+def test_slow_devices_set_the_pace_until_they_take_less():
+    machine = find_machine("A100+V100")
+    rehearse = estimator(dataclasses.replace(find_job("mnist-cnn"), batch_size=4096), machine)
+    even = rehearse(Plan(data=2))
+    alone = estimator(dataclasses.replace(find_job("mnist-cnn"), batch_size=4096), find_machine("2xA100"))(Plan(data=2))
+    assert even.seconds.value > 1.3 * alone.seconds.value and not alone.balanced
+    assert even.balanced[1] == 1 and even.balanced[0] > 1.3
+    shared = rehearse(Plan(data=2, shares=even.balanced))
+    assert alone.seconds.value < shared.seconds.value < 0.95 * even.seconds.value
+
+
+def test_memory_is_that_of_the_device_that_is_nearest_to_full():
+    small = estimator(find_job("mnist-mlp"), find_machine("A100+V100-PCIe-16GB"))(Plan(data=2))
+    assert small.memory.capacity == 16 << 30 and small.memory.rank == 1
+
+
 def test_ranks_that_cannot_be_brought_together_have_memory_and_no_time(monkeypatch):
     def stuck(steps, prices):
         raise ValueError("the ranks wait for each other for ever")
@@ -57,3 +74,21 @@ def test_ranks_that_cannot_be_brought_together_have_memory_and_no_time(monkeypat
     found = estimator(find_job("mnist-mlp"), find_machine("2xH100"))(Plan(data=2))
     assert found.seconds is None and "wait for each other" in found.unknown
     assert found.memory.allocated > 0 and sys.excepthook is hook
+
+
+@pytest.mark.parametrize(
+    ("plan", "speeds", "ranks"),
+    [
+        (Plan(data=4), "", [0]),
+        (Plan(data=4), "aabb", [0, 2]),
+        (Plan(data=4, shares=(2, 1, 1, 2)), "", [0, 1]),
+        (Plan(data=2, tensor=2), "aabb", [0, 2]),
+        (Plan(data=2, tensor=2), "abab", [0, 1]),
+        (Plan(pipeline=2, accumulate=2, tensor=2), "", [0, 2]),
+        (Plan(pipeline=2, accumulate=2, tensor=2), "aaab", [0, 1, 2, 3]),
+        (Plan(data=2, pipeline=2, accumulate=2), "aabb", [0, 1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_one_rank_of_each_kind_is_traced_with_those_that_send_to_it(plan, speeds, ranks):
+    assert kinds_of_ranks(plan, speeds) == ranks

@@ -3,6 +3,8 @@
 Of rehearsal/edits.py too.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from meshwise.rehearsal.edits import edits
@@ -29,6 +31,14 @@ def test_the_fastest_that_fits_is_first_and_refused_plans_say_why():
     assert [each.plan for each in found.estimates] == [Plan(shard=2), Plan(), Plan(data=2)]
     assert [each.why for each in found.refused] == ["three heads", "three heads"]
     assert not found.left
+
+
+def test_unequal_devices_get_the_shares_that_balance_them():
+    def rehearse(plan):
+        return replace(estimate(plan, 1 if plan.shares else 2, 10), balanced=(2.5, 1))
+
+    found = search([Plan(data=2)], rehearse, 60)
+    assert [each.plan for each in found.estimates] == [Plan(data=2, shares=(2.5, 1)), Plan(data=2)]
 
 
 def test_a_plan_that_cuts_the_model_as_a_refused_one_is_not_rehearsed():

@@ -1,13 +1,16 @@
-"""A machine in words: `8xH100`, `2x8xA100-80GB@200Gb`, `4xRTX4090`, `4xcpu`, as plain facts of the catalog.
+"""A machine in words: `8xH100`, `2x8xA100-80GB@200Gb`, `2xA100+2xV100`, `4xcpu`, as plain facts of the catalog.
 
-Counts come first: hosts × devices a host, or devices of one host. Behind @ stands what one host can send, one way. A
-name that may mean several parts takes the catalog's first and says so. What is not known stays unknown, with a warning.
+Counts come first: hosts × devices a host, or devices of one host. Behind @ stands what one host can send, one way.
+Parts with + between are devices of one host; with counts of hosts, or a network, they are hosts. A name that may mean
+several parts takes the catalog's first and says so. What is not known stays unknown, with a warning.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
+from dataclasses import replace
 
 from meshwise.machine.catalog import NOT_CONFIRMED, Part, PartLink, networks, nominal, parts
 from meshwise.spec.errors import UsageError, nearest
@@ -26,27 +29,31 @@ def machine_from_words(words: str) -> Machine:
         raise UsageError(
             f"machine '{words[:60]}…': {len(words):,} characters are too long for the name of a machine. {_WRITE}"
         )
-    found = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?([^@]+?)\s*(?:@\s*(.*))?", text, re.IGNORECASE)
-    if found is None:
-        raise UsageError(f"machine '{words}': no part is named. {_WRITE}")
-    counts = [_count(words, digits) for digits in found.group(1, 2) if digits is not None]
-    hosts, each = (1, *counts)[-2:] if counts else (1, 1)
-    if hosts * each > MOST_DEVICES:
-        raise UsageError(f"machine '{words}': {hosts * each:,} devices; at most {MOST_DEVICES:,} can be described.")
-    part, warnings = _named(words, found[3])
-    links = [*class_links([part], each > 1)]
-    rate = None if found[4] is None else _network(words, found[4])
+    named, at, behind = text.partition("@")
+    groups = [_group(words, group) for group in named.split("+")]
+    rate = _network(words, behind) if at else None
+    parts_, warnings = [group[2] for group in groups], [warning for group in groups for warning in group[3]]
+    if len({part.kind for part in parts_}) > 1:
+        raise UsageError(f"machine '{words}': a run has CPU workers or GPUs, not both. {_WRITE}")
+    apart = at or any(hosts > 1 for hosts, *_ in groups)
+    on_hosts = [[part] * each for hosts, each, part, _ in groups for _ in range(hosts)]
+    if not apart:
+        on_hosts = [[part for own in on_hosts for part in own]]
+    hosts, count = len(on_hosts), sum(map(len, on_hosts))
+    if count > MOST_DEVICES:
+        raise UsageError(f"machine '{words}': {count:,} devices; at most {MOST_DEVICES:,} can be described.")
+    links = [*class_links(_slowest_link(parts_, bool(apart), warnings), count > hosts)]
     if rate is not None and hosts == 1:
-        warnings.append(f"'@{found[4]}' is the network of a host, and there is one host only: it is not used.")
+        warnings.append(f"'@{behind.strip()}' is the network of a host, and there is one host only: it is not used.")
     if hosts > 1:
-        origin = "" if rate is None else f"'@{found[4]}', {bandwidth_text(rate)} a host, one way"
+        origin = "" if rate is None else f"'@{behind.strip()}', {bandwidth_text(rate)} a host, one way"
         links.append(Link(NODE, NODE, "network", rate, origin=origin))
         if rate is None:
             warnings.append(
                 f"The network between the {hosts} hosts is unknown. Write what one host can send, one way, behind @: "
                 f"{text}@200Gb (Gbit/s), or measure it with `meshwise bench --hosts`."
             )
-    devices = tuple(device_of(part, index, host) for host in range(hosts) for index in range(each))
+    devices = tuple(device_of(part, i, host) for host, own in enumerate(on_hosts) for i, part in enumerate(own))
     return Machine(text, devices, tuple(links), (Host(),) * hosts, warnings=tuple(warnings))
 
 
@@ -61,6 +68,31 @@ def class_links(device_parts: list[Part], several_on_a_host: bool) -> tuple[Link
         return ()
     part = device_parts[0]
     return (*_host_links(part), *(_device_links(part) if several_on_a_host else ()))
+
+
+def _slowest_link(device_parts: list[Part], apart: bool, warnings: list[str]) -> list[Part]:
+    """The parts; of different ones that whose link is the slowest. apart: a host has devices of one part; else they
+    reach each other through the host."""
+    if len({part.name for part in device_parts}) == 1:
+        return device_parts
+
+    def rate(part: Part) -> float:
+        link = (apart and part.link) or part.host_link
+        return link.pair if link else math.inf
+
+    slowest = min(device_parts, key=rate)
+    warnings.append(f"All links are taken as those of {slowest.name}. Links that differ go into a machine file.")
+    return [slowest if apart else replace(slowest, link=None, peer=False)]
+
+
+def _group(words: str, text: str) -> tuple[int, int, Part, list[str]]:
+    """Hosts, devices of each, their part, and warnings."""
+    found = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(.+?)\s*", text, re.IGNORECASE)
+    if found is None:
+        raise UsageError(f"machine '{words}': no part is named. {_WRITE}")
+    counts = [_count(words, digits) for digits in found.group(1, 2) if digits is not None]
+    hosts, each = (1, *counts)[-2:] if counts else (1, 1)
+    return hosts, each, *_named(words, found[3])
 
 
 def _count(words: str, digits: str) -> int:

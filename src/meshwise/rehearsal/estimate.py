@@ -38,6 +38,11 @@ class Memory:
     capacity: int | None
 
     @property
+    def filled(self) -> float:
+        """How full the device is; of one whose capacity is not known, bytes."""
+        return self.total.value / (self.capacity or 1)
+
+    @property
     def verdict(self) -> str:
         """One of VERDICTS: a plan fits where the upper end of the interval does."""
         if self.capacity is None:
@@ -51,7 +56,8 @@ class Memory:
 class Estimate:
     """One plan on one machine. seconds: of a step; None where the machine's speed is not known, with `unknown` why.
     parts: seconds of the step by what the slowest rank does in them. notes: what the plan says of the program. samples:
-    of the global batch."""
+    of the global batch. balanced: shares of the batch with which unequal devices would compute as long as each other;
+    empty where all are alike."""
 
     plan: Plan
     memory: Memory
@@ -60,6 +66,7 @@ class Estimate:
     unknown: str = ""
     notes: tuple[str, ...] = ()
     samples: int = 0
+    balanced: tuple[float, ...] = ()
 
     @property
     def rate(self) -> float | None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from meshwise.machine.catalog import part
 from meshwise.rehearsal.allocator import device_total, replay, workspace
-from meshwise.rehearsal.breakdown import slowest_rank
+from meshwise.rehearsal.breakdown import breakdown, slowest_rank
 from meshwise.rehearsal.estimate import Estimate, Memory, Range
 from meshwise.rehearsal.measured import prices_here
 from meshwise.rehearsal.memory import memory_curve, with_inside
-from meshwise.rehearsal.prices import Prices, missing
+from meshwise.rehearsal.prices import Prices, missing, speed_of
 from meshwise.rehearsal.scripts import Script, trace_script
 from meshwise.rehearsal.simulate import Step, simulate
 from meshwise.rehearsal.trace import Trace, trace
@@ -56,13 +56,15 @@ def rehearser(job: Job | Script, machine: Machine, cap: int | None = None) -> Ca
     kind = kind_of(machine)
     if isinstance(job, Job):  # its data is opened once, for all plans and stages, and read without processes of its own
         job = replace(job, data=functools.cache(job.data), loader_workers=0)
+    speeds = [speed_of(device) for device in machine.devices]
 
     def rehearse(plan: Plan) -> Rehearsed:
-        traces = trace(job, plan, kind) if isinstance(job, Job) else trace_script(job, plan, kind)
+        own = speeds[: plan.devices] if len(set(speeds)) > 1 else ()
+        traces = trace(job, plan, kind, own) if isinstance(job, Job) else trace_script(job, plan, kind, own)
         steps = [each.step for each in traces]
         notes, samples = steps[0].notes, job.batch_size
         prices = prices_here(machine, steps, MEASURE) if kind == "cpu" else described
-        memory = max((_of_rank(each, prices, cap) for each in traces), key=lambda memory: memory.total.value)
+        memory = max((_of_rank(each, prices, cap) for each in traces), key=lambda memory: memory.filled)
         unknown = missing(steps, prices)
         if unknown:
             return Rehearsed(Estimate(plan, memory, None, {}, unknown[0], notes, samples), traces, prices)
@@ -70,11 +72,28 @@ def rehearser(job: Job | Script, machine: Machine, cap: int | None = None) -> Ca
             step = simulate(steps, prices)
         except ValueError as error:  # the ranks that were traced wait for each other
             return Rehearsed(Estimate(plan, memory, None, {}, str(error), notes, samples), traces, prices)
-        seconds = Range(step.seconds, step.low, step.high)
-        estimate = Estimate(plan, memory, seconds, slowest_rank(step).kinds, "", notes, samples)
+        seconds, balanced = Range(step.seconds, step.low, step.high), _balanced(plan, speeds, step)
+        estimate = Estimate(plan, memory, seconds, slowest_rank(step).kinds, "", notes, samples, balanced)
         return Rehearsed(estimate, traces, prices, step)
 
     return rehearse
+
+
+def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...]:
+    """In proportion to the samples that each replica would compute in the same time; of those that were not rehearsed,
+    as of the one that is alike."""
+    if len(set(speeds[: plan.devices])) < 2 or plan.replicas == 1:
+        return ()
+    within = plan.within_samples
+    alike = [tuple(speeds[first : first + within]) for first in range(0, plan.devices, within)]
+    taken = plan.shares or (1,) * plan.replicas
+    rates: dict[tuple[str, ...], float] = {}
+    for one in (breakdown(step, rank) for rank in step.ranks):
+        replica = one.rank // within
+        rate = taken[replica] / max(one.kinds["computing"], 1e-9)
+        rates[alike[replica]] = min(rates.get(alike[replica], rate), rate)
+    least = min(rates.values())
+    return tuple(float(f"{rates[kind] / least:.2g}") for kind in alike)
 
 
 def _of_rank(traced: Trace, prices: Prices, cap: int | None) -> Memory:

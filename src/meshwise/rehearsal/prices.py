@@ -75,7 +75,7 @@ class Prices:
         self._objects: dict[tuple[int, int], tuple[Operation | Collective | Copy, Priced | None]] = {}
         self._hosts: dict[tuple[int, type, str], Priced] = {}
         alike: dict[str, int] = {}
-        self._alike = [alike.setdefault(_alike(device), len(alike)) for device in machine.devices]
+        self._alike = [alike.setdefault(speed_of(device), len(alike)) for device in machine.devices]
 
     def of(self, what: Operation | Collective | Copy, rank: int) -> Priced | None:
         """Seconds on the stream of this rank; None where a figure is not known."""
@@ -143,6 +143,8 @@ def _named(what: Operation | Collective | Copy, device: Device) -> str:
     return f"{what.kind} of {plural(len(what.ranks), 'rank')}"
 
 
-def _alike(device: Device) -> str:
-    """The same for devices of the same figures."""
-    return repr((device.kind, device.part, device.peak, device.matmuls, device.memory_rate, device.launch))
+def speed_of(device: Device) -> str:
+    """The same for devices of the same figures, and no other."""
+    return repr(
+        (device.kind, device.part, device.memory, device.peak, device.matmuls, device.memory_rate, device.launch)
+    )

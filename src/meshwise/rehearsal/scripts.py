@@ -18,7 +18,7 @@ import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -40,7 +40,7 @@ from meshwise.parallel.batch_norm import normalises
 from meshwise.parallel.step_hooks import Order
 from meshwise.rehearsal.places import Places
 from meshwise.rehearsal.record import Record
-from meshwise.rehearsal.trace import STEPS, Trace, rehearsal, state_of, why_not
+from meshwise.rehearsal.trace import STEPS, Trace, kinds_of_ranks, rehearsal, state_of, why_not
 from meshwise.rehearsal.work import Launch, Work
 from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan import Plan, plan_to_toml
@@ -92,16 +92,20 @@ def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
     return Script(name, run, loop.batch_size, loop.batch_norms)
 
 
-def trace_script(script: Script, plan: Plan, kind: str = "gpu") -> list[Trace]:
-    """What rank 0 of `plan` does in the first steps of a script, and so every rank. See `trace`.
+def trace_script(script: Script, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
+    """What the ranks of `plan` do in the first steps of a script, one of each kind. See `trace`.
 
     Raises PlanError for a plan that no script can have, UsageError for a script that cannot be rehearsed, with its
     line.
     """
     check_for_scripts(plan)
-    loop = _rehearsed(script, plan, kind)
-    works = [Work(0, plan.devices, kind, held, events, tuple(loop.notes)) for held, events in loop.works]
-    return [Trace(works[0], works[-1])]
+    return [_trace_rank(script, plan, kind, rank) for rank in kinds_of_ranks(plan, speeds)]
+
+
+def _trace_rank(script: Script, plan: Plan, kind: str, rank: int) -> Trace:
+    loop = _rehearsed(script, plan, kind, rank)
+    works = [Work(rank, plan.devices, kind, held, events, tuple(loop.notes)) for held, events in loop.works]
+    return Trace(works[0], works[-1])
 
 
 class _Loop(Places):
@@ -173,9 +177,9 @@ class _Loop(Places):
         return 1 if not dtype.is_floating_point else 1.0
 
 
-def _rehearsed(script: Script, plan: Plan, kind: str) -> _Loop:
-    with rehearsal(kind, 0, plan.devices, {}) as (record, mode):
-        world = World(0, plan.devices, 0, plan.devices, record.device)
+def _rehearsed(script: Script, plan: Plan, kind: str, rank: int = 0) -> _Loop:
+    with rehearsal(kind, rank, plan.devices, {}) as (record, mode):
+        world = World(rank, plan.devices, rank, plan.devices, record.device)
         with _as_a_worker(world, plan) as said, apart() as engine:
             loop = record.places = _Loop(record, engine)
             before = make_current(loop)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwise.rehearsal.estimate import FITS, TOO_CLOSE, TOO_LARGE, Estimate
 from meshwise.spec.errors import PlanError, UsageError
@@ -89,7 +89,9 @@ def search(
                 return
 
     for plan in itertools.takewhile(lambda plan: not late(), plans):
-        tried(plan)
+        estimate = tried(plan)
+        if estimate is not None and estimate.balanced and not plan.shares and not late():
+            tried(replace(plan, shares=estimate.balanced))
     for estimate in found().estimates:  # now the best first
         if estimate.memory.verdict in (TOO_LARGE, TOO_CLOSE) and not late():
             saved(estimate.plan, until=True)

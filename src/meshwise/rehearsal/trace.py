@@ -10,7 +10,7 @@ Tested in tests/rehearsal/test_trace.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -57,22 +57,36 @@ class Trace:
     step: Work
 
 
-def trace(job: Job, plan: Plan, kind: str = "gpu") -> list[Trace]:
+def trace(job: Job, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
     """What the ranks of `plan` do in a step of `job`: one of each kind, first that of rank 0.
 
-    kind: of device, `gpu` or `cpu`. Raises PlanError for what cannot run, with the reason of `parallel`; UsageError for
+    kind: of device, `gpu` or `cpu`. speeds: of the ranks' devices, equal for those that are alike; by default all are.
+    Raises PlanError for what cannot run, with the reason of `parallel`; UsageError for
     a program that cannot run on tensors without values, with its line.
     """
     mail: stages.Mail = {}
-    apart = plan.within_samples // plan.pipeline
     try:
-        return [_trace_rank(job, plan, kind, stage * apart, mail) for stage in range(plan.pipeline)]
+        return [_trace_rank(job, plan, kind, rank, mail) for rank in kinds_of_ranks(plan, speeds)]
     except MeshwiseError:
         raise
     except Exception as error:  # whatever a program raises
         told = UsageError(why_not(f"job '{job.name}'", error)).with_traceback(error.__traceback__)
         name_line(told)
         raise told from error
+
+
+def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
+    """One rank of each kind: of each stage, and of those by speed and share of the batch. Each has behind it those of
+    earlier stages that send to it."""
+    within, apart = plan.within_samples, plan.within_samples // plan.pipeline
+    found: dict[Any, list[range]] = {}
+    for replica in range(plan.replicas):
+        places: dict[Any, range] = {}  # within a stage
+        for place in range(apart):
+            ranks = range(replica * within + place, (replica + 1) * within, apart)
+            places.setdefault(tuple(speeds[rank] for rank in ranks) if speeds else (), ranks)
+        found.setdefault((plan.shares[replica : replica + 1], tuple(places)), list(places.values()))
+    return sorted(rank for ranks in found.values() for own in ranks for rank in own)
 
 
 def why_not(what: str, error: Exception) -> str:
