@@ -9,7 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from meshwise.jobs.mnist import mnist_mlp
-from meshwise.spec.plan import Plan, plan_from_toml
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_file import plan_from_toml
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.spans import KINDS
 

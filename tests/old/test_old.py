@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from meshwise import cli
-from meshwise.spec.plan import plan_from_toml
+from meshwise.spec.plan_file import plan_from_toml
 
 OLD = Path(__file__).parent
 MACHINES = sorted(path.stem for path in (OLD / "machines").glob("*.toml"))

@@ -17,10 +17,9 @@ from meshwise.spec.plan import (
     RECOMPUTES,
     Plan,
     at_precision,
-    plan_from_toml,
-    plan_to_toml,
 )
 from meshwise.spec.plan_devices import check_devices
+from meshwise.spec.plan_file import plan_from_toml, plan_to_toml
 from meshwise.spec.plan_settings import plan_from_settings, settings_of
 
 counts = st.integers(1, 2**40)

@@ -14,7 +14,8 @@ import meshwise as mw
 from meshwise.parallel.apply import apply
 from meshwise.parallel.precision import compute_in
 from meshwise.parallel.split import rules
-from meshwise.spec.plan import Plan, plan_to_toml
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.world import World
 from meshwise.training.predict import run_predict
 from meshwise.training.predict_options import PredictOptions

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
 from meshwise.api.script import _script_in_worker
-from meshwise.spec.plan import plan_to_toml
+from meshwise.spec.plan_file import plan_to_toml
 from meshwise.training.session import default_engine, end_sessions
 from meshwise.transfer.sharded import full_tensor
 from meshwise.workers.environment import PLAN_FILE

@@ -15,7 +15,8 @@ import pytest
 import meshwise as mw
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.options import options_of, refuse_options_of_jobs
-from meshwise.spec.plan import Plan, plan_to_toml
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_file import plan_to_toml
 from meshwise.training.run_options import PlanText, RunOptions
 
 FULL = RunOptions(

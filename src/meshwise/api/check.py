@@ -38,9 +38,9 @@ from meshwise.parallel.apply import check_fits
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.options import refuse_options_of_jobs, takes
-from meshwise.spec.plan import AXES, Plan, plan_to_toml
+from meshwise.spec.plan import AXES, Plan
 from meshwise.spec.plan_devices import check_devices
-from meshwise.spec.plan_file import read_plan
+from meshwise.spec.plan_file import plan_to_toml, read_plan
 from meshwise.spec.plan_settings import devices_of, plan_from_settings, plan_on
 from meshwise.spec.world import World
 from meshwise.terminal.notebook import shown_by

@@ -20,7 +20,8 @@ from meshwise.records import folder as names
 from meshwise.records.files import write_text
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
-from meshwise.spec.plan import Plan, plan_to_toml
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.world import World
 from meshwise.training.run_options import RunOptions
 from meshwise.workers.environment import BLOCKS

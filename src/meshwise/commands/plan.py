@@ -18,7 +18,7 @@ from meshwise.rehearsal.estimate import FITS
 from meshwise.rehearsal.views.plan_dict import plans_dict
 from meshwise.rehearsal.views.plan_text import plans_text
 from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import plan_to_toml
+from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.plan_settings import settings_text
 from meshwise.spec.units import plural, seconds_text
 

@@ -19,7 +19,7 @@ from meshwise.records import folder as names
 from meshwise.records.best import Best, read_best
 from meshwise.records.metrics import metrics_of
 from meshwise.spec.errors import UsageError, nearest
-from meshwise.spec.plan import plan_from_toml
+from meshwise.spec.plan_file import plan_from_toml
 
 LOWER_IS_BETTER = ("loss", "error", "nats", "perplexity", "mae", "mse", "bits")
 """Words in the names of metrics of which the least is the best."""

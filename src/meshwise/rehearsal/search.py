@@ -89,8 +89,7 @@ def search(
                 return
 
     for plan in itertools.takewhile(lambda plan: not late(), plans):
-        estimate = tried(plan)
-        if estimate is not None and estimate.balanced and not plan.shares and not late():
+        if (estimate := tried(plan)) is not None and estimate.balanced and not plan.shares and not late():
             tried(replace(plan, shares=estimate.balanced))
     for estimate in found().estimates:  # now the best first
         if estimate.memory.verdict in (TOO_LARGE, TOO_CLOSE) and not late():

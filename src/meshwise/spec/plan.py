@@ -6,9 +6,7 @@ techniques that trade time for memory. Each field declares what it divides and w
 
 from __future__ import annotations
 
-import json
 import math
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -268,42 +266,6 @@ def at_precision(plan: Plan, precision: str) -> Plan:
     if precision == plan.precision:
         return plan
     return replace(plan, precision=precision, param_dtype=None, compute_dtype=None, grad_dtype=None)
-
-
-def plan_to_toml(plan: Plan) -> str:
-    """The plan as a TOML file, every field with its value. What follows from `precision` is a comment."""
-    implied = plan.dtypes.by_field
-    lines = []
-    for f in fields(plan):
-        value = getattr(plan, f.name)
-        # A switch, a number, a text or a list of texts is written in TOML as it is in JSON.
-        line = f"{f.name} = {json.dumps(implied[f.name] if value is None else value, ensure_ascii=False)}\n"
-        lines.append(f"# {line}" if value is None else line)
-    return "".join(lines)
-
-
-def plan_from_toml(text: str, devices: int = 1) -> Plan:
-    """Read a plan file; of one that names no axis, replicas fill `devices`.
-
-    Raises PlanError when the text is not TOML or names an unknown field.
-    """
-    values = plan_values(text)
-    if not any(axis in values for axis in AXES):
-        values["data"] = devices
-    return Plan(**values)
-
-
-def plan_values(text: str) -> dict[str, Any]:
-    """The fields that a plan file names. Raises PlanError when the text is not TOML or names an unknown one."""
-    try:
-        values = tomllib.loads(text)
-    except RecursionError:
-        raise PlanError("tables or lists within too many others. A plan is lines such as shard = 2.") from None
-    except ValueError as error:  # TOMLDecodeError, or a number that Python refuses to read
-        raise PlanError(f"the plan file is not TOML: {error}.") from None
-    for name in values:
-        check_name(name)
-    return values
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:

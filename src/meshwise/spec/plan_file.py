@@ -1,12 +1,55 @@
-"""Plan files: read, with the file's name in every error."""
+"""Plans as TOML: written with every field, read with the file's name in every error.
+
+Tested in tests/spec/test_plan.py.
+"""
 
 from __future__ import annotations
 
+import json
 import stat
+import tomllib
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import Plan, plan_from_toml, plan_values
+from meshwise.spec.plan import AXES, Plan, check_name
+
+
+def plan_to_toml(plan: Plan) -> str:
+    """The plan as a TOML file, every field with its value. What follows from `precision` is a comment."""
+    implied = plan.dtypes.by_field
+    lines = []
+    for f in fields(plan):
+        value = getattr(plan, f.name)
+        # A switch, a number, a text or a list of texts is written in TOML as it is in JSON.
+        line = f"{f.name} = {json.dumps(implied[f.name] if value is None else value, ensure_ascii=False)}\n"
+        lines.append(f"# {line}" if value is None else line)
+    return "".join(lines)
+
+
+def plan_from_toml(text: str, devices: int = 1) -> Plan:
+    """Read a plan file; of one that names no axis, replicas fill `devices`.
+
+    Raises PlanError when the text is not TOML or names an unknown field.
+    """
+    values = plan_values(text)
+    if not any(axis in values for axis in AXES):
+        values["data"] = devices
+    return Plan(**values)
+
+
+def plan_values(text: str) -> dict[str, Any]:
+    """The fields that a plan file names. Raises PlanError when the text is not TOML or names an unknown one."""
+    try:
+        values = tomllib.loads(text)
+    except RecursionError:
+        raise PlanError("tables or lists within too many others. A plan is lines such as shard = 2.") from None
+    except ValueError as error:  # TOMLDecodeError, or a number that Python refuses to read
+        raise PlanError(f"the plan file is not TOML: {error}.") from None
+    for name in values:
+        check_name(name)
+    return values
 
 
 def plan_text(file: str | Path) -> str:

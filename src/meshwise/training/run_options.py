@@ -11,8 +11,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from meshwise.spec.arguments import Plain, argument_texts
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option, given_options, options_of
-from meshwise.spec.plan import Plan, at_precision, plan_from_toml, plan_to_toml
-from meshwise.spec.plan_file import plan_text
+from meshwise.spec.plan import Plan, at_precision
+from meshwise.spec.plan_file import plan_from_toml, plan_text, plan_to_toml
 from meshwise.spec.plan_settings import plan_from_settings, plan_on
 from meshwise.training.job import Job
 from meshwise.training.trackers import check_trackers
