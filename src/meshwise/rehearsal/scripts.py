@@ -43,7 +43,8 @@ from meshwise.rehearsal.record import Record
 from meshwise.rehearsal.trace import STEPS, Trace, kinds_of_ranks, rehearsal, state_of, why_not
 from meshwise.rehearsal.work import Launch, Work
 from meshwise.spec.errors import MeshwiseError, UsageError
-from meshwise.spec.plan import Plan, plan_to_toml
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.user_code import is_users, name_line, user_place
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import make_current
