@@ -1,3 +1,4 @@
+from meshwise.api import auto as auto
 from meshwise.api import bench as bench
 from meshwise.api import bench_hosts as bench_hosts
 from meshwise.api import check as check

@@ -23,7 +23,9 @@ from meshwise.rehearsal.candidates import Space, candidates, savers
 from meshwise.rehearsal.estimate import FITS, UNKNOWN, Estimate
 from meshwise.rehearsal.estimator import Rehearsed, kind_of, rehearser
 from meshwise.rehearsal.explain import Explanation, explain
+from meshwise.rehearsal.memory import with_inside
 from meshwise.rehearsal.memory_parts import MemoryParts, memory_parts
+from meshwise.rehearsal.prediction import prediction
 from meshwise.rehearsal.scripts import Script, known_script
 from meshwise.rehearsal.search import Search, search
 from meshwise.rehearsal.views.plan_text import plans_text
@@ -33,6 +35,7 @@ from meshwise.spec.options import refuse_options_of_jobs, takes
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import read_plan
 from meshwise.spec.plan_settings import plan_from_settings, settings_text
+from meshwise.spec.prediction import Prediction
 from meshwise.terminal.notebook import shown_by
 from meshwise.training.job import Job
 from meshwise.training.loop import open_data
@@ -48,7 +51,7 @@ class Plans:
 
     one: the first is the one that was asked about, and the others are what it would be with one thing changed.
     explained: what the step of one plan is made of; memory: what its memory goes to; where they were asked for. steps:
-    of the whole training; price: of a device hour.
+    of the whole training; price: of a device hour. first: what the first of them was made of.
     """
 
     job: str
@@ -61,12 +64,18 @@ class Plans:
     steps: int | None = None
     batch_option: str = "--batch-size"
     price: float | None = None
+    first: Rehearsed | None = None
 
     @property
     def best(self) -> Estimate | None:
         """The fastest plan that fits, or of which that is not known; None where none does."""
         first = next(iter(self.found.estimates), None)
         return first if first is not None and first.memory.verdict in (FITS, UNKNOWN) else None
+
+    @property
+    def predicted(self) -> Prediction | None:
+        """What a run of the first plan is held against: `plan_to_toml(...) + prediction_to_toml(...)` keeps both."""
+        return None if self.first is None else prediction(self.first, self.job)
 
     def device_hours(self, estimate: Estimate) -> float | None:
         """Of all steps of the training under a plan, without evaluations and saving; None where they are not known."""
@@ -93,7 +102,7 @@ def plan_options(options: PlanOptions) -> Plans:
 
 
 def _planned(options: PlanOptions, machine: Machine, job: Job | Script) -> Plans:
-    rehearse = rehearser(job, machine, options.cap)
+    rehearse = _Kept(rehearser(job, machine, options.cap))
     estimate = functools.cache(lambda plan: rehearse(plan).estimate)
     plans = Plans(job.name, job.batch_size, machine, _NOTHING, price=options.price)
     if isinstance(job, Script):
@@ -103,8 +112,28 @@ def _planned(options: PlanOptions, machine: Machine, job: Job | Script) -> Plans
         plans = replace(plans, found=found, one=True)
     else:
         plans = replace(plans, found=_searched(plans, _space(job, machine, options), options, estimate))
-    plans = replace(plans, steps=options.steps or _steps(job))
+    plans = replace(plans, steps=options.steps or _steps(job), first=rehearse.kept(plans.found.estimates[0].plan))
     return _in_detail(plans, options, rehearse)
+
+
+class _Kept:
+    """Rehearses plans, and keeps the best one, about which more may be asked."""
+
+    def __init__(self, rehearse: Callable[[Plan], Rehearsed]) -> None:
+        self._rehearse = rehearse
+        self._best: Rehearsed | None = None
+
+    def __call__(self, plan: Plan) -> Rehearsed:
+        if (known := self.kept(plan)) is not None:
+            return known
+        found = self._rehearse(plan)
+        if self._best is None or found.estimate.rank_key < self._best.estimate.rank_key:
+            self._best = found
+        return found
+
+    def kept(self, plan: Plan) -> Rehearsed | None:
+        """What is known of this plan, if it is the best."""
+        return self._best if self._best is not None and self._best.estimate.plan == plan else None
 
 
 def _space(job: Job | Script, machine: Machine, options: PlanOptions) -> Space:
@@ -148,9 +177,8 @@ def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Re
     whole = rehearse(chosen.plan)
     if options.memory:
         traced = next(one for one in whole.traces if one.step.rank == chosen.memory.rank)
-        plans = replace(
-            plans, memory=memory_parts(traced.first, traced.step, plans.machine.devices[chosen.memory.rank])
-        )
+        first, step = (with_inside(work, whole.prices.inside) for work in (traced.first, traced.step))
+        plans = replace(plans, memory=memory_parts(first, step, plans.machine.devices[chosen.memory.rank]))
     if options.explain is not None:
         if whole.step is None:
             raise UsageError(f"--explain: the time of {settings_text(chosen.plan)} is not known: {chosen.unknown}.")

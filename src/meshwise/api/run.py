@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from meshwise import api
 from meshwise.api.start import Program, Started, opened, record_blocks, start, supervised
 from meshwise.api.supervise import Viewer, summarise
 from meshwise.jobs.registry import find_job
@@ -24,6 +25,9 @@ from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.json_values import json_value
 from meshwise.spec.options import takes
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_file import PREDICTED, plan_from_toml
+from meshwise.spec.prediction import prediction_in
 from meshwise.spec.world import World
 from meshwise.terminal.notebook import shown_by
 from meshwise.timeline.run_summary import RunSummary
@@ -31,7 +35,7 @@ from meshwise.timeline.views.live_progress import LiveView
 from meshwise.timeline.views.summary_text import summary_text
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
-from meshwise.training.run_options import RunOptions
+from meshwise.training.run_options import AUTO, PlanText, RunOptions
 from meshwise.training.session import program_ends
 from meshwise.transfer.collectives import broadcast_object, gather_objects
 from meshwise.workers.channel import Message
@@ -94,6 +98,8 @@ def start_job(
         options = options.resumed(names.read_run(Path(options.resume)))
     if options.job is None:
         raise UsageError("no job is given. Use meshwise run mnist-mlp, or meshwise run file.py:name.")
+    if options.plan == AUTO:
+        options = api.auto.with_plan(options, console)
     starts(options)
     if started_by_launcher():
         return _run_joined(options, console), 0
@@ -111,7 +117,21 @@ def start_job(
 def _job_program(job: Job, options: RunOptions, world: World) -> Program:
     plan = options.plan_on(world.size)
     check_fits(plan, world)  # before there is a folder
-    return Program(job.name, plan, partial(_job_in_worker, options), {"request": options.record()})
+    record = {"request": options.record(), **predicted_of_run(options, job, plan)}
+    return Program(job.name, plan, partial(_job_in_worker, options), record)
+
+
+def predicted_of_run(options: RunOptions, job: Job, plan: Plan) -> dict[str, Any]:
+    """What run.json keeps of the prediction in a plan file: the prediction, or why it is none of this run."""
+    predicted = prediction_in(options.plan.text) if isinstance(options.plan, PlanText) else None
+    if predicted is None or not isinstance(options.plan, PlanText):
+        return {}
+    if (predicted.job, predicted.batch_size) != (job.name, job.batch_size):
+        of = f"{predicted.job} with a global batch of {predicted.batch_size}"
+        return {PREDICTED: f"The prediction of the plan file is not shown: it is of {of}."}
+    if plan_from_toml(options.plan.text, plan.devices) != plan:
+        return {PREDICTED: "The prediction of the plan file is not shown: the run has another plan than the file."}
+    return {PREDICTED: json_value(predicted)}
 
 
 def _job_in_worker(options: RunOptions, folder: Path) -> dict[str, Any]:

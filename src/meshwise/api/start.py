@@ -21,7 +21,8 @@ from meshwise.records.files import write_text
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.plan import Plan
-from meshwise.spec.plan_file import plan_to_toml
+from meshwise.spec.plan_file import PREDICTED, plan_to_toml
+from meshwise.spec.prediction import prediction_of, prediction_to_toml
 from meshwise.spec.world import World
 from meshwise.training.run_options import RunOptions
 from meshwise.workers.environment import BLOCKS
@@ -115,7 +116,9 @@ def opened(
             facts["source"] = names.source_of(str(options.job))
         names.begin_session(folder, began, **facts)
     if program.plan is not None:  # on every machine: a script's workers read it in their own folder
-        write_text(folder / names.PLAN, plan_to_toml(program.plan))
+        predicted = program.record.get(PREDICTED)
+        table = prediction_to_toml(prediction_of(predicted)) if isinstance(predicted, Mapping) else ""
+        write_text(folder / names.PLAN, plan_to_toml(program.plan) + table)
     if nodes is not None and machine == 0:
         nodes.set("folder", folder.name)
     return started

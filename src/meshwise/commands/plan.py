@@ -20,6 +20,7 @@ from meshwise.rehearsal.views.plan_text import plans_text
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.plan_settings import settings_text
+from meshwise.spec.prediction import prediction_to_toml
 from meshwise.spec.units import plural, seconds_text
 
 app = typer.Typer(add_completion=False)
@@ -49,10 +50,10 @@ def plan(
     Exit code 0: a plan fits. 1: none does for certain; of --fits, it does not, or is too close to call. 2: refused.
 
     \b
-    meshwise plan gpt --machine 8xH100                     ranked plans
-    meshwise plan --machine 8xH100 train.py --epochs 1     of your script, up to its second step
-    meshwise plan gpt --machine 8xH100 --explain           what the best one's step is made of
-    meshwise plan gpt --machine 1xH100 --memory            what its memory goes to
+    meshwise plan gpt --machine 8xH100              ranked plans
+    meshwise plan --machine 8xH100 train.py --epochs 1    of your script
+    meshwise plan gpt --machine 8xH100 --explain    what the best one's step takes
+    meshwise plan gpt --machine 1xH100 --memory     what its memory goes to
     meshwise plan train.py:job --machine 8xH100 --save plan.toml
     meshwise plan train.py:job --machine 8xH100 --fits plan.toml
     """
@@ -70,7 +71,8 @@ def plan(
     if save is not None:
         if best is None:
             raise PlanError(f"--save {save}: no plan fits for certain, so none is written.")
-        write_text(save, plan_to_toml(best.plan))
+        predicted = plans.predicted
+        write_text(save, plan_to_toml(best.plan) + ("" if predicted is None else prediction_to_toml(predicted)))
         console.print(f"saved {settings_text(best.plan)} to {save}", markup=False, highlight=False)
     sure = options.fits is None or (best is not None and best.memory.verdict == FITS)
     raise typer.Exit(0 if options.memory or (best is not None and sure) else 1)

@@ -35,6 +35,7 @@ def run(
     meshwise run --devices 2xcpu train.py --lr 0.1   your script; --lr is its own
     meshwise run train.py:job --set shard=4          a Job in your file, sharded
     meshwise run mnist-cnn --devices 4xcpu           a built-in job
+    meshwise run train.py:job --plan auto            the plan that is fastest here
     meshwise run --resume runs/20261121-140502-gpt   go on with a stopped run
     """
     if as_json and is_script(options.job):

@@ -63,7 +63,8 @@ def rehearser(job: Job | Script, machine: Machine, cap: int | None = None) -> Ca
         traces = trace(job, plan, kind, own) if isinstance(job, Job) else trace_script(job, plan, kind, own)
         steps = [each.step for each in traces]
         notes, samples = steps[0].notes, job.batch_size
-        prices = prices_here(machine, steps, MEASURE) if kind == "cpu" else described
+        used = replace(machine, devices=machine.devices[: plan.devices])  # their workers share the cores of a host
+        prices = prices_here(used, steps, MEASURE) if kind == "cpu" else described
         memory = max((_of_rank(each, prices, cap) for each in traces), key=lambda memory: memory.filled)
         unknown = missing(steps, prices)
         if unknown:

@@ -15,6 +15,9 @@ from typing import Any
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import AXES, Plan, check_name
 
+PREDICTED = "predicted"
+"""A table of a plan file that is no field of the plan: spec/prediction.py."""
+
 
 def plan_to_toml(plan: Plan) -> str:
     """The plan as a TOML file, every field with its value. What follows from `precision` is a comment."""
@@ -47,6 +50,7 @@ def plan_values(text: str) -> dict[str, Any]:
         raise PlanError("tables or lists within too many others. A plan is lines such as shard = 2.") from None
     except ValueError as error:  # TOMLDecodeError, or a number that Python refuses to read
         raise PlanError(f"the plan file is not TOML: {error}.") from None
+    values.pop(PREDICTED, None)
     for name in values:
         check_name(name)
     return values

@@ -19,6 +19,7 @@ from meshwise.timeline.findings import RunFacts, findings_of, verdict_of
 from meshwise.timeline.goodput import goodput_of
 from meshwise.timeline.one_device import measured_alone
 from meshwise.timeline.pipeline_stages import pipeline_report
+from meshwise.timeline.reconcile import reconciled
 from meshwise.timeline.run_report import (
     MEMORY,
     NOT_MEMORY,
@@ -67,6 +68,8 @@ def report_of(
     seconds = table.step_seconds()[table.trained]
     kinds = table.kind_seconds()[table.counted].sum(axis=0)
     status = timeline.sessions[-1].status if timeline.sessions else str(timeline.facts.get("status", "unknown"))
+    ranks = [_rank(facts, timeline, table) for facts in timeline.ranks]
+    predicted, not_shown = reconciled(timeline.facts, table, ranks)
     return Report(
         title=str(timeline.facts.get("job", folder)),
         status=status,
@@ -77,7 +80,7 @@ def report_of(
         headline="The run failed." if status == "failed" else findings[0].headline if findings else "",
         verdict=_verdict(status, timeline, verdict_of(findings)),
         findings=findings,
-        missing=list(timeline.missing),
+        missing=[*timeline.missing, *not_shown],
         steps=len(seconds),
         step_seconds=float(np.median(seconds)) if len(seconds) else 0.0,
         step_seconds_p95=float(np.percentile(seconds, 95)) if len(seconds) else 0.0,
@@ -86,7 +89,7 @@ def report_of(
         goodput=goodput,
         waiting=waiting,
         kinds={kind: float(kinds[code]) for code, kind in enumerate(KINDS)},
-        ranks=[_rank(facts, timeline, table) for facts in timeline.ranks],
+        ranks=ranks,
         clocks=[ClockReport(c.rank, c.offset / 1e9, c.drift, c.error / 1e9, c.samples) for c in timeline.clocks],
         error_seconds=error,
         collectives=collectives,
@@ -94,6 +97,7 @@ def report_of(
         counters=[_thinned(counter) for counter in timeline.counters],
         views=step_windows(timeline, table, steps, findings[0].rank if findings else None),
         pipeline=pipeline,
+        predicted=predicted,
     )
 
 

@@ -225,6 +225,42 @@ class StepWindow:
 
 
 @dataclass(frozen=True)
+class TimeBeside:
+    """A kind of time of a step: predicted, and the median over the steps of the mean over ranks."""
+
+    name: str
+    predicted: Seconds
+    measured: Seconds
+
+
+@dataclass(frozen=True)
+class MemoryBeside:
+    """Bytes of the rank that needs most: predicted, and the most that was measured; None where nothing measures it."""
+
+    name: str
+    predicted: Bytes
+    measured: Bytes | None
+
+
+@dataclass(frozen=True)
+class Reconciled:
+    """What was predicted of the run's plan beside what was measured. machine: of the prediction; origin: of its prices.
+
+    seconds, low, high: of a step, with the 80 % interval; None where only memory was predicted. measured: the median.
+    """
+
+    machine: str
+    origin: str
+    sentence: str
+    seconds: Seconds | None
+    low: Seconds | None
+    high: Seconds | None
+    measured: Seconds
+    kinds: list[TimeBeside]
+    memory: list[MemoryBeside]
+
+
+@dataclass(frozen=True)
 class Report:
     """All that is known of a run. about: what was run: its plan, command, commit and last metric, where they are known.
 
@@ -260,6 +296,7 @@ class Report:
     counters: list[CounterSeries]
     views: list[StepWindow]
     pipeline: PipelineReport | None = None
+    predicted: Reconciled | None = None
 
     @property
     def chosen_steps(self) -> tuple[int, int] | None:

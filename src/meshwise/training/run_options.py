@@ -19,6 +19,8 @@ from meshwise.training.trackers import check_trackers
 from meshwise.workers.nodes import NodeOptions
 
 LOG_EVERY = 100
+AUTO = "auto"
+"""As a plan: the one that `meshwise plan` would choose for the devices."""
 OF_THE_PLAN = ("accumulate", "precision")
 """Fields of the plan that have an option of their own, beside `--set`."""
 
@@ -62,9 +64,13 @@ class RunOptions(NodeOptions):
         tuple[str, ...],
         Option("where else numbers go: tensorboard, wandb, mlflow; all on this machine", metavar="TRACKER"),
     ] = ()
-    plan: Annotated[Plan | PlanText | str | Path | None, Option("a plan file; default: replicas", metavar="FILE")] = (
-        None
-    )
+    plan: Annotated[
+        Plan | PlanText | str | Path | None, Option("a plan file, or auto; default: replicas", metavar="FILE")
+    ] = None
+    allow: Annotated[
+        tuple[str, ...],
+        Option("what --plan auto may change of the numbers: precision, microbatch", scripts=False, recorded=False),
+    ] = ()
     settings: Annotated[
         tuple[str, ...], Option("a field of the plan: recompute=full", name="--set", metavar="FIELD=VALUE")
     ] = ()
@@ -87,8 +93,10 @@ class RunOptions(NodeOptions):
         check_trackers(self.log)
         if self.devices is not None and not self.devices.strip():
             raise UsageError("--devices '': no device is named. Use 2xcpu, all, or leave it out.")
-        if isinstance(self.plan, str | Path):  # read at once: the run's record keeps the text
+        if isinstance(self.plan, str | Path) and self.plan != AUTO:  # read at once: the run's record keeps the text
             object.__setattr__(self, "plan", PlanText(plan_text(self.plan)))
+        if self.allow and self.plan != AUTO:
+            raise UsageError("--allow is of --plan auto: a plan that is given says itself what changes.")
         for name in ("log_every", "save_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -105,6 +113,8 @@ class RunOptions(NodeOptions):
 
     def plan_on(self, devices: int) -> Plan:
         """The plan on this many devices: the one that is given, else replicas; settings and options change it."""
+        if self.plan == AUTO:
+            raise UsageError("--plan auto is for meshwise run of a job. Save a plan with meshwise plan --save FILE.")
         if self.plan is None:
             plan = plan_on(devices, self.settings)
         else:

@@ -200,6 +200,15 @@ function stages() {
     shown(`pipeline/stages/${i}/forward_seconds`), shown(`pipeline/stages/${i}/backward_seconds`),
     stack([["forward", stage.forward_seconds / most], ["backward", stage.backward_seconds / most], ["", 1 - (stage.forward_seconds + stage.backward_seconds) / most]])])));
 }
+function predicted() {
+  if (!R.predicted) return;
+  section("Predicted and measured", shown("predicted/sentence"));
+  const beside = (list, i) => [shown(`predicted/${list}/${i}/predicted`), R.predicted[list][i].measured === null ? "" : shown(`predicted/${list}/${i}/measured`)];
+  add(table([["of a step", true], ["predicted"], ["measured"]], [
+    ...(R.predicted.seconds === null ? [] : [["all", shown("predicted/seconds"), shown("predicted/measured")]]),
+    ...R.predicted.kinds.map((_, i) => [shown(`predicted/kinds/${i}/name`), ...beside("kinds", i)]),
+    ...R.predicted.memory.map((_, i) => [el("span", {}, shown(`predicted/memory/${i}/name`), " memory"), ...beside("memory", i)])]));
+}
 function watching() {
   if (!R.ranks.length) return;
   section("Clocks and watching", "Each rank's clock against rank 0's, from round trips between them; what was recorded, and what that took of a core.");
@@ -210,7 +219,7 @@ function watching() {
 }
 function drawAll() { return Promise.all(charts.map((draw) => draw())); }
 
-head(); findings(); goodput(); ranks(); timeline(); stages(); series(); memoryByPhase(); collectives(); watching();
+head(); findings(); goodput(); ranks(); timeline(); stages(); predicted(); series(); memoryByPhase(); collectives(); watching();
 add(el("footer", {}, "meshwise report ", shown("folder")));
 drawAll().then(() => { document.documentElement.dataset.drawn = "yes"; });
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

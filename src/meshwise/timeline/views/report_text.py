@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from meshwise.spec.units import percent_text, plural, rate_text, seconds_text
+from meshwise.spec.units import bytes_text, percent_text, plural, rate_text, seconds_text
 from meshwise.terminal.kind_marks import legend
 from meshwise.terminal.screen import GLUE, Drawn, Screen, spaced
 from meshwise.terminal.table import Cell, table_lines
@@ -29,6 +29,7 @@ LEAST_NEEDED = (
     ("stages", False),
     ("marks", False),
     ("advice", False),
+    ("predicted", False),
     ("about", False),
 )
 """What is left out, or shortened (True), in this order, where the screen is too low."""
@@ -54,6 +55,7 @@ def report_lines(report: Report, screen: Screen, height: int | None) -> list[Tex
         "about": screen.wrap(*(Text(f"{name:8} {text}", "dim") for name, text in report.about.items())),
         "table": table,
         "stages": _stages(report, width),
+        "predicted": _predicted(report, screen),
         "gantt": [],
         "marks": legend(kinds, width, ascii_only) if table else [],
         "goodput": screen.wrap(*_goodput(report)),
@@ -68,6 +70,7 @@ def report_lines(report: Report, screen: Screen, height: int | None) -> list[Tex
     parts["gantt"] = _gantt(report, width, most - sum(map(len, parts.values())), ascii_only)
     marks = parts["gantt"] + parts["marks"]
     first = [parts["table"], parts["stages"], marks] if parts["gantt"] else [parts["table"] + marks, parts["stages"]]
+    first.append(parts["predicted"])
     last = [line for name in ("goodput", "missing", "advice", "clocks", "about") for line in parts[name]]
     return spaced([parts["head"], *first, last], height)
 
@@ -134,6 +137,20 @@ def _stages(report: Report, width: int) -> list[Text]:
         times = (stage.forward_seconds, stage.backward_seconds, stage.forward_seconds + stage.backward_seconds)
         rows.append([str(stage.stage), ",".join(map(str, stage.ranks)), *map(seconds_text, times)])
     return table_lines(["stage", "ranks", "forward", "backward", "a microbatch"], rows, width, left=(0, 1))
+
+
+def _predicted(report: Report, screen: Screen) -> list[Text]:
+    """What was predicted of the plan beside what was measured: a sentence, and a row a kind of time and of memory."""
+    if report.predicted is None:
+        return []
+    rows: list[list[Cell]] = []
+    for kind in report.predicted.kinds:
+        rows.append([kind.name, seconds_text(kind.predicted), seconds_text(kind.measured)])
+    for memory in report.predicted.memory:
+        measured = "" if memory.measured is None else bytes_text(memory.measured)
+        rows.append([f"{memory.name} memory", bytes_text(memory.predicted), measured])
+    lines = table_lines(["of a step", "predicted", "measured"], rows, screen.width)
+    return [*screen.wrap(Text(report.predicted.sentence)), *lines]
 
 
 def _clocks(report: Report) -> Text:

@@ -1,0 +1,122 @@
+"""`--plan auto`: the plan that a run takes by itself, found on its devices.
+
+Tested in tests/cli/test_plan_auto.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+
+from meshwise.api.bench import bench
+from meshwise.api.machines import find_machine
+from meshwise.api.plan import Plans, plan_options
+from meshwise.api.plan_options import PlanOptions
+from meshwise.machine.bench import only_devices
+from meshwise.machine.find import find_devices
+from meshwise.machine.measure.alone import device_names
+from meshwise.rehearsal.estimate import Estimate
+from meshwise.rehearsal.views.explain_text import runner_up_sentences
+from meshwise.spec.devices import WorkerSlot, parse_devices
+from meshwise.spec.errors import PlanError, UsageError
+from meshwise.spec.machine import Machine
+from meshwise.spec.plan_file import plan_to_toml
+from meshwise.spec.plan_settings import settings_text
+from meshwise.spec.prediction import prediction_to_toml
+from meshwise.spec.units import bytes_text, plural, seconds_text
+from meshwise.training.run_options import OF_THE_PLAN, PlanText, RunOptions
+from meshwise.workers.environment import started_by_launcher
+
+SECONDS = 20.0
+"""Of the search."""
+MEASURE = 4.0
+"""Of measuring what CPU workers send each other, whose links no catalog knows."""
+
+
+def with_plan(options: RunOptions, console: Console) -> RunOptions:
+    """The options with the plan that the search chose; what it is and why is printed.
+
+    Raises UsageError where the devices of a run are not all here, PlanError where no plan fits.
+    """
+    if options.nnodes > 1 or started_by_launcher():
+        raise UsageError(
+            "--plan auto looks at the devices of one machine that meshwise run starts itself. Find the plan with "
+            "meshwise plan --machine 2x8xH100 --save plan.toml, and give --plan plan.toml."
+        )
+    slots = find_devices(parse_devices("all" if options.devices is None else options.devices))
+    machine = only_devices(find_machine(), device_names(slots))
+    if slots[0].device == "cpu" and len(slots) > 1:
+        with console.status(f"measuring what {len(slots)} workers send each other"):
+            machine = _measured(machine, slots)
+    asked = [f"{name}={value}" for name in OF_THE_PLAN if (value := getattr(options, name)) is not None]
+    words = PlanOptions(
+        job=options.job or "",
+        machine=machine,
+        settings=(*options.settings, *asked),
+        allow=options.allow,
+        batch_size=options.batch_size,
+        seconds=SECONDS,
+        args=options.args,
+        seed=options.seed,
+        data=options.data,
+    )
+    with console.status("rehearsing plans"):
+        plans = plan_options(words)
+    chosen, why = _choice(plans, len(slots))
+    for line in _told(plans, chosen, why, len(slots)):
+        console.print(line, soft_wrap=not console.is_terminal, markup=False, highlight=False)
+    predicted = plans.predicted if plans.first is not None and plans.first.estimate.plan == chosen.plan else None
+    text = plan_to_toml(chosen.plan) + ("" if predicted is None else prediction_to_toml(predicted))
+    return replace(options, plan=PlanText(text), devices=_first_of(slots, chosen.plan.devices), allow=())
+
+
+def _measured(machine: Machine, slots: Sequence[WorkerSlot]) -> Machine:
+    """With the collectives of these workers, shortly measured."""
+    found = bench(f"{len(slots)}xcpu", what=("collectives",), sizes="1K:4M", seconds=MEASURE).machine
+    return replace(machine, collectives=found.collectives, links=found.links, measured=found.measured)
+
+
+def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
+    """The fastest that fits; where no time is known the simplest on all devices that does. And why, in a sentence."""
+    best = plans.best
+    if best is None:
+        nearest = min(plans.found.estimates, key=lambda each: each.memory.total.value).memory
+        need, room = bytes_text(nearest.total.high), bytes_text(nearest.capacity or 0)
+        raise PlanError(
+            f"--plan auto: none of {plural(len(plans.found.estimates), 'plan')} fits for certain; the smallest may "
+            f"need {need} of {room}. Use a smaller --batch-size, more devices, or --allow precision."
+        )
+    unknown = next((each for each in plans.found.estimates if each.seconds is None), None)
+    every = [
+        each
+        for each in plans.found.estimates
+        if each.plan.devices == devices and each.memory.verdict == best.memory.verdict
+    ]
+    if unknown is not None and every and all(each.seconds is None for each in every):
+        simplest = min(every, key=lambda each: (each.plan.data != devices, each.plan.shard != devices))
+        return simplest, f"The simplest on all devices that fits, since times are not known: {unknown.unknown}."
+    others = [each for each in plans.found.estimates if each is not best]
+    elsewhere = (each for each in others if each.plan.devices != best.plan.devices)
+    runner_up = next(itertools.chain(elsewhere if best.plan.devices < devices else (), others), None)
+    return best, "".join(runner_up_sentences(best, runner_up))
+
+
+def _told(plans: Plans, chosen: Estimate, why: str, devices: int) -> list[str]:
+    seconds, memory = chosen.seconds, chosen.memory
+    on = f" on {chosen.plan.devices} of {devices} devices" if chosen.plan.devices < devices else ""
+    step = ""
+    if seconds is not None:
+        step = f", a step {seconds_text(seconds.value)} ({seconds_text(seconds.low)} to {seconds_text(seconds.high)})"
+    room = "" if memory.capacity is None else f" of {bytes_text(memory.capacity)}"
+    searched = f"{plural(len(plans.found.estimates), 'plan')} in {seconds_text(plans.found.seconds)}"
+    line = f"plan auto: {settings_text(chosen.plan)}{on}{step}, {bytes_text(memory.total.value)}{room}; {searched}"
+    return [line, *([why] if why else [])]
+
+
+def _first_of(slots: Sequence[WorkerSlot], count: int) -> str:
+    """The first of the devices, in words."""
+    indices = [str(slot.index) for slot in slots[:count] if slot.index is not None]
+    return f"{slots[0].device}:{','.join(indices)}" if indices else f"{count}x{slots[0].device}"

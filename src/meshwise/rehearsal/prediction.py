@@ -1,0 +1,63 @@
+"""What is kept of a rehearsed plan, so that a run can be held against it: kinds of time as a report counts them.
+
+Tested in tests/rehearsal/test_prediction.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from meshwise.rehearsal.breakdown import slowest_rank
+from meshwise.rehearsal.estimator import Rehearsed
+from meshwise.rehearsal.predicted import predicted_timeline
+from meshwise.rehearsal.price import MEASURED
+from meshwise.spec.prediction import Prediction
+from meshwise.spec.units import percent_text
+from meshwise.timeline.spans import KINDS
+from meshwise.timeline.step_table import step_table_of
+from meshwise.timeline.timeline import Timeline
+
+
+def prediction(whole: Rehearsed, job: str) -> Prediction:
+    """Of a rehearsed plan of a job."""
+    estimate, machine = whole.estimate, whole.prices.machine
+    memory = {"allocated": estimate.memory.allocated}
+    if whole.traces[0].step.kind != "cpu":
+        memory |= {"reserved": estimate.memory.reserved, "device": int(estimate.memory.total.value)}
+    told = Prediction(job, estimate.samples, machine.name, memory=memory, categories=dict(estimate.memory.categories))
+    if whole.step is None or estimate.seconds is None:
+        return told
+    middle, low, high = estimate.seconds.value, estimate.seconds.low, estimate.seconds.high
+    return replace(told, origin=_origin(whole), seconds=middle, low=low, high=high, kinds=_kinds(whole))
+
+
+def timeline_of(whole: Rehearsed, job: str) -> Timeline:
+    """The predicted step as a timeline. Of a plan whose time is known."""
+    assert whole.step is not None
+    plan = whole.estimate.plan
+    stages = {trace.step.rank: at for at, trace in enumerate(whole.traces)} if plan.pipeline > 1 else None
+    return predicted_timeline(whole.step, whole.prices.machine, stages, {"job": job, "plan": repr(plan)})
+
+
+def _kinds(whole: Rehearsed) -> dict[str, float]:
+    table = step_table_of(timeline_of(whole, ""))
+    seconds = table.kind_seconds()[table.step == 1].sum(axis=0)
+    found = {kind: float(value) for kind, value in zip(KINDS, seconds, strict=True) if value > 0}
+    before = whole.estimate.seconds.value - sum(found.values()) if whole.estimate.seconds is not None else 0.0
+    return found | {"idle": found.get("idle", 0.0) + max(before, 0.0)}  # until the first launch has come
+
+
+def _origin(whole: Rehearsed) -> str:
+    """`catalog 80 %, model 20 %`: of the seconds of operators and collectives."""
+    assert whole.step is not None
+    rank, machine = slowest_rank(whole.step).rank, whole.prices.machine
+    shares: dict[str, float] = defaultdict(float)
+    for one in whole.step.done[rank]:
+        price = whole.prices.of(one.launch.what, rank)
+        if price is not None:
+            shares[price.origin] += one.end - one.start
+    total = sum(shares.values())
+    words = {MEASURED: f"{MEASURED} {machine.measured.split(',')[0]}".strip()}
+    largest = sorted(shares.items(), key=lambda share: -share[1])
+    return ", ".join(f"{words.get(name, name)} {percent_text(part / total)}" for name, part in largest if part > 0)

@@ -1,0 +1,73 @@
+"""What a step was predicted to take and to need, kept with its plan: the table `[predicted]` of a plan file.
+
+Tested in tests/spec/test_prediction.py.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from meshwise.spec.errors import PlanError
+from meshwise.spec.plan_file import PREDICTED
+
+COMMENT = "# What meshwise plan predicted of it; the report of a run shows it beside what was measured."
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one plan of a job. machine: that it was made for; origin: of its prices, in words.
+
+    seconds: of a step, low and high their 80 % interval; None where the machine's speed is not known. kinds: seconds of
+    the step by the kinds of a report, mean over ranks. memory: bytes of the rank that needs most, by the name of the
+    counter that measures them: `allocated`, `reserved`, `device`. categories: of the allocated bytes.
+    """
+
+    job: str
+    batch_size: int
+    machine: str
+    origin: str = ""
+    seconds: float | None = None
+    low: float | None = None
+    high: float | None = None
+    kinds: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, float] = field(default_factory=dict)
+    categories: Mapping[str, float] = field(default_factory=dict)
+
+
+def prediction_to_toml(prediction: Prediction) -> str:
+    """The table that a plan file ends with."""
+    values = {each.name: getattr(prediction, each.name) for each in fields(prediction)}
+    tables = {name: value for name, value in values.items() if isinstance(value, Mapping) and value}
+    plain = {name: value for name, value in values.items() if not isinstance(value, Mapping) and value is not None}
+    lines = ["", COMMENT, f"[{PREDICTED}]", *_lines(plain)]
+    for name, table in tables.items():
+        lines += [f"[{PREDICTED}.{name}]", *_lines(table)]
+    return "\n".join(lines) + "\n"
+
+
+def prediction_in(text: str) -> Prediction | None:
+    """The prediction in the text of a plan file; None where it has none. Raises PlanError for one that is damaged."""
+    values = tomllib.loads(text).get(PREDICTED)
+    return None if values is None else prediction_of(values)
+
+
+def prediction_of(values: Any) -> Prediction:
+    """The prediction of plain values. Raises PlanError where they are none."""
+    try:
+        found = Prediction(**values)
+        numbers = [*found.kinds.values(), *found.memory.values(), *found.categories.values()]
+        numbers += [value for value in (found.seconds, found.low, found.high) if value is not None]
+        known = isinstance(found.job, str) and isinstance(found.machine, str) and isinstance(found.origin, str)
+        if known and isinstance(found.batch_size, int) and all(type(value) in (int, float) for value in numbers):
+            return found
+    except (TypeError, AttributeError):
+        pass
+    raise PlanError(f"the table [{PREDICTED}] is damaged. Remove it, or save the plan anew with meshwise plan --save.")
+
+
+def _lines(values: Mapping[str, Any]) -> list[str]:
+    return [f"{json.dumps(name)} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
