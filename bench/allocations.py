@@ -1,26 +1,31 @@
-"""What a real step allocates: the events of torch's own allocator, for bench/pairs.py and bench/edge.py.
+"""What a real step takes: its seconds, and the events of torch's own allocator. For bench/pairs.py and bench/edge.py.
 
 The events are those of torch.profiler (`profile_memory=True`), of the first steps of a job on CPU workers, in the order
 of their time. What gloo copies inside a collective is not among them: it is let go in threads that the profiler does
-not see, and NCCL has none of it (bench/memory.py).
+not see, and NCCL has none of it (bench/memory.py). What such a thread lets go of counts until its place is taken again.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from meshwise.machine.allowance import allowed_cores, split_cores
 from meshwise.rehearsal.work import MAIN, Allocate, Event, Free, Work
 from meshwise.spec.plan import Plan
 from meshwise.training.job import Job
 from meshwise.training.job_step import train_step
 from meshwise.training.loop import begun, make_engine, open_data, read_parts
 from meshwise.training.order import epoch_order, epoch_slices
+from meshwise.transfer.collectives import gather_objects
 from meshwise.workers.join import join
 
 STEPS = 2
@@ -71,7 +76,6 @@ def allocations(job: Job, plan: Plan) -> Allocations:
     engine = make_engine(session, plan)
     data = open_data(job, job.data(), "training set")
     steps = steps_of(job, plan, data, engine)
-    next(steps)  # the order of the epoch is no part of a step
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         state = begun(job, plan, engine)
         state.model.train()
@@ -86,37 +90,86 @@ def allocations(job: Job, plan: Plan) -> Allocations:
 
 
 def steps_of(job: Job, plan: Plan, data: Any, engine: Any) -> Iterator[list[Any]]:
-    """The microbatches of each step on this rank, read as a run reads them, from epoch to epoch."""
-    for epoch in itertools.count():
+    """The microbatches of each step on this rank, read as a run reads them, from epoch to epoch. The order of the first
+    epoch is made at once: it is no part of a step."""
+
+    def slices_of(epoch: int) -> list[Any]:
         order = epoch_order(job.seed, epoch, data.samples)
-        slices = list(epoch_slices(order, job.batch_size, engine.world, plan.accumulate))
-        pairs = read_parts(data, itertools.chain.from_iterable(slices), epoch, engine.world.device)
-        for step in slices:
-            yield [next(pairs) for _ in step]
+        return list(epoch_slices(order, job.batch_size, engine.world, plan.accumulate))
+
+    def read(first: list[Any]) -> Iterator[list[Any]]:
+        for epoch in itertools.count():
+            slices = slices_of(epoch) if epoch else first
+            pairs = read_parts(data, itertools.chain.from_iterable(slices), epoch, engine.world.device)
+            for step in slices:
+                yield [next(pairs) for _ in step]
+
+    return read(slices_of(0))
 
 
 def _allocated(roots: Any) -> list[tuple[int, int, int]]:
     found: list[tuple[int, int, int]] = []
     inside: set[int] = set()  # what collectives have allocated, by address
-    seen: list[tuple[int, int, int, bool]] = []
+    alive: dict[int, int] = {}
+    for when, size, address, in_collective in sorted(_events(roots), key=lambda one: one[0]):
+        if size > 0:
+            for other in [at for at, own in alive.items() if at < address + size and address < at + own]:
+                found.append((when, -alive.pop(other), other))  # let go by a thread that is not seen
+            inside.discard(address)
+            if in_collective:
+                inside.add(address)
+            else:
+                alive[address] = size
+                found.append((when, size, address))
+        elif address in alive:  # else it was taken before the profile began, or inside a collective
+            del alive[address]
+            found.append((when, size, address))
+    return found
+
+
+def _events(roots: Any) -> Iterator[tuple[int, int, int, bool]]:
+    """Nanoseconds, bytes, address, and whether it lies inside a collective."""
     ahead = [(root, False) for root in roots]
     while ahead:
         event, in_collective = ahead.pop()
         if event.tag.name == "Allocation":
             facts = event.typed[1]
-            seen.append((event.start_time_ns, facts.alloc_size, facts.ptr, in_collective))
+            yield event.start_time_ns, facts.alloc_size, facts.ptr, in_collective
             continue
         in_collective = in_collective or event.name.startswith("c10d::")
         ahead += [(child, in_collective) for child in event.children]
-    for when, size, address, in_collective in sorted(seen, key=lambda one: one[0]):
-        if size > 0 and in_collective:
-            inside.add(address)
-        elif size > 0 or address not in inside:
-            inside.discard(address)
-            found.append((when, size, address))
-        else:
-            inside.discard(address)
+
+
+def seconds_of(job: Job, plan: Plan, budget: float, least: int = 8) -> list[tuple[float, float]]:
+    """Of each step on this rank from the read of its batch to its end, after four that are not counted: as many as
+    take about `budget` seconds together, the same number on each rank. By the wall's clock, and by that of this thread,
+    which stands while the thread waits. Collective."""
+    session = join()
+    engine = make_engine(session, plan)
+    data = open_data(job, job.data(), "training set")
+    state = begun(job, plan, engine)
+    state.model.train()
+    steps = steps_of(job, plan, data, engine)
+
+    def one() -> tuple[float, float]:
+        begin, own = time.perf_counter(), time.thread_time()
+        train_step(engine, job, state, next(steps))
+        return time.perf_counter() - begin, time.thread_time() - own
+
+    first = [one()[0] for _ in range(4)]
+    count = max(gather_objects(min(max(int(budget / first[-1]), least), 500)))
+    found = [one() for _ in range(count)]
+    engine.close()
     return found
+
+
+def bind(workers: int) -> None:
+    """This process, its threads too, computes as one of so many workers of this machine does: on its cores alone."""
+    cores = split_cores(allowed_cores(), workers)[join().world.local_rank]
+    torch.set_num_threads(max(len(cores), 1))
+    if cores:
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def folder_of(name: str) -> Path:

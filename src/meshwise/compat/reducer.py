@@ -53,8 +53,8 @@ class PlainReducer:
     def __init__(self, ready: Sequence[nn.Parameter], bucket_mb: int, hook: Hook) -> None:
         """ready: the parameters in the order in which a backward reaches them."""
         self._hook = hook
-        limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, bucket_mb << 20]  # type: ignore[attr-defined]
-        found, _ = dist._compute_bucket_assignment_by_size(list(ready), limits)  # type: ignore[attr-defined]
+        # A cap that is given holds for the first bucket too.
+        found, _ = dist._compute_bucket_assignment_by_size(list(ready), [bucket_mb << 20])  # type: ignore[attr-defined]
         self._buckets = [_PlainBucket([ready[index] for index in bucket]) for bucket in found]
         self._armed, self._waiting, self._begun = False, [0] * len(found), list[torch.futures.Future[Tensor]]()
         for number, bucket in enumerate(self._buckets):

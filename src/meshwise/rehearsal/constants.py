@@ -104,6 +104,7 @@ FIGURES: Mapping[str, Figure] = {
     "context": Figure(0.55 * 2**30, 1.5, _NVSMI),
     "communicator": Figure(0.5 * 2**30, 1.7, _NCCL_MEMORY),
     "communicator.peer": Figure(0.25 * 2**30, 2.0, "NVIDIA/nccl#1685: 3.3 GB for sends to 7 peers on 8 H100"),
+    "allocated": Figure(1.0, 1.01, "our measurement, bench/edge.py: small tensors that no operator shows"),
     "reserved": Figure(1.0, 1.03, f"{OURS}: blocks that other streams hold longer, addresses of segments"),
     "workspace.hopper": Figure(32 * 2**20, 1.1, "torch: cuBLAS workspace of 4096 × 8 KiB on compute capability 9"),
     "workspace.other": Figure(8.125 * 2**20, 1.1, "torch: cuBLAS workspace :4096:2:16:8"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from meshwise.machine.catalog import part
 from meshwise.rehearsal.allocator import device_total, replay, workspace
 from meshwise.rehearsal.breakdown import breakdown, slowest_rank
+from meshwise.rehearsal.constants import FIGURES
 from meshwise.rehearsal.estimate import Estimate, Memory, Range
 from meshwise.rehearsal.measured import prices_here
 from meshwise.rehearsal.memory import memory_curve, with_inside
@@ -105,7 +106,8 @@ def _of_rank(traced: Trace, prices: Prices, cap: int | None) -> Memory:
     peak = max((memory_curve(work).peak for work in works), key=lambda peak: peak.bytes)
     host = max(memory_curve(work, on_host=True).peak.bytes for work in works)
     if traced.step.kind == "cpu":  # a process beside others: what it takes besides tensors is not counted
-        total, reserved = Range(peak.bytes, peak.bytes, peak.bytes), peak.bytes
+        spread, reserved = FIGURES["allocated"].spread, peak.bytes
+        total = Range(reserved, reserved / spread, reserved * spread)
     else:
         known = part(device.part)
         reserved = replay(works, first=[workspace(known.architecture if known else "")]).reserved

@@ -116,16 +116,23 @@ class OperatorTimes:
                 write_text(self.path, json.dumps(table, indent=0))
 
 
-def prices_here(machine: Machine, works: Sequence[Work], budget: float = 20.0, folder: Path | None = None) -> Prices:
+def prices_here(
+    machine: Machine,
+    works: Sequence[Work],
+    budget: float = 20.0,
+    folder: Path | None = None,
+    workers: int | None = None,
+) -> Prices:
     """Prices on a machine of CPU workers, with the operators of these steps measured where its processor is this one:
     for about `budget` seconds, what takes most of the steps first. Of any other machine its prices as they are.
 
     What cannot be measured by itself is priced by the rate of the memory, which is measured too where it is not known.
+    workers: that share the cores; by default the devices of a host.
     """
     device = machine.devices[0]
     if device.kind != "cpu" or device.part not in ("cpu", host_facts().processor):
         return Prices(machine)
-    workers = sum(other.host == device.host for other in machine.devices)
+    workers = workers or sum(other.host == device.host for other in machine.devices)
     cores = machine.hosts[device.host].cores or len(allowed_cores())
     times = OperatorTimes(max(cores // workers, 1), folder, min(workers, cores))
     times.measure(works, budget)

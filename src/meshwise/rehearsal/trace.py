@@ -156,13 +156,18 @@ def _steps(
     record.cut()
     numbers: dict[int, int] = {}
     record.places.follow(state.model, lambda: numbers.get(id(engine.part), -1))
-    for number, parts in enumerate(batches):
-        parts = [(fake_batch(batch, engine.world.device), part) for batch, part in parts]
-        following = batches[number - 1][0][0] if record.device != "cpu" else ()  # copied while this one is used
-        ahead = fake_batch(following, engine.world.device)
-        record.tell(tensors_in([ahead, *(batch for batch, _ in parts)]), "input")
+    parts: list[Part] = []
+    ahead: Any = None  # on a GPU the next microbatch is copied while this one is used
+    for number, given in enumerate(batches):
+        held, _ = record.cut()  # with the batch of the step before, which goes when this one is read
+        first = [ahead] if ahead is not None else []
+        moved = first + [fake_batch(batch, engine.world.device) for batch, _ in given[len(first) :]]
+        if record.device != "cpu":
+            ahead = fake_batch(batches[number - 1][0][0], engine.world.device)
+        parts = [(batch, part) for batch, (_, part) in zip(moved, given, strict=True)]
+        record.tell(tensors_in([moved, ahead]), "input")
         numbers.update((id(part), number) for number, (_, part) in enumerate(parts))
-        held, _ = record.cut()
+        del first, moved
         train_step(engine, job, state, parts)
         record.tell(state_of(state.optimizer), "optimizer")
         yield held, record.cut()[1]
