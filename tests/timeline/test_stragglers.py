@@ -37,6 +37,22 @@ def test_twenty_more_milliseconds_are_found_with_their_rank_phase_and_cost(phase
     assert report.verdict.startswith("Rank 1 is a straggler") and f"in {phase}" in report.verdict
 
 
+@pytest.mark.parametrize(
+    ("plan", "advice"),
+    [
+        ("data=3", "If it stays so: --set shares=1.7,1,1.7."),
+        ("data=3, shares=(1, 1, 2)", "If it stays so: --set shares=1.7,1,3.3."),
+        ("data=3, tensor=2", None),
+        ("", None),
+    ],
+)
+def test_a_rank_that_computes_slowly_should_take_less(plan: str, advice: str | None) -> None:
+    timeline = played(Schedule(ranks=3, steps=60), delayed(even(), rank=1, phase="forward", ms=20))
+    timeline = dataclasses.replace(timeline, facts={**timeline.facts, "plan": plan})
+    (finding,) = [finding for finding in report_of(timeline).findings if finding.kind == "straggler"]
+    assert finding.advice.endswith(advice) if advice else "shares" not in finding.advice
+
+
 def test_the_walls_of_the_backward_do_not_show_it() -> None:
     """Why arrivals are compared: the all-reduce makes every backward as long as the late one."""
     timeline = played(Schedule(ranks=3, steps=20), delayed(even(), rank=1, phase="backward", ms=20))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.records.run_list import fields_of
 from meshwise.spec.bandwidth import FACTORS, bus_bandwidth
 from meshwise.timeline.arrivals import ABSENT, Arrivals
 from meshwise.timeline.attribution import Whole
@@ -63,6 +64,7 @@ def report_of(
             links=_have_links(timeline),
             alone=measured_alone(timeline, Path(folder)) if folder else None,
             pipeline=pipeline,
+            shares=_shares(timeline),
         ),
     )
     seconds = table.step_seconds()[table.trained]
@@ -99,6 +101,15 @@ def report_of(
         pipeline=pipeline,
         predicted=predicted,
     )
+
+
+def _shares(timeline: Timeline) -> tuple[float, ...]:
+    """How much of each batch the ranks took; empty where some worked on the same samples, or it is not known."""
+    plan = fields_of(str(timeline.facts.get("plan") or ""))
+    if not plan or timeline.facts.get("program") == "plain" or {"pipeline", "context", "tensor"} & plan.keys():
+        return ()
+    given = plan.get("shares", "").strip("()")
+    return tuple(map(float, given.split(","))) if given else (1.0,) * len(timeline.ranks)
 
 
 def _have_links(timeline: Timeline) -> bool:

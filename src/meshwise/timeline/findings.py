@@ -18,7 +18,7 @@ from meshwise.spec.units import bytes_text, percent_text, seconds_text
 from meshwise.timeline.advice import TRY, TRY_FOR_STRAGGLER, advised, for_communication
 from meshwise.timeline.one_device import Alone, one_device_seconds
 from meshwise.timeline.run_report import COMPUTING, MEMORY, CollectiveReport, Finding, GoodputPart, PipelineReport
-from meshwise.timeline.spans import KINDS
+from meshwise.timeline.spans import KIND, KINDS
 from meshwise.timeline.step_table import StepTable
 from meshwise.timeline.stragglers import straggler_ranks
 from meshwise.timeline.timeline import Counter
@@ -30,6 +30,8 @@ SLOWER, SLOWER_MEASURED = 0.9, 0.95
 """One device is called faster where its step takes at most this share of a step of all: estimated, or measured."""
 FEWEST = 10
 """Steps below which a run is too short to name a straggler."""
+LEAST_UNEQUAL = 1.1
+"""How much faster one rank computes than another before unequal shares are worth a word."""
 GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
 """Memory that grows by this share from third to third of a run's last three quarters is a finding, if there are so many
 steps and samples of it: allocators warm up for a while."""
@@ -42,12 +44,14 @@ LATENCY_BOUND = 16 * 1024
 class RunFacts:
     """What is known of a run beside its times. program: the kind that the advice is for, see `advice.WORDS`. links:
     whether there are any between the ranks: CPU workers of one machine have none. alone: the same on one device, where
-    that was measured. pipeline: its stages, where there are any."""
+    that was measured. pipeline: its stages, where there are any. shares: how much of each batch the ranks took, in
+    proportion; empty where ranks worked on the same samples, or where that is not known."""
 
     program: str = "job"
     links: bool = True
     alone: Alone | None = None
     pipeline: PipelineReport | None = None
+    shares: Sequence[float] = ()
 
 
 UNKNOWN = RunFacts()
@@ -95,7 +99,8 @@ def findings_of(
     mean = table.kind_seconds()[steady].mean(axis=0)
     seconds = dict(zip(KINDS, mean.tolist(), strict=True))
     shares = _Shares(int(steady.sum()), seconds, float(table.step_seconds()[steady].mean()), facts.program)
-    stragglers = list(_stragglers(table, shares, error_seconds))
+    less = _balanced(table, facts.shares)
+    stragglers = list(_stragglers(table, shares, error_seconds, less))
     found = [*stragglers, *_input(shares), *_communication(table, shares, collectives, stragglers, facts.links)]
     slower = list(_slower_than_one(table, shares, collectives, facts.alone))
     found += _imbalance(shares, stragglers) if facts.pipeline is None else _bubble(shares, facts.pipeline)
@@ -108,7 +113,19 @@ def verdict_of(findings: Sequence[Finding]) -> str:
     return findings[0].sentence if findings else "No step was recorded, so nothing limited one."
 
 
-def _stragglers(table: StepTable, shares: _Shares, error_seconds: float) -> Iterator[Finding]:
+def _balanced(table: StepTable, taken: Sequence[float]) -> str:
+    """What to try where some rank computes slower than the others: shares in proportion to their speed."""
+    if len(taken) != len(table.ranks) or len(taken) < 2:
+        return ""
+    computing = table.seconds[table.steady][:, :, [KIND["forward"], KIND["backward"]]].sum(axis=2)
+    rates = np.array(taken) / np.maximum(np.median(computing, axis=0), 1e-9)
+    if rates.max() < LEAST_UNEQUAL * rates.min():
+        return ""
+    return f" If it stays so: --set shares={','.join(f'{rate:.2g}' for rate in rates / rates.min())}."
+
+
+def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: str) -> Iterator[Finding]:
+    """less: what to try against a rank that computes slowly."""
     points = table.sync_points
     steady = np.isin(points.step, table.step[table.steady])
     compared = steady & points.overlapped if points.overlapped.any() else steady
@@ -128,9 +145,8 @@ def _stragglers(table: StepTable, shares: _Shares, error_seconds: float) -> Iter
             f"{where}. Without the delay a step would take {seconds_text(cost)} less ({percent_text(share)})."
         )
         headline = f"Rank {rank} is a straggler {where}."
-        yield Finding(
-            "straggler", headline, sentence, advised(TRY_FOR_STRAGGLER[phase], shares.program), share, cost, rank, phase
-        )
+        advice = advised(TRY_FOR_STRAGGLER[phase], shares.program) + (less if phase in ("forward", "backward") else "")
+        yield Finding("straggler", headline, sentence, advice, share, cost, rank, phase)
 
 
 def _slower_than_one(
