@@ -48,7 +48,7 @@ def test_tensors_that_are_alike_are_told_together_with_what_made_them():
     assert not found.outside and not found.host
     text = "\n".join(map(str, memory_lines(found, 200)))
     assert "16.0 KiB at the peak of a step, in backward" in text
-    assert "activations        2  4.0 KiB   8.0 KiB  50 %  mm 1×1 fp32, forward" in text
+    assert "activations        2  4.0 KiB   8.0 KiB   50 %  mm 1×1 fp32, forward" in text
 
 
 def test_the_parts_of_a_real_plan_are_those_of_its_estimate():

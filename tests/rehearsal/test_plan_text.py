@@ -68,6 +68,12 @@ def test_the_training_has_hours_and_money(price, says):
     assert ("1.39" in text.splitlines()[3]) == (price is not None)
 
 
+def test_a_notebook_and_print_show_the_table():
+    told = plans(estimate(Plan(data=2), 0.1, 50))
+    assert "1  data=2" in str(told) and "data=2" in told._repr_html_()
+    assert "Rehearsed" not in repr(told)
+
+
 def test_every_figure_is_in_the_json():
     told = json.loads(json.dumps(plans_dict(plans(estimate(Plan(data=2), 0.1, 95)))))
     assert told["plans"][0]["memory"]["verdict"] == "too close to call"

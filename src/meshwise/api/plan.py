@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,6 +28,7 @@ from meshwise.rehearsal.memory_parts import MemoryParts, memory_parts
 from meshwise.rehearsal.prediction import prediction
 from meshwise.rehearsal.scripts import Script, known_script
 from meshwise.rehearsal.search import Search, search
+from meshwise.rehearsal.views.plan_page import plan_page
 from meshwise.rehearsal.views.plan_text import plans_text
 from meshwise.spec.errors import MeshwiseError, PlanError, UsageError
 from meshwise.spec.machine import Machine
@@ -36,7 +37,7 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import read_plan
 from meshwise.spec.plan_settings import plan_from_settings, settings_text
 from meshwise.spec.prediction import Prediction
-from meshwise.terminal.notebook import shown_by
+from meshwise.terminal.notebook import Page, shown_by
 from meshwise.training.job import Job
 from meshwise.training.loop import open_data
 
@@ -64,7 +65,10 @@ class Plans:
     steps: int | None = None
     batch_option: str = "--batch-size"
     price: float | None = None
-    first: Rehearsed | None = None
+    first: Rehearsed | None = field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return str(plans_text(self))
 
     @property
     def best(self) -> Estimate | None:
@@ -92,6 +96,17 @@ def plan(options: PlanOptions) -> Plans:
     Raises UsageError for a job or a machine that is not known, PlanError where no plan can run.
     """
     return plan_options(options)
+
+
+def page(plans: Plans) -> Page:
+    """The plans, the first one's predicted step and its memory as a page that works offline. Raises UsageError where
+    plotly is not installed."""
+    if plans.first is None:
+        raise UsageError("--page shows what is known of the best plan; give --fits or --memory a plan that fits.")
+    return Page(plan_page(plans, plans.first))
+
+
+setattr(Plans, "figure", page)  # noqa: B010  # as of a report
 
 
 def plan_options(options: PlanOptions) -> Plans:

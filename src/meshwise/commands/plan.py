@@ -12,7 +12,7 @@ from rich.console import Console
 
 from meshwise import api
 from meshwise.api.plan_options import PlanOptions
-from meshwise.commands.command_line import ScriptCommand, from_dataclass
+from meshwise.commands.command_line import ScriptCommand, from_dataclass, is_script
 from meshwise.records.files import write_text
 from meshwise.rehearsal.estimate import FITS
 from meshwise.rehearsal.views.plan_dict import plans_dict
@@ -32,6 +32,8 @@ class PlanCommand(ScriptCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As click does; `ctx` is its Context."""
         for at, word in enumerate(args):
+            if is_script(word):  # what follows is its own
+                break
             if word == "--explain" and not "".join(args[at + 1 : at + 2]).isdigit():
                 args = [*args[: at + 1], "1", *args[at + 1 :]]
         return super().parse_args(ctx, args)
@@ -43,6 +45,7 @@ def plan(
     context: typer.Context,
     options: PlanOptions,
     save: Annotated[Path | None, typer.Option("--save", help="write the best plan to a file", metavar="FILE")] = None,
+    page: Annotated[Path | None, typer.Option("--page", help="write a page that works offline", metavar="FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print every figure as JSON, and nothing else")] = False,
 ) -> None:
     """Rank the plans that a job could have on a machine: step time and memory of each, before anything runs.
@@ -67,6 +70,9 @@ def plan(
     else:
         out = Console()
         out.print(plans_text(plans, out.width if out.is_terminal else None), soft_wrap=True)
+    if page is not None:
+        write_text(page, str(api.plan.page(plans).html))
+        console.print(f"wrote {page}", markup=False, highlight=False)
     best = plans.best
     if save is not None:
         if best is None:

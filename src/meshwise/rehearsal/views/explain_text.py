@@ -42,7 +42,7 @@ def explain_lines(found: Explanation, width: int) -> list[Text]:
         Text(),
         Text.assemble((f"{settings_text(estimate.plan)} in detail", "bold"), f"  {step} on rank {found.time.rank}"),
     ]
-    lines += [*_phases(found, width), Text(), *map(Text, _sentences(found))]
+    lines += [*_phases(found, width), Text(), *map(Text, limit_sentences(found))]
     for title, costly in (("operator", found.operators), ("collective", found.collectives)):
         if costly:
             lines += [Text(), *_costly(title, costly, estimate.seconds.value, width)]
@@ -64,7 +64,8 @@ def _phases(found: Explanation, width: int) -> list[Text]:
     return table_lines(["", *kinds, "all"], [*rows, ["all", *shares, seconds_text(whole)]], width)
 
 
-def _sentences(found: Explanation) -> list[str]:
+def limit_sentences(found: Explanation) -> list[str]:
+    """What limits the step, its shares, what is hidden, and what its interval hangs on."""
     whole, hidden = found.time.seconds, found.time.hidden
     first = next(iter(found.limits), IDLE)
     shares = [
@@ -84,8 +85,15 @@ def _sentences(found: Explanation) -> list[str]:
 
 def _costly(title: str, costly: Sequence[Costly], step: float, width: int) -> list[Text]:
     room = max(width - OTHER_COLUMNS, LEAST_NAME)
-    columns: dict[str, list[Cell]] = {
-        title: [one.what if len(one.what) <= room else f"{one.what[: room - 1]}…" for one in costly],
+    columns = costly_columns(title, costly, step)
+    columns[title] = [one.what if len(one.what) <= room else f"{one.what[: room - 1]}…" for one in costly]
+    return columns_lines(columns, width, left=(title, "hangs on", "price"), less_needed=("each", "price", "hangs on"))
+
+
+def costly_columns(title: str, costly: Sequence[Costly], step: float) -> dict[str, list[Cell]]:
+    """The dearest launches by column. step: its seconds."""
+    return {
+        title: [one.what for one in costly],
         "times": [str(one.times) for one in costly],
         "seconds": [seconds_text(one.seconds) for one in costly],
         "share": [percent_text(one.seconds / step) for one in costly],
@@ -94,7 +102,6 @@ def _costly(title: str, costly: Sequence[Costly], step: float, width: int) -> li
         "hangs on": [one.limit for one in costly],
         "price": [one.origin for one in costly],
     }
-    return columns_lines(columns, width, left=(title, "hangs on", "price"), less_needed=("each", "price", "hangs on"))
 
 
 def runner_up_sentences(best: Estimate, other: Estimate | None) -> list[str]:

@@ -10,7 +10,7 @@ from rich.text import Text
 from meshwise.rehearsal.memory_parts import MemoryParts
 from meshwise.rehearsal.work import CATEGORIES
 from meshwise.spec.units import bytes_text, percent_text
-from meshwise.terminal.table import Cell, table_lines
+from meshwise.terminal.table import Cell, columns_lines, table_lines
 
 
 def memory_lines(found: MemoryParts, width: int) -> list[Text]:
@@ -20,7 +20,7 @@ def memory_lines(found: MemoryParts, width: int) -> list[Text]:
     step = "its first step" if found.first else "a step"
     head = f"  {bytes_text(peak.bytes)} at the peak of {step}{', ' if at else ''}{at}"
     lines = [Text(), Text.assemble((f"Tensors of rank {found.rank}", "bold"), head), *_phases(found, width)]
-    lines += [Text(), *_largest(found, width)]
+    lines += [Text(), *columns_lines(largest_columns(found), width, left=("at the peak", "made by"))]
     if found.outside:
         told = ", ".join(f"{name} {bytes_text(size)}" for name, size in found.outside.items())
         lines += [Text(), Text(f"Beside tensors: {told}.")]
@@ -43,11 +43,13 @@ def _phases(found: MemoryParts, width: int) -> list[Text]:
     return table_lines(["the most in", *names, "all"], rows, width)
 
 
-def _largest(found: MemoryParts, width: int) -> list[Text]:
-    rows: list[list[Cell]] = []
-    for one in found.largest:
-        made = f"{one.maker}, {one.phase}" if one.maker else "there before the step"
-        whole = one.size * one.times
-        share = percent_text(whole / found.peak.bytes) if found.peak.bytes else ""
-        rows.append([one.category, str(one.times), bytes_text(one.size), bytes_text(whole), share, made])
-    return table_lines(["at the peak", "tensors", "each", "together", "", "made by"], rows, width, left=(0, 5))
+def largest_columns(found: MemoryParts) -> dict[str, list[Cell]]:
+    """The tensors that are there at the peak, by column."""
+    return {
+        "at the peak": [one.category for one in found.largest],
+        "tensors": [str(one.times) for one in found.largest],
+        "each": [bytes_text(one.size) for one in found.largest],
+        "together": [bytes_text(one.size * one.times) for one in found.largest],
+        "share": [percent_text(one.size * one.times / found.peak.bytes) for one in found.largest],
+        "made by": [f"{one.maker}, {one.phase}" if one.maker else "there before the step" for one in found.largest],
+    }

@@ -59,8 +59,8 @@ def _beats(one: Estimate, other: Estimate) -> bool:
     return faster and one.memory.total.value <= other.memory.total.value
 
 
-def _table(plans: Any, width: int) -> list[Text]:
-    """A row for each plan that is worth one; what is less needed is left out where the screen is too narrow."""
+def plan_columns(plans: Any) -> dict[str, list[Cell]]:
+    """The table of plans by its columns: a row for each plan that is worth one."""
     every = plans.found.estimates
     shown = every[:1] if plans.one else worth_showing(every)[:MOST_ROWS]
     room = {each.memory.capacity for each in shown if each.memory.capacity is not None}
@@ -75,7 +75,14 @@ def _table(plans: Any, width: int) -> list[Text]:
     if plans.price is not None:
         columns["cost"] = [_cost(plans, each) for each in shown]
     columns["most of it"] = [_parts(each) for each in shown]
-    return columns_lines(columns, width, left=("plan", fits, "most of it"), less_needed=LESS_NEEDED)
+    return {title: cells for title, cells in columns.items() if any(cells)}
+
+
+def _table(plans: Any, width: int) -> list[Text]:
+    """What is less needed is left out where the screen is too narrow."""
+    columns = plan_columns(plans)
+    left = [title for title in columns if title in ("plan", "most of it") or title.startswith(("in ", "fits"))]
+    return columns_lines(columns, width, left=left, less_needed=LESS_NEEDED)
 
 
 def _cost(plans: Any, estimate: Estimate) -> str:

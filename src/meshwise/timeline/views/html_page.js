@@ -132,7 +132,8 @@ function gantt(view) {
 function chosen() { return Math.max(0, R.views.findIndex((view) => location.hash === `#view=${view.name}`)); }
 function timeline() {
   if (!R.views.length) return;
-  section("Timeline", [el("span", { id: "view" }), " Drag to zoom, double-click for all of it. Hatched: nothing to compute, for the last rank has not come, or the bytes are on their way. Times of different ranks agree to ±", shown("error_seconds"), "."]);
+  section("Timeline", [el("span", { id: "view" }), " Drag to zoom, double-click for all of it. Hatched: nothing to compute, for the last rank has not come, or the bytes are on their way.",
+    ...(R.plan ? [] : [" Times of different ranks agree to ±", shown("error_seconds"), "."])]);
   const links = R.views.map((view) => el("a", { href: `#view=${view.name}` }, view.name === "all" ? "all steps" : view.name));
   if (links.length > 1) add(el("div", { class: "choose" }, ...links));
   const height = Math.max(...R.views.map((view) => 110 + rows(view).reduce((sum, [, lane]) => sum + (lane === "main" ? 30 : 24), 0)));
@@ -217,9 +218,39 @@ function watching() {
     clock(rank.rank, "offset_seconds"), clock(rank.rank, "drift"), clock(rank.rank, "error_seconds"), clock(rank.rank, "samples"),
     shown(`ranks/${i}/spans`), shown(`ranks/${i}/dropped`), shown(`ranks/${i}/overhead_seconds`)])));
 }
+
+// ---- a plan that was rehearsed ----
+const CATEGORY = { parameters: "backward", gradients: "communication", optimizer: "optimizer", activations: "forward", temporary: "waiting", communication: "transfer", input: "data" };
+function texts(list) {
+  return el("div", { style: "margin-bottom: 14px" }, table(list.titles.map((title, i) => [title, list.left.includes(i)]), list.rows));
+}
+function planned() {
+  add(el("header", {}, el("h1", {}, R.plan.title), el("span", { class: "status" }, "predicted"), el("span", {}, R.plan.counts)));
+  add(el("p", { class: "verdict" }, R.plan.sentences[0]), ...R.plan.sentences.slice(1).map((sentence) => el("p", { class: "note" }, sentence)));
+  section("Plans", "The fastest that fits first; each with the interval in which 80 % of cases lie.");
+  add(texts(R.plan.table));
+  if (R.plan.limits.length) {
+    section("What the step is made of");
+    add(...R.plan.limits.map((sentence) => el("p", {}, sentence)));
+  }
+  for (const list of R.plan.costly) add(texts(list));
+}
+function memoryOverStep() {
+  const memory = R.plan.memory;
+  section("Memory over the step", memory.note);
+  chart(page, "memory-of-step", 340, () => [Object.keys(memory.categories).map((name) => ({ type: "scatter", mode: "none", stackgroup: "one", name, x: memory.at,
+    y: times(memory.categories[name], 1 / 1048576), line: { shape: "hv" }, fillcolor: colour(CATEGORY[name]), hovertemplate: `%{y:,.1f} MiB<extra>${name}</extra>` })),
+    { hovermode: "x unified", xaxis: { title: { text: memory.axis } }, yaxis: { title: { text: "MiB of tensors" } } }]);
+  add(el("p", {}), texts(memory.largest));
+}
 function drawAll() { return Promise.all(charts.map((draw) => draw())); }
 
-head(); findings(); goodput(); ranks(); timeline(); stages(); predicted(); series(); memoryByPhase(); collectives(); watching();
-add(el("footer", {}, "meshwise report ", shown("folder")));
+if (R.plan) {
+  planned(); timeline(); memoryOverStep(); stages();
+  add(el("footer", {}, "meshwise plan"));
+} else {
+  head(); findings(); goodput(); ranks(); timeline(); stages(); predicted(); series(); memoryByPhase(); collectives(); watching();
+  add(el("footer", {}, "meshwise report ", shown("folder")));
+}
 drawAll().then(() => { document.documentElement.dataset.drawn = "yes"; });
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from meshwise.spec.errors import UsageError
 from meshwise.timeline.run_report import NOT_MEMORY, Report, report_dict
@@ -37,6 +39,11 @@ PAGE = """<!doctype html>
 
 def render(report: Report, timeline: Timeline) -> str:
     """The page, about 5 MB: the charts' script is in it. Raises UsageError where plotly is not installed."""
+    return page_of(report_dict(report), f"{report.title}: {report.status}")
+
+
+def page_of(values: Mapping[str, Any], title: str) -> str:
+    """The page of a report as plain values; `plan` beside them makes it that of a predicted step."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -45,9 +52,9 @@ def render(report: Report, timeline: Timeline) -> str:
         ) from None
     here = Path(__file__)
     return PAGE.format(
-        title=html.escape(f"{report.title}: {report.status}"),
+        title=html.escape(title),
         style=here.with_suffix(".css").read_text(encoding="utf-8"),
-        report=json.dumps(report_dict(report), separators=(",", ":")).replace("<", "\\u003c"),
+        report=json.dumps(values, separators=(",", ":")).replace("<", "\\u003c"),
         plotly=get_plotlyjs().replace("</script", "<\\/script"),
         names=json.dumps({"KINDS": KINDS, "LANES": LANES, "NOT_MEMORY": NOT_MEMORY}),
         script=here.with_suffix(".js").read_text(encoding="utf-8"),

@@ -1,0 +1,108 @@
+"""The plans of a job as one page that works offline: the table, the predicted step as a Gantt, its memory by category.
+
+Tested in tests/rehearsal/test_plan_page.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.rehearsal.estimator import Rehearsed
+from meshwise.rehearsal.explain import explain
+from meshwise.rehearsal.memory import Curve, memory_curve, with_inside
+from meshwise.rehearsal.memory_parts import memory_parts
+from meshwise.rehearsal.prediction import timeline_of
+from meshwise.rehearsal.simulate import Step
+from meshwise.rehearsal.views.explain_text import costly_columns, limit_sentences, runner_up_sentences
+from meshwise.rehearsal.views.memory_text import largest_columns
+from meshwise.rehearsal.views.plan_text import plan_columns, sentences, training_sentence
+from meshwise.rehearsal.work import CATEGORIES, Launch
+from meshwise.spec.units import bytes_text, plural, seconds_text
+from meshwise.timeline.analyse import report_of
+from meshwise.timeline.run_report import report_dict
+from meshwise.timeline.timeline import Timeline
+from meshwise.timeline.views.html_page import page_of
+
+POINTS = 600
+"""Most moments of the memory that are drawn; of several the one with the most bytes."""
+
+
+def plan_page(plans: Any, first: Rehearsed) -> str:
+    """The page of `api.plan.Plans`. first: what the first of them was made of."""
+    found = plans.found
+    title = f"{plans.job} on {plans.machine.name}, batch {plans.batch}"
+    timeline = Timeline(source="predicted") if first.step is None else timeline_of(first, plans.job)
+    told = [*sentences(found.estimates, one=plans.one), training_sentence(plans)]
+    values: dict[str, Any] = {
+        "title": title,
+        "counts": f"{plural(len(found.estimates), 'plan')} rehearsed in {seconds_text(found.seconds)}",
+        "sentences": [sentence for sentence in told if sentence],
+        "table": _table(plan_columns(plans), ("#", "step", "80 % of cases", "samples/s", "memory", "cost")),
+        "limits": [],
+        "costly": [],
+        "memory": _memory(first),
+    }
+    if first.step is not None:
+        runner_up = None if plans.one else next(iter(found.estimates[1:]), None)
+        explained = explain(first.estimate, first.step, first.prices, runner_up)
+        why = [sentence for sentence in runner_up_sentences(first.estimate, runner_up) if sentence]
+        values["limits"] = [*limit_sentences(explained), *why]
+        several = (("operator", explained.operators), ("collective", explained.collectives))
+        right = ("times", "seconds", "share", "each", "at")
+        values["costly"] = [
+            _table(costly_columns(name, costly, first.step.seconds), right) for name, costly in several if costly
+        ]
+    return page_of({**report_dict(report_of(timeline)), "plan": values}, title)
+
+
+def _table(columns: Mapping[str, Sequence[Any]], right: Sequence[str]) -> dict[str, Any]:
+    """Titles, rows of texts, and which columns are aligned to the left."""
+    titles = list(columns)
+    rows = [[str(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
+    return {"titles": titles, "rows": rows, "left": [at for at, title in enumerate(titles) if title not in right]}
+
+
+def _memory(first: Rehearsed) -> dict[str, Any]:
+    """The memory of the rank that needs most, in a step after the first, over time where that is known."""
+    rank = first.estimate.memory.rank
+    traced = next(each for each in first.traces if each.step.rank == rank)
+    before, after = (with_inside(work, first.prices.inside) for work in (traced.first, traced.step))
+    curve = memory_curve(after)
+    rows = _thinned(curve)
+    parts = memory_parts(before, after, first.prices.machine.devices[rank])
+    outside = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.outside.items())
+    told = [f"Tensors of rank {rank}, at most {bytes_text(parts.peak.bytes)}{' in its first step' * parts.first}."]
+    told += [f"Beside them: {outside}."] if outside else []
+    return {
+        "axis": "operators and collectives of the step" if first.step is None else "ms",
+        "at": _times(curve, first.step, rank)[rows].tolist(),
+        "categories": {
+            name: curve.by_category[rows, column].tolist()
+            for column, name in enumerate(CATEGORIES)
+            if curve.by_category[:, column].any()
+        },
+        "note": " ".join(told),
+        "largest": _table(largest_columns(parts), ("tensors", "each", "together", "share")),
+    }
+
+
+def _times(curve: Curve, step: Step | None, rank: int) -> NDArray[np.float64]:
+    """When each moment of a curve is: where the launch begins that the memory is for, in ms; without a step the number
+    of that launch."""
+    launched = np.cumsum([isinstance(event, Launch) for event in curve.work.events])
+    number = np.where(curve.places < 0, 0, launched[np.maximum(curve.places, 0)])
+    if step is None:
+        return number.astype(np.float64)
+    starts = [one.start for one in sorted(step.done[rank], key=lambda one: one.place)] + [step.seconds]
+    return np.maximum.accumulate(np.array(starts)[number]) * 1e3
+
+
+def _thinned(curve: Curve) -> list[int]:
+    """Rows of the curve that are drawn: the first, and of each stretch the one with the most bytes."""
+    parts = np.array_split(np.arange(1, len(curve.places)), min(POINTS, max(len(curve.places) - 1, 1)))
+    total = curve.total
+    return [0, *(int(part[total[part].argmax()]) for part in parts if len(part))]
