@@ -5,6 +5,7 @@ Of api/plan_options.py too.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from meshwise.jobs.registry import find_job
 from meshwise.rehearsal.estimator import estimator
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import read_plan
+from meshwise.spec.prediction import prediction_in
 from tests.rehearsal.test_scripts import SCRIPT as OF_ONE_LOOP
 
 Planned = Callable[..., tuple[int, str, str]]
@@ -138,9 +140,51 @@ def test_a_plan_that_does_not_fit_is_one(planned: Planned, tmp_path: Path) -> No
     assert code == 1 and "shard=2 does not fit" in out
 
 
+def test_between_its_ends_it_is_too_close_to_call_and_one(planned: Planned, tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("shard = 2\n")
+    words = ("mnist-mlp", "--machine", "2xH100", "--fits", "plan.toml")
+    memory = json.loads(planned(*words, "--json")[1])["plans"][0]["memory"]["total"]
+    code, out, _ = planned(*words, "--within", f"{memory['value'] / 2**20:.3f}MiB", "--seconds", "0.01")
+    assert code == 1 and "shard=2 is too close to call: " in out
+
+
+def test_where_nothing_fits_the_nearest_is_named_and_nothing_is_saved(planned: Planned, tmp_path: Path) -> None:
+    words = ("mnist-mlp", "--machine", "1xH100", "--within", "1MiB", "--seconds", "0.01")
+    code, out, _ = planned(*words)
+    assert code == 1 and "No plan fits: the nearest, data=1, may be " in out
+    code, _, err = planned(*words, "--save", "best.toml")
+    assert code == 2 and "no plan fits for certain" in err and not (tmp_path / "best.toml").exists()
+
+
+def test_explain_alone_is_that_of_the_first_and_json_has_it(planned: Planned) -> None:
+    words = ("mnist-mlp", "--machine", "1xH100", "--seconds", "0.01")
+    code, out, _ = planned(*words, "--explain", "--price", "2")
+    assert code == 0 and "data=1 in detail" in out and "What limits it: " in out and "at 2 an hour" in out
+    told = json.loads(planned(*words, "--explain", "1", "--memory", "--json")[1])
+    explained, memory = told["explained"], told["memory"]
+    assert explained["plan"] == {"data": 1} and explained["time"]["phases"]["forward"]["computing"] > 0
+    assert memory["peak"]["bytes"] == told["plans"][0]["memory"]["allocated"]
+    assert told["training"]["steps"] == 4690 and told["plans"][0]["device_hours"] > 0
+
+
+def test_what_memory_goes_to_is_asked_of_one_plan(planned: Planned) -> None:
+    code, out, _ = planned("mnist-mlp", "--machine", "2xcpu", "--memory", "--set", "data=2", "--seconds", "0.01")
+    assert code == 0 and "before the step" in out and "made by" in out and "data=2 needs " in out
+
+
+def test_a_saved_plan_keeps_its_prediction(planned: Planned, tmp_path: Path) -> None:
+    assert planned("mnist-mlp", "--machine", "1xH100", "--seconds", "0.01", "--save", "best.toml")[0] == 0
+    predicted = prediction_in((tmp_path / "best.toml").read_text())
+    assert predicted is not None and predicted.machine == "1xH100" and predicted.kinds["forward"] > 0
+    assert planned("mnist-mlp", "--machine", "1xH100", "--fits", "best.toml")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (("mnist-mlp", "--machine", "1xH100", "--price", "-1"), "--price -1"),
+        (("mnist-mlp", "--machine", "1xH100", "--steps", "0"), "--steps 0: must be at least 1"),
+        (("mnist-mlp", "--machine", "1xH100", "--seconds", "0.01", "--explain", "9"), "--explain 9: only 1 plan"),
         (("mnist-mlp", "--machine", "8xH1000"), "H1000"),
         (("mnist-mlp", "--machine", "2xH100", "--set", "data=2", "--batch-size", "3"), "no plan divides"),
         (("mnist-mlp", "--machine", "2xH100", "--fits", "missing.toml"), "missing.toml"),

@@ -37,10 +37,13 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import read_plan
 from meshwise.spec.plan_settings import plan_from_settings, settings_text
 from meshwise.spec.prediction import Prediction
+from meshwise.spec.units import plural
 from meshwise.terminal.notebook import Page, shown_by
 from meshwise.training.job import Job
 from meshwise.training.loop import open_data
 
+ROOMY = 0.5
+"""Of a device: what would save memory is not rehearsed of a plan that needs less; --memory asks for it."""
 EDITS = 10.0
 """Seconds at most for what would change the one plan that was asked about."""
 _NOTHING = Search((), (), (), 0.0)
@@ -166,11 +169,17 @@ def _searched(plans: Plans, space: Space, options: PlanOptions, estimate: Callab
             f"Use {plans.batch_option} {_multiple(plans.batch, most)}, or fewer devices: --devices 1..{most}."
         )
     show: Callable[[Plans], None] = options.show
+
+    def cheaper(plan: Plan) -> list[Plan]:
+        memory = estimate(plan).memory
+        roomy = memory.capacity is None or memory.total.high < ROOMY * memory.capacity
+        return [] if roomy else savers(plan, space)
+
     found = search(
         asked,
         estimate,
         options.seconds,
-        savers=lambda plan: savers(plan, space),
+        savers=cheaper,
         show=lambda part: show(replace(plans, found=part)),
     )
     if not found.estimates:
@@ -187,7 +196,9 @@ def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Re
         return plans
     number = options.explain or 1
     if number > len(estimates):
-        raise UsageError(f"--explain {number}: there are {len(estimates)} plans. Use --explain {len(estimates)}.")
+        raise UsageError(
+            f"--explain {number}: only {plural(len(estimates), 'plan')} was rehearsed. Use --explain {len(estimates)}."
+        )
     chosen = estimates[number - 1]
     whole = rehearse(chosen.plan)
     if options.memory:
