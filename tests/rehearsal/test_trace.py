@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshwise.jobs.registry import find_job
 from meshwise.rehearsal.memory import memory_curve
 from meshwise.rehearsal.trace import trace
-from meshwise.rehearsal.work import Allocate, Free, Launch, Operation
+from meshwise.rehearsal.work import Allocate, Collective, Free, Launch, Operation
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.engine import Engine
@@ -141,6 +141,16 @@ def test_a_wait_is_for_something_of_the_same_step():
 
 def steps(word, shard):
     return [each.step for each in trace(find_job(word), Plan(shard=shard))]
+
+
+def test_each_stage_reduces_its_norm_among_its_own_ranks():
+    """DTensor takes meshes of two ranks for equal, and kept what it knew of the first stage's group."""
+    traced = trace(find_job("gpt"), Plan(shard=4, pipeline=2, accumulate=2))
+    norms = [
+        {one.what.ranks for one in each.step.launches if isinstance(one.what, Collective) and len(one.what.ranks) == 4}
+        for each in traced
+    ]
+    assert norms == [{(0, 2, 4, 6)}, {(1, 3, 5, 7)}]
 
 
 def test_bytes_of_collectives_are_those_of_the_plan():

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from meshwise.compat import fake, fake_device
 
@@ -110,6 +111,9 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
                 yield
             finally:
                 dist.destroy_process_group()
+                # Meshes of two ranks are equal where their layout is: what DTensor keeps for one has the groups of the
+                # other, under names that the next world may have given to other groups.
+                _clear_sharding_prop_cache()
     finally:
         sys.excepthook = hook  # torch's names a rank in each line of a traceback
 
