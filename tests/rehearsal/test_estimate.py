@@ -92,3 +92,15 @@ def test_ranks_that_cannot_be_brought_together_have_memory_and_no_time(monkeypat
 )
 def test_one_rank_of_each_kind_is_traced_with_those_that_send_to_it(plan, speeds, ranks):
     assert kinds_of_ranks(plan, speeds) == ranks
+
+
+@pytest.mark.parametrize(
+    ("job", "plan"),
+    [
+        ("mnist-mlp", Plan(pipeline=2, tensor=2, accumulate=2)),  # a split tensor travels between worlds
+        ("gpt", Plan(shard=2, pipeline=2, accumulate=2)),  # a norm of sharded gradients, in each stage's own world
+    ],
+    ids=str,
+)
+def test_stages_are_rehearsed_each_in_a_world_of_its_own(job, plan):
+    assert estimator(find_job(job), find_machine("4xH100"))(plan).seconds is not None

@@ -43,8 +43,8 @@ class Pipe:
         return self.down if target > source else self.up
 
 
-Mail = dict[tuple[int, int], list[Any]]
-"""Objects that ranks have sent one another, by (from, to)."""
+Mail = dict[tuple[int, int], list[bytes]]
+"""Objects that ranks have sent one another, pickled as between processes, by (from, to)."""
 _mail: list[Mail] = []
 _pipe: list[Pipe | None] = [None]
 _lacks: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
@@ -146,7 +146,7 @@ def _own() -> int:
 def send_object(value: Any, target: int, group: Group) -> Callable[[], None]:
     """Begin to send any value that pickle takes; what is returned waits for it."""
     if _mail:
-        _mail[-1].setdefault((_own(), collectives.ranks_of(group)[target]), []).append(value)
+        _mail[-1].setdefault((_own(), collectives.ranks_of(group)[target]), []).append(pickle.dumps(value))
         return lambda: None
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     device = collectives.device_of(group)
@@ -163,7 +163,7 @@ def send_object(value: Any, target: int, group: Group) -> Callable[[], None]:
 def receive_object(source: int, group: Group) -> Any:
     """What rank `source` sends with `send_object`."""
     if _mail:
-        return _mail[-1][collectives.ranks_of(group)[source], _own()].pop(0)
+        return pickle.loads(_mail[-1][collectives.ranks_of(group)[source], _own()].pop(0))
     device = collectives.device_of(group)
     size = collectives.receive(torch.zeros(1, dtype=torch.int64, device=device), source, group)
     data = torch.empty(int(size), dtype=torch.uint8, device=device)
