@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import statistics
@@ -46,18 +47,20 @@ from meshwise.rehearsal.memory import memory_curve, with_inside
 from meshwise.rehearsal.prices import missing
 from meshwise.rehearsal.simulate import simulate
 from meshwise.rehearsal.trace import trace
-from meshwise.spec.errors import MeshwiseError
+from meshwise.spec.errors import MeshwiseError, PlanError
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_settings import plan_from_settings
-from tests.hosts import hosts, run_on, why_not
+from meshwise.workers.join import join
+from tests.hosts import bits_of, hosts, run_on, why_not
 from tests.pool import Pool
 
 DONE = "pairs.jsonl"
 CORES = 2
 SIZES = tuple(1 << power for power in range(10, 25, 2))
-CALIBRATING, MEASURING, OPERATORS = 20.0, 2.0, 15.0
-"""Seconds: of a cluster's links and collectives, of a pair's steps, of a plan's operators at most."""
+CALIBRATING, MEASURING, OPERATORS, LONGEST = 20.0, 2.0, 15.0, 0.2
+"""Seconds: of a cluster's links and collectives, of a pair's steps, of a plan's operators at most, and of the largest
+message with which a shaped link is measured."""
 ONE = ("", "accumulate=2", "recompute=full", "precision=bf16")
 TWO = ("data=2", "data=2 zero1=true", "data=2 accumulate=2", "shard=2", "pipeline=2 accumulate=4")
 FEW, THREE = ("data=2", "shard=2", "pipeline=2 accumulate=4"), ("data=3", "shard=3")
@@ -92,7 +95,8 @@ def started(cluster: Cluster) -> Iterator[Call]:
     """The ranks of a cluster."""
     if cluster.rate:
         with hosts(cluster.workers, cluster.rate) as made:
-            yield lambda function, *arguments: run_on(made, function, *arguments)
+            importable = importlib.import_module(Path(__file__).stem)  # not __main__, which is another one there
+            yield lambda function, *arguments: run_on(made, getattr(importable, function.__name__), *arguments)
         return
     pool = Pool(cluster.workers)
     try:
@@ -101,18 +105,21 @@ def started(cluster: Cluster) -> Iterator[Call]:
         pool.close()
 
 
-def measured_links(workers: int, names: list[str], seconds: float) -> tuple[Machine, list[Any]]:
+def measured_links(workers: int, names: list[str], sizes: tuple[int, ...], seconds: float) -> tuple[Machine, list[Any]]:
     """On each rank: the machine that it finds, and what is measured between the ranks."""
+    join()
     if workers:
         bind(workers)
-    return find_machine(), measure_ranks(names, SIZES, seconds, ("links", "collectives"))
+    return find_machine(), measure_ranks(names, sizes, seconds, ("links", "collectives"))
 
 
 def calibrated(cluster: Cluster, call: Call) -> Machine:
     """The cluster as a machine with measured links."""
     own = 0 if cluster.rate else CORES
     names = [f"{'node' if cluster.rate else 'cpu:'}{number}" for number in range(cluster.workers)]
-    answers = call(measured_links, own, names, CALIBRATING)
+    most = bits_of(cluster.rate) / 8 * LONGEST if cluster.rate else SIZES[-1]
+    sizes = tuple(size for size in SIZES if size <= most)
+    answers = call(measured_links, own, names, sizes, CALIBRATING)
     found = [machine for machine, _ in answers]
     bare = merged(found) if cluster.rate else only_devices(found[0], names)
     cores = min(cluster.workers, CORES)  # of one worker: a device is a core here, as in bench/speedup.py
@@ -158,11 +165,16 @@ def pairs_of(
     folder, rows = Path(tempfile.gettempdir()) / "meshwise-pairs", []
     for words in settings:
         plan = plan_from_settings(words.split())
+        try:
+            said = predicted(cluster, machine, word, plan, folder)
+        except PlanError as error:  # it runs on no machine
+            print(f"{cluster} {word} {words}: {error}", flush=True)
+            continue
         row = {"cluster": str(cluster), "job": word, "batch": JOBS[word], "plan": words, "constants": digest()}
-        rows.append(row | {"predicted": predicted(cluster, machine, word, plan, folder)})
+        rows.append(row | {"predicted": said})
     with folder_of("pairs-predicted.jsonl").open("a") as file:
         file.writelines(json.dumps(row | {"at": time.time()}) + "\n" for row in rows)
-    answers = call(real, 0 if cluster.rate else CORES, word, JOBS[word], list(settings))
+    answers = call(real, 0 if cluster.rate else CORES, word, JOBS[word], [row["plan"] for row in rows])
     for number, row in enumerate(rows):
         steps = [[wall for wall, _ in answer[number][0]] for answer in answers]
         row["processor"] = max(statistics.median(own for _, own in answer[number][0]) for answer in answers)
