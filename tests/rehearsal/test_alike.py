@@ -98,6 +98,16 @@ def test_other_sizes_dtypes_and_strides_are_other_calls(heard, change):
     assert (out.shape, out.dtype) == (other.shape, other.dtype)
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_what_is_taken_from_another_can_be_copied(heard):
+    """A module that copies another one, such as nn.TransformerEncoder, asks for the address of its parameters."""
+    for _ in range(2):
+        assert (
+            len(torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 300, batch_first=True), 2).layers)
+            == 2
+        )
+
+
 def test_one_and_one_point_nought_are_other_calls(heard):
     whole = torch.randint(0, 5, (300, 300))
     assert (whole + 1).dtype == torch.int64

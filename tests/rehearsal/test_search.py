@@ -9,7 +9,7 @@ import pytest
 
 from meshwise.rehearsal.edits import edits
 from meshwise.rehearsal.estimate import Estimate, Memory, Range
-from meshwise.rehearsal.search import search
+from meshwise.rehearsal.search import confirmed, search
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 
@@ -60,6 +60,44 @@ def test_memory_is_saved_until_a_plan_fits_and_the_rest_is_left():
     found = search([Plan()], rehearse, 60, savers=lambda plan: cheaper)
     assert found.estimates[0].plan == Plan(accumulate=4)
     assert found.estimates[0].memory.verdict == "fits"
+
+
+def test_the_first_of_rough_plans_is_confirmed_and_so_is_a_faster_one_that_may_fit():
+    rough = {Plan(): (3.0, 50), Plan(data=2): (2.0, 95), Plan(shard=2): (1.0, 105), Plan(tensor=2): (0.5, 300)}
+    whole = {Plan(): (3.1, 50), Plan(data=2): (2.1, 80), Plan(shard=2): (1.1, 120)}
+    asked = []
+
+    def confirm(plan):
+        asked.append(plan)
+        return estimate(plan, *whole[plan])
+
+    def roughly(plan):
+        return replace(estimate(plan, *rough[plan]), rough=True)
+
+    found = confirmed(search(list(rough), roughly, 60), confirm, 60, lambda found: None)
+    assert asked == [Plan(), Plan(shard=2), Plan(data=2)]  # the first, and those that are faster and may fit
+    assert [each.plan for each in found.estimates][:2] == [Plan(data=2), Plan()]
+    assert [each.plan for each in found.estimates if each.rough] == [Plan(tensor=2)]
+
+
+def test_a_rough_plan_that_the_whole_model_refuses_is_refused():
+    def confirm(plan):
+        if plan == Plan(data=2):
+            raise PlanError("no")
+        return estimate(plan, 2.0, 50)
+
+    rough = search([Plan(), Plan(data=2)], lambda plan: replace(estimate(plan, 3 - plan.data, 50), rough=True), 60)
+    found = confirmed(rough, confirm, 60, lambda found: None)
+    assert [each.plan for each in found.estimates] == [Plan()]
+    assert [each.why for each in found.refused] == ["no"]
+
+
+def test_without_time_the_first_is_confirmed_all_the_same():
+    rough = search([Plan(), Plan(data=2)], lambda plan: replace(estimate(plan, 1, 50), rough=True), 0.0)
+    shown = []
+    found = confirmed(rough, lambda plan: estimate(plan, 1, 60), 0.0, shown.append)
+    assert [(each.plan, each.rough) for each in found.estimates] == [(Plan(), False)]
+    assert shown == [found]
 
 
 def test_without_time_one_plan_is_rehearsed_all_the_same():

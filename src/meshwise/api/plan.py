@@ -27,7 +27,8 @@ from meshwise.rehearsal.memory import with_inside
 from meshwise.rehearsal.memory_parts import MemoryParts, memory_parts
 from meshwise.rehearsal.prediction import prediction
 from meshwise.rehearsal.scripts import Script, known_script
-from meshwise.rehearsal.search import Search, search
+from meshwise.rehearsal.search import Search, confirmed, search
+from meshwise.rehearsal.straight import Rough
 from meshwise.rehearsal.views.plan_page import plan_page
 from meshwise.rehearsal.views.plan_text import plans_text
 from meshwise.spec.errors import MeshwiseError, PlanError, UsageError
@@ -46,7 +47,11 @@ ROOMY = 0.5
 """Of a device: what would save memory is not rehearsed of a plan that needs less; --memory asks for it."""
 EDITS = 10.0
 """Seconds at most for what would change the one plan that was asked about."""
+SEARCHING = 0.7
+"""Of the time: for rough estimates. What is left is for confirming them."""
 _NOTHING = Search((), (), (), 0.0)
+_Ways = tuple[Callable[[Plan], Estimate], Callable[[Plan], Estimate]]
+"""To estimate a plan: roughly, and wholly."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +128,14 @@ def _planned(options: PlanOptions, machine: Machine, job: Job | Script) -> Plans
     rehearse = _Kept(rehearser(job, machine, options.cap))
     estimate = functools.cache(lambda plan: rehearse(plan).estimate)
     plans = Plans(job.name, job.batch_size, machine, _NOTHING, price=options.price)
+    rough = estimate if isinstance(job, Script) else functools.cache(Rough(job, machine, options.cap, estimate))
     if isinstance(job, Script):
         plans = replace(plans, batch_option="a loader with the batch_size")
     if options.fits is not None or options.memory:
-        found = _judged(machine, options, estimate, _space(job, machine, options))
+        found = _judged(machine, options, (rough, estimate), _space(job, machine, options))
         plans = replace(plans, found=found, one=True)
     else:
-        plans = replace(plans, found=_searched(plans, _space(job, machine, options), options, estimate))
+        plans = replace(plans, found=_searched(plans, _space(job, machine, options), options, (rough, estimate)))
     plans = replace(plans, steps=options.steps or _steps(job), first=rehearse.kept(plans.found.estimates[0].plan))
     return _in_detail(plans, options, rehearse)
 
@@ -159,7 +165,7 @@ def _space(job: Job | Script, machine: Machine, options: PlanOptions) -> Space:
     return Space(counts, _per_host(machine), job.batch_size, options.settings, options.allow, _has_batch_norms(job))
 
 
-def _searched(plans: Plans, space: Space, options: PlanOptions, estimate: Callable[[Plan], Estimate]) -> Search:
+def _searched(plans: Plans, space: Space, options: PlanOptions, ways: _Ways) -> Search:
     asked = candidates(space)
     most = max(space.devices)
     if not asked:
@@ -168,20 +174,19 @@ def _searched(plans: Plans, space: Space, options: PlanOptions, estimate: Callab
             f"{' with ' + ' '.join(options.settings) if options.settings else ''}. "
             f"Use {plans.batch_option} {_multiple(plans.batch, most)}, or fewer devices: --devices 1..{most}."
         )
-    show: Callable[[Plans], None] = options.show
+    rough, whole = ways
+
+    def show(part: Search) -> None:
+        options.show(replace(plans, found=part))
 
     def cheaper(plan: Plan) -> list[Plan]:
-        memory = estimate(plan).memory
+        memory = rough(plan).memory
         roomy = memory.capacity is None or memory.total.high < ROOMY * memory.capacity
         return [] if roomy else savers(plan, space)
 
-    found = search(
-        asked,
-        estimate,
-        options.seconds,
-        savers=cheaper,
-        show=lambda part: show(replace(plans, found=part)),
-    )
+    seconds = options.seconds * (SEARCHING if rough is not whole else 1)
+    found = search(asked, rough, seconds, savers=cheaper, show=show)
+    found = confirmed(found, whole, options.seconds, show)
     if not found.estimates:
         raise PlanError(
             f"none of {len(found.refused)} plans can run. The first, {found.refused[0].plan}: {found.refused[0].why}"
@@ -201,6 +206,7 @@ def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Re
         )
     chosen = estimates[number - 1]
     whole = rehearse(chosen.plan)
+    chosen = whole.estimate if chosen.rough else chosen
     if options.memory:
         traced = next(one for one in whole.traces if one.step.rank == chosen.memory.rank)
         first, step = (with_inside(work, whole.prices.inside) for work in (traced.first, traced.step))
@@ -220,7 +226,7 @@ def _steps(job: Job | Script) -> int | None:
     return -(-open_data(job, job.data(), "training set").samples // job.batch_size) * job.epochs
 
 
-def _judged(machine: Machine, options: PlanOptions, estimate: Callable[[Plan], Estimate], space: Space) -> Search:
+def _judged(machine: Machine, options: PlanOptions, ways: _Ways, space: Space) -> Search:
     """The plan that was asked about, and behind it what it would be with one thing changed: where it does not fit, or
     its memory was asked for."""
     given = Plan() if options.fits is None else options.fits
@@ -228,12 +234,12 @@ def _judged(machine: Machine, options: PlanOptions, estimate: Callable[[Plan], E
     asked = plan_from_settings(options.settings, asked)
     if asked.devices > len(machine.devices):
         raise PlanError(f"{asked} needs {asked.devices} devices; machine '{machine.name}' has {len(machine.devices)}.")
-    found = search([asked], estimate, options.seconds)
+    found = search([asked], ways[1], options.seconds)
     if found.refused:
         raise PlanError(found.refused[0].why)
     first = found.estimates[0]
     if first.memory.verdict != FITS or options.memory:
-        found = search([asked], estimate, min(options.seconds, EDITS), savers=lambda plan: savers(plan, space))
+        found = search([asked], ways[0], min(options.seconds, EDITS), savers=lambda plan: savers(plan, space))
     others = tuple(each for each in found.estimates if each.plan != asked)
     return replace(found, estimates=(first, *others))
 

@@ -169,7 +169,10 @@ def _made(spec: _Spec, mode: Any, tensors: list[Any]) -> Any:
     else:
         plain = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=_META)
     fake = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=spec.device)
-    torch._C._set_throw_on_mutable_data_ptr(fake)
+    if mode._allow_unsafe_data_ptr_access:  # a copy of a module asks for it
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(mode.plain)
     vars(fake)[mode.device_field] = spec.device
     return fake

@@ -173,7 +173,10 @@ def fake_device(main: str) -> Iterator[str]:
     begin_record()
     _device._device_constructors()  # torch keeps this list of functions: it must have the real ones
     try:
-        with patch.multiple(torch, tensor=_made_on_host(torch.tensor), as_tensor=_made_on_host(torch.as_tensor)):
+        with (
+            patch.multiple(torch, tensor=_made_on_host(torch.tensor), as_tensor=_made_on_host(torch.as_tensor)),
+            patch.object(torch.accelerator, "current_stream", lambda *device: _stream[-1]),  # in C++ it has none
+        ):
             yield NAME
     finally:
         _users[0] -= 1

@@ -20,6 +20,7 @@ from meshwise.rehearsal.prices import Prices, missing, speed_of
 from meshwise.rehearsal.scripts import Script, trace_script
 from meshwise.rehearsal.simulate import Step, simulate
 from meshwise.rehearsal.trace import Trace, trace
+from meshwise.rehearsal.work import Work
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 from meshwise.training.job import Job
@@ -66,7 +67,7 @@ def rehearser(job: Job | Script, machine: Machine, cap: int | None = None) -> Ca
         notes, samples = steps[0].notes, job.batch_size
         used = replace(machine, devices=machine.devices[: plan.devices])  # their workers share the cores of a host
         prices = prices_here(used, steps, MEASURE) if kind == "cpu" else described
-        memory = max((_of_rank(each, prices, cap) for each in traces), key=lambda memory: memory.filled)
+        memory = max((memory_of(each, prices, cap) for each in traces), key=lambda memory: memory.filled)
         unknown = missing(steps, prices)
         if unknown:
             return Rehearsed(Estimate(plan, memory, None, {}, unknown[0], notes, samples), traces, prices)
@@ -98,10 +99,15 @@ def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...
     return tuple(float(f"{rates[kind] / least:.2g}") for kind in alike)
 
 
-def _of_rank(traced: Trace, prices: Prices, cap: int | None) -> Memory:
-    """Of the larger of its first step and a later one, after one another."""
+def works_of(traced: Trace, prices: Prices) -> list[Work]:
+    """Its first step and a later one, with what operators allocate inside."""
+    return [with_inside(work, prices.inside) for work in (traced.first, traced.step)]
+
+
+def memory_of(traced: Trace, prices: Prices, cap: int | None) -> Memory:
+    """The memory of a rank: of the larger of its first step and a later one, after one another."""
     device = prices.machine.devices[traced.step.rank]
-    works = [with_inside(work, prices.inside) for work in (traced.first, traced.step)]
+    works = works_of(traced, prices)
     capacity = device.memory if cap is None else min(cap, device.memory or cap)
     peak = max((memory_curve(work).peak for work in works), key=lambda peak: peak.bytes)
     host = max(memory_curve(work, on_host=True).peak.bytes for work in works)

@@ -99,6 +99,33 @@ def search(
     return found()
 
 
+def confirmed(found: Search, whole: Rehearse, seconds: float, show: Callable[[Search], None]) -> Search:
+    """The search with its first plan rehearsed whole, where it is rough, and, until `seconds` of it are over, faster
+    ones that may fit. show: as in `search`."""
+    begun = time.monotonic() - found.seconds
+    while (rough := _to_confirm(found.estimates, time.monotonic() - begun > seconds)) is not None:
+        estimates, refused = [each for each in found.estimates if each is not rough], found.refused
+        try:
+            estimates.append(whole(rough.plan))
+        except (PlanError, UsageError) as error:
+            refused = (*refused, Refused(rough.plan, str(error)))
+        ranked = tuple(sorted(estimates, key=lambda estimate: estimate.rank_key))
+        found = replace(found, estimates=ranked, refused=refused, seconds=time.monotonic() - begun)
+        show(found)
+    return found
+
+
+def _to_confirm(ranked: Sequence[Estimate], late: bool) -> Estimate | None:
+    """The estimate that has to be confirmed next, if any. ranked: the best first."""
+    if not ranked or ranked[0].rough:
+        return ranked[0] if ranked else None
+    if late or ranked[0].seconds is None:
+        return None
+    within = ranked[0].seconds.value
+    close = (each for each in ranked if each.rough and each.memory.verdict == TOO_CLOSE)
+    return next((each for each in close if each.seconds is not None and each.seconds.value < within), None)
+
+
 def _cut_alike(plan: Plan, refused: Plan) -> bool:
     """Whether a plan cuts the model as one that was refused does: the reason is the same."""
     axes = ("pipeline", "tensor", "context", "expert")

@@ -1,0 +1,178 @@
+"""A job whose model has fewer of its blocks: where blocks are alike, a step of few says what a step of many takes.
+
+Blocks are alike whose modules have the same classes, settings, parameters and buffers, but for their own number. Of a
+stretch of such blocks (or of groups of them, such as one with full attention after three with windows), all but the
+first few are never built, and hand on what they are given.
+
+Tested in tests/rehearsal/test_shorter.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.compat.tree import tensors_in
+from meshwise.parallel.blocks import blocks_of, repeated_blocks
+from meshwise.training.job import Job
+
+LONGEST_GROUP = 6
+_OWN_NUMBER = re.compile(r"idx|index|number|layer_id")
+_OF_MODULES = set(vars(nn.Module()))
+
+
+class Unlike(Exception):
+    """A block does not hand on what another one could be given: the job cannot be made shorter."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Blocks of a model that are alike. names: of all its repeated blocks; those from `start` on are `count` groups of
+    `group` blocks. kind: their class."""
+
+    names: tuple[str, ...]
+    start: int
+    group: int
+    count: int
+    kinds: tuple[type[nn.Module], ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model repeats no other blocks."""
+        return self.count * self.group == len(self.names)
+
+
+def stretch_of(model: nn.Module) -> Stretch | None:
+    """The longest stretch of blocks that are alike; None where no two are."""
+    blocks = repeated_blocks(model) or blocks_of(model)
+    held = Counter(id(p) for _, block in blocks for p in {id(p): p for p in block.parameters()}.values())
+    prints = [_print(block, held, number) for number, (_, block) in enumerate(blocks)]
+    best: tuple[int, int, int] | None = None
+    for group in range(1, min(LONGEST_GROUP, len(blocks) // 2) + 1):
+        for start, count in _stretches(prints, group):
+            if best is None or group * count - group > best[1] * best[2] - best[1]:
+                best = start, group, count
+    if best is None:
+        return None
+    kinds = {type(block) for _, block in blocks[best[0] : best[0] + best[1] * best[2]]}
+    return Stretch(tuple(name for name, _ in blocks), *best, tuple(kinds))
+
+
+def _stretches(prints: Sequence[object], group: int) -> Iterator[tuple[int, int]]:
+    """(start, groups) of each stretch in which every block is like the one `group` before it."""
+    start = 0
+    for place in range(group, len(prints) + 1):
+        if place == len(prints) or prints[place] != prints[place - group]:
+            if (place - start) // group > 1:
+                yield start, (place - start) // group
+            start = place - group + 1
+
+
+def _print(block: nn.Module, held: Counter[int], number: int) -> object:
+    """Equal for blocks that are alike."""
+    if any(held[id(p)] > 1 for p in block.parameters()):
+        return number
+    return tuple((name, _print_of_one(module)) for name, module in block.named_modules())
+
+
+def _print_of_one(module: nn.Module) -> object:
+    tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    hooks = [value for name, value in vars(module).items() if name.endswith("_hooks") and value]
+    return (
+        type(module),
+        module.training,
+        tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors),
+        tuple(id(hook) for each in hooks for hook in each.values()),
+        tuple((name, _plain(value)) for name, value in sorted(_settings(module).items())),
+    )
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+    return {name: value for name, value in own.items() if not (_OWN_NUMBER.search(name) and type(value) is int)}
+
+
+def _plain(value: Any) -> object:
+    if isinstance(value, int | float | str | torch.dtype | None):
+        return type(value), value
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(_plain, value))
+    if isinstance(value, nn.Module):
+        return type(value)
+    return id(value)  # one object for all, such as a configuration, or it is not alike
+
+
+def shortened(job: Job, stretch: Stretch, count: int) -> Job:
+    """The job with `count` groups of the stretch in place of all. Its model raises Unlike where that cannot be."""
+    return replace(job, model=functools.partial(_short_model, job.model, stretch, count))
+
+
+def _short_model(build: Callable[[], nn.Module], stretch: Stretch, count: int) -> nn.Module:
+    first, end = stretch.start + count * stretch.group, stretch.start + stretch.count * stretch.group
+    left_out = set(range(first, end))
+    with contextlib.ExitStack() as stack:
+        places = itertools.count()
+        for kind in stretch.kinds:
+            stack.enter_context(patch.object(kind, "__init__", _building(kind, places, left_out)))
+        model = build()
+    found = {name for name, module in model.named_modules() if isinstance(module, _Skipped)}
+    if found != {stretch.names[place] for place in left_out}:  # they are copies, or built in another order
+        model = build()
+        for place in left_out:
+            model.set_submodule(stretch.names[place], _Skipped())
+    given = _Given()
+    for place in range(stretch.start, first):
+        model.get_submodule(stretch.names[place]).register_forward_hook(given.note, with_kwargs=True)
+    for place in left_out:
+        skipped = model.get_submodule(stretch.names[place])
+        like = model.get_submodule(stretch.names[stretch.start + (place - stretch.start) % stretch.group])
+        vars(skipped).update(_settings(like) | {"_given": given})
+    return model
+
+
+def _building(kind: type[nn.Module], places: Iterator[int], left_out: set[int]) -> Callable[..., None]:
+    real = kind.__init__
+
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if type(self) is kind and next(places) in left_out:
+            nn.Module.__init__(self)
+            self.__class__ = _Skipped
+        else:
+            real(self, *args, **kwargs)
+
+    return init
+
+
+class _Skipped(nn.Module):
+    """Hands on what it is given, in the form in which the blocks before it gave theirs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        rest: tuple[Any, ...] | None = vars(self)["_given"].rest
+        first = next(tensors_in((args, kwargs)))
+        return first if rest is None else (first, *rest)
+
+
+class _Given:
+    """What blocks give: a tensor (rest is None), or a tuple of a tensor and `rest`."""
+
+    def __init__(self) -> None:
+        self.rest: tuple[Any, ...] | None = None
+
+    def note(self, block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        first = next(tensors_in((args, kwargs)), None)
+        given, rest = (out[0], out[1:]) if isinstance(out, tuple) and out else (out, None)
+        if first is None or not isinstance(given, Tensor) or any(True for _ in tensors_in(rest)):
+            raise Unlike(f"{type(block).__name__} does not give one tensor for one")
+        if (given.shape, given.dtype, given.requires_grad) != (first.shape, first.dtype, given.requires_grad):
+            raise Unlike(f"{type(block).__name__} gives a tensor of another size than it is given")
+        self.rest = rest
