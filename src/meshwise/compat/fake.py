@@ -18,7 +18,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from meshwise.compat import fake_alike
-from meshwise.compat.dispatch import without_interception
+from meshwise.compat.dispatch import operator_name, without_interception
 from meshwise.compat.fake_values import concerns_values, fake_batch, give_value, lose, with_values
 from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import tensors_in
@@ -84,12 +84,16 @@ class Call:
         return with_values(self.func, self.args, self.kwargs, self._run, self.mode, NEEDS_VALUES)
 
     def _run(self) -> Any:
+        cached = self.mode.cache_enabled  # its keys would hold the memory of a storage that is set
+        self.mode.cache_enabled = cached and getattr(self.func, "overloadpacket", None) is not torch.ops.aten.set_
         try:
             out = self.mode.dispatch(self.func, self.types, self.args, self.kwargs)
             if self.mode.stands_for_real:
                 _without_constants(out)
+                out = _with_wide_statistics(self.func, self.args, out)
             return out
         finally:
+            self.mode.cache_enabled = cached
             # Its weak references would forbid `Module._apply` to swap tensors, as `model.half()` does with fake ones.
             self.mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
@@ -106,12 +110,6 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
     try:
         with on_parts():  # below autograd, every tensor is what lies in memory
             return self.handler(func, args, kwargs or {}, call)
-    except Exception as error:
-        if self.stands_for_real and torch._C._current_autograd_node() is not None:
-            # An error inside a backward may end the process in C++, where torch's guard of our device takes no error.
-            first = str(error).partition("\n")[0]
-            print(f"the backward cannot be rehearsed: {func}: {type(error).__name__}: {first}", file=sys.stderr)
-        raise
     finally:
         self.inside = False
 
@@ -122,6 +120,28 @@ def _without_constants(out: Any) -> None:
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             give_value(tensor, tensor.constant)
             tensor.constant = None
+
+
+NORMS = (
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_batch_norm_with_update",
+    "native_group_norm",
+    "native_layer_norm",
+)
+
+
+def _with_wide_statistics(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """Norms of narrow tensors keep their means in float32; torch's fake kernels give them as narrow as the input. On a
+    CPU kernels do so where the weight is float32."""
+    if operator_name(func) == "native_group_norm_backward":
+        return (out[0] if out[0] is None else out[0].to(args[1].dtype), *out[1:])
+    if operator_name(func) not in NORMS or out[1].dtype not in (torch.bfloat16, torch.float16):
+        return out
+    weight = args[2 if operator_name(func) == "native_layer_norm" else 1]
+    if args[0].device.type == "cpu" and (weight is None or weight.dtype != torch.float32):
+        return out
+    return (out[0], *(torch.empty_like(each, dtype=torch.float32) for each in out[1:3]), *out[3:])
 
 
 # Set behind torch's back: what the class defines itself is wrapped for torch.compile, whose import takes 4 s.
@@ -141,6 +161,11 @@ def plain_mode() -> FakeTensorMode:
 def is_fake(value: object) -> bool:
     """Whether `value` is a fake tensor that waits for its values: one of a rehearsal is not."""
     return isinstance(value, FakeTensor) and not getattr(value.fake_mode, "stands_for_real", False)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is of no kind of its own: one of a rehearsal stands for a plain one."""
+    return type(tensor) is Tensor or (type(tensor) is FakeTensor and not is_fake(tensor))
 
 
 def rehearsing() -> bool:

@@ -8,6 +8,7 @@ Read in torch 2.11, 2.13 and 2.15: `utils/backend_registration.py`, `utils/_devi
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -173,7 +174,9 @@ def fake_device(main: str) -> Iterator[str]:
     begin_record()
     _device._device_constructors()  # torch keeps this list of functions: it must have the real ones
     try:
+        real: Any = vars(torch.autograd)["_engine_run_backward"]
         with (
+            patch.object(torch.autograd, "_engine_run_backward", _backward_that_tells(real)),
             patch.multiple(torch, tensor=_made_on_host(torch.tensor), as_tensor=_made_on_host(torch.as_tensor)),
             patch.object(torch.accelerator, "current_stream", lambda *device: _stream[-1]),  # in C++ it has none
         ):
@@ -202,9 +205,38 @@ def begin_record() -> None:
     _last.clear()
 
 
+def _save_pending() -> None:
+    """Torch asks its guard of a device while an error leaves a backward, where no answer may fail: one that is given
+    while an error is under way does. So that error is put aside: torch raises another one in its place."""
+    try:
+        ctypes.pythonapi.Py_IsInitialized()  # as any call by ctypes, it raises what is under way
+    except BaseException as error:
+        _put_aside.append(error)
+
+
+def _backward_that_tells(real: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that raises what was put aside."""
+
+    @functools.wraps(real)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        _put_aside.clear()
+        try:
+            return real(*args, **kwargs)
+        except Exception:
+            if not _put_aside:
+                raise
+        raise _put_aside[0]
+
+    return backward
+
+
+_put_aside: list[BaseException] = []
+
+
 @functools.cache
 def _register() -> None:
     from torch.utils.backend_registration import (
+        _DummyDeviceGuard,
         _DummyPrivateUse1Hook,
         _setup_privateuseone_for_python_backend,
     )
@@ -216,7 +248,12 @@ def _register() -> None:
         def has_primary_context(self, device: int) -> bool:
             return _users[0] > 0
 
-    _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Module(), hook=Hook())
+    class Guard(_DummyDeviceGuard):
+        def type_(self) -> Any:
+            _save_pending()
+            return torch._C._autograd.DeviceType.PrivateUse1
+
+    _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Module(), hook=Hook(), device_guard=Guard())
     library = torch.library.Library("aten", "IMPL")
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         library.impl("scaled_dot_product_attention", _attention, key)

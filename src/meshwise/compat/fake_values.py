@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,18 @@ def fake_batch(batch: Any, device: str | None = None) -> Any:
         return there
 
     return map_tensors(faked, batch)
+
+
+@contextmanager
+def fake_without_values() -> Iterator[None]:
+    """transformers goes another way with fake tensors, past what it would decide by their values: to it, only those are
+    fake whose values are not known."""
+    library = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(library, "is_fake_tensor"):
+        yield
+        return
+    with patch.object(library, "is_fake_tensor", lambda x: isinstance(x, Tensor) and value_of(x) is None):
+        yield
 
 
 _guesses: list[Callable[[torch.dtype], float | None]] = []

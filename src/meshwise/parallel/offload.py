@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwise.compat import fake_device
 from meshwise.compat.dispatch import StorageMap
+from meshwise.compat.fake import is_plain, rehearsing
 from meshwise.compat.modules import put_forward
 from meshwise.compat.reducer import base_of, version
 from meshwise.parallel.blocks import called_in
@@ -105,9 +107,9 @@ class _SavedTensors:
         flat = waiting.ready
         assert flat is not None
         if waiting.arrived is not None:
-            stream = torch.cuda.current_stream(waiting.device)
+            stream = torch.get_device_module(waiting.device).current_stream(waiting.device)
             stream.wait_event(waiting.arrived)
-            flat.record_stream(stream)
+            _used_in(flat, stream)
         waiting.requested += 1
         if waiting.requested >= waiting.views:
             waiting.ready = None
@@ -150,7 +152,7 @@ def _offloaded(forward: Callable[..., Any], window: int, /, *arguments: Any, **k
 
 def _goes(tensor: Tensor) -> bool:
     """Whether a tensor goes to the host: no parameter nor a view of one, no small one, none of a kind of its own."""
-    plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    plain = is_plain(tensor) and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
     return plain and not isinstance(base_of(tensor), nn.Parameter) and tensor.nbytes >= SMALLEST
 
 
@@ -161,8 +163,8 @@ def _send(tensor: Tensor, number: int) -> _HostCopy:
     copy = torch.empty_like(flat, device="cpu", pin_memory=tensor.is_cuda)
     stream = _copying(tensor.device)
     if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        flat.record_stream(stream)  # its memory is not given out again before the copy is made
+        stream.wait_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
+        _used_in(flat, stream)
     with _on(stream):
         copy.copy_(flat, non_blocking=stream is not None)
     return _HostCopy(number, copy, tensor.device, version(tensor), _place(tensor), weakref.ref(base_of(tensor)))
@@ -176,14 +178,22 @@ def _fetch(waiting: _HostCopy) -> None:
     waiting.arrived = None if stream is None else stream.record_event()
 
 
+def _used_in(tensor: Tensor, stream: Any) -> None:
+    """Its memory is not given out again before what the stream does with it is done."""
+    if not rehearsing():
+        tensor.record_stream(stream)
+
+
 @functools.cache
-def _copying(device: torch.device) -> torch.cuda.Stream | None:
+def _copying(device: torch.device) -> Any:
     """The stream of copies between host and `device`; None where copies are made at once."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+    return torch.get_device_module(device).Stream(device) if device.type in ("cuda", fake_device.NAME) else None
 
 
-def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+def _on(stream: Any) -> contextlib.AbstractContextManager[Any]:
+    if isinstance(stream, torch.cuda.Stream):
+        return torch.cuda.stream(stream)
+    return contextlib.nullcontext() if stream is None else stream
 
 
 def _apply(setup: Setup) -> None:

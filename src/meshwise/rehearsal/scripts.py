@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 from meshwise.compat.fake import real_values
 from meshwise.compat.fake_cuda import cuda_by_name, torch_as_it_was
-from meshwise.compat.fake_values import guessing
+from meshwise.compat.fake_values import fake_without_values, guessing
 from meshwise.compat.program_calls import around_batches
 from meshwise.compat.sharding import local_of
 from meshwise.parallel.batch_norm import normalises
@@ -185,7 +185,7 @@ def _rehearsed(script: Script, plan: Plan, kind: str, rank: int = 0) -> _Loop:
             loop = record.places = _Loop(record, engine)
             before = make_current(loop)
             try:
-                with mode, cuda_by_name(kind != "cpu"), guessing(loop.number):
+                with mode, cuda_by_name(kind != "cpu"), guessing(loop.number), fake_without_values():
                     _run(script, loop, said)
             finally:
                 make_current(before)

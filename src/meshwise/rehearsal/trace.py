@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from meshwise.compat import fake, fake_device
 from meshwise.compat.fake import NEEDS_VALUES, FakeTensors
-from meshwise.compat.fake_values import fake_batch
+from meshwise.compat.fake_values import fake_batch, fake_without_values
 from meshwise.compat.fake_world import fake_world, resizing, start_values_unread
 from meshwise.compat.loss_scale import always_steps
 from meshwise.compat.moved import waiting
@@ -128,6 +128,7 @@ def rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[t
         stack.enter_context(waiting(record.waits))
         stack.enter_context(always_steps())
         stack.enter_context(start_values_unread())
+        stack.enter_context(fake_without_values())
         stack.enter_context(fake.plain_for_optimizers())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # one order of operators
         stack.callback(make_current, make_current(record.places))
@@ -168,7 +169,8 @@ def _steps(
         record.tell(tensors_in([moved, ahead]), "input")
         numbers.update((id(part), number) for number, (_, part) in enumerate(parts))
         del first, moved
-        train_step(engine, job, state, parts)
+        with fake_without_values():
+            train_step(engine, job, state, parts)
         record.tell(state_of(state.optimizer), "optimizer")
         yield held, record.cut()[1]
     hook.remove()
