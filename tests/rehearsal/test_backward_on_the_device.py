@@ -25,15 +25,15 @@ def own_error(gradient):
 
 @pytest.mark.parametrize(("hook", "says"), [(value_of_gradient, "_local_scalar_dense"), (own_error, "of a hook")])
 def test_what_a_hook_raises_is_raised(hook, says):
-    with fake_device("main"), torch.autograd.set_multithreading_enabled(False):
-        with FakeTensors(lambda func, args, kwargs, run: run(), stands_for_real=True):
-            y = torch.randn(3, 4, device=NAME, requires_grad=True).mul(2).tanh()
-            y.register_hook(hook)
-            with pytest.raises((ZeroDivisionError, RuntimeError), match=says):
-                y.sum().backward()
-            y = torch.randn(3, 4, device=NAME, requires_grad=True)
-            y.sum().backward()  # the next one is as ever
-            assert y.grad.shape == (3, 4)
+    in_order = torch.autograd.set_multithreading_enabled(False)
+    with fake_device("main"), in_order, FakeTensors(lambda func, args, kwargs, run: run(), stands_for_real=True):
+        y = torch.randn(3, 4, device=NAME, requires_grad=True).mul(2).tanh()
+        y.register_hook(hook)
+        with pytest.raises((ZeroDivisionError, RuntimeError), match=says):
+            y.sum().backward()
+        y = torch.randn(3, 4, device=NAME, requires_grad=True)
+        y.sum().backward()  # the next one is as ever
+        assert y.grad.shape == (3, 4)
 
 
 def test_offloaded_activations_leave_the_device():
