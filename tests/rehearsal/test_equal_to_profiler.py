@@ -62,6 +62,8 @@ def test_each_job_of_the_suite(name):
 def test_each_job_of_the_suite_under_each_plan_of_one_device(name, plan):
     if name == "lstm-tagger" and plan.precision == "bf16":
         pytest.skip("a CPU without a bf16 LSTM")
+    if name == "lstm-tagger" and plan.offload:
+        pytest.skip("the workspace of oneDNN's LSTM goes to the host too, of a size that it alone knows")
     check(lambda: job_named(name), plan)
 
 
