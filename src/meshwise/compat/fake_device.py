@@ -209,7 +209,7 @@ def _save_pending() -> None:
     """Torch asks its guard of a device while an error leaves a backward, where no answer may fail: one that is given
     while an error is under way does. So that error is put aside: torch raises another one in its place."""
     try:
-        ctypes.pythonapi.Py_IsInitialized()  # as any call by ctypes, it raises what is under way
+        _raise_pending()
     except BaseException as error:
         _put_aside.append(error)
 
@@ -231,6 +231,8 @@ def _backward_that_tells(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _put_aside: list[BaseException] = []
+_raise_pending = ctypes.pythonapi.Py_IsInitialized
+"""Any call by ctypes raises what is under way; looking the function up then would replace it."""
 
 
 @functools.cache
