@@ -16,6 +16,9 @@ from meshwise import cli
 from meshwise.api.machines import find_machine
 from meshwise.jobs.registry import find_job
 from meshwise.rehearsal.estimator import estimator
+from meshwise.rehearsal.trace import trace
+from meshwise.rehearsal.work import Collective
+from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import read_plan
 from meshwise.spec.prediction import prediction_in
@@ -113,6 +116,21 @@ def test_models_that_nobody_named_are_planned(name: str, plan: Plan, tmp_path: P
     found = estimator(find_job(f"{tmp_path / 'jobs.py'}:{name}"), find_machine("2xH100"))(plan)
     assert found.seconds is not None and found.seconds.low <= found.seconds.value <= found.seconds.high
     assert found.memory.allocated == sum(found.memory.categories.values())
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+@pytest.mark.parametrize("name", ["tagger", "unet", "towers"])
+def test_models_that_nobody_named_are_split_or_refused_by_name(name: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "jobs.py").write_text(JOBS)
+    job = find_job(f"{tmp_path / 'jobs.py'}:{name}")
+    (traced,) = trace(job, Plan(tensor=2), kind)
+    assert any(isinstance(each.what, Collective) for each in traced.step.launches)
+    staged = Plan(pipeline=2, accumulate=2)
+    if name == "towers":
+        assert len(trace(job, staged, kind)) == 2
+        return
+    with pytest.raises(PlanError, match="has no repeated layers that stages could be cut from"):
+        trace(job, staged, kind)
 
 
 def test_the_best_plan_is_shown_and_saved(planned: Planned, tmp_path: Path) -> None:

@@ -94,8 +94,10 @@ def why_not(what: str, error: Exception) -> str:
     first = str(error).partition("\n")[0].partition(". This could be because")[0].replace("sim:0", "cuda:0")
     if isinstance(error, NEEDS_VALUES):
         return (
-            f"{what} is rehearsed on tensors without values, and this line needs one ({first}). Decide by "
-            "shapes or settings instead, or compute it outside of the model (numpy, math)."
+            f"{what} is rehearsed on tensors without values, and this line needs one ({first}). Known are numbers and "
+            "a batch's integers, with what follows from them, up to 65,536 of them: give a batch that has them. What "
+            "follows from weights or activations is not: decide by shapes or settings, or compute it outside of the "
+            "model (numpy, math)."
         )
     return f"{what} cannot be rehearsed on tensors without values: {type(error).__name__}: {first}"
 
