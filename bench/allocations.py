@@ -25,7 +25,7 @@ from meshwise.training.job import Job
 from meshwise.training.job_step import train_step
 from meshwise.training.loop import begun, make_engine, open_data, read_parts
 from meshwise.training.order import epoch_order, epoch_slices
-from meshwise.transfer.collectives import gather_objects
+from meshwise.transfer.collectives import everyone, gather_objects
 from meshwise.workers.join import join
 
 STEPS = 2
@@ -157,7 +157,7 @@ def seconds_of(job: Job, plan: Plan, budget: float, least: int = 8) -> list[tupl
         return time.perf_counter() - begin, time.thread_time() - own
 
     first = [one()[0] for _ in range(4)]
-    count = max(gather_objects(min(max(int(budget / first[-1]), least), 500)))
+    count = max(gather_objects(min(max(int(budget / first[-1]), least), 500), everyone()))
     found = [one() for _ in range(count)]
     engine.close()
     return found
