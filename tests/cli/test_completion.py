@@ -56,7 +56,7 @@ def test_jobs_and_scripts(complete: Complete, tmp_path: Path) -> None:
 
 def test_plans_and_devices(complete: Complete, tmp_path: Path) -> None:
     (tmp_path / "plan.toml").touch()
-    assert complete("meshwise run --set sh") == ["shard="]
+    assert complete("meshwise run --set sh") == ["shard=", "shares="]
     assert complete("meshwise run --plan p") == ["plan.toml"]
     assert complete("meshwise run --log w") == ["wandb"]
     assert complete("meshwise run --devices 2x") == ["2xcpu", "2xcuda"]
