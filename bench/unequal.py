@@ -3,8 +3,8 @@
     python bench/unequal.py [--slower 2 3]
 
 The work of a sample is a sleep, so that what would be ideal is known whatever else the machine does: two workers of
-which one is k times as slow have the throughput of 1 + 1/k. First with equal shares, whose report says which shares to
-try; then with those, and in the same way again, so that both see the same machine.
+which one is k times as slow have 1 + 1/k of the throughput that one worker has by itself, which is measured too. Each
+time first alone, then with equal shares, whose report says which shares to try, then with those.
 """
 
 from __future__ import annotations
@@ -79,21 +79,24 @@ def main() -> None:
     rows = []
     for slower in asked.slower:
         folder = Path(tempfile.mkdtemp())
-        ideal = (1 + 1 / slower) / PER_SAMPLE
+        alone: list[float] = []
         even: list[float] = []
         shared: list[float] = []
-        _, _, one = run(folder, slower, 1, "")
         for _ in range(asked.times):
+            rate, _, one = run(folder, slower, 1, "")
+            alone.append(rate)
             rate, advice, _ = run(folder, slower, 2, "")
-            even.append(rate / ideal)
+            even.append(rate)
             rate, _, losses = run(folder, slower, 2, advice)
-            shared.append(rate / ideal)
+            shared.append(rate)
+        ideal = statistics.median(alone) * (1 + 1 / slower)
         row = {
             "slower": slower,
             "shares that the report advised": advice,
-            "of ideal, equal shares": statistics.median(even),
-            "of ideal, advised shares": statistics.median(shared),
-            "all runs": shared,
+            "samples a second, alone": alone,
+            "of ideal, equal shares": statistics.median(even) / ideal,
+            "of ideal, advised shares": statistics.median(shared) / ideal,
+            "samples a second, advised shares": shared,
             "largest difference of a loss from one device": max(abs(a - b) for a, b in zip(one, losses, strict=True)),
             "load": os.getloadavg()[0],
         }
