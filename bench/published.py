@@ -31,9 +31,8 @@ from keep import keep
 from published_rows import Case, Row, Unusable, case_of, family_of
 from published_score import scoreboard, table
 
-from meshwise.machine.catalog import part
 from meshwise.machine.words import machine_from_words
-from meshwise.rehearsal.allocator import replay, workspace
+from meshwise.rehearsal.allocator import reserved_on
 from meshwise.rehearsal.breakdown import breakdown
 from meshwise.rehearsal.constants import digest
 from meshwise.rehearsal.memory import memory_curve
@@ -92,9 +91,7 @@ def _memory(traced: Trace, name: str) -> tuple[dict[str, float], float]:
         for place, total in zip(curve.places.tolist(), curve.total.tolist(), strict=True):
             phase = f"{number} {phases[place] if place >= 0 else 'held'}"
             peaks[phase] = max(peaks.get(phase, 0.0), total)
-    known = part(name)
-    first = [workspace(known.architecture if known else "")]
-    return peaks, float(replay((traced.first, traced.step), first=first).reserved)
+    return peaks, float(reserved_on((traced.first, traced.step), name))
 
 
 def _phases(events: Sequence[Any]) -> list[str]:

@@ -20,7 +20,7 @@ from meshwise.spec.plan import (
 )
 from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.plan_file import plan_from_toml, plan_to_toml
-from meshwise.spec.plan_settings import plan_from_settings, settings_of
+from meshwise.spec.plan_settings import plan_from_settings, setting_texts
 
 counts = st.integers(1, 2**40)
 block_names = st.lists(st.text('abc.01_"\\', min_size=1), min_size=1, unique=True).map(tuple)
@@ -231,7 +231,7 @@ def test_the_nearest_plan_fits(plan: Plan, devices: int) -> None:
 )
 def test_settings_make_a_plan(settings: list[str], plan: Plan) -> None:
     assert plan_from_settings(settings) == plan
-    assert plan_from_settings(settings_of(plan)) == plan
+    assert plan_from_settings(setting_texts(plan)) == plan
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,8 @@ from meshwise.jobs.script import run_script_file
 from meshwise.parallel.batch_norm import normalises
 from meshwise.rehearsal.candidates import Space, candidates, savers
 from meshwise.rehearsal.estimate import FITS, UNKNOWN, Estimate
-from meshwise.rehearsal.estimator import Rehearsed, kind_of, rehearser
+from meshwise.rehearsal.estimator import Rehearsed, kind_of, rehearser, works_of
 from meshwise.rehearsal.explain import Explanation, explain
-from meshwise.rehearsal.memory import with_inside
 from meshwise.rehearsal.memory_parts import MemoryParts, memory_parts
 from meshwise.rehearsal.prediction import prediction
 from meshwise.rehearsal.scripts import Script, known_script
@@ -209,7 +208,7 @@ def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Re
     chosen = whole.estimate if chosen.rough else chosen
     if options.memory:
         traced = next(one for one in whole.traces if one.step.rank == chosen.memory.rank)
-        first, step = (with_inside(work, whole.prices.inside) for work in (traced.first, traced.step))
+        first, step = works_of(traced, whole.prices)
         plans = replace(plans, memory=memory_parts(first, step, plans.machine.devices[chosen.memory.rank]))
     if options.explain is not None:
         if whole.step is None:
@@ -259,6 +258,7 @@ def _job_of(options: PlanOptions, machine: Machine, stack: ExitStack) -> Job | S
         run = functools.partial(_run_aside, folder, script.resolve(), list(options.arguments))
         return known_script(script.name, run, kind_of(machine))
     job = find_job(options.job, data=options.data, seed=options.seed, args=options.args)
+    job = replace(job, data=functools.cache(job.data))  # opened once, for its steps and for every way to estimate
     return job if options.batch_size is None else replace(job, batch_size=options.batch_size)
 
 

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from meshwise.machine.catalog import part
 from meshwise.rehearsal.constants import FIGURES
 from meshwise.rehearsal.work import Allocate, Collective, Free, Work
 
@@ -225,6 +226,12 @@ class Total:
     low: int
     high: int
     parts: Mapping[str, int]
+
+
+def reserved_on(works: Sequence[Work], name: str) -> int:
+    """Bytes that the allocator holds after these steps on a part of this name, cuBLAS's workspace with them."""
+    known = part(name)
+    return replay(works, first=[workspace(known.architecture if known else "")]).reserved
 
 
 def workspace(architecture: str) -> int:

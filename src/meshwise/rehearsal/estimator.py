@@ -9,8 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from meshwise.machine.catalog import part
-from meshwise.rehearsal.allocator import device_total, replay, workspace
+from meshwise.rehearsal.allocator import device_total, reserved_on
 from meshwise.rehearsal.breakdown import breakdown, slowest_rank
 from meshwise.rehearsal.constants import FIGURES
 from meshwise.rehearsal.estimate import Estimate, Memory, Range
@@ -115,8 +114,7 @@ def memory_of(traced: Trace, prices: Prices, cap: int | None) -> Memory:
         spread, reserved = FIGURES["allocated"].spread, peak.bytes
         total = Range(reserved, reserved / spread, reserved * spread)
     else:
-        known = part(device.part)
-        reserved = replay(works, first=[workspace(known.architecture if known else "")]).reserved
+        reserved = reserved_on(works, device.part)
         taken = device_total(reserved, traced.step)
         total = Range(taken.bytes, taken.low, taken.high)
     return Memory(traced.step.rank, total, peak.bytes, peak.split, reserved, host, capacity)

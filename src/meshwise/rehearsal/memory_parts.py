@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwise.machine.catalog import part
-from meshwise.rehearsal.allocator import device_total, replay, workspace
+from meshwise.rehearsal.allocator import device_total, reserved_on
 from meshwise.rehearsal.explain import operation_words
 from meshwise.rehearsal.memory import Curve, Peak, memory_curve
 from meshwise.rehearsal.work import CATEGORIES, Allocate, Collective, Copy, Free, Launch, Operation, Work
@@ -57,8 +56,7 @@ def memory_parts(first: Work, step: Work, device: Device) -> MemoryParts:
     host = max((memory_curve(work, on_host=True).peak for work in works), key=lambda peak: peak.bytes)
     outside: dict[str, int] = {}
     if step.kind != "cpu":
-        known = part(device.part)
-        reserved = replay(works, first=[workspace(known.architecture if known else "")]).reserved
+        reserved = reserved_on(works, device.part)
         outside = {"held by the allocator": reserved - most.peak.bytes}
         outside |= {name: size for name, size in device_total(reserved, step).parts.items() if name != "reserved"}
     launches = _next_launches(most.work)

@@ -51,7 +51,7 @@ class Rough:
 
     def __init__(self, job: Job, machine: Machine, cap: int | None, whole: Callable[[Plan], Estimate]) -> None:
         """cap: as in `estimator`. whole: estimates a plan with all blocks."""
-        self._job, self._whole = replace(job, data=functools.cache(job.data)), whole
+        self._job, self._whole = job, whole
         self._rehearse = functools.cache(
             lambda count: rehearser(shortened(self._job, self._stretch, count), machine, cap)  # type: ignore[arg-type]
         )

@@ -38,14 +38,14 @@ def setting_text(name: str, value: Any) -> str:
     return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def settings_of(plan: Plan) -> list[str]:
+def setting_texts(plan: Plan) -> list[str]:
     """What a plan says, each field as a setting."""
     return [setting_text(name, value) for name, value in changed(plan).items()]
 
 
 def settings_text(plan: Plan) -> str:
     """`shard=8 accumulate=2`: what a plan says, as settings."""
-    return " ".join(settings_of(plan))
+    return " ".join(setting_texts(plan))
 
 
 def plan_on(devices: int, settings: Sequence[str]) -> Plan:

@@ -10,7 +10,7 @@ from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_devices import check_devices, on_one_device
 from meshwise.spec.plan_file import read_plan
-from meshwise.spec.plan_settings import settings_of
+from meshwise.spec.plan_settings import setting_texts
 from meshwise.spec.world import World
 from meshwise.training.engine import Engine
 from meshwise.workers.environment import PLAN_FILE
@@ -42,7 +42,7 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
     if engine.watcher is not None:
         plan = engine.watcher.choose_plan(plan, world)
     if plan.within_samples * engine.world.size != world.size or plan.shares != engine.world.shares:
-        sizes = " ".join(f"--set {setting}" for setting in settings_of(plan))
+        sizes = " ".join(f"--set {setting}" for setting in setting_texts(plan))
         raise PlanError(
             f"mw.distribute was given {plan}, and which samples a rank works on must be known when the program "
             f"begins. Give the plan to the run: {sizes}, or {PLAN_FILE}=plan.toml before it."
