@@ -57,6 +57,10 @@ class Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        """A graph: torch 2.15's optimizers ask."""
+        return False
+
     def _wait(self, place: int) -> None:
         if place >= 0:
             _pending.setdefault(self.name, set()).add(place)
