@@ -38,6 +38,11 @@ class Stream:
         Stream.made += 1
         self.name = name or f"stream {Stream.made}"
         self._before: list[Stream] = []
+        self.stream_id, self.device_index, self.device_type = (
+            Stream.made,
+            0,
+            20,
+        )  # as FSDP2 of torch 2.15 asks
 
     def wait_stream(self, other: Stream) -> None:
         self._wait(_last.get(other.name, -1))

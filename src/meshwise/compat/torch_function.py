@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -55,11 +56,11 @@ def determinism_of_parts() -> str:
 def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequence[Any]]) -> None:
     """Let `change(name, arguments)` change what autograd functions of the user are given: torch tells no subclass of
     them, and their backward finds parts where their forward was given wholes. Torch's own, and ours, take parts."""
-    plain = Function.apply.__func__  # type: ignore[attr-defined]
+    own = inspect.getattr_static(Function, "apply")  # in Python, or since torch 2.15 in C
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if torch._C._is_torch_function_enabled() and not cls.__module__.startswith("torch."):
             args = tuple(change(cls.__name__, args))
-        return plain(cls, *args, **kwargs)
+        return own.__get__(None, cls)(*args, **kwargs)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment]
