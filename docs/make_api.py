@@ -24,6 +24,7 @@ PARTS = {
     "Jobs, runs, checks, machines": ("meshwise.api", "meshwise.spec.plan"),
     "What they return": ("meshwise.timeline", "meshwise.equivalence", "meshwise.machine", "meshwise.spec.machine"),
     "Tensors between devices": ("meshwise.transfer",),
+    "Arrays on many devices": ("meshwise.arrays",),
     "Errors": ("meshwise.spec.errors",),
 }
 MOST_WIDE = 110

@@ -29,6 +29,7 @@ FLOORS = {
     "workers": 2,
     "transfer": 3,
     "machine": 4,
+    "arrays": 5,
     "parallel": 5,
     "recovery": 5,
     "training": 6,

@@ -35,13 +35,14 @@ _ONE_MEMORY = torch.version.cuda is None and torch.version.hip is None
 
 @dataclass(frozen=True)
 class CopyOptions:
-    """How a copy is made: see `copy` and `to`."""
+    """How a copy is made: see `copy` and `to`. ends: what the log calls source and target, if not by their devices."""
 
     links: Machine | None = None
     verify: bool = False
     path: str = AUTO
     stream: torch.cuda.Stream | None = None
     non_blocking: bool = False
+    ends: tuple[str, str] | None = None
 
 
 DEFAULT = CopyOptions()
@@ -143,7 +144,8 @@ def move(dst: Tensor, src: Any, operation: str, options: CopyOptions = DEFAULT) 
     with plainly():
         if source == target and overlapping(dst, src):
             src = src.clone()
-        _run(dst, src, way, (operation, name_of(source), name_of(target), src.nbytes), options)
+        ends = options.ends or (name_of(source), name_of(target))
+        _run(dst, src, way, (operation, *ends, src.nbytes), options)
         if options.verify:
             if stream is not None:
                 stream.synchronize()

@@ -1,0 +1,93 @@
+"""Several arrays laid out so that a place has all that an elementwise operation needs: which of them move, and where.
+
+The cheapest layout of an operand is taken: the one for which the fewest bytes of the others move; of equal ones the one
+that divides the work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.moves import elements_moved, reshard
+from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
+from meshwise.arrays.space import Space
+from meshwise.spec.errors import UsageError
+
+Held = tuple[Shape, Sharding, int]
+"""The shape of an operand, where it lies, and the bytes of an element."""
+
+
+def broadcast_shape(name: str, shapes: Sequence[Shape]) -> Shape:
+    """The shape that these broadcast to. ValueError where they do not."""
+    if len(set(shapes)) == 1:
+        return shapes[0]
+    dims = max(map(len, shapes))
+    found = []
+    for at in range(-dims, 0):
+        lengths = {shape[at] for shape in shapes if len(shape) >= -at} - {1}
+        if len(lengths) > 1:
+            given = " and ".join(map(str, shapes))
+            raise ValueError(f"{name} of shapes {given}: they do not broadcast. Lengths must be equal, or 1.")
+        found.append(lengths.pop() if lengths else 1)
+    return tuple(found)
+
+
+def common_space(name: str, arrays: Sequence[Array]) -> Space:
+    """The space of all of them. UsageError where they are of two namespaces."""
+    space = arrays[0].space
+    for other in arrays[1:]:
+        if other.space is not space and other.space != space:
+            raise UsageError(
+                f"{name} of arrays on {', '.join(space.names)} and on {', '.join(other.space.names)}: of two "
+                "namespaces. Write xp.asarray(array) of the one that is meant."
+            )
+    return space
+
+
+def aligned(
+    name: str, arrays: Sequence[Array], onto: Sharding | None = None
+) -> tuple[Shape, Sharding, list[tuple[Tensor, ...]]]:
+    """(shape they broadcast to, where the result lies, the parts of each that are here). Parts broadcast, too.
+
+    onto: where the result must lie, if that is given.
+    """
+    common_space(name, arrays)
+    shape = broadcast_shape(name, [x.shape for x in arrays])
+    placed, wanted = plan(shape, tuple((x.shape, x.sharding, x.dtype.itemsize) for x in arrays), onto)
+    return shape, placed, [reshard(x, each, name).parts for x, each in zip(arrays, wanted, strict=True)]
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(shape: Shape, held: tuple[Held, ...], onto: Sharding | None = None) -> tuple[Sharding, tuple[Sharding, ...]]:
+    """Where a result of this shape lies, and how each operand is laid out for it."""
+    found = [onto] if onto is not None else [each for each in (_grown(shape, *one) for one in held) if each]
+    candidates = found or [evenly(shape[0], held[0][1].places) if shape else held[0][1]]
+
+    def cost(placed: Sharding) -> tuple[int, bool, int]:
+        moved = sum(size * elements_moved(own, lies, _for(shape, own, placed)) for own, lies, size in held)
+        return moved, placed.dim is None, len(placed.places) if placed.dim is None else -len(placed.places)
+
+    best = min(candidates, key=cost)
+    return best, tuple(_for(shape, own, best) for own, _, _ in held)
+
+
+def _grown(shape: Shape, own: Shape, lies: Sharding, size: int) -> Sharding | None:
+    """How a result of this shape lies if it stays where this operand does; None where the operand is broadcast along
+    the dim that is divided."""
+    if lies.dim is None:
+        return sharding(lies.places)
+    dim = lies.dim + len(shape) - len(own)
+    return lies.along(dim) if own[lies.dim] == shape[dim] else None
+
+
+def _for(shape: Shape, own: Shape, placed: Sharding) -> Sharding:
+    """How an operand must lie for a result that lies as `placed`."""
+    if placed.dim is not None:
+        dim = placed.dim - (len(shape) - len(own))
+        if dim >= 0 and own[dim] == shape[placed.dim]:
+            return placed.along(dim)
+    return sharding(placed.places)

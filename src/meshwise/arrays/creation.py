@@ -1,0 +1,276 @@
+"""Arrays made anew: each place makes its own part, so that no place ever holds all of a large one.
+
+The first parameter of these functions is the space; the namespace fills it in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwise.arrays import dtypes
+from meshwise.arrays.align import common_space
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import as_dtype
+from meshwise.arrays.moves import reshard
+from meshwise.arrays.sharding import Layout, Shape, Sharding
+from meshwise.arrays.space import Space
+from meshwise.spec.errors import UsageError
+from meshwise.transfer.copy import CopyOptions, move
+from meshwise.transfer.interop import from_array, is_array
+
+Placement = Layout | Sharding | None
+Make = Callable[[Shape, tuple[slice, ...], torch.device], Tensor]
+"""(shape of the part, what of the array it is, its device) -> the part."""
+
+
+def asarray(
+    space: Space,
+    obj: Any,
+    /,
+    dtype: Any = None,
+    *,
+    device: Any = None,
+    sharding: Placement = None,
+    copy: bool | None = None,
+) -> Array:
+    """An array of numbers, nested lists, or an array of this or another library.
+
+    Each place gets its part, in memory of its own unless all lies on one place already. An array of this namespace
+    stays where it lies, unless `device` or `sharding` is given.
+    """
+    wanted = None if dtype is None else as_dtype(dtype)
+    if isinstance(obj, Array) and (obj.space is space or obj.space == space):
+        return _again(obj, wanted, device, sharding, copy)
+    tensor = _as_tensor(space, obj)
+    wanted = wanted or tensor.dtype
+    shape = tuple(tensor.shape)
+    placed = space.placed(shape, device, sharding)
+    parts = []
+    for part, place in space.local(placed):
+        piece = tensor[placed.interval(shape, part)]
+        if piece.shape == tensor.shape and copy is not True and space.devices[place] == piece.device and placed.single:
+            piece = piece.to(wanted)
+        elif copy is False:
+            raise ValueError(
+                "asarray(copy=False): the values lie elsewhere, or are divided. Leave copy out, or name their device."
+            )
+        else:
+            own = torch.empty(piece.shape, dtype=wanted, device=space.devices[place])
+            piece = move(own, piece, "asarray", CopyOptions(ends=("host", space.names[place])))
+        parts.append(piece)
+    return Array(tuple(parts), placed, shape, wanted, space)
+
+
+def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, copy: bool | None) -> Array:
+    """`asarray` of an array of the same namespace."""
+    placed = x.sharding if device is None and wanted is None else x.space.placed(x.shape, device, wanted)
+    cast = dtype is not None and dtype is not x.dtype
+    if copy is False and (cast or placed != x.sharding):
+        raise ValueError("asarray(copy=False) with another dtype or placement: it has to copy. Leave copy out.")
+    moved = reshard(x, placed, "asarray")
+    if cast:
+        assert dtype is not None
+        return Array(tuple(part.to(dtype) for part in moved.parts), placed, x.shape, dtype, x.space)
+    if moved is x and copy is not True:
+        return x
+    return Array(tuple(part.clone() for part in moved.parts), placed, x.shape, x.dtype, x.space)
+
+
+def _as_tensor(space: Space, obj: Any) -> Tensor:
+    """The values as a tensor, wherever they lie; Python's floats as the default float."""
+    if isinstance(obj, Array):
+        raise UsageError(
+            f"asarray of an array on {', '.join(obj.space.names)}: of another namespace. Write xp.asarray(x.numpy())."
+        )
+    if isinstance(obj, np.generic):
+        obj = np.asarray(obj)
+    if isinstance(obj, Tensor) or is_array(obj):
+        tensor = from_array(obj)
+        dtypes.refuse_gradients("asarray", tensor.requires_grad)
+        return tensor.resolve_conj().resolve_neg()
+    values = np.asarray(_read(obj))
+    if values.dtype == object:
+        raise TypeError(f"asarray of {type(obj).__name__}: not numbers of one shape. Give numbers or nested lists.")
+    tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
+    if not _has_numpy(obj):
+        if tensor.is_floating_point():
+            tensor = tensor.to(space.default_float)
+        elif tensor.is_complex():
+            tensor = tensor.to(dtypes.complex_of(space.default_float))
+    return tensor
+
+
+def _read(obj: Any) -> Any:
+    """Nested lists with the arrays in them read."""
+    if isinstance(obj, list | tuple):
+        return [_read(each) for each in obj]
+    return obj.numpy() if isinstance(obj, Array | Tensor) else obj
+
+
+def _has_numpy(obj: Any) -> bool:
+    if isinstance(obj, list | tuple):
+        return any(map(_has_numpy, obj))
+    return isinstance(obj, np.ndarray | np.generic | Array | Tensor)
+
+
+def made(space: Space, shape: Any, dtype: torch.dtype, placement: tuple[Any, Placement], make: Make) -> Array:
+    """An array whose parts `make` makes where they lie. placement: device and sharding, as users give them."""
+    whole = as_shape(shape)
+    placed = space.placed(whole, *placement)
+    parts = tuple(
+        make(placed.part_shape(whole, part), placed.interval(whole, part), space.devices[place])
+        for part, place in space.local(placed)
+    )
+    return Array(parts, placed, whole, dtype, space)
+
+
+def as_shape(shape: Any) -> Shape:
+    """A length or a sequence of lengths as a shape. ValueError for a negative one."""
+    lengths = tuple(int(n) for n in shape) if hasattr(shape, "__iter__") else (shape.__index__(),)
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"shape {lengths}: a length is below 0.")
+    return lengths
+
+
+def empty(space: Space, shape: Any, dtype: Any = None, *, device: Any = None, sharding: Placement = None) -> Array:
+    """An array whose values are what was in memory."""
+    kind = space.default_float if dtype is None else as_dtype(dtype)
+    return made(space, shape, kind, (device, sharding), lambda own, _, at: torch.empty(own, dtype=kind, device=at))
+
+
+def full(
+    space: Space, shape: Any, fill_value: Any, dtype: Any = None, *, device: Any = None, sharding: Placement = None
+) -> Array:
+    """An array of one value: a number, or an array without dims."""
+    if isinstance(fill_value, Array):
+        dtype, fill_value = dtype or fill_value.dtype, fill_value.numpy()[()]
+    if dtype is None:
+        dtype = _as_tensor(space, fill_value).dtype
+    kind = as_dtype(dtype)
+    value = fill_value.item() if isinstance(fill_value, np.generic | np.ndarray) else fill_value
+
+    def part(own: Shape, where: tuple[slice, ...], at: torch.device) -> Tensor:
+        return torch.full(own, value, dtype=kind, device=at)
+
+    return made(space, shape, kind, (device, sharding), part)
+
+
+def zeros(space: Space, shape: Any, dtype: Any = None, *, device: Any = None, sharding: Placement = None) -> Array:
+    """An array of zeros."""
+    return full(space, shape, 0, dtype or space.default_float, device=device, sharding=sharding)
+
+
+def ones(space: Space, shape: Any, dtype: Any = None, *, device: Any = None, sharding: Placement = None) -> Array:
+    """An array of ones."""
+    return full(space, shape, 1, dtype or space.default_float, device=device, sharding=sharding)
+
+
+def arange(
+    space: Space,
+    start: Any,
+    /,
+    stop: Any = None,
+    step: Any = 1,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    sharding: Placement = None,
+) -> Array:
+    """Numbers from `start`, of `step` each, that are below `stop`; with one number, from 0 to below it."""
+    start, stop = (0, start) if stop is None else (start, stop)
+    start, stop, step = (value.item() if hasattr(value, "item") else value for value in (start, stop, step))
+    if step == 0:
+        raise ValueError("arange with a step of 0: it never ends. Give another step.")
+    whole = all(isinstance(value, int) for value in (start, stop, step))
+    kind = as_dtype(dtype) if dtype is not None else torch.int64 if whole else space.default_float
+    length = max(0, -((start - stop) // step) if whole else math.ceil((stop - start) / step))
+
+    def part(own: Shape, where: tuple[slice, ...], at: torch.device) -> Tensor:
+        count = torch.arange(where[0].start, where[0].stop, dtype=torch.int64, device=at)
+        values: Tensor = count * step + start if whole else count.to(torch.float64) * step + start
+        return values.to(kind)
+
+    return made(space, (length,), kind, (device, sharding), part)
+
+
+def linspace(
+    space: Space,
+    start: Any,
+    stop: Any,
+    /,
+    num: int,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    sharding: Placement = None,
+    endpoint: bool = True,
+) -> Array:
+    """`num` numbers at equal distances from `start` to `stop`, the last of which is `stop` itself if `endpoint`."""
+    start, stop = (value.item() if hasattr(value, "item") else value for value in (start, stop))
+    is_complex = isinstance(start, complex) or isinstance(stop, complex)
+    default = dtypes.complex_of(space.default_float) if is_complex else space.default_float
+    kind = default if dtype is None else as_dtype(dtype)
+    exact = torch.complex128 if is_complex else torch.float64
+    gaps = max(num - 1 if endpoint else num, 1)
+
+    def part(own: Shape, where: tuple[slice, ...], at: torch.device) -> Tensor:
+        count = torch.arange(where[0].start, where[0].stop, dtype=exact, device=at)
+        values: Tensor = count * ((stop - start) / gaps) + start
+        if endpoint and num > 1 and where[0].start < num == where[0].stop:
+            values[-1] = stop
+        return values.floor().to(kind) if kind in dtypes.WHOLE else values.to(kind)
+
+    return made(space, (num,), kind, (device, sharding), part)
+
+
+def eye(
+    space: Space,
+    n_rows: int,
+    n_cols: int | None = None,
+    /,
+    *,
+    k: int = 0,
+    dtype: Any = None,
+    device: Any = None,
+    sharding: Placement = None,
+) -> Array:
+    """A matrix with ones on its diagonal number `k`, and zeros elsewhere."""
+    kind = space.default_float if dtype is None else as_dtype(dtype)
+
+    def part(own: Shape, where: tuple[slice, ...], at: torch.device) -> Tensor:
+        rows, columns = (torch.arange(each.start, each.stop, device=at) for each in where)
+        ones: Tensor = rows[:, None] + k == columns
+        return ones.to(kind)
+
+    return made(space, (n_rows, n_rows if n_cols is None else n_cols), kind, (device, sharding), part)
+
+
+def _like(make: Callable[..., Array]) -> Callable[..., Array]:
+    """`zeros_like` of `zeros` and so on: where and as `x` lies, if nothing else is said."""
+
+    def made_like(
+        space: Space, x: Any, /, *given: Any, dtype: Any = None, device: Any = None, sharding: Placement = None
+    ) -> Array:
+        x = x if isinstance(x, Array) else asarray(space, x)
+        common_space(make.__name__, [x])
+        values, rest = (given[:1], given[1:]) if make is full else ((), given)
+        if device is None and sharding is None:
+            sharding = x.sharding
+        kind = dtype or (rest[0] if rest else x.dtype)
+        return make(x.space, x.shape, *values, kind, device=device, sharding=sharding)
+
+    made_like.__name__ = made_like.__qualname__ = f"{make.__name__}_like"
+    made_like.__doc__ = f"As `{make.__name__}`, in the shape, dtype and placement of `x`."
+    return made_like
+
+
+CREATION: dict[str, Callable[..., Array]] = {"asarray": asarray, "arange": arange, "linspace": linspace, "eye": eye}
+"""The functions that make arrays of a namespace, by name: their first parameter is its space."""
+for _make in (empty, full, zeros, ones):
+    CREATION |= {_make.__name__: _make, f"{_make.__name__}_like": _like(_make)}

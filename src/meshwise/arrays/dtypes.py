@@ -1,0 +1,155 @@
+"""Data types: which there are, what two of them promote to, what may be cast to what.
+
+Within a kind the standard's table holds; where it is silent (integers with floats) NumPy's does. Python's numbers are
+weak: they take the array's type. Arrays without dims promote as all arrays do, which torch does not.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshwise.arrays.array import Array
+from meshwise.spec.errors import UsageError
+
+BOOL = torch.bool
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+REAL = (torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+EVERY = (BOOL, *SIGNED, *UNSIGNED, *REAL, *COMPLEX)
+NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in (*EVERY, torch.float16, torch.bfloat16)}
+INTEGERS = frozenset((*SIGNED, *UNSIGNED))
+FLOATS = frozenset((*REAL, *COMPLEX, torch.float16, torch.bfloat16))
+COMPLEXES = frozenset(COMPLEX)
+WHOLE = INTEGERS | {BOOL}
+KINDS = {
+    "bool": (BOOL,),
+    "signed integer": SIGNED,
+    "unsigned integer": UNSIGNED,
+    "integral": (*SIGNED, *UNSIGNED),
+    "real floating": (*REAL, torch.float16, torch.bfloat16),
+    "complex floating": COMPLEX,
+    "numeric": (*SIGNED, *UNSIGNED, *REAL, torch.float16, torch.bfloat16, *COMPLEX),
+}
+_PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
+def as_dtype(given: Any) -> torch.dtype:
+    """A torch dtype, one of NumPy's, a Python type or a name as a torch dtype. TypeError for what is none."""
+    if isinstance(given, torch.dtype):
+        return given
+    try:
+        return _as_dtype(given)
+    except (TypeError, KeyError) as error:
+        known = ", ".join(NAMES)
+        raise TypeError(f"dtype {given!r}: not a data type of arrays. Use one of {known}.") from error
+
+
+@functools.lru_cache(maxsize=256)
+def _as_dtype(given: Any) -> torch.dtype:
+    if given in _PYTHON:
+        return _PYTHON[given]
+    if isinstance(given, str) and given in NAMES:
+        return NAMES[given]
+    return NAMES[np.dtype(given).name]
+
+
+@functools.cache
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """NumPy's dtype of the same name. TypeError where it has none, as of bfloat16."""
+    return np.dtype(str(dtype).removeprefix("torch."))
+
+
+@functools.cache
+def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """The type that arrays of these two are calculated in."""
+    if one is other:
+        return one
+    try:
+        return NAMES[np.promote_types(numpy_dtype(one), numpy_dtype(other)).name]
+    except TypeError:
+        return torch.promote_types(one, other)
+
+
+def complex_of(dtype: torch.dtype) -> torch.dtype:
+    """The complex type whose parts are of this real one."""
+    return torch.complex64 if dtype is torch.float32 else torch.complex128
+
+
+def real_of(dtype: torch.dtype) -> torch.dtype:
+    """The type of the parts of a complex one; any other itself."""
+    return {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
+
+
+def of_scalar(value: bool | int | float | complex, dtype: torch.dtype, default_float: torch.dtype) -> torch.dtype:
+    """What an array of `dtype` and one of Python's numbers are calculated in. OverflowError for an integer that the
+    array's type has not."""
+    if isinstance(value, bool):
+        return dtype
+    if isinstance(value, int):
+        if dtype is BOOL:
+            return torch.int64
+        if dtype in INTEGERS:
+            bounds = limits(dtype)
+            if not bounds[0] <= value <= bounds[1]:
+                raise OverflowError(f"{value} with {dtype}: it has {bounds[0]} to {bounds[1]}. Cast the array first.")
+        return dtype
+    real = default_float if dtype in WHOLE else dtype
+    return complex_of(real) if isinstance(value, complex) and real not in COMPLEXES else real
+
+
+@functools.cache
+def limits(dtype: torch.dtype) -> tuple[int, int]:
+    """The least and the greatest integer of a type."""
+    info = torch.iinfo(dtype)
+    return int(info.min), int(info.max)
+
+
+def result_type(*given: Any) -> torch.dtype:
+    """The type that these arrays, dtypes and Python numbers promote to."""
+    found: torch.dtype | None = None
+    default = torch.float64
+    numbers = []
+    for each in given:
+        if isinstance(each, bool | int | float | complex) and not isinstance(each, np.generic):
+            numbers.append(each)
+            continue
+        if isinstance(each, Array):
+            default = each.space.default_float
+        own = each.dtype if hasattr(each, "dtype") else each
+        found = as_dtype(own) if found is None else promoted(found, as_dtype(own))
+    if found is None:
+        raise ValueError("result_type of Python numbers alone: give at least one array or dtype.")
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int):
+            found = of_scalar(number, found, default)
+        elif found is BOOL:
+            found = torch.int64
+    return found
+
+
+def can_cast(given: Any, to: Any, /) -> bool:
+    """Whether values of a type can be cast to another by the rules of promotion."""
+    dtype = given.dtype if isinstance(given, Array) else as_dtype(given)
+    return promoted(dtype, as_dtype(to)) is as_dtype(to)
+
+
+def isdtype(dtype: Any, kind: Any) -> bool:
+    """Whether a dtype is one, or of a kind, such as "real floating"; of a tuple, any of them."""
+    if isinstance(kind, tuple):
+        return any(isdtype(dtype, each) for each in kind)
+    if isinstance(kind, str) and kind in KINDS:
+        return as_dtype(dtype) in KINDS[kind]
+    if isinstance(kind, str) and kind not in NAMES:
+        raise ValueError(f"isdtype: kind {kind!r} is not known. Use one of {', '.join(KINDS)}.")
+    return as_dtype(dtype) is as_dtype(kind)
+
+
+def refuse_gradients(what: str, requires_grad: bool) -> None:
+    """UsageError for a tensor that requires gradients: arrays have none."""
+    if requires_grad:
+        raise UsageError(f"{what} of a tensor that requires gradients: arrays have none. Pass tensor.detach().")

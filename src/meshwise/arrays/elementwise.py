@@ -1,0 +1,248 @@
+"""Elementwise functions. Operands that lie alike are calculated part by part at once; what lies otherwise is aligned.
+
+Integers and booleans become the default float where the function has no integer result. Python's numbers are weak,
+NumPy's are arrays without dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.align import aligned
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import (
+    BOOL,
+    COMPLEXES,
+    FLOATS,
+    INTEGERS,
+    WHOLE,
+    of_scalar,
+    promoted,
+    real_of,
+)
+
+Op = Callable[..., Tensor]
+Rule = Callable[..., Array]
+FUNCTIONS: dict[str, Rule] = {}
+"""The functions of the namespace that this file has, by name."""
+
+ANY = WHOLE | FLOATS
+NUMBERS = INTEGERS | FLOATS
+REALS = FLOATS - COMPLEXES
+ORDERED = WHOLE | REALS
+PYTHON = (bool, int, float, complex)
+
+
+class NoArrayGiven(TypeError):
+    """A function of arrays was given none; the namespace then makes them of what it was given."""
+
+
+def is_python_number(value: Any) -> bool:
+    """One of Python's own numbers, which is weak. NumPy's scalars, some of which inherit from these, are not."""
+    return type(value) in PYTHON
+
+
+def unary(name: str, op: Op, takes: frozenset[torch.dtype], result: torch.dtype | None = None) -> Rule:
+    """A function of one array. takes: dtypes that `op` is for; integers become floats if it is not for them.
+    result: the dtype of the result; None: that of the operand."""
+
+    def rule(x: Any, /) -> Array:
+        if type(x) is not Array:
+            raise NoArrayGiven(f"{name} of {type(x).__name__}: no array. Write xp.asarray(value) first.")
+        dtype, parts = x.dtype, x.parts
+        if dtype not in takes:
+            dtype = _lifted(name, dtype, takes, x.space.default_float)
+            parts = tuple([part.to(dtype) for part in parts])
+        return Array(tuple([op(part) for part in parts]), x.sharding, x.shape, result or dtype, x.space)
+
+    return _named(name, rule)
+
+
+def binary(
+    name: str,
+    op: Op,
+    takes: frozenset[torch.dtype],
+    result: torch.dtype | None = None,
+    *,
+    numbers: bool = True,
+) -> Rule:
+    """A function of two arrays, or of one and a number. numbers: `op` takes a Python number on its right."""
+
+    def rule(x1: Any, x2: Any, /) -> Array:
+        if type(x1) is Array:
+            if type(x2) is Array:
+                placed, dtype = x1.sharding, x1.dtype
+                if placed is x2.sharding and x1.shape == x2.shape and x1.space is x2.space:
+                    if dtype is not x2.dtype:
+                        dtype = _together(dtype, x2.dtype)  # type: ignore[assignment]
+                    if dtype in takes:
+                        parts = tuple([op(a, b) for a, b in zip(x1.parts, x2.parts)])  # noqa: B905 equal by sharding
+                        return Array(parts, placed, x1.shape, result or dtype, x1.space)
+            elif numbers and type(x2) in PYTHON:
+                dtype = x1.dtype
+                if dtype in takes and of_scalar(x2, dtype, x1.space.default_float) is dtype:
+                    parts = tuple([op(part, x2) for part in x1.parts])
+                    return Array(parts, x1.sharding, x1.shape, result or dtype, x1.space)
+        return _in_general(name, op, takes, result, (x1, x2))
+
+    return _named(name, rule)
+
+
+_TOGETHER: dict[tuple[torch.dtype, torch.dtype], torch.dtype | None] = {}
+
+
+def _together(one: torch.dtype, other: torch.dtype) -> torch.dtype | None:
+    """What torch's operators calculate two tensors of equal shape in, where that is what it should be; else None."""
+    try:
+        return _TOGETHER[one, other]
+    except KeyError:
+        dtype = promoted(one, other)
+        found = dtype if torch.promote_types(one, other) is dtype else None
+        return _TOGETHER.setdefault((one, other), found)
+
+
+def _in_general(
+    name: str, op: Op, takes: frozenset[torch.dtype], result: torch.dtype | None, given: tuple[Any, ...]
+) -> Array:
+    """Operands of any placement and dtype, of which at least one is an array."""
+    arrays = operands(name, given)
+    real = [x for x in arrays if isinstance(x, Array)]
+    space = real[0].space
+    dtype = real[0].dtype
+    for x in real[1:]:
+        dtype = promoted(dtype, x.dtype)
+    for x in arrays:
+        if not isinstance(x, Array):
+            dtype = of_scalar(x, dtype, space.default_float)
+    dtype = _lifted(name, dtype, takes, space.default_float)
+    shape, placed, parts = aligned(name, real)
+    here = iter([[part.to(dtype) for part in own] for own in parts])
+    count = len(parts[0])
+    every = [
+        next(here) if isinstance(x, Array) else [torch.tensor(x, dtype=dtype, device="cpu")] * count for x in arrays
+    ]
+    made = tuple(op(*terms) for terms in zip(*every, strict=True))
+    return Array(made, placed, shape, result or dtype, space)
+
+
+def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
+    """Arrays and Python numbers as they are. NoArrayGiven for what the namespace may make an array of."""
+    for value in given:
+        if type(value) is not Array and type(value) not in PYTHON:
+            raise NoArrayGiven(f"{name} of {type(value).__name__}: no array. Write xp.asarray(value) first.")
+    if not any(type(value) is Array for value in given):
+        raise NoArrayGiven(f"{name} of Python numbers: give an array, or write xp.asarray(value).")
+    return list(given)
+
+
+def _lifted(name: str, dtype: torch.dtype, takes: frozenset[torch.dtype], default_float: torch.dtype) -> torch.dtype:
+    """The dtype that an operation is calculated in. TypeError for one that it is not for."""
+    if dtype in takes:
+        return dtype
+    if dtype in WHOLE and not takes & INTEGERS and torch.float64 in takes:
+        return default_float
+    raise TypeError(f"{name} of {str(dtype).removeprefix('torch.')}: not defined for it. Cast it with xp.astype.")
+
+
+def _named(name: str, rule: Rule) -> Rule:
+    rule.__name__ = rule.__qualname__ = name
+    FUNCTIONS[name] = rule
+    return rule
+
+
+def _rounding(op: Op) -> Op:
+    """Integers are whole already."""
+    return lambda part: op(part) if part.is_floating_point() else part.clone()
+
+
+def _round(part: Tensor) -> Tensor:
+    return torch.complex(part.real.round(), part.imag.round()) if part.is_complex() else _rounding(torch.round)(part)
+
+
+def _sign(part: Tensor) -> Tensor:
+    if part.is_complex():
+        return torch.sgn(part)
+    signs = torch.sign(part)
+    return torch.where(part.isnan(), part, signs) if part.is_floating_point() else signs
+
+
+def _to_real(op: Op) -> Rule:
+    """abs, real and imag: of complex numbers the result is of the type of their parts."""
+
+    def rule(x: Any, /) -> Array:
+        if type(x) is not Array:
+            raise NoArrayGiven(f"a function of {type(x).__name__}: no array. Write xp.asarray(value) first.")
+        return Array(tuple(map(op, x.parts)), x.sharding, x.shape, real_of(x.dtype), x.space)
+
+    return rule
+
+
+for _name, _op in {
+    **{name: getattr(torch, name) for name in ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh")},
+    **{name: getattr(torch, name) for name in ("exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal")},
+    **{name: getattr(torch, name) for name in ("sin", "sinh", "sqrt", "tan", "tanh")},
+}.items():
+    unary(_name, _op, FLOATS)
+for _name in ("ceil", "floor", "trunc"):
+    unary(_name, _rounding(getattr(torch, _name)), INTEGERS | REALS)
+unary("round", _round, NUMBERS)
+unary("sign", _sign, NUMBERS)
+unary("square", torch.square, NUMBERS)
+unary("negative", torch.neg, NUMBERS)
+unary("positive", torch.clone, NUMBERS)
+unary("conj", torch.conj_physical, NUMBERS)
+unary("bitwise_invert", torch.bitwise_not, WHOLE)
+unary("logical_not", torch.logical_not, ANY, BOOL)
+unary("isfinite", torch.isfinite, ANY, BOOL)
+unary("isinf", torch.isinf, ANY, BOOL)
+unary("isnan", torch.isnan, ANY, BOOL)
+unary("signbit", torch.signbit, ORDERED, BOOL)
+_named("abs", _to_real(lambda part: part.clone() if part.dtype is BOOL else torch.abs(part)))
+_named("real", _to_real(lambda part: torch.real(part).clone()))
+_named("imag", _to_real(lambda part: torch.imag(part).clone() if part.is_complex() else torch.zeros_like(part)))
+
+binary("add", torch.add, ANY)
+binary("subtract", torch.sub, NUMBERS)
+binary("multiply", torch.mul, ANY)
+binary("divide", torch.div, FLOATS)
+binary("floor_divide", torch.floor_divide, INTEGERS | REALS)
+binary("remainder", torch.remainder, INTEGERS | REALS)
+binary("pow", torch.pow, NUMBERS)
+for _name in ("atan2", "hypot", "logaddexp", "copysign", "nextafter"):
+    binary(_name, getattr(torch, _name), REALS, numbers=False)
+for _name in ("maximum", "minimum"):
+    binary(_name, getattr(torch, _name), ORDERED, numbers=False)
+for _name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
+    binary(_name, getattr(torch, _name), WHOLE)
+binary("bitwise_left_shift", torch.bitwise_left_shift, INTEGERS)
+binary("bitwise_right_shift", torch.bitwise_right_shift, INTEGERS)
+for _name in ("logical_and", "logical_or", "logical_xor"):
+    binary(_name, getattr(torch, _name), ANY, BOOL, numbers=False)
+for _name, _op in {"equal": torch.eq, "not_equal": torch.ne}.items():
+    binary(_name, _op, ANY, BOOL)
+for _name, _op in {
+    "less": torch.lt,
+    "less_equal": torch.le,
+    "greater": torch.gt,
+    "greater_equal": torch.ge,
+}.items():
+    binary(_name, _op, ORDERED, BOOL)
+
+
+def clip(x: Array, /, min: Any = None, max: Any = None) -> Array:
+    """The elements of `x`, those below `min` and above `max` replaced by these: numbers, or arrays that broadcast."""
+    (x, *_) = operands("clip", (x,))
+    for bound, choose in ((min, "maximum"), (max, "minimum")):
+        if bound is not None:
+            kept = x.dtype
+            x = FUNCTIONS[choose](x, bound)
+            if x.dtype is not kept:
+                x = Array(tuple(part.to(kept) for part in x.parts), x.sharding, x.shape, kept, x.space)
+    return x if min is not None or max is not None else FUNCTIONS["positive"](x)
+
+
+FUNCTIONS["clip"] = clip

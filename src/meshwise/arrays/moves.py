@@ -1,0 +1,170 @@
+"""The only ways in which an array's bytes leave a place: pieces exchanged, an array laid out anew, parts combined.
+
+Rules ask for a sharding and get it; what has to move is found by interval arithmetic, and each piece is a row of the
+open `mw.comm_log`. Over ranks every rank makes the same list of pieces, so that who sends knows who receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.sharding import Shape, Sharding, overlaps, sharding
+from meshwise.arrays.space import Space
+from meshwise.transfer import collectives
+from meshwise.transfer.comm_log import OPEN
+from meshwise.transfer.copy import CopyOptions, move
+from meshwise.transfer.devices import OPEN_DEVICES
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What goes from one place to another. tensor: its values, None where the source is not here. into: where it is
+    written at its target, if there is memory for it already; a piece that stays at its place is copied only there."""
+
+    source: int
+    target: int
+    key: Hashable
+    shape: Shape
+    dtype: torch.dtype
+    tensor: Tensor | None = None
+    into: Tensor | None = None
+
+
+def exchange(space: Space, pieces: Iterable[Piece], operation: str) -> dict[Hashable, Tensor]:
+    """Move pieces, and give those whose target is here by their keys. One that stays where it is, is not copied and
+    not counted. Over ranks all ranks call it, with the same pieces in the same order."""
+    if space.over_ranks:
+        return _over_ranks(space, list(pieces), operation)
+    arrived = {}
+    for piece in pieces:
+        assert piece.tensor is not None
+        if piece.source == piece.target:
+            arrived[piece.key] = piece.tensor if piece.into is None else piece.into.copy_(piece.tensor)
+            continue
+        out = piece.into
+        if out is None:
+            out = torch.empty(piece.shape, dtype=piece.dtype, device=space.devices[piece.target])
+        if OPEN or OPEN_DEVICES or not space.on_host:
+            move(out, piece.tensor, operation, CopyOptions(ends=(space.names[piece.source], space.names[piece.target])))
+        else:
+            out.copy_(piece.tensor)
+        arrived[piece.key] = out
+    return arrived
+
+
+def _over_ranks(space: Space, pieces: Sequence[Piece], operation: str) -> dict[Hashable, Tensor]:
+    """One batch of sends and receives. A rank's place is its rank."""
+    (own,) = space.here
+    arrived, sends, receives, copies = {}, [], [], []
+    for piece in pieces:
+        if piece.source == piece.target == own:
+            assert piece.tensor is not None
+            arrived[piece.key] = piece.tensor if piece.into is None else piece.into.copy_(piece.tensor)
+        elif piece.source == own:
+            assert piece.tensor is not None
+            sends.append((piece.tensor.contiguous(), piece.target))
+        elif piece.target == own:
+            out = piece.into
+            if out is None or not out.is_contiguous():
+                out = torch.empty(piece.shape, dtype=piece.dtype, device=space.devices[own])
+            receives.append((out, piece.source))
+            copies.append((piece, out))
+    if sends or receives:
+        collectives.send_receive(sends, receives, kind=operation)
+    for piece, out in copies:
+        arrived[piece.key] = out if piece.into is None or piece.into is out else piece.into.copy_(out)
+    return arrived
+
+
+def reshard(x: Array, wanted: Sharding, operation: str = "reshard") -> Array:
+    """`x` laid out as wanted. What lies where it is wanted already is not copied: the result may share its memory."""
+    held, space, shape = x.sharding, x.space, x.shape
+    if held is wanted or held == wanted:
+        return x
+    here = {part: at for at, (part, _) in enumerate(space.local(held))}
+    plan = list(overlaps(shape, held, wanted))
+    whole = {target for _, target, _, within in plan if _covers(within, wanted.part_shape(shape, target))}
+    made: dict[int, Tensor] = {}
+    for part, place in space.local(wanted):
+        if part not in whole:
+            made[part] = torch.empty(wanted.part_shape(shape, part), dtype=x.dtype, device=space.devices[place])
+    pieces = []
+    for source, target, theirs, ours in plan:
+        tensor = x.parts[here[source]][theirs] if source in here else None
+        into = made[target][ours] if target in made else None
+        size = tuple(each.stop - each.start for each in ours)
+        ends = held.places[source], wanted.places[target]
+        pieces.append(Piece(*ends, target, size, x.dtype, tensor, into))
+    arrived = exchange(space, pieces, operation)
+    parts = [made[part] if part in made else arrived[part] for part, _ in space.local(wanted)]
+    return Array(tuple(parts), wanted, shape, x.dtype, space)
+
+
+def _covers(within: tuple[slice, ...], shape: Shape) -> bool:
+    return all(each.stop - each.start == length for each, length in zip(within, shape, strict=True))
+
+
+def elements_moved(shape: Shape, held: Sharding, wanted: Sharding) -> int:
+    """How many elements leave their place when an array that is `held` is laid out as `wanted`."""
+    if held is wanted or held == wanted:
+        return 0
+    moved = 0
+    for source, target, _, within in overlaps(shape, held, wanted):
+        if held.places[source] != wanted.places[target]:
+            size = 1
+            for each in within:
+                size *= each.stop - each.start
+            moved += size
+    return moved
+
+
+def to_single(x: Array, place: int, operation: str = "to one place") -> Array:
+    """All of `x` on one place."""
+    return reshard(x, sharding((place,)), operation)
+
+
+def replicate(x: Array, places: tuple[int, ...] | None = None, operation: str = "replicate") -> Array:
+    """All of `x` on each of the places; of none named, on all."""
+    return reshard(x, sharding(places or x.space.places), operation)
+
+
+def stacked(x: Array, places: Sequence[int], parts: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Array:
+    """Partial results of one shape, one a place, as an array whose first dim counts them: `combined` reduces it.
+
+    parts: those of the places that are here. x: of whose space they are.
+    """
+    partials = tuple(part.unsqueeze(0) for part in parts)
+    return Array(partials, sharding(tuple(places), 0, (1,) * len(places)), (len(places), *shape), dtype, x.space)
+
+
+def combined(
+    partials: Array,
+    reduce: Callable[[Tensor], Tensor],
+    wanted: Sharding,
+    dtype: torch.dtype,
+    operation: str,
+    shape: Shape | None = None,
+) -> Array:
+    """The first dim of `partials` reduced, at the places of `wanted`: each gets what all places have of its part.
+
+    reduce: (places, ...) -> (...), in the order of the places, so that the same bits come every time. shape: of the
+    result, where that is not what is left of the partials'.
+    """
+    above = sharding(wanted.places, None if wanted.dim is None else wanted.dim + 1, wanted.sizes)
+    there = reshard(partials, above, operation)
+    left = partials.shape[1:] if shape is None else shape
+    return Array(tuple(map(reduce, there.parts)), wanted, left, dtype, partials.space)
+
+
+def agreed(space: Space, values: Sequence[int], operation: str = "agree") -> list[int]:
+    """Whole numbers of each place, known to all: what shapes depend on. values: those of the places that are here, as
+    many for each. Waits for them."""
+    if not space.over_ranks:
+        return list(values)
+    own = torch.tensor(list(values), dtype=torch.int64, device=space.devices[space.here[0]])
+    return [int(value) for value in collectives.all_gather(own, of=operation).flatten().tolist()]

@@ -1,0 +1,157 @@
+"""The array namespace of a list of devices: `xp = mw.array_namespace("4xcpu")`, then `xp.sqrt(x)` as in NumPy.
+
+It gathers the functions of the files of rules by their names, and has none of its own but those that say where arrays
+lie. A new file of rules gets its line in `RULES`, or in `MAKERS` if its functions need no array.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from meshwise.arrays import creation, dtypes, elementwise, methods, reductions, statistics
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import as_dtype
+from meshwise.arrays.elementwise import NoArrayGiven
+from meshwise.arrays.sharding import Layout, as_layout
+from meshwise.arrays.space import Space, find_devices, make_space
+from meshwise.spec.errors import UsageError, nearest
+
+RULES: list[dict[str, Callable[..., Any]]] = [
+    elementwise.FUNCTIONS,
+    reductions.FUNCTIONS,
+    statistics.FUNCTIONS,
+]
+"""Functions of arrays."""
+MAKERS: list[dict[str, Callable[..., Any]]] = [
+    creation.CREATION,
+]
+"""Functions whose first parameter is the space."""
+EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {}
+"""`linalg` and `fft`: functions of arrays by name, in a namespace below."""
+PLAIN: dict[str, Any] = {
+    **dtypes.NAMES,
+    "bool": dtypes.BOOL,
+    "e": math.e,
+    "pi": math.pi,
+    "inf": math.inf,
+    "nan": math.nan,
+    "newaxis": None,
+    "result_type": dtypes.result_type,
+    "can_cast": dtypes.can_cast,
+    "isdtype": dtypes.isdtype,
+}
+"""What is the same in every namespace."""
+
+
+class Names:
+    """Functions by name: `xp.linalg`, `xp.fft`."""
+
+    def __init__(self, title: str, names: dict[str, Any]) -> None:
+        self.__dict__.update(names)
+        self.__name__ = title
+
+    def __getattr__(self, name: str) -> Any:
+        known = nearest(name, self.__dict__) if not name.startswith("_") else ""
+        raise AttributeError(f"{self.__name__} has no {name!r}.{known}")
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__}>"
+
+
+class Namespace(Names):
+    """The functions and data types of the Python array API on some devices. Made by `mw.array_namespace`."""
+
+    def __init__(self, space: Space) -> None:
+        bound: dict[str, Any] = {
+            name: functools.partial(make, space) for table in MAKERS for name, make in table.items()
+        }
+        for table in RULES:
+            bound |= {name: _bound(space, rule) for name, rule in table.items()}
+        for title, table in EXTENSIONS.items():
+            bound[title] = Names(title, {name: _bound(space, rule) for name, rule in table.items()})
+        super().__init__(f"array namespace of {', '.join(space.names)}", PLAIN | bound)
+        self.space = space
+        self.devices = space.names
+        self.ndarray = Array
+
+    def shard(self, dim: int = 0, sizes: Sequence[int] | None = None, weights: Sequence[float] | None = None) -> Layout:
+        """A dim divided over the devices: in parts that differ by at most one, of these sizes, or by these weights."""
+        return as_layout(self.space.places, dim, sizes, weights)
+
+    def replicated(self) -> Layout:
+        """All of it on each device."""
+        return Layout(self.space.places)
+
+    def single(self, place: Any = 0) -> Layout:
+        """All of it on one device: its name, or its number in the namespace's list."""
+        return Layout((self.space.place(place),))
+
+
+def _bound(space: Space, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of arrays that also takes NumPy's arrays and scalars, tensors, lists, or Python's numbers alone."""
+
+    @functools.wraps(rule)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return rule(*args, **kwargs)
+        except NoArrayGiven:
+            made = _arrays_of(space, args)
+        return rule(*made, **kwargs)
+
+    return call
+
+
+def _arrays_of(space: Space, given: tuple[Any, ...]) -> list[Any]:
+    def of_others(value: Any) -> Any:
+        if isinstance(value, np.ndarray | np.generic | Tensor):
+            return creation.asarray(space, value)
+        if isinstance(value, list | tuple) and any(isinstance(each, np.ndarray | Array | Tensor) for each in value):
+            return [of_others(each) for each in value]
+        return value
+
+    made = [of_others(value) for value in given]
+    if (
+        made
+        and not any(isinstance(value, Array) for value in made)
+        and isinstance(made[0], int | float | complex | list)
+    ):
+        made[0] = creation.asarray(space, made[0])
+    return made
+
+
+@functools.cache
+def namespace_of(space: Space) -> Namespace:
+    """The one namespace of a space."""
+    return Namespace(space)
+
+
+def array_namespace(devices: Any = None, *, default_float: Any = "float64") -> Namespace:
+    """The Python array API, and NumPy's spelling of it, for arrays whose parts lie on several devices.
+
+    devices: `"4xcpu"` for virtual ones, `"cuda"` for all GPUs, `["cuda:0", "cuda:1"]`; a device named twice is two
+    places. Of none given all GPUs, else one CPU. default_float: the dtype of what is made of Python's floats.
+    """
+    kind = as_dtype(default_float)
+    if not kind.is_floating_point:
+        raise UsageError(
+            f"array_namespace(default_float={default_float!r}): not a float. Write 'float32' or 'float64'."
+        )
+    return namespace_of(make_space(find_devices(devices), kind))
+
+
+def of_array(x: Array, /, *, api_version: str | None = None) -> Namespace:
+    """The standard's `x.__array_namespace__()`."""
+    if api_version is not None and api_version > VERSION:
+        raise ValueError(f"array API {api_version}: this is {VERSION}. Ask for that, or for none.")
+    return namespace_of(x.space)
+
+
+VERSION = "2025.12"
+PLAIN["__array_api_version__"] = VERSION
+methods.install({"__array_namespace__": of_array}, {})

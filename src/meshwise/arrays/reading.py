@@ -1,0 +1,165 @@
+"""An array read: as one tensor or NumPy array of the host, as a number, as text. Only these wait for a value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.moves import replicate, to_single
+from meshwise.arrays.sharding import sharding
+from meshwise.spec.machine import HOST
+from meshwise.transfer.copy import CopyOptions, move
+from meshwise.transfer.devices import empty_like
+
+HOST_DEVICE = torch.device("cpu")
+
+
+def to_host(x: Array, operation: str = "read") -> Tensor:
+    """All of `x` in the host's memory, in a tensor of its own. Over ranks, on each of them."""
+    if x.space.over_ranks:
+        return replicate(x, operation=operation).parts[0].to(HOST_DEVICE, copy=True)
+    whole = empty_like(torch.empty(x.shape, dtype=x.dtype, device="meta"), HOST_DEVICE)
+    parts = x.space.local(x.sharding)[:1] if x.sharding.dim is None else x.space.local(x.sharding)
+    for (part, place), tensor in zip(parts, x.parts, strict=False):
+        into = whole[x.sharding.interval(x.shape, part)] if x.shape else whole
+        move(into, tensor, operation, CopyOptions(ends=(x.space.names[place], HOST)))
+    return whole
+
+
+def numpy(x: Array) -> np.ndarray[Any, Any]:
+    """All of `x` as a NumPy array of its own memory. Waits for it."""
+    try:
+        return to_host(x, "numpy").numpy()
+    except TypeError as error:
+        raise TypeError(f"numpy of {x.dtype}: NumPy has no such dtype. Write x.astype(xp.float32) first.") from error
+
+
+def tensor(x: Array, device: Any = None) -> Tensor:
+    """All of `x` as one torch tensor on a device of the namespace, or of the host where none is named."""
+    if device is None:
+        return to_host(x, "torch")
+    place = x.space.place(device)
+    found = to_single(x, place, "torch")
+    if not found.parts:
+        raise RuntimeError(f"x.torch({device!r}) over ranks: that device is another rank's. Write x.torch().")
+    return found.parts[0].clone() if x.sharding.dim is None and place in x.sharding.places else found.parts[0]
+
+
+def number(x: Array) -> Any:
+    """The one element of `x` as a Python number. Waits for it. TypeError where it has more or none."""
+    if any(length != 1 for length in x.shape):
+        raise TypeError(
+            f"a Python number of an array of shape {x.shape}: it must have one element. Write x[0], x.sum()."
+        )
+    if x.space.over_ranks:
+        return to_host(x, "number").item()
+    holder = next(part for part in x.parts if part.numel())
+    return holder.item()
+
+
+def as_float(x: Array) -> float:
+    """`float(x)`."""
+    value = number(x)
+    if isinstance(value, complex):
+        raise TypeError("float of a complex array: write xp.real(x) or abs(x).")
+    return float(value)
+
+
+def as_int(x: Array) -> int:
+    """`int(x)`."""
+    value = number(x)
+    if isinstance(value, complex):
+        raise TypeError("int of a complex array: write xp.real(x) or abs(x).")
+    return int(value)
+
+
+def as_index(x: Array) -> int:
+    """`operator.index(x)`, as in `range(x)`: of integers only."""
+    value = number(x)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{x.dtype} as an index: only integers are. Write int(x).")
+    return value
+
+
+def as_complex(x: Array) -> complex:
+    """`complex(x)`."""
+    return complex(number(x))
+
+
+def as_bool(x: Array) -> bool:
+    """`bool(x)`. ValueError where it has more elements than one."""
+    if any(length != 1 for length in x.shape):
+        raise ValueError(f"the truth of an array of shape {x.shape} is not one. Write x.any() or x.all().")
+    return bool(number(x))
+
+
+EDGE = 3
+"""Elements that are shown at each end of a dim of a large array."""
+MOST_SHOWN = 1000
+
+
+def text(x: Array) -> str:
+    """`repr(x)`: values, of a large array those at the ends, and where they lie. Waits for these."""
+    many = x.shape and int(np.prod(x.shape)) > MOST_SHOWN
+    values = _values(x) if not many else _ends(x)
+    kind = str(x.dtype).removeprefix("torch.")
+    shape = f", shape={x.shape}" if many else ""
+    return f"Array({values}, dtype={kind}{shape}, {where(x)})"
+
+
+def where(x: Array) -> str:
+    """Where the array lies, in words: `dim 0 over cpu:0 (3), cpu:1 (2)`."""
+    names = [x.space.names[place] for place in x.sharding.places]
+    if x.sharding.dim is None:
+        return f"on {names[0]}" if len(names) == 1 else f"on each of {', '.join(names)}"
+    parts = ", ".join(f"{name} ({size})" for name, size in zip(names, x.sharding.sizes, strict=True))
+    return f"dim {x.sharding.dim} over {parts}"
+
+
+def _values(x: Array) -> str:
+    values = to_host(x, "print")
+    shown = values.float().numpy() if x.dtype is torch.bfloat16 else values.numpy()
+    return np.array2string(shown, separator=", ", prefix="Array(")
+
+
+def _ends(x: Array) -> str:
+    """The elements at the ends of each dim: only these are read."""
+    shown = x
+    gaps = []
+    for dim, length in enumerate(x.shape):
+        if length > 2 * EDGE:
+            gaps.append(dim)
+            shown = _ends_of(shown, dim)
+    return _with_gaps(to_host(shown, "print"), tuple(gaps))
+
+
+def _ends_of(x: Array, dim: int) -> Array:
+    """The first and the last elements of a dim, where they lie."""
+    length, placed = x.shape[dim], x.sharding
+    wanted = [*range(EDGE), *range(length - EDGE, length)]
+    shape = (*x.shape[:dim], 2 * EDGE, *x.shape[dim + 1 :])
+    begins = placed.offsets if placed.dim == dim else (0,) * len(placed.places)
+    sizes = placed.sizes if placed.dim == dim else (length,) * len(placed.places)
+    kept = [
+        [at - begin for at in wanted if begin <= at < begin + size] for begin, size in zip(begins, sizes, strict=True)
+    ]
+    parts = []
+    for (part, _), tensor in zip(x.space.local(placed), x.parts, strict=True):
+        parts.append(tensor[(slice(None),) * dim + (kept[part],)])
+    if placed.dim == dim:
+        placed = sharding(placed.places, dim, tuple(map(len, kept)))
+    return Array(tuple(parts), placed, shape, x.dtype, x.space)
+
+
+def _with_gaps(values: Tensor, gaps: tuple[int, ...], dim: int = 0) -> str:
+    if values.dim() == 0:
+        return f"{values.item():.8g}" if values.is_floating_point() else str(values.item())
+    inner = [_with_gaps(row, gaps, dim + 1) for row in values]
+    if dim in gaps:
+        inner.insert(EDGE, "...")
+    between = ",\n" + " " * (7 + dim) if values.dim() > 1 else ", "
+    return f"[{between.join(inner)}]"

@@ -1,0 +1,210 @@
+"""Reductions: each place reduces what it holds; only partial results move, and only if the divided dim is reduced.
+
+Partial results are added in the order of the places, so that the same program gives the same bits every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import BOOL, COMPLEXES, UNSIGNED, WHOLE, as_dtype
+from meshwise.arrays.elementwise import NoArrayGiven
+from meshwise.arrays.moves import combined, stacked
+from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
+
+Reduce = Callable[[Tensor, tuple[int, ...]], Tensor]
+"""(tensor, dims) -> the tensor without these dims, which are at least one."""
+
+
+def as_array(name: str, x: Any) -> Array:
+    """`x`, which is an array; else NoArrayGiven, for the namespace to make one."""
+    if type(x) is not Array:
+        raise NoArrayGiven(f"{name} of {type(x).__name__}: no array. Write xp.asarray(value) first.")
+    return x
+
+
+def as_axes(name: str, axis: Any, dims: int) -> tuple[int, ...]:
+    """The dims that are meant, sorted; of None all. Raises IndexError for one that is not there, or is there twice."""
+    if axis is None:
+        return tuple(range(dims))
+    given = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+    for each in given:
+        if not -dims <= each < dims:
+            raise IndexError(f"{name} over axis {each}: the array has {dims} dims. Use {-dims} to {dims - 1}.")
+    found = tuple(sorted({each % dims for each in given}))
+    if len(found) < len(given):
+        raise ValueError(f"{name} over axis {axis}: an axis is named twice. Name each once.")
+    return found
+
+
+def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
+    """The shape that is left."""
+    if keepdims:
+        return tuple(1 if dim in axes else length for dim, length in enumerate(shape))
+    return tuple(length for dim, length in enumerate(shape) if dim not in axes)
+
+
+def left(placed: Sharding, axes: tuple[int, ...], keepdims: bool) -> Sharding:
+    """How the result lies where the divided dim, if any, is not reduced."""
+    if placed.dim is None or keepdims:
+        return placed
+    return placed.along(placed.dim - sum(axis < placed.dim for axis in axes))
+
+
+def together(x: Array, shape: Shape) -> Sharding:
+    """Where partial results of this shape are combined: each place a part of it; what has no dims on the first."""
+    places = x.sharding.places
+    return evenly(shape[0], places) if shape else sharding(places[:1])
+
+
+def reduced(
+    name: str,
+    x: Array,
+    axes: tuple[int, ...],
+    keepdims: bool,
+    dtype: torch.dtype,
+    reduce: tuple[Reduce, Callable[[Tensor], Tensor]],
+    *,
+    of_empty: bool = True,
+) -> Array:
+    """`x` reduced over axes. reduce: of a part, and of partial results stacked along dim 0.
+
+    of_empty: `reduce` takes a part without elements; else such parts are left out.
+    """
+    part_reduce, partial_reduce = reduce
+    shape = reduced_shape(x.shape, axes, keepdims)
+    parts = [_of_part(part_reduce, part, axes, keepdims) for part in x.parts if of_empty or part.numel()]
+    placed = x.sharding
+    if placed.dim not in axes:
+        if len(parts) < len(x.parts):  # an empty part of a divided dim that stays
+            parts = _with_empty(x, axes, keepdims, dtype, part_reduce)
+        return Array(tuple(parts), left(placed, axes, keepdims), shape, dtype, x.space)
+    if placed.single:
+        return Array(tuple(parts), sharding(placed.places), shape, dtype, x.space)
+    holders = [place for place, size in zip(placed.places, placed.sizes, strict=True) if of_empty or size]
+    partials = stacked(x, holders, parts, shape, dtype)
+    return combined(partials, partial_reduce, together(x, shape), dtype, name)
+
+
+def _of_part(reduce: Reduce, part: Tensor, axes: tuple[int, ...], keepdims: bool) -> Tensor:
+    made = reduce(part, axes) if axes else reduce(part.unsqueeze(0), (0,))
+    if keepdims:
+        for axis in axes:
+            made = made.unsqueeze(axis)
+    return made
+
+
+def _with_empty(x: Array, axes: tuple[int, ...], keepdims: bool, dtype: torch.dtype, reduce: Reduce) -> list[Tensor]:
+    def one(part: Tensor) -> Tensor:
+        if part.numel():
+            return _of_part(reduce, part, axes, keepdims)
+        return torch.empty(reduced_shape(tuple(part.shape), axes, keepdims), dtype=dtype, device=part.device)
+
+    return [one(part) for part in x.parts]
+
+
+def _sum_dtype(dtype: torch.dtype, given: Any) -> torch.dtype:
+    if given is not None:
+        return as_dtype(given)
+    if dtype in UNSIGNED:
+        return torch.uint64
+    return torch.int64 if dtype in WHOLE else dtype
+
+
+def total(x: Any, /, *, axis: Any = None, dtype: Any = None, keepdims: bool = False) -> Array:
+    """The sum over axes; of integers in 64 bits. The sum of no elements is 0."""
+    x = as_array("sum", x)
+    kind = _sum_dtype(x.dtype, dtype)
+    run = _calculated(kind)
+
+    def add(part: Tensor, dims: tuple[int, ...]) -> Tensor:
+        return torch.sum(part, dim=dims, dtype=run).to(kind)
+
+    axes = as_axes("sum", axis, len(x.shape))
+    return reduced("sum", x, axes, keepdims, kind, (add, lambda partials: add(partials, (0,))))
+
+
+def product(x: Any, /, *, axis: Any = None, dtype: Any = None, keepdims: bool = False) -> Array:
+    """The product over axes; of integers in 64 bits. The product of no elements is 1."""
+    x = as_array("prod", x)
+    kind = _sum_dtype(x.dtype, dtype)
+    run = _calculated(kind)
+
+    def multiply(part: Tensor, dims: tuple[int, ...]) -> Tensor:
+        if part.dim() == len(dims):
+            return torch.prod(part, dtype=run).to(kind)
+        for dim in sorted(dims, reverse=True):
+            part = torch.prod(part, dim=dim, dtype=run)
+        return part.to(kind)
+
+    axes = as_axes("prod", axis, len(x.shape))
+    return reduced("prod", x, axes, keepdims, kind, (multiply, lambda partials: multiply(partials, (0,))))
+
+
+def _calculated(dtype: torch.dtype) -> torch.dtype:
+    """What torch sums this type in: it has no sums of wide unsigned integers, whose bits are those of signed ones."""
+    return torch.int64 if dtype in UNSIGNED else dtype
+
+
+def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
+    op = getattr(torch, torch_name)
+
+    def extreme(x: Any, /, *, axis: Any = None, keepdims: bool = False) -> Array:
+        x = as_array(name, x)
+        axes = as_axes(name, axis, len(x.shape))
+        refuse_none(name, x, axes)
+        if x.dtype in COMPLEXES:
+            raise TypeError(f"{name} of {x.dtype}: complex numbers have no order. Write abs(x) or xp.real(x).")
+        pair = (op, lambda partials: op(partials, (0,)))
+        return reduced(name, x, axes, keepdims, x.dtype, pair, of_empty=False)
+
+    extreme.__name__ = extreme.__qualname__ = name
+    extreme.__doc__ = f"The {name}imum over axes. ValueError where there are no elements; nan where one is nan."
+    return extreme
+
+
+def refuse_none(name: str, x: Array, axes: tuple[int, ...]) -> None:
+    """ValueError for a reduction over no elements which needs one."""
+    if any(x.shape[axis] == 0 for axis in axes):
+        raise ValueError(f"{name} over axes {axes} of shape {x.shape}: there are no elements. It needs one.")
+
+
+def _logical(name: str, torch_name: str) -> Callable[..., Array]:
+    op = getattr(torch, torch_name)
+
+    def logical(x: Any, /, *, axis: Any = None, keepdims: bool = False) -> Array:
+        x = as_array(name, x)
+
+        def reduce(part: Tensor, dims: tuple[int, ...]) -> Tensor:
+            found: Tensor = op(part, dims)
+            return found.to(BOOL)
+
+        pair = (reduce, lambda partials: reduce(partials, (0,)))
+        return reduced(name, x, as_axes(name, axis, len(x.shape)), keepdims, BOOL, pair)
+
+    logical.__name__ = logical.__qualname__ = name
+    logical.__doc__ = f"Whether {name} element over axes is not zero."
+    return logical
+
+
+def count_nonzero(x: Any, /, *, axis: Any = None, keepdims: bool = False) -> Array:
+    """How many elements over axes are not zero."""
+    x = as_array("count_nonzero", x)
+    parts = tuple(part != 0 for part in x.parts)
+    return total(Array(parts, x.sharding, x.shape, BOOL, x.space), axis=axis, keepdims=keepdims)
+
+
+FUNCTIONS: dict[str, Callable[..., Array]] = {
+    "sum": total,
+    "prod": product,
+    "max": _extreme("max", "amax"),
+    "min": _extreme("min", "amin"),
+    "any": _logical("any", "any"),
+    "all": _logical("all", "all"),
+    "count_nonzero": count_nonzero,
+}

@@ -1,0 +1,171 @@
+"""Where the elements of an array lie: all of them on each of some places, or a part of one dim on each.
+
+A `Layout` is what a user writes before the shape is known; `Layout.of` makes the `Sharding` of an array from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from meshwise.spec.errors import UsageError
+
+Shape = tuple[int, ...]
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """`dim` None: each of `places` holds all of the array. Else part k has `sizes[k]` entries of `dim`, and lies on
+    `places[k]`, in their order; a part may be empty."""
+
+    places: tuple[int, ...]
+    dim: int | None = None
+    sizes: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each part begins along `dim`."""
+        return tuple(sum(self.sizes[:part]) for part in range(len(self.sizes)))
+
+    @property
+    def divided(self) -> bool:
+        return self.dim is not None
+
+    @property
+    def single(self) -> bool:
+        """All of it lies on one place."""
+        return len(self.places) == 1
+
+    def part_shape(self, shape: Shape, part: int) -> Shape:
+        """The shape of part number `part` of an array of this shape."""
+        if self.dim is None:
+            return shape
+        return (*shape[: self.dim], self.sizes[part], *shape[self.dim + 1 :])
+
+    def interval(self, shape: Shape, part: int) -> Slices:
+        """What of the array lies in part number `part`: a slice for each dim."""
+        whole = [slice(0, length) for length in shape]
+        if self.dim is not None:
+            begin = self.offsets[part]
+            whole[self.dim] = slice(begin, begin + self.sizes[part])
+        return tuple(whole)
+
+    def along(self, dim: int | None) -> Sharding:
+        """The same parts, of another dim."""
+        return self if dim == self.dim else sharding(self.places, dim, self.sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def sharding(places: tuple[int, ...], dim: int | None = None, sizes: tuple[int, ...] = ()) -> Sharding:
+    """The one `Sharding` of these values: `is` mostly tells whether two are equal."""
+    return Sharding(places, dim, sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def evenly(length: int, places: tuple[int, ...], dim: int = 0) -> Sharding:
+    """`length` entries of `dim` over `places` as `tensor_split` divides: the first parts are the longer ones."""
+    each, more = divmod(length, len(places))
+    return sharding(places, dim, tuple(each + (part < more) for part in range(len(places))))
+
+
+@functools.lru_cache(maxsize=4096)
+def by_weights(length: int, weights: tuple[float, ...]) -> tuple[int, ...]:
+    """Sizes in proportion to the weights that add up to `length`: what is left over goes to the largest remainders."""
+    total = math.fsum(weights)
+    shares = [length * weight / total for weight in weights]
+    sizes = [int(share) for share in shares]
+    order = sorted(range(len(weights)), key=lambda k: (sizes[k] - shares[k], k))
+    for k in order[: length - sum(sizes)]:
+        sizes[k] += 1
+    return tuple(sizes)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a user asks for before the shape is known. Made by `xp.shard`, `xp.replicated` and `xp.single`.
+
+    dim: the dim that is divided; None for none. sizes: how many of its entries each place gets; weights: in which
+    proportion, such as the devices' speeds. Neither: parts that differ by at most one.
+    """
+
+    places: tuple[int, ...]
+    dim: int | None = None
+    sizes: tuple[int, ...] | None = None
+    weights: tuple[float, ...] | None = None
+
+    def of(self, shape: Shape) -> Sharding:
+        """The sharding of an array of this shape. UsageError where it does not fit."""
+        if self.dim is None:
+            return sharding(self.places)
+        if not -len(shape) <= self.dim < len(shape):
+            raise UsageError(
+                f"shard({self.dim}) of shape {shape}: it has no such dim. Write xp.single() or xp.replicated()."
+            )
+        dim = self.dim % len(shape)
+        sizes = self.sizes
+        if sizes is None and self.weights is not None:
+            sizes = by_weights(shape[dim], self.weights)
+        if sizes is None:
+            return evenly(shape[dim], self.places, dim)
+        return fitting(sharding(self.places, dim, sizes), shape)
+
+
+def fitting(wanted: Sharding, shape: Shape) -> Sharding:
+    """`wanted`, where an array of this shape can lie so. UsageError where it cannot."""
+    dim, sizes = wanted.dim, wanted.sizes
+    if dim is None:
+        return sharding(wanted.places)
+    if not 0 <= dim < len(shape):
+        raise UsageError(f"sharding along dim {dim} of shape {shape}: it has {len(shape)} dims. Choose one of them.")
+    if len(sizes) != len(wanted.places) or sum(sizes) != shape[dim] or min(sizes) < 0:
+        raise UsageError(
+            f"sizes {list(sizes)} of dim {dim} of shape {shape}: {len(wanted.places)} places need as many sizes, none "
+            f"below 0, that add up to {shape[dim]}."
+        )
+    return sharding(wanted.places, dim, sizes)
+
+
+def as_layout(
+    places: tuple[int, ...], dim: int, sizes: Sequence[int] | None, weights: Sequence[float] | None
+) -> Layout:
+    """`xp.shard`: a dim divided over places. UsageError for sizes or weights that cannot be."""
+    if sizes is not None and weights is not None:
+        raise UsageError("shard with sizes and weights: both say how long the parts are. Give one.")
+    for what, given in (("sizes", sizes), ("weights", weights)):
+        if given is not None and (len(given) != len(places) or any(not value >= 0 for value in given)):
+            raise UsageError(f"shard({what}={list(given)}): {len(places)} places need as many, none below 0.")
+    if weights is not None and not 0 < math.fsum(weights) < math.inf:
+        raise UsageError(f"shard(weights={list(weights)}): their sum must be above 0. Give the devices' speeds.")
+    return Layout(
+        places,
+        dim,
+        None if sizes is None else tuple(int(size) for size in sizes),
+        None if weights is None else tuple(float(weight) for weight in weights),
+    )
+
+
+def overlaps(shape: Shape, held: Sharding, wanted: Sharding) -> Iterator[tuple[int, int, Slices, Slices]]:
+    """What has to go where, that an array which is `held` becomes one as `wanted`, without what is empty.
+
+    Gives (part that holds it, part that wants it, its slices in the one, its slices in the other). Of what several
+    places hold, a place takes its own.
+    """
+    for target, place in enumerate(wanted.places):
+        wants = wanted.interval(shape, target)
+        if held.dim is None:
+            own = held.places.index(place) if place in held.places else target % len(held.places)
+            sources: Sequence[int] = (own,)
+        else:
+            sources = range(len(held.places))
+        for source in sources:
+            has = held.interval(shape, source)
+            both = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(has, wants, strict=True)]
+            if all(begin < end for begin, end in both):
+                yield source, target, _within(both, has), _within(both, wants)
+
+
+def _within(both: Sequence[tuple[int, int]], part: Slices) -> Slices:
+    return tuple(slice(a - own.start, b - own.start) for (a, b), own in zip(both, part, strict=True))

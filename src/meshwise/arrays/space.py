@@ -1,0 +1,139 @@
+"""The places of a namespace: which devices they are, which of them are here, how a device is named.
+
+Over ranks (`meshwise run`, torchrun) place k is rank k, and one place is here; in one process all are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwise.arrays.sharding import Layout, Shape, Sharding, evenly, fitting, sharding
+from meshwise.spec.devices import parse_devices
+from meshwise.spec.errors import UsageError
+from meshwise.transfer.devices import as_device, open_devices
+
+ALL = "all"
+"""The device of what lies on several places, as `device=` takes it: the default placement."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """devices: one a place. names: what users call the places. here: the places of this process, in order.
+    default_float: the dtype of what is made of Python's floats."""
+
+    devices: tuple[torch.device, ...]
+    names: tuple[str, ...]
+    here: tuple[int, ...]
+    default_float: torch.dtype
+
+    @functools.cached_property
+    def places(self) -> tuple[int, ...]:
+        return tuple(range(len(self.devices)))
+
+    @functools.cached_property
+    def over_ranks(self) -> bool:
+        return len(self.here) < len(self.devices)
+
+    @functools.cached_property
+    def on_host(self) -> bool:
+        """All places are the host's memory."""
+        return all(device.type == "cpu" for device in self.devices)
+
+    def local(self, placed: Sharding) -> Sequence[tuple[int, int]]:
+        """(number of the part, its place) of the parts that are here, in the order of `Array.parts`."""
+        return [(part, place) for part, place in enumerate(placed.places) if place in self.here]
+
+    def placed(self, shape: Shape, device: Any = None, wanted: Layout | Sharding | None = None) -> Sharding:
+        """Where an array of this shape lies: as wanted, on the device that is named, or divided along its first dim."""
+        if isinstance(wanted, Layout):
+            return self._known(wanted.of(shape))
+        if wanted is not None:
+            return self._known(fitting(wanted, shape))
+        if device is not None and device != ALL:
+            return sharding((self.place(device),))
+        return evenly(shape[0], self.places) if shape else sharding((0,))
+
+    def place(self, device: Any) -> int:
+        """The place of a device that a user names. UsageError where the namespace has none of that name."""
+        if isinstance(device, int) and not isinstance(device, bool) and 0 <= device < len(self.names):
+            return device
+        name = str(device)
+        if name in self.names:
+            return self.names.index(name)
+        alike = [place for place, own in enumerate(self.devices) if str(own) == name]
+        if not alike:
+            known = ", ".join(self.names)
+            raise UsageError(f"device {name!r}: this namespace has {known}. Use one of them, or {ALL!r}.")
+        return alike[0]
+
+    def device_name(self, placed: Sharding) -> str:
+        """The standard's `x.device`."""
+        return self.names[placed.places[0]] if placed.single else ALL
+
+    def _known(self, placed: Sharding) -> Sharding:
+        if any(not 0 <= place < len(self.devices) for place in placed.places) or not placed.places:
+            raise UsageError(f"places {placed.places}: this namespace has {len(self.devices)}. Use {self.places}.")
+        return placed
+
+
+@functools.cache
+def make_space(devices: tuple[torch.device, ...], default_float: torch.dtype) -> Space:
+    """The one space of these devices in one process."""
+    names = [str(device) for device in devices]
+    if all(device.type == "cpu" for device in devices):
+        names = [f"cpu:{place}" for place in range(len(devices))]
+    elif len(set(names)) < len(names):  # a device that is several places
+        names = [f"{name}/{names[:at].count(name)}" for at, name in enumerate(names)]
+    return Space(devices, tuple(names), tuple(range(len(devices))), default_float)
+
+
+def find_devices(devices: Any) -> tuple[torch.device, ...]:
+    """The torch devices that are meant. UsageError for what is not here, or says nothing."""
+    if devices is None:
+        return _count("cuda", torch.cuda.device_count()) if torch.cuda.is_available() else _count("cpu", 1)
+    if isinstance(devices, torch.device):
+        devices = str(devices)
+    if isinstance(devices, str):
+        return _of_words(devices)
+    if not isinstance(devices, Sequence) or not devices:
+        raise UsageError(f"array_namespace({devices!r}): write devices as '4xcpu', 'cuda' or ['cuda:0', 'cuda:1'].")
+    named = [torch.device(device) if str(device).startswith("cpu") else as_device(device) for device in devices]
+    if all(device.type == "cpu" for device in named):
+        return _count("cpu", len(named))
+    if any(device.type == "cpu" for device in named):
+        raise UsageError(f"array_namespace({list(map(str, devices))}): the host and GPUs. Name devices of one kind.")
+    return tuple(named)
+
+
+def _of_words(words: str) -> tuple[torch.device, ...]:
+    if words.startswith("cpu:"):
+        return _count("cpu", 1)
+    request = parse_devices(words)
+    kind = request.kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    if request.indices is not None:
+        return tuple(as_device(f"{kind}:{index}") for index in request.indices)
+    count = request.count if request.kind is not None and "x" in words else None
+    if kind == "cuda":
+        there = torch.cuda.device_count()
+        if not there or (count or 1) > there:
+            raise UsageError(
+                f"array_namespace({words!r}): torch sees {there} CUDA devices here. For a trial write '2xcpu'."
+            )
+        return _count(kind, count or there)
+    return _count(kind, count or 1)
+
+
+def _count(kind: str, count: int) -> tuple[torch.device, ...]:
+    if kind != "cpu":
+        return tuple(as_device(f"{kind}:{index}") for index in range(count))
+    opened = open_devices()
+    if opened is None:  # torch knows one CPU; the places are ours
+        return (torch.device("cpu"),) * count
+    if len(opened) < count:
+        raise UsageError(f"{count} CPU devices: mw.virtual_devices has {len(opened)} open. Open as many.")
+    return tuple(opened[:count])

@@ -1,0 +1,168 @@
+"""Mean, variance, standard deviation, and where the greatest and the least element are.
+
+What each place finds of its part is combined once: counts, means and squared distances as Chan, Golub and LeVeque do;
+of extremes the value with its global index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import BOOL, COMPLEXES, FLOATS, real_of
+from meshwise.arrays.moves import combined, reshard, stacked
+from meshwise.arrays.reductions import as_array, as_axes, left, reduced_shape, refuse_none, together, total
+from meshwise.arrays.sharding import Shape, sharding
+
+
+def as_floats(name: str, x: Any) -> Array:
+    """`x` with its integers as default floats."""
+    found = as_array(name, x)
+    if found.dtype in FLOATS:
+        return found
+    kind = found.space.default_float
+    return Array(tuple(part.to(kind) for part in found.parts), found.sharding, found.shape, kind, found.space)
+
+
+def mean(x: Any, /, *, axis: Any = None, keepdims: bool = False) -> Array:
+    """The mean over axes; of no elements nan. Integers become the default float."""
+    x = as_floats("mean", x)
+    axes = as_axes("mean", axis, len(x.shape))
+    count = math.prod(x.shape[each] for each in axes)
+    added = total(x, axis=axes, keepdims=keepdims)
+    return Array(tuple(part / count for part in added.parts), added.sharding, added.shape, added.dtype, added.space)
+
+
+def var(x: Any, /, *, axis: Any = None, correction: float = 0.0, keepdims: bool = False) -> Array:
+    """The variance over axes, divided by their elements less `correction`."""
+    x = as_floats("var", x)
+    axes, dim = as_axes("var", axis, len(x.shape)), x.sharding.dim
+    kind, shape = real_of(x.dtype), reduced_shape(x.shape, axes, keepdims)
+    count = math.prod(x.shape[each] for each in axes)
+    over = max(count - correction, 0)
+    if dim not in axes or x.sharding.single:
+        parts = tuple(_spread(part, axes, keepdims)[1] / over for part in x.parts)
+        placed = sharding(x.sharding.places) if dim in axes else left(x.sharding, axes, keepdims)
+        return Array(parts, placed, shape, kind, x.space)
+    assert dim is not None
+    rows = {place: size for place, size in zip(x.sharding.places, x.sharding.sizes, strict=True) if size and count}
+    if not rows:
+        nothing = mean(x, axis=axes, keepdims=keepdims)
+        return Array(tuple(map(real_of_nan, nothing.parts)), nothing.sharding, shape, kind, x.space)
+    found = [torch.stack(_spread(part, axes, keepdims), -1) for part in x.parts if part.shape[dim]]
+    counts = [size * (count // x.shape[dim]) for size in rows.values()]
+
+    def combine(partials: Tensor) -> Tensor:
+        """(places, ..., 2): the mean and the squared distances from it, of each place."""
+        means, squares = partials.unbind(-1)
+        centre = torch.zeros_like(means[0])
+        for number, own in zip(counts, means, strict=True):
+            centre += own * (number / count)
+        spread = squares.real.sum(0) if squares.is_complex() else squares.sum(0)
+        for number, own in zip(counts, means, strict=True):
+            spread += (own - centre).abs().square() * number
+        found: Tensor = spread / over
+        return found
+
+    partials = stacked(x, tuple(rows), found, (*shape, 2), x.dtype)
+    return combined(partials, combine, together(x, shape), kind, "var", shape)
+
+
+def real_of_nan(part: Tensor) -> Tensor:
+    """What there is of no elements: nan."""
+    return part.real.clone() if part.is_complex() else part
+
+
+def _spread(part: Tensor, axes: tuple[int, ...], keepdims: bool) -> tuple[Tensor, Tensor]:
+    """The mean of a part over axes, and the sum of the squared distances from it, in the part's dtype."""
+    if not axes:
+        return part, torch.zeros_like(part.real if part.is_complex() else part)
+    centre = part.mean(axes, keepdim=True)
+    squares = (part - centre).abs().square().sum(axes, keepdim=keepdims)
+    return centre.reshape(squares.shape), squares
+
+
+def std(x: Any, /, *, axis: Any = None, correction: float = 0.0, keepdims: bool = False) -> Array:
+    """The standard deviation over axes: the square root of `var`."""
+    spread = var(x, axis=axis, correction=correction, keepdims=keepdims)
+    return Array(tuple(map(torch.sqrt, spread.parts)), spread.sharding, spread.shape, spread.dtype, spread.space)
+
+
+def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor]) -> Callable[..., Array]:
+    """argmax or argmin. pick: torch's own, which takes the first of equal ones, nan before all. best: amax, amin."""
+
+    def argument(x: Any, /, *, axis: Any = None, keepdims: bool = False) -> Array:
+        x = as_array(name, x)
+        axes = as_axes(name, axis, len(x.shape))
+        if len(axes) != 1 and axis is not None:
+            raise TypeError(f"{name} over axes {axis}: it takes one axis, or None for all elements.")
+        refuse_none(name, x, axes)
+        if x.dtype in COMPLEXES:
+            raise TypeError(f"{name} of {x.dtype}: complex numbers have no order. Write abs(x) or xp.real(x).")
+        shape, dim = reduced_shape(x.shape, axes, keepdims), x.sharding.dim
+        found = [_first(pick, part, None if axis is None else axes[0], keepdims) for part in x.parts]
+        if dim not in axes or x.sharding.single:
+            placed = sharding(x.sharding.places) if dim in axes else left(x.sharding, axes, keepdims)
+            return Array(tuple(index for _, index in found), placed, shape, torch.int64, x.space)
+        here = [(part, pair) for (part, _), pair in zip(x.space.local(x.sharding), found, strict=True)]
+        here = [(part, pair) for part, pair in here if x.sharding.sizes[part]]
+        indices = [_global(index, part, x, axis is None) for part, (_, index) in here]
+        holders = [place for place, size in zip(x.sharding.places, x.sharding.sizes, strict=True) if size]
+        wanted = together(x, shape)
+        above = sharding(wanted.places, None if wanted.dim is None else wanted.dim + 1, wanted.sizes)
+        values = reshard(stacked(x, holders, [value for _, (value, _) in here], shape, x.dtype), above, name)
+        where = reshard(stacked(x, holders, indices, shape, torch.int64), above, name)
+        parts = tuple(_choose(best, *pair) for pair in zip(values.parts, where.parts, strict=True))
+        return Array(parts, wanted, shape, torch.int64, x.space)
+
+    argument.__name__ = argument.__qualname__ = name
+    argument.__doc__ = f"The index of the first {name[3:]}imum along an axis; of None in the flattened array."
+    return argument
+
+
+def _first(pick: Callable[..., Tensor], part: Tensor, axis: int | None, keepdims: bool) -> tuple[Tensor, Tensor]:
+    """The value and the index within a part; an empty part, which is left out later, gives what is in memory."""
+    run = part.to(torch.uint8) if part.dtype is BOOL else part
+    if axis is None:
+        index = pick(run) if part.numel() else torch.zeros((), dtype=torch.int64, device=part.device)
+        value = part.reshape(-1)[index] if part.numel() else torch.zeros((), dtype=part.dtype, device=part.device)
+        return (value.reshape((1,) * part.dim()), index.reshape((1,) * part.dim())) if keepdims else (value, index)
+    if not part.shape[axis]:
+        shape: Shape = reduced_shape(tuple(part.shape), (axis,), keepdims)
+        return part.new_zeros(shape), part.new_zeros(shape, dtype=torch.int64)
+    index = pick(run, dim=axis, keepdim=True)
+    value = part.gather(axis, index)
+    return (value, index) if keepdims else (value.squeeze(axis), index.squeeze(axis))
+
+
+def _global(index: Tensor, part: int, x: Array, flat: bool) -> Tensor:
+    """An index within a part as one of the array."""
+    dim, placed = x.sharding.dim or 0, x.sharding
+    if not flat:
+        return index + placed.offsets[part]
+    after = math.prod(x.shape[dim + 1 :])
+    inner, own = index % after, placed.sizes[part]
+    row, outer = index // after % own, index // after // own
+    return (outer * x.shape[dim] + row + placed.offsets[part]) * after + inner
+
+
+def _choose(best: Callable[..., Tensor], values: Tensor, indices: Tensor) -> Tensor:
+    """Of (places, ...) the index of the best value; of equal ones the lowest."""
+    run = values.to(torch.uint8) if values.dtype is BOOL else values
+    top = best(run, 0)
+    equal = (run == top) | (run.isnan() & top.isnan() if run.is_floating_point() else False)
+    return torch.where(equal, indices, torch.iinfo(torch.int64).max).amin(0)
+
+
+FUNCTIONS: dict[str, Callable[..., Array]] = {
+    "mean": mean,
+    "var": var,
+    "std": std,
+    "argmax": _argument("argmax", torch.argmax, torch.amax),
+    "argmin": _argument("argmin", torch.argmin, torch.amin),
+}
