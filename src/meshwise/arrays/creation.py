@@ -73,13 +73,11 @@ def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, 
     cast = dtype is not None and dtype is not x.dtype
     if copy is False and (cast or placed != x.sharding):
         raise ValueError("asarray(copy=False) with another dtype or placement: it has to copy. Leave copy out.")
-    moved = reshard(x, placed, "asarray")
     if cast:
         assert dtype is not None
+        moved = reshard(x, placed, "asarray")
         return Array(tuple(part.to(dtype) for part in moved.parts), placed, x.shape, dtype, x.space)
-    if moved is x and copy is not True:
-        return x
-    return Array(tuple(part.clone() for part in moved.parts), placed, x.shape, x.dtype, x.space)
+    return x if placed == x.sharding and copy is not True else reshard(x, placed, "asarray", own=True)
 
 
 def _as_tensor(space: Space, obj: Any) -> Tensor:

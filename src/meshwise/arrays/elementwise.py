@@ -35,6 +35,7 @@ NUMBERS = INTEGERS | FLOATS
 REALS = FLOATS - COMPLEXES
 ORDERED = WHOLE | REALS
 PYTHON = (bool, int, float, complex)
+HOST = torch.device("cpu")
 
 
 class NoArrayGiven(TypeError):
@@ -87,6 +88,12 @@ def binary(
                 if dtype in takes and of_scalar(x2, dtype, x1.space.default_float) is dtype:
                     parts = tuple([op(part, x2) for part in x1.parts])
                     return Array(parts, x1.sharding, x1.shape, result or dtype, x1.space)
+        elif type(x2) is Array and type(x1) in PYTHON:
+            dtype = x2.dtype
+            if dtype in takes and of_scalar(x1, dtype, x2.space.default_float) is dtype:
+                number = torch.scalar_tensor(x1, dtype=dtype, device=HOST)
+                parts = tuple([op(number, part) for part in x2.parts])
+                return Array(parts, x2.sharding, x2.shape, result or dtype, x2.space)
         return _in_general(name, op, takes, result, (x1, x2))
 
     return _named(name, rule)

@@ -156,7 +156,7 @@ def install_operators() -> None:
 def install_binary(name: str, rule: Callable[..., Array]) -> None:
     """Give `Array` an operator, its reflected one and the one in place."""
     setattr(Array, f"__{name}__", operator(rule))
-    setattr(Array, f"__r{name}__", operator(rule, reflected=True))
+    setattr(Array, f"__r{name}__", operator(rule, reflected=name not in ("add", "mul")))
     setattr(Array, f"__i{name}__", in_place(rule))
 
 

@@ -81,14 +81,21 @@ def _over_ranks(space: Space, pieces: Sequence[Piece], operation: str) -> dict[H
     return arrived
 
 
-def reshard(x: Array, wanted: Sharding, operation: str = "reshard") -> Array:
-    """`x` laid out as wanted. What lies where it is wanted already is not copied: the result may share its memory."""
+def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool = False) -> Array:
+    """`x` laid out as wanted. What lies where it is wanted already is not copied: the result may share its memory.
+
+    own: the result is for a user, and has memory of its own.
+    """
     held, space, shape = x.sharding, x.space, x.shape
     if held is wanted or held == wanted:
-        return x
+        return Array(tuple(map(torch.clone, x.parts)), wanted, shape, x.dtype, space) if own else x
     here = {part: at for at, (part, _) in enumerate(space.local(held))}
     plan = list(overlaps(shape, held, wanted))
-    whole = {target for _, target, _, within in plan if _covers(within, wanted.part_shape(shape, target))}
+    whole = set()
+    for source, target, _, within in plan:
+        stays = held.places[source] == wanted.places[target]
+        if not (own and stays) and _covers(within, wanted.part_shape(shape, target)):
+            whole.add(target)
     made: dict[int, Tensor] = {}
     for part, place in space.local(wanted):
         if part not in whole:

@@ -1,0 +1,120 @@
+"""Operations without a rule of their own: the whole array goes to one place, and the user is told, once an operation.
+
+`with mw.guard("error")` forbids it. `WITHOUT_RULE` lists these operations, for the docs.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from meshwise.arrays.align import common_space
+from meshwise.arrays.array import Array
+from meshwise.arrays.moves import elements_moved, replicate, reshard, to_single
+from meshwise.arrays.reductions import as_array
+from meshwise.arrays.sharding import Sharding, evenly, sharding
+from meshwise.arrays.space import Space
+from meshwise.spec.errors import UsageError, check_known
+from meshwise.spec.units import bytes_text
+
+WITHOUT_RULE: set[str] = set()
+"""The functions that gather what they are given on one place."""
+MODES = ("warn", "error", "allow")
+_mode: ContextVar[str] = ContextVar("guard", default="warn")
+_told: set[str] = set()
+
+
+class GatherWarning(UserWarning):
+    """An operation gathers a whole array on one place, since it has no rule for parts."""
+
+
+@contextmanager
+def guard(mode: str) -> Iterator[None]:
+    """What happens in the block where an operation would gather a whole array on one device without being asked to.
+
+    mode: `error` raises UsageError; `warn`, as outside of all blocks, tells it once an operation; `allow` is silent.
+    """
+    check_known("mode", mode, MODES)
+    token = _mode.set(mode)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def tell(x: Array, operation: str, wanted: Sharding) -> None:
+    """Warn of, or refuse, the move of `x` to `wanted`, which nobody asked for; nothing where no byte moves."""
+    size = elements_moved(x.shape, x.sharding, wanted) * x.dtype.itemsize
+    if not size or _mode.get() == "allow":
+        return
+    text = f"{operation} has no rule for an array that lies on several devices: it gathers {bytes_text(size)}"
+    if _mode.get() == "error":
+        raise UsageError(f"{text}, which mw.guard('error') forbids. Gather it yourself: x.to_device(device).")
+    if operation not in _told:
+        _told.add(operation)
+        warnings.warn(f"{text} on one. mw.guard('error') finds where.", GatherWarning, stacklevel=4)
+
+
+def gathered(x: Array, operation: str, place: int | None = None) -> Array:
+    """All of `x` on one place, the first where it lies unless another is named, told or refused as `guard` says.
+
+    Over ranks on each of them: every rank then calculates the same, and keeps its part.
+    """
+    if x.space.over_ranks:
+        tell(x, operation, sharding(x.space.places))
+        return replicate(x, operation=operation)
+    target = x.sharding.places[0] if place is None else place
+    tell(x, operation, sharding((target,)))
+    return to_single(x, target, operation)
+
+
+def placed_as(whole: Tensor, place: int, space: Space, lies: Sharding, operation: str) -> Array:
+    """A tensor on one place, over ranks on each, as an array: divided along the dim along which another is that lies
+    so, if there is such a dim."""
+    shape = tuple(whole.shape)
+    if lies.dim is None:
+        wanted = lies
+    elif lies.dim < len(shape):
+        same = sum(lies.sizes) == shape[lies.dim]
+        wanted = lies if same else evenly(shape[lies.dim], lies.places, lies.dim)
+    else:
+        wanted = sharding(lies.places[:1])
+    held = sharding(space.places if space.over_ranks else (place,))
+    return reshard(Array((whole,), held, shape, whole.dtype, space), wanted, operation, own=wanted != held)
+
+
+def on_one_place(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors as one of arrays which gathers them. What it returns, a tensor or a tuple with tensors,
+    lies as the first array did."""
+    WITHOUT_RULE.add(name)
+
+    @functools.wraps(function)
+    def rule(x: Any, /, *given: Any, **kwargs: Any) -> Any:
+        x = as_array(name, x)
+        others = [each for each in (*given, *kwargs.values()) if isinstance(each, Array)]
+        space, place = common_space(name, [x, *others]), x.sharding.places[0]
+
+        def whole(value: Any) -> Any:
+            return gathered(value, name, place).parts[0] if isinstance(value, Array) else value
+
+        made = function(whole(x), *map(whole, given), **{key: whole(value) for key, value in kwargs.items()})
+
+        def placed(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            shared = any(value.untyped_storage().data_ptr() == part.untyped_storage().data_ptr() for part in x.parts)
+            return placed_as(value.clone() if shared else value, place, space, x.sharding, name)
+
+        if isinstance(made, tuple):
+            results = [placed(value) for value in made]
+            return type(made)(*results) if hasattr(made, "_fields") else tuple(results)
+        return placed(made)
+
+    rule.__name__ = rule.__qualname__ = name
+    return rule
