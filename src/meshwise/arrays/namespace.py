@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from meshwise.arrays import creation, dtypes, elementwise, methods, reductions, statistics
+from meshwise.arrays import casting, creation, dtypes, elementwise, interop, methods, reductions, statistics
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import as_dtype
 from meshwise.arrays.elementwise import NoArrayGiven
+from meshwise.arrays.random import Random
 from meshwise.arrays.sharding import Layout, as_layout
 from meshwise.arrays.space import Space, find_devices, make_space
 from meshwise.spec.errors import UsageError, nearest
@@ -26,10 +27,12 @@ RULES: list[dict[str, Callable[..., Any]]] = [
     elementwise.FUNCTIONS,
     reductions.FUNCTIONS,
     statistics.FUNCTIONS,
+    casting.FUNCTIONS,
 ]
 """Functions of arrays."""
 MAKERS: list[dict[str, Callable[..., Any]]] = [
     creation.CREATION,
+    interop.MAKERS,
 ]
 """Functions whose first parameter is the space."""
 EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {}
@@ -79,10 +82,15 @@ class Namespace(Names):
         self.space = space
         self.devices = space.names
         self.ndarray = Array
+        self.random = Random(space)
 
     def shard(self, dim: int = 0, sizes: Sequence[int] | None = None, weights: Sequence[float] | None = None) -> Layout:
         """A dim divided over the devices: in parts that differ by at most one, of these sizes, or by these weights."""
         return as_layout(self.space.places, dim, sizes, weights)
+
+    def __array_namespace_info__(self) -> casting.Info:
+        """Devices, data types and capabilities, as the standard asks for them."""
+        return casting.Info(self.space)
 
     def replicated(self) -> Layout:
         """All of it on each device."""
@@ -154,4 +162,5 @@ def of_array(x: Array, /, *, api_version: str | None = None) -> Namespace:
 
 VERSION = "2025.12"
 PLAIN["__array_api_version__"] = VERSION
-methods.install({"__array_namespace__": of_array}, {})
+methods.install({"__array_namespace__": of_array, "astype": casting.astype, **interop.METHODS}, interop.PROPERTIES)
+methods.install(interop.numpy_functions({name: rule for table in RULES for name, rule in table.items()}), {})

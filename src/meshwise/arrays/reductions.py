@@ -116,7 +116,7 @@ def _sum_dtype(dtype: torch.dtype, given: Any) -> torch.dtype:
     return torch.int64 if dtype in WHOLE else dtype
 
 
-def total(x: Any, /, *, axis: Any = None, dtype: Any = None, keepdims: bool = False) -> Array:
+def total(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
     """The sum over axes; of integers in 64 bits. The sum of no elements is 0."""
     x = as_array("sum", x)
     kind = _sum_dtype(x.dtype, dtype)
@@ -129,7 +129,7 @@ def total(x: Any, /, *, axis: Any = None, dtype: Any = None, keepdims: bool = Fa
     return reduced("sum", x, axes, keepdims, kind, (add, lambda partials: add(partials, (0,))))
 
 
-def product(x: Any, /, *, axis: Any = None, dtype: Any = None, keepdims: bool = False) -> Array:
+def product(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
     """The product over axes; of integers in 64 bits. The product of no elements is 1."""
     x = as_array("prod", x)
     kind = _sum_dtype(x.dtype, dtype)
@@ -154,7 +154,7 @@ def _calculated(dtype: torch.dtype) -> torch.dtype:
 def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
     op = getattr(torch, torch_name)
 
-    def extreme(x: Any, /, *, axis: Any = None, keepdims: bool = False) -> Array:
+    def extreme(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
         x = as_array(name, x)
         axes = as_axes(name, axis, len(x.shape))
         refuse_none(name, x, axes)
@@ -177,7 +177,7 @@ def refuse_none(name: str, x: Array, axes: tuple[int, ...]) -> None:
 def _logical(name: str, torch_name: str) -> Callable[..., Array]:
     op = getattr(torch, torch_name)
 
-    def logical(x: Any, /, *, axis: Any = None, keepdims: bool = False) -> Array:
+    def logical(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
         x = as_array(name, x)
 
         def reduce(part: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -192,7 +192,7 @@ def _logical(name: str, torch_name: str) -> Callable[..., Array]:
     return logical
 
 
-def count_nonzero(x: Any, /, *, axis: Any = None, keepdims: bool = False) -> Array:
+def count_nonzero(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
     """How many elements over axes are not zero."""
     x = as_array("count_nonzero", x)
     parts = tuple(part != 0 for part in x.parts)

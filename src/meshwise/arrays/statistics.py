@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.array import Array
+from meshwise.arrays.casting import astype
 from meshwise.arrays.dtypes import BOOL, COMPLEXES, FLOATS, real_of
 from meshwise.arrays.moves import combined, reshard, stacked
 from meshwise.arrays.reductions import as_array, as_axes, left, reduced_shape, refuse_none, together, total
@@ -29,22 +30,22 @@ def as_floats(name: str, x: Any) -> Array:
     return Array(tuple(part.to(kind) for part in found.parts), found.sharding, found.shape, kind, found.space)
 
 
-def mean(x: Any, /, *, axis: Any = None, keepdims: bool = False) -> Array:
+def mean(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
     """The mean over axes; of no elements nan. Integers become the default float."""
-    x = as_floats("mean", x)
+    x = as_floats("mean", x if dtype is None else astype(x, dtype, copy=False))
     axes = as_axes("mean", axis, len(x.shape))
     count = math.prod(x.shape[each] for each in axes)
     added = total(x, axis=axes, keepdims=keepdims)
     return Array(tuple(part / count for part in added.parts), added.sharding, added.shape, added.dtype, added.space)
 
 
-def var(x: Any, /, *, axis: Any = None, correction: float = 0.0, keepdims: bool = False) -> Array:
-    """The variance over axes, divided by their elements less `correction`."""
+def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0.0, keepdims: bool = False) -> Array:
+    """The variance over axes, divided by their elements less `correction`, which NumPy calls `ddof`."""
     x = as_floats("var", x)
     axes, dim = as_axes("var", axis, len(x.shape)), x.sharding.dim
     kind, shape = real_of(x.dtype), reduced_shape(x.shape, axes, keepdims)
     count = math.prod(x.shape[each] for each in axes)
-    over = max(count - correction, 0)
+    over = max(count - (correction or ddof), 0)
     if dim not in axes or x.sharding.single:
         parts = tuple(_spread(part, axes, keepdims)[1] / over for part in x.parts)
         placed = sharding(x.sharding.places) if dim in axes else left(x.sharding, axes, keepdims)
@@ -87,16 +88,16 @@ def _spread(part: Tensor, axes: tuple[int, ...], keepdims: bool) -> tuple[Tensor
     return centre.reshape(squares.shape), squares
 
 
-def std(x: Any, /, *, axis: Any = None, correction: float = 0.0, keepdims: bool = False) -> Array:
+def std(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0.0, keepdims: bool = False) -> Array:
     """The standard deviation over axes: the square root of `var`."""
-    spread = var(x, axis=axis, correction=correction, keepdims=keepdims)
+    spread = var(x, axis=axis, correction=correction or ddof, keepdims=keepdims)
     return Array(tuple(map(torch.sqrt, spread.parts)), spread.sharding, spread.shape, spread.dtype, spread.space)
 
 
 def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor]) -> Callable[..., Array]:
     """argmax or argmin. pick: torch's own, which takes the first of equal ones, nan before all. best: amax, amin."""
 
-    def argument(x: Any, /, *, axis: Any = None, keepdims: bool = False) -> Array:
+    def argument(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
         x = as_array(name, x)
         axes = as_axes(name, axis, len(x.shape))
         if len(axes) != 1 and axis is not None:

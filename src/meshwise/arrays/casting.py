@@ -1,0 +1,123 @@
+"""Another data type, the limits of one, and what the namespace says of itself (`__array_namespace_info__`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.creation import asarray
+from meshwise.arrays.dtypes import (
+    COMPLEX,
+    COMPLEXES,
+    KINDS,
+    NAMES,
+    REAL,
+    SIGNED,
+    UNSIGNED,
+    as_dtype,
+    complex_of,
+    real_of,
+)
+from meshwise.arrays.reductions import as_array
+from meshwise.arrays.space import ALL, Space
+
+
+def astype(x: Any, dtype: Any, /, *, copy: bool = True, device: Any = None) -> Array:
+    """`x` with its elements as another data type. TypeError of complex numbers as real ones: it would lose a part."""
+    x = as_array("astype", x)
+    kind = as_dtype(dtype)
+    if x.dtype in COMPLEXES and kind not in COMPLEXES and kind is not torch.bool:
+        raise TypeError(f"astype from {x.dtype} to {kind}: the imaginary part would be lost. Write xp.real(x).")
+    return asarray(x.space, x, kind, device=device, copy=copy or None)
+
+
+@dataclass(frozen=True)
+class FloatLimits:
+    """What `xp.finfo` gives."""
+
+    bits: int
+    eps: float
+    max: float
+    min: float
+    smallest_normal: float
+    dtype: torch.dtype
+
+    @property
+    def tiny(self) -> float:
+        return self.smallest_normal
+
+
+@dataclass(frozen=True)
+class IntegerLimits:
+    """What `xp.iinfo` gives."""
+
+    bits: int
+    max: int
+    min: int
+    dtype: torch.dtype
+
+
+def finfo(type: Any, /) -> FloatLimits:
+    """The limits of a float type, or of an array's; of a complex type those of its parts."""
+    kind = real_of(type.dtype if isinstance(type, Array) else as_dtype(type))
+    if not kind.is_floating_point:
+        raise TypeError(f"finfo of {kind}: not a float type. Write xp.iinfo.")
+    found = torch.finfo(kind)
+    return FloatLimits(found.bits, found.eps, found.max, found.min, found.smallest_normal, kind)
+
+
+def iinfo(type: Any, /) -> IntegerLimits:
+    """The limits of an integer type, or of an array's."""
+    kind = type.dtype if isinstance(type, Array) else as_dtype(type)
+    if kind not in KINDS["integral"]:
+        raise TypeError(f"iinfo of {kind}: not an integer type. Write xp.finfo.")
+    found = torch.iinfo(kind)
+    return IntegerLimits(found.bits, found.max, found.min, kind)
+
+
+class Info:
+    """What `xp.__array_namespace_info__()` gives: devices, data types and capabilities of the namespace."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+
+    def capabilities(self) -> dict[str, Any]:
+        """Shapes may depend on data, and dims are at most torch's 64."""
+        return {"boolean indexing": True, "data-dependent shapes": True, "max dimensions": 64}
+
+    def default_device(self) -> str:
+        """All devices: arrays are divided along their first dim."""
+        return ALL if len(self._space.names) > 1 else self._space.names[0]
+
+    def devices(self) -> list[str]:
+        """The devices by their names, and `all`."""
+        return [*self._space.names, *([ALL] if len(self._space.names) > 1 else [])]
+
+    def default_dtypes(self, *, device: Any = None) -> dict[str, torch.dtype]:
+        """The data types of what is made of Python's numbers."""
+        real = self._space.default_float
+        whole = torch.int64
+        return {
+            "real floating": real,
+            "complex floating": complex_of(real),
+            "integral": whole,
+            "indexing": whole,
+        }
+
+    def dtypes(self, *, device: Any = None, kind: Any = None) -> dict[str, torch.dtype]:
+        """The data types of a kind, or of some, by name. torch calculates little with wide unsigned integers: these
+        are not among them."""
+        listed = {torch.bool, *SIGNED, UNSIGNED[0], *REAL, *COMPLEX}
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        for each in kinds:
+            if each is not None and each not in KINDS:
+                raise ValueError(f"dtypes of kind {each!r}: not known. Use one of {', '.join(KINDS)}.")
+        wanted = set().union(*(KINDS[each] if each is not None else listed for each in kinds))
+        return {name: dtype for name, dtype in NAMES.items() if dtype in listed & wanted}
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"astype": astype, "finfo": finfo, "iinfo": iinfo}

@@ -1,0 +1,110 @@
+"""Arrays beside those of other libraries: DLPack, NumPy's own functions, the CUDA array interface.
+
+What lies on one place is shared without a copy; what lies on several is gathered where NumPy asks for values
+(`np.asarray(x)`), and refused where memory is asked for (`__dlpack__`): take `x.shards` there, or `x.to_device`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from meshwise.arrays import reading
+from meshwise.arrays.array import Array
+from meshwise.arrays.creation import asarray
+from meshwise.arrays.dtypes import refuse_gradients
+from meshwise.arrays.sharding import sharding
+from meshwise.arrays.space import Space
+from meshwise.transfer.devices import device_of
+from meshwise.transfer.interop import from_array
+
+
+def only_part(x: Array, what: str) -> Tensor:
+    """The one tensor of what lies on one place here. BufferError where there are more."""
+    if not x.sharding.single or not x.parts:
+        raise BufferError(
+            f"{what} of an array with {reading.where(x)}: it is not one piece of memory. Take x.shards, or "
+            "x.to_device(device)."
+        )
+    return x.parts[0]
+
+
+def dlpack(x: Array, /, **how: Any) -> Any:
+    """The standard's `x.__dlpack__()`: no copy. BufferError where the array lies on several places."""
+    return only_part(x, "__dlpack__").__dlpack__(**how)
+
+
+def dlpack_device(x: Array, /) -> Any:
+    """The standard's `x.__dlpack_device__()`."""
+    return only_part(x, "__dlpack_device__").__dlpack_device__()
+
+
+def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | None = None) -> Array:
+    """An array of what has `__dlpack__`, on the place where it lies, without a copy if none is asked for."""
+    if isinstance(x, Array):
+        return asarray(space, x, device=device, copy=copy)
+    if not hasattr(type(x), "__dlpack__"):
+        raise TypeError(f"from_dlpack of {type(x).__name__}: it has no __dlpack__. Write xp.asarray.")
+    tensor = from_array(x)
+    refuse_gradients("from_dlpack", tensor.requires_grad)
+    here = device_of(tensor)
+    place = next((place for place in space.here if space.devices[place].type == here.type == "cpu"), None)
+    if place is None:
+        place = next((place for place in space.here if space.devices[place] == here), None)
+    if device is not None or place is None or copy:
+        return asarray(space, tensor, device=0 if device is None and place is None else device or place, copy=copy)
+    return Array((tensor,), sharding((place,)), tuple(tensor.shape), tensor.dtype, space)
+
+
+def as_numpy(x: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+    """`np.asarray(x)`: all values, shared where the array lies on one CPU place. Waits for them."""
+    if x.sharding.single and x.parts and x.parts[0].is_cpu and not copy and not x.space.over_ranks:
+        found = from_array_of(x.parts[0])
+    elif copy is False:
+        raise ValueError(f"np.asarray(copy=False) of an array with {reading.where(x)}: it has to be copied.")
+    else:
+        found = reading.numpy(x)
+    return found if dtype is None else found.astype(dtype, copy=False)
+
+
+def from_array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """A tensor of the host as NumPy's array, sharing its memory."""
+    try:
+        return tensor.numpy()
+    except TypeError as error:
+        raise TypeError(f"a NumPy array of {tensor.dtype}: NumPy has no such dtype. Cast it first.") from error
+
+
+def cuda_interface(x: Array) -> Any:
+    """What CuPy and Numba ask an array on one GPU for. AttributeError for any other, so that they ask no further."""
+    if x.sharding.single and x.parts and x.parts[0].is_cuda:
+        return x.parts[0].__cuda_array_interface__
+    raise AttributeError(f"__cuda_array_interface__ of an array with {reading.where(x)}: only of one on a single GPU.")
+
+
+def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """The methods by which NumPy's own functions, `np.sqrt(x)` and `np.concatenate([x, y])`, become ours."""
+
+    def ufunc(self: Array, called: Any, method: str, *given: Any, **kwargs: Any) -> Any:
+        rule = functions.get(called.__name__)
+        if method != "__call__" or rule is None or kwargs:
+            return NotImplemented
+        return rule(*(asarray(self.space, v) if isinstance(v, np.ndarray | np.generic) else v for v in given))
+
+    def function(self: Array, called: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        rule = functions.get(called.__name__)
+        return NotImplemented if rule is None else rule(*args, **kwargs)
+
+    return {"__array_ufunc__": ufunc, "__array_function__": function}
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "__dlpack__": dlpack,
+    "__dlpack_device__": dlpack_device,
+    "__array__": as_numpy,
+}
+PROPERTIES: dict[str, Callable[[Array], Any]] = {"__cuda_array_interface__": cuda_interface}
+MAKERS: dict[str, Callable[..., Any]] = {"from_dlpack": from_dlpack}
