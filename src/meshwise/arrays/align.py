@@ -68,11 +68,11 @@ def plan(shape: Shape, held: tuple[Held, ...], onto: Sharding | None = None) -> 
     candidates = found or [evenly(shape[0], held[0][1].places) if shape else held[0][1]]
 
     def cost(placed: Sharding) -> tuple[int, bool, int]:
-        moved = sum(size * elements_moved(own, lies, _for(shape, own, placed)) for own, lies, size in held)
+        moved = sum(size * elements_moved(own, lies, lies_for(shape, own, placed)) for own, lies, size in held)
         return moved, placed.dim is None, len(placed.places) if placed.dim is None else -len(placed.places)
 
     best = min(candidates, key=cost)
-    return best, tuple(_for(shape, own, best) for own, _, _ in held)
+    return best, tuple(lies_for(shape, own, best) for own, _, _ in held)
 
 
 def _grown(shape: Shape, own: Shape, lies: Sharding, size: int) -> Sharding | None:
@@ -84,7 +84,7 @@ def _grown(shape: Shape, own: Shape, lies: Sharding, size: int) -> Sharding | No
     return lies.along(dim) if own[lies.dim] == shape[dim] else None
 
 
-def _for(shape: Shape, own: Shape, placed: Sharding) -> Sharding:
+def lies_for(shape: Shape, own: Shape, placed: Sharding) -> Sharding:
     """How an operand must lie for a result that lies as `placed`."""
     if placed.dim is not None:
         dim = placed.dim - (len(shape) - len(own))

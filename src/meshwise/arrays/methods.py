@@ -16,6 +16,7 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.creation import Placement, asarray
 from meshwise.arrays.elementwise import NoArrayGiven
 from meshwise.arrays.moves import reshard
+from meshwise.arrays.views import own
 
 BINARY = {
     "add": "add",
@@ -74,8 +75,10 @@ def in_place(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
             raise ValueError(f"in place on shape {self.shape}: the result has shape {new.shape}. Write x = x + y.")
         if new.dtype is not self.dtype:
             raise TypeError(f"in place on {self.dtype}: the result is {new.dtype}. Write x = x + y.")
-        for own, part in zip(self.parts, reshard(new, self.sharding, rule.__name__).parts, strict=True):
-            own.copy_(part)
+        there = reshard(new, self.sharding, rule.__name__)
+        own(self)
+        for mine, part in zip(self.parts, there.parts, strict=True):
+            mine.copy_(part)
         return self
 
     return change

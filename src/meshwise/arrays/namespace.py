@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from meshwise.arrays import casting, creation, dtypes, elementwise, interop, methods, reductions, statistics
+from meshwise.arrays import (
+    casting,
+    creation,
+    dtypes,
+    elementwise,
+    interop,
+    methods,
+    reductions,
+    shapes,
+    statistics,
+)
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import as_dtype
 from meshwise.arrays.elementwise import NoArrayGiven
@@ -28,6 +38,7 @@ RULES: list[dict[str, Callable[..., Any]]] = [
     reductions.FUNCTIONS,
     statistics.FUNCTIONS,
     casting.FUNCTIONS,
+    shapes.FUNCTIONS,
 ]
 """Functions of arrays."""
 MAKERS: list[dict[str, Callable[..., Any]]] = [
@@ -126,7 +137,7 @@ def _arrays_of(space: Space, given: tuple[Any, ...]) -> list[Any]:
     made = [of_others(value) for value in given]
     if (
         made
-        and not any(isinstance(value, Array) for value in made)
+        and not any(isinstance(value, Array) for each in made for value in (each if isinstance(each, list) else [each]))
         and isinstance(made[0], int | float | complex | list)
     ):
         made[0] = creation.asarray(space, made[0])
@@ -164,3 +175,4 @@ VERSION = "2025.12"
 PLAIN["__array_api_version__"] = VERSION
 methods.install({"__array_namespace__": of_array, "astype": casting.astype, **interop.METHODS}, interop.PROPERTIES)
 methods.install(interop.numpy_functions({name: rule for table in RULES for name, rule in table.items()}), {})
+methods.install(shapes.METHODS, shapes.PROPERTIES)

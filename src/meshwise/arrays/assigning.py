@@ -1,0 +1,209 @@
+"""`x[key] = value`: what is written goes to where it belongs, and only there.
+
+Lower bound, and moved: the elements of the value that do not lie with what they replace; of a value that is repeated
+along the divided dim, all of it to each place that is written; with index arrays also as in fetching.py; of a mask what
+does not lie as the array does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwise.arrays.align import common_space
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import BOOL, COMPLEXES, INTEGERS, limits
+from meshwise.arrays.fetching import OPERATION, ask, common_shape, everywhere, hosted, last_of_each, store
+from meshwise.arrays.indexing import as_indices, counted, flipped, region
+from meshwise.arrays.keys import ADVANCED, Key, read_key
+from meshwise.arrays.layout import arranged, spread, squeeze
+from meshwise.arrays.moves import reshard
+from meshwise.arrays.sharding import Shape, Sharding, sharding
+from meshwise.arrays.views import made, own
+
+Number = bool | int | float | complex
+Value = Number | Array | Tensor
+"""A number, an array, or what every process has in its host's memory."""
+
+
+def set_item(x: Array, given: Any, value: Any, /) -> None:
+    """`x[given] = value`. The value is cast to the array's type; TypeError where that would lose an imaginary part."""
+    key = read_key(given, x.shape)
+    value = _value(x, value)
+    own(x)
+    where = region(x, key.cuts)
+    target = made(where.views, where.placed, x, where.shape)
+    if not key.arrays:
+        if isinstance(value, Number):
+            for view in where.views:
+                view.fill_(value)
+        else:
+            _copy(target, _turned(value, key, (), where.shape, where.flipped))
+        return
+    dims = [sum(isinstance(each, range) for each in key.cuts[:dim]) for dim, _ in key.arrays]
+    arrays = [array for _, array in key.arrays]
+    mask = arrays[0]
+    if len(arrays) == 1 and isinstance(mask, Array) and mask.dtype is torch.bool:
+        _set_masked(target, dims[0], mask, value, key, where.flipped)
+    else:
+        _put(target, *as_indices(dims, arrays), value, key, where.flipped)
+
+
+def _value(x: Array, value: Any) -> Value:
+    if isinstance(value, Array):
+        common_space("assignment", [x, value])
+    elif isinstance(value, Number | np.generic):
+        return _number(x.dtype, value.item() if isinstance(value, np.generic) else value)
+    else:
+        host: Tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        if not host.ndim:
+            return _number(x.dtype, host.item())
+        value = host
+    if value.dtype in COMPLEXES and x.dtype not in COMPLEXES:
+        raise TypeError(
+            f"assignment of {value.dtype} to {x.dtype}: the imaginary part would be lost. Write xp.real(v)."
+        )
+    checked: Array | Tensor = value
+    return checked
+
+
+def _number(dtype: torch.dtype, value: Number) -> Number:
+    if isinstance(value, complex) and dtype not in COMPLEXES:
+        raise TypeError(f"assignment of {value} to {dtype}: the imaginary part would be lost. Write {value.real}.")
+    if dtype is BOOL:
+        return bool(value)
+    if dtype not in INTEGERS:
+        return value
+    least, most = limits(dtype)
+    if not least <= value <= most:  # type: ignore[operator]
+        raise OverflowError(f"assignment of {value} to {dtype}: it has {least} to {most}. Cast the array first.")
+    return int(value)  # type: ignore[arg-type]
+
+
+def _turned(value: Array | Tensor, key: Key, common: Shape, shape: Shape, flips: Sequence[int]) -> Array | Tensor:
+    """The value with its dims as the region's: those of arrays in front, then the others; repeated ones have length 1.
+
+    common: the shape of the arrays. shape: that of the region without the dims of arrays.
+    """
+    depth = len(common)
+    rest = iter(range(depth, depth + len(shape)))
+    spots: list[int | None] = []
+    for each in key.out:
+        spots.extend(range(depth) if each == ADVANCED else [None if each is None else next(rest)])
+    lengths = [*common, *shape]
+    wanted = [1 if spot is None else lengths[spot] for spot in spots]
+    given = tuple(value.shape)
+    while value.ndim > len(spots) and value.shape[0] == 1:
+        value = squeeze(value, axis=0) if isinstance(value, Array) else value[0]
+    missing = len(spots) - value.ndim
+    if missing < 0 or any(a not in (1, b) for a, b in zip(value.shape, wanted[missing:], strict=True)):
+        raise ValueError(f"assignment of shape {given} to shape {tuple(wanted)}: it does not broadcast to that.")
+    new = tuple(at for at, spot in enumerate(spots) if spot is None and at >= missing)
+    order: list[int | None] = [None] * len(lengths)
+    for at, spot in enumerate(spots):
+        if spot is not None and at >= missing:
+            order[spot] = at - missing - sum(each < at for each in new)
+    dims = [depth + dim for dim in flips]
+    if isinstance(value, Array):
+        value = arranged(squeeze(value, axis=[at - missing for at in new]) if new else value, order)
+        return flipped(value, dims) if dims else value
+    value = value.squeeze([at - missing for at in new]) if new else value
+    value = value.permute([dim for dim in order if dim is not None])
+    for at, dim in enumerate(order):
+        value = value.unsqueeze(at) if dim is None else value
+    return value.flip(dims) if dims else value
+
+
+def _laid(x: Array, value: Array | Tensor, shape: Shape, placed: Sharding) -> tuple[Tensor, ...]:
+    """The parts of the value, repeated to `shape`, where those of `placed` lie."""
+    if isinstance(value, Array):
+        if x.dtype.itemsize < value.dtype.itemsize:  # then fewer bytes move
+            value = Array(
+                tuple(part.to(x.dtype) for part in value.parts), value.sharding, value.shape, x.dtype, value.space
+            )
+        return spread(value, shape, placed, OPERATION).parts
+    return hosted(x.space, value.expand(shape), placed).parts
+
+
+def _copy(target: Array, value: Array | Tensor) -> None:
+    for view, part in zip(target.parts, _laid(target, value, target.shape, target.sharding), strict=True):
+        view.copy_(part)
+
+
+def _set_masked(target: Array, dim: int, mask: Array, value: Value, key: Key, flips: Sequence[int]) -> None:
+    """Where the mask covers the divided dim it is laid out as the array; else each place gets it."""
+    depth, placed = len(mask.shape), target.sharding
+    inside = placed.dim is not None and dim <= placed.dim < dim + depth
+    lies = placed.along(placed.dim - dim) if inside and placed.dim is not None else sharding(placed.places)
+    shown = reshard(mask, lies, OPERATION).parts
+    order = [*range(dim, dim + depth), *range(dim), *range(dim + depth, len(target.shape))]
+    turned = [part.permute(order) for part in target.parts]
+    if isinstance(value, Number):
+        for view, here in zip(turned, shown, strict=True):
+            view.masked_fill_(here.view(*here.shape, *[1] * (view.ndim - depth)), value)
+        return
+    rest = tuple(target.shape[each] for each in order[depth:])
+    sizes = counted(target, placed, [int(here.sum()) for here in shown])
+    total = sum(sizes) if inside else max(sizes)
+    less = tuple(each if each < dim else each - depth for each in flips)
+    value = _turned(value, key, (total,), rest, less)
+    if inside and value.shape[0] != 1 and math.prod(target.shape[dim : placed.dim]) != 1:
+        _put(target, *as_indices([dim], [mask]), value, None, ())
+        return
+    repeated = value.shape[0] == 1 != total
+    if not inside:
+        there = placed if placed.dim is None else placed.along(order.index(placed.dim) - depth + 1)
+    else:
+        there = sharding(placed.places) if repeated else sharding(placed.places, 0, tuple(sizes))
+    parts = _laid(target, value, (1 if repeated else total, *rest), there)
+    for view, here, part in zip(turned, shown, parts, strict=True):
+        view[here] = part.to(view.dtype)
+
+
+def _put(
+    target: Array,
+    dims: tuple[int, ...],
+    indices: Sequence[Array | Tensor],
+    value: Value,
+    key: Key | None,
+    flips: Sequence[int],
+) -> None:
+    """Write what index arrays name. key: None where the value's dims are turned already."""
+    rest = [dim for dim in range(len(target.shape)) if dim not in dims]
+    tail = tuple(target.shape[dim] for dim in rest)
+    less = tuple(rest.index(dim) for dim in flips)
+    placed = target.sharding
+    if placed.dim in dims:
+        asked = ask(target, dims, indices)
+        if isinstance(value, Number):
+            store(target, target.parts, asked, value)
+            return
+        value = value if key is None else _turned(value, key, asked.shape, tail, less)
+        there = asked.placed
+        parts = tuple(part.to(target.dtype) for part in _laid(target, value, (*asked.shape, *tail), there))
+        store(target, target.parts, asked, made(list(parts), there, target, (*asked.shape, *tail)))
+        return
+    each_place = everywhere(target, indices)
+    common = common_shape(each_place)
+    parts = ()
+    if not isinstance(value, Number):
+        value = value if key is None else _turned(value, key, common, tail, less)
+        if placed.dim is not None:
+            placed = placed.along(len(common) + rest.index(placed.dim))
+        parts = _laid(target, value, (*common, *tail), placed)
+    for number, view in enumerate(target.parts):
+        where = tuple(each.parts[number].to(torch.int64).expand(common).reshape(-1) for each in each_place)
+        turned = view.permute(*dims, *rest)
+        if isinstance(value, Number):
+            turned[where] = value  # type: ignore[assignment]  # torch takes complex numbers, too
+            continue
+        part = parts[number].to(view.dtype).reshape(len(where[0]), *turned.shape[len(dims) :])
+        flat = torch.zeros_like(where[0])
+        for entry, length in zip(where, turned.shape, strict=False):
+            flat = flat * length + torch.where(entry < 0, entry + length, entry)
+        turned[where] = part[last_of_each(flat)]

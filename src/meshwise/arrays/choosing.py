@@ -1,0 +1,152 @@
+"""Entries chosen: where, take, take_along_axis; a matrix on one side of a diagonal; coordinates of a grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwise.arrays.align import aligned, broadcast_shape, common_space
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import of_scalar, promoted
+from meshwise.arrays.elementwise import NoArrayGiven, is_python_number
+from meshwise.arrays.fetching import ask, fetch
+from meshwise.arrays.indexing import pick
+from meshwise.arrays.keys import on_host
+from meshwise.arrays.layout import arranged, broadcast_to, spread
+from meshwise.arrays.sharding import sharding
+from meshwise.arrays.views import axis_of, made
+
+
+def where(condition: Any, x1: Any, x2: Any, /) -> Array:
+    """`x1` where the condition is true, else `x2`: arrays that broadcast, or numbers. What moves is as in elementwise
+    operations."""
+    if not isinstance(condition, Array) or any(not isinstance(x, Array) and not is_python_number(x) for x in (x1, x2)):
+        raise NoArrayGiven("where of what is no array: write xp.asarray(value) first.")
+    arrays = [x for x in (x1, x2) if isinstance(x, Array)]
+    dtype = arrays[0].dtype if arrays else torch.bool
+    for x in arrays[1:]:
+        dtype = promoted(dtype, x.dtype)
+    for x in (x1, x2):
+        if not isinstance(x, Array):
+            dtype = of_scalar(x, dtype, condition.space.default_float)
+    shape, placed, (shown, *sides) = aligned("where", [condition, *arrays])
+    own = iter(sides)
+    count = len(shown)
+    both = [next(own) if isinstance(x, Array) else [torch.tensor(x, dtype=dtype)] * count for x in (x1, x2)]
+    parts = [torch.where(c != 0, a.to(dtype), b.to(dtype)) for c, a, b in zip(shown, *both, strict=True)]
+    return Array(tuple(parts), placed, shape, dtype, condition.space)
+
+
+def take(x: Array, indices: Any, /, *, axis: int | None = None) -> Array:
+    """The entries of a dim that the indices name, in their shape. What moves is as in `x[indices]`."""
+    if axis is None:
+        if len(x.shape) != 1:
+            raise ValueError(f"take of {len(x.shape)} dims without an axis: say which, or flatten the array.")
+        axis = 0
+    dim = axis_of(axis, len(x.shape), "take")
+    index = indices if isinstance(indices, Array) else torch.as_tensor(on_host(indices))
+    if index.dtype.is_floating_point or index.dtype is torch.bool:
+        raise IndexError(f"take with indices of {index.dtype}: they must be integers.")
+    found = pick(x, (dim,), [index])
+    depth = len(index.shape)
+    return arranged(found, [*range(depth, depth + dim), *range(depth), *range(depth + dim, len(found.shape))])
+
+
+def take_along_axis(x: Array, indices: Array, /, *, axis: int = -1) -> Array:
+    """Of each row along a dim the entries that its row of indices names.
+
+    Lower bound, and moved: the indices that do not lie with their rows; along the divided dim as in `x[indices]`.
+    """
+    if not isinstance(indices, Array):
+        raise NoArrayGiven("take_along_axis: indices must be an array. Write xp.asarray(indices).")
+    dim, ndim = axis_of(axis, len(x.shape), "take_along_axis"), len(x.shape)
+    if len(indices.shape) != ndim:
+        raise ValueError(f"take_along_axis of shapes {x.shape} and {indices.shape}: give arrays of as many dims.")
+    one = [(*each.shape[:dim], 1, *each.shape[dim + 1 :]) for each in (x, indices)]
+    around = broadcast_shape("take_along_axis", one)
+    shape = (*around[:dim], indices.shape[dim], *around[dim + 1 :])
+    rows = (*around[:dim], x.shape[dim], *around[dim + 1 :])
+    if x.sharding.dim == dim:
+        x = broadcast_to(x, rows)
+        grids = [torch.arange(n).reshape([-1 if k == each else 1 for k in range(ndim)]) for each, n in enumerate(shape)]
+        return fetch(x, ask(x, tuple(range(ndim)), [indices if k == dim else grids[k] for k in range(ndim)]))
+    placed = x.sharding
+    if placed.dim is not None and x.shape[placed.dim] != shape[placed.dim]:
+        placed = sharding(placed.places)
+    theirs = spread(indices, shape, placed, "take_along_axis")
+    own = spread(x, rows, placed, "take_along_axis")
+    parts = [torch.take_along_dim(a, b.to(torch.int64), dim) for a, b in zip(own.parts, theirs.parts, strict=True)]
+    return made(parts, placed, x, shape)
+
+
+def tril(x: Array, /, *, k: int = 0) -> Array:
+    """The matrices with zeros above diagonal number `k`. Moves nothing."""
+    return _triangle("tril", x, k)
+
+
+def triu(x: Array, /, *, k: int = 0) -> Array:
+    """The matrices with zeros below diagonal number `k`. Moves nothing."""
+    return _triangle("triu", x, k)
+
+
+def _triangle(name: str, x: Array, k: int) -> Array:
+    ndim = len(x.shape)
+    if ndim < 2:
+        raise ValueError(f"{name} of shape {x.shape}: it needs two dims or more.")
+    parts = []
+    for (number, _), part in zip(x.space.local(x.sharding), x.parts, strict=True):
+        begin = 0 if x.sharding.dim is None else x.sharding.offsets[number]
+        shift = begin if x.sharding.dim == ndim - 2 else -begin if x.sharding.dim == ndim - 1 else 0
+        parts.append(getattr(torch, name)(part, diagonal=k + shift))
+    return made(parts, x.sharding, x, x.shape)
+
+
+def broadcast_arrays(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays in the shape that they broadcast to, laid out alike, repeated without memory. Moved: what is repeated,
+    to each place; what is divided otherwise than the one whose layout is taken."""
+    given = list(arrays)
+    if not given:
+        return ()
+    shape, placed, every = aligned("broadcast_arrays", given)
+    local = given[0].space.local(placed)
+    return tuple(
+        made(
+            [part.expand(placed.part_shape(shape, k)) for part, (k, _) in zip(parts, local, strict=True)],
+            placed,
+            x,
+            shape,
+        )
+        for x, parts in zip(given, every, strict=True)
+    )
+
+
+def meshgrid(*arrays: Array, indexing: str = "xy") -> tuple[Array, ...]:
+    """The coordinates of each point of a grid, laid out alike, repeated without memory.
+
+    The grid is divided as the array of its first dim that is divided at all; of the others all goes to each place.
+    """
+    given = list(arrays)
+    if indexing not in ("xy", "ij"):
+        raise ValueError(f"meshgrid(indexing={indexing!r}): write 'xy' or 'ij'.")
+    if any(len(x.shape) > 1 for x in given):
+        raise ValueError(f"meshgrid of shapes {', '.join(str(x.shape) for x in given)}: give arrays of one dim.")
+    if not given:
+        return ()
+    common_space("meshgrid", given)
+    order = list(range(len(given)))
+    if indexing == "xy" and len(given) > 1:
+        order[:2] = [1, 0]
+    lines = [x if x.shape else arranged(x, [None]) for x in given]
+    shape = tuple(lines[k].shape[0] for k in order)
+    placed = lines[order[0]].sharding
+    for at, k in enumerate(order):
+        if lines[k].sharding.dim is not None:
+            placed = lines[k].sharding.along(at)
+            break
+    grids = []
+    for k, line in enumerate(lines):
+        dims: list[int | None] = [None] * len(given)
+        dims[order.index(k)] = 0
+        grids.append(spread(arranged(line, dims), shape, placed, "meshgrid"))
+    return tuple(grids)

@@ -1,0 +1,218 @@
+"""`x[key]`, read: slices and indices by interval arithmetic, masks where they lie, index arrays by what they ask for.
+
+Lower bound, and moved: slices of any step, indices, None: 0 bytes, entries stay where they lie (a part may become
+empty; against the order of entries, the places are in the reverse order). A mask: 0 where it lies as the array does and
+the array is divided along the mask's first dim; else the mask to all places, or the array along that dim. Index arrays:
+0 where the array is not divided along their dims, else see fetching.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.fetching import OPERATION, ask, common_shape, everywhere, fetch
+from meshwise.arrays.keys import ADVANCED, Cut, Key, read_key
+from meshwise.arrays.layout import arranged
+from meshwise.arrays.moves import agreed, reshard
+from meshwise.arrays.sharding import Shape, Sharding, sharding
+from meshwise.arrays.views import made, taken
+
+
+def get_item(x: Array, given: Any, /) -> Array:
+    """`x[given]`: an array of its own."""
+    key = read_key(given, x.shape)
+    found = cut(x, key.cuts)
+    if not key.arrays:
+        return _shown(found, key, 0)
+    dims_before = [sum(isinstance(each, range) for each in key.cuts[:dim]) for dim, _ in key.arrays]
+    if len(key.arrays) == 1 and key.arrays[0][1].dtype is torch.bool and isinstance(key.arrays[0][1], Array):
+        picked, depth = masked(found, dims_before[0], key.arrays[0][1]), 1
+    else:
+        dims, indices = as_indices(dims_before, [array for _, array in key.arrays])
+        picked = pick(found, dims, indices)
+        depth = len(picked.shape) - (len(found.shape) - len(dims))
+    return _shown(picked, key, depth)
+
+
+def _shown(found: Array, key: Key, depth: int) -> Array:
+    """The dims of the result in the order of the key. depth: how many dims, in front, are those of arrays."""
+    order: list[int | None] = []
+    dim = depth
+    for each in key.out:
+        if each is None:
+            order.append(None)
+        elif each == ADVANCED:
+            order.extend(range(depth))
+        else:
+            order.append(dim)
+            dim += 1
+    return found if order == list(range(len(found.shape))) else arranged(found, order)
+
+
+@dataclass(frozen=True)
+class Region:
+    """What cuts leave of an array, entries in ascending order: views of the parts, where they lie, the shape of it.
+
+    flipped: the dims that the cuts want in descending order."""
+
+    views: list[Tensor]
+    placed: Sharding
+    shape: Shape
+    flipped: tuple[int, ...]
+
+
+def region(x: Array, cuts: Sequence[Cut]) -> Region:
+    """The views of its parts that a cut of each dim leaves: what is written there is written into `x`."""
+    placed, here = x.sharding, list(zip(x.space.local(x.sharding), x.parts, strict=True))
+    kept = [each for each in cuts if isinstance(each, range)]
+    flipped = tuple(dim for dim, each in enumerate(kept) if each.step < 0)
+    ascending = [each[::-1] if isinstance(each, range) and each.step < 0 else each for each in cuts]
+    keys = [each if isinstance(each, int) else slice(each.start, each.stop, each.step) for each in ascending]
+    shape = tuple(len(each) for each in kept)
+    dim = placed.dim
+    if dim is None:
+        return Region([part[tuple(keys)] for _, part in here], placed, shape, flipped)
+    wanted, below = ascending[dim], sum(isinstance(each, range) for each in cuts[:dim])
+    views = []
+    if isinstance(wanted, int):
+        holder = max(k for k, begin in enumerate(placed.offsets) if begin <= wanted and placed.sizes[k])
+        for (number, _), part in here:
+            if number == holder:
+                views.append(part[(*keys[:dim], wanted - placed.offsets[holder], *keys[dim + 1 :])])
+        return Region(views, sharding((placed.places[holder],)), shape, flipped)
+    local = [_within(wanted, begin, size) for begin, size in zip(placed.offsets, placed.sizes, strict=True)]
+    for (number, _), part in here:
+        views.append(part[(*keys[:dim], slice(local[number].start, local[number].stop, wanted.step), *keys[dim + 1 :])])
+    return Region(views, sharding(placed.places, below, tuple(map(len, local))), shape, flipped)
+
+
+def _within(entries: range, begin: int, size: int) -> range:
+    """Those of the entries that lie in a part of `size` from `begin`, counted from there. entries: ascending."""
+    first = max(0, -(-(begin - entries.start) // entries.step))
+    last = min(len(entries), max(first, -(-(begin + size - entries.start) // entries.step)))
+    if first >= last:
+        return range(0)
+    return range(entries[first] - begin, entries[last - 1] - begin + 1, entries.step)
+
+
+def cut(x: Array, cuts: Sequence[Cut]) -> Array:
+    """`x` with an entry, or some entries, of each dim. Nothing moves."""
+    found = region(x, cuts)
+    whole = made([taken(view) for view in found.views], found.placed, x, found.shape)
+    return flipped(whole, found.flipped) if found.flipped else whole
+
+
+def flipped(x: Array, dims: Sequence[int]) -> Array:
+    """The entries of these dims in the other order. Along the divided one the places are in the other order, too."""
+    parts, placed = [part.flip(*dims) for part in x.parts], x.sharding
+    if placed.dim in dims:
+        parts.reverse()
+        placed = sharding(placed.places[::-1], placed.dim, placed.sizes[::-1])
+    return made(parts, placed, x, x.shape)
+
+
+def as_indices(dims: Sequence[int], arrays: Sequence[Array | Tensor]) -> tuple[tuple[int, ...], list[Array | Tensor]]:
+    """Index arrays, one a dim: a mask as the indices of what is true in it."""
+    covered: list[int] = []
+    indices: list[Array | Tensor] = []
+    for dim, array in zip(dims, arrays, strict=True):
+        if array.dtype is not torch.bool:
+            covered.append(dim)
+            indices.append(array)
+            continue
+        covered.extend(range(dim, dim + len(array.shape)))
+        if isinstance(array, Array):
+            indices.extend(nonzero(array))
+        else:
+            indices.extend(array.nonzero(as_tuple=True))
+    return tuple(covered), indices
+
+
+def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> Array:
+    """(common shape of the indices, other dims of `x`): the entries of `dims` that the indices name."""
+    if x.sharding.dim in dims:
+        return fetch(x, ask(x, dims, indices))
+    rest = [dim for dim in range(len(x.shape)) if dim not in dims]
+    there = everywhere(x, indices)
+    shape = common_shape(there)
+    parts = []
+    for number, part in enumerate(x.parts):
+        where = tuple(each.parts[number].to(torch.int64) for each in there)
+        parts.append(part.permute(*dims, *rest)[where])
+    placed = x.sharding
+    if placed.dim is not None:
+        placed = placed.along(len(shape) + rest.index(placed.dim))
+    return made(parts, placed, x, (*shape, *(x.shape[dim] for dim in rest)))
+
+
+def masked(x: Array, dim: int, mask: Array) -> Array:
+    """(how many are true, other dims of `x`): what the mask shows of the dims from `dim` on. Waits for their number."""
+    depth = len(mask.shape)
+    if not depth:
+        return (
+            arranged(x, [None, *range(len(x.shape))])
+            if bool(mask)
+            else cut(arranged(x, [None, *range(len(x.shape))]), [range(0), *map(range, x.shape)])
+        )
+    inside = x.sharding.dim is not None and dim <= x.sharding.dim < dim + depth
+    if inside and math.prod(x.shape[dim : x.sharding.dim]) != 1:
+        x = reshard(x, first_divided(x, dim), OPERATION)
+    placed = x.sharding
+    own = placed.along(placed.dim - dim) if inside and placed.dim is not None else sharding(placed.places)
+    there = reshard(mask, own, OPERATION)
+    order = [*range(dim, dim + depth), *range(dim), *range(dim + depth, len(x.shape))]
+    parts = [part.permute(order)[shown] for part, shown in zip(x.parts, there.parts, strict=True)]
+    rest = [x.shape[each] for each in order[depth:]]
+    if inside:
+        sizes = counted(x, placed, [len(part) for part in parts])
+        return made(parts, sharding(placed.places, 0, tuple(sizes)), x, [sum(sizes), *rest])
+    if placed.dim is not None:
+        placed = placed.along(order.index(placed.dim) - depth + 1)
+    return made(parts, placed, x, [max(counted(x, placed, [len(part) for part in parts])), *rest])
+
+
+def first_divided(x: Array, dim: int) -> Sharding:
+    """`x` divided along the first dim from `dim` on that has more than one entry, over its places."""
+    while x.shape[dim] == 1 and dim + 1 < len(x.shape):
+        dim += 1
+    each, more = divmod(x.shape[dim], len(x.sharding.places))
+    return sharding(x.sharding.places, dim, tuple(each + (k < more) for k in range(len(x.sharding.places))))
+
+
+def counted(x: Array, placed: Sharding, here: Sequence[int]) -> list[int]:
+    """The numbers of all parts, from those of the parts that are here."""
+    at = {place: count for (_, place), count in zip(x.space.local(placed), here, strict=True)}
+    every = agreed(x.space, [at.get(place, 0) for place in x.space.here], OPERATION)
+    return [every[place] for place in placed.places]
+
+
+def nonzero(x: Array, /) -> tuple[Array, ...]:
+    """The indices of what is not zero, an array for each dim, in row-major order. Waits for their number.
+
+    Lower bound: 0 bytes where `x` is divided along its first dim; else a byte an element that is not where it must be.
+    """
+    if not x.shape:
+        raise ValueError("nonzero of an array without dims: write xp.reshape(x, (1,)) first.")
+    mask = made([part != 0 for part in x.parts], x.sharding, x, x.shape)
+    mask.dtype = torch.bool
+    if mask.sharding.dim is not None and math.prod(x.shape[: mask.sharding.dim]) != 1:
+        mask = reshard(mask, first_divided(mask, 0), "nonzero")
+    placed = mask.sharding
+    found = [part.nonzero(as_tuple=True) for part in mask.parts]
+    lengths = counted(mask, placed, [len(each[0]) for each in found])
+    total = max(lengths) if placed.dim is None else sum(lengths)
+    out = placed if placed.dim is None else sharding(placed.places, 0, tuple(lengths))
+    columns = []
+    for dim in range(len(x.shape)):
+        parts = [each[dim] for each in found]
+        if dim == placed.dim:
+            parts = [part + placed.offsets[k] for part, (k, _) in zip(parts, x.space.local(placed), strict=True)]
+        columns.append(Array(tuple(parts), out, (total,), torch.int64, x.space))
+    return tuple(columns)

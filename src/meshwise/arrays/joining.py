@@ -1,0 +1,246 @@
+"""Arrays joined, taken apart, repeated and shifted. What each moves is written at `runs.py`; along a dim that is not
+divided nothing moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshwise.arrays.align import common_space
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import result_type
+from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
+from meshwise.arrays.elementwise import NoArrayGiven
+from meshwise.arrays.indexing import counted, cut, flipped
+from meshwise.arrays.layout import expand_dims, spread
+from meshwise.arrays.reshaping import flat, reshape
+from meshwise.arrays.runs import Run, intervals, joined, whole
+from meshwise.arrays.sharding import sharding
+from meshwise.arrays.views import axis_of, made
+
+
+def concat(arrays: Sequence[Array], /, *, axis: int | None = 0) -> Array:
+    """Arrays one after another along a dim; None: flattened first.
+
+    The result is divided as the longest of them; along `axis`, each place has as many entries as it had of all.
+    Moved: the entries that then lie elsewhere.
+    """
+    given = _of_one_type("concat", arrays)
+    if axis is None:
+        given, axis = [flat(x) for x in given], 0
+    ndim = len(given[0].shape)
+    dim = axis_of(axis, ndim, "concat")
+    shapes = {x.shape[:dim] + x.shape[dim + 1 :] for x in given}
+    if len(shapes) > 1 or any(len(x.shape) != ndim for x in given):
+        raise ValueError(
+            f"concat(axis={axis}) of shapes {', '.join(str(x.shape) for x in given)}: all but that dim must be equal."
+        )
+    return joined([whole(x, dim) for x in given], dim, "concat")
+
+
+def stack(arrays: Sequence[Array], /, *, axis: int = 0) -> Array:
+    """Arrays one after another along a new dim. Arrays that are divided alike stay so: nothing moves."""
+    given = _of_one_type("stack", arrays)
+    if len({x.shape for x in given}) > 1:
+        raise ValueError(f"stack of shapes {', '.join(str(x.shape) for x in given)}: all must be equal.")
+    dim = axis_of(axis, len(given[0].shape) + 1, "stack")
+    return joined([whole(expand_dims(x, axis=dim), dim) for x in given], dim, "stack")
+
+
+def unstack(x: Array, /, *, axis: int = 0) -> tuple[Array, ...]:
+    """The entries of a dim, an array each: those of a divided dim lie where they lay."""
+    dim = axis_of(axis, len(x.shape), "unstack")
+    whole = [range(length) for length in x.shape]
+    return tuple(cut(x, [*whole[:dim], at, *whole[dim + 1 :]]) for at in range(x.shape[dim]))
+
+
+def flip(x: Array, /, *, axis: int | Sequence[int] | None = None) -> Array:
+    """Entries in the other order, along dims or all. Nothing moves: the places of a divided dim are in the other order,
+    too."""
+    given = range(len(x.shape)) if axis is None else [axis] if isinstance(axis, int) else axis
+    return flipped(x, sorted({axis_of(each, len(x.shape), "flip") for each in given}))
+
+
+def roll(x: Array, /, shift: int | Sequence[int], *, axis: int | Sequence[int] | None = None) -> Array:
+    """Entries moved on by `shift` along a dim, those that fall off at the end come in again at the start; None: of the
+    flattened array. It stays divided as it is: of each part the entries that pass its end move."""
+    if axis is None:
+        if not isinstance(shift, int):
+            raise ValueError(f"roll(shift={shift}) without an axis: give one number, or axes.")
+        return reshape(roll(flat(x), shift, axis=0), x.shape)
+    axes = [axis] if isinstance(axis, int) else list(axis)
+    shifts = [shift] * len(axes) if isinstance(shift, int) else list(shift)
+    if len(shifts) != len(axes):
+        raise ValueError(f"roll(shift={shift}, axis={axis}): give as many shifts as axes.")
+    placed = x.sharding
+    if not axes:
+        return cut(x, [range(length) for length in x.shape])
+    for each, by in zip(axes, shifts, strict=True):
+        dim = axis_of(each, len(x.shape), "roll")
+        length = x.shape[dim]
+        begin = -by % length if length else 0
+        x = joined([Run(x, begin, length - begin), Run(x, 0, begin)], dim, "roll", placed)
+    return x
+
+
+def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
+    """The array so many times along each dim. Along the divided one each place has as many times what it had."""
+    times = [repetitions] if isinstance(repetitions, int) else list(repetitions)
+    times = [1] * (len(x.shape) - len(times)) + times
+    if min(times, default=0) < 0:
+        raise ValueError(f"tile({tuple(times)}): a number of repetitions is below 0.")
+    if len(times) > len(x.shape):
+        x = expand_dims(x, axis=list(range(len(times) - len(x.shape))))
+    for dim, count in enumerate(times):
+        if count != 1:
+            x = joined([whole(x, dim)] * count or [Run(x, 0, 0)], dim, "tile")
+    return x
+
+
+def repeat(x: Array, repeats: Any, /, *, axis: int | None = None) -> Array:
+    """Each entry of a dim so many times, next to itself; None: of the flattened array. Nothing moves but an array of
+    numbers of times, to where `x` is divided; its sum is waited for."""
+    x = flat(x) if axis is None else x
+    dim = axis_of(axis or 0, len(x.shape), "repeat")
+    placed, length = x.sharding, x.shape[dim]
+    if isinstance(repeats, Array) and repeats.shape not in ((), (1,)):
+        if repeats.shape != (length,):
+            raise ValueError(
+                f"repeat of {length} entries, numbers of times of shape {repeats.shape}: give ({length},)."
+            )
+        own = placed.along(0) if placed.dim == dim else sharding(placed.places)
+        times = [part.to(torch.int64) for part in spread(repeats, (length,), own, "repeat").parts]
+        sizes = counted(x, placed, [int(each.sum()) for each in times])
+    else:
+        count = int(repeats)
+        if count < 0:
+            raise ValueError(f"repeat({count}): a number of times below 0.")
+        times = [count] * len(x.parts)  # type: ignore[list-item]
+        sizes = [count * size for size in placed.sizes] if placed.dim == dim else [count * length]
+    parts = [torch.repeat_interleave(part, each, dim=dim) for part, each in zip(x.parts, times, strict=True)]
+    if placed.dim == dim:
+        placed = sharding(placed.places, dim, tuple(sizes))
+    total = sum(sizes) if placed.dim == dim else max(sizes)
+    return made(parts, placed, x, (*x.shape[:dim], total, *x.shape[dim + 1 :]))
+
+
+def diff(
+    x: Array, /, *, axis: int = -1, n: int = 1, prepend: Array | None = None, append: Array | None = None
+) -> Array:
+    """Differences of neighbours along a dim, `n` times over. Moved: one entry at each border of two parts, a time."""
+    dim = axis_of(axis, len(x.shape), "diff")
+    if n < 0:
+        raise ValueError(f"diff(n={n}): it must be 0 or more.")
+    if n and (prepend is not None or append is not None):
+        x = concat([each for each in (prepend, x, append) if each is not None], axis=dim)
+    whole = [range(length) for length in x.shape]
+    for _ in range(n):
+        length = x.shape[dim]
+        after = cut(x, [*whole[:dim], range(min(1, length), length), *whole[dim + 1 :]])
+        before = cut(x, [*whole[:dim], range(max(0, length - 1)), *whole[dim + 1 :]])
+        x = ELEMENTWISE["not_equal" if x.dtype is torch.bool else "subtract"](after, before)
+    return x if n else cut(x, whole)
+
+
+def halo(
+    x: Array, before: int, after: int, /, *, dim: int | None = None, wrap: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """The parts that are here, each with the last `before` entries ahead of it and the first `after` behind it.
+
+    dim: the divided one. wrap: entries ahead of the first are the last ones, as in a ring; else the parts at the ends
+    have only what there is. Moved: those entries, from as many places as hold them; an empty part gets none.
+    """
+    dim = x.sharding.dim if dim is None else axis_of(dim, len(x.shape), "halo")
+    if min(before, after) < 0:
+        raise ValueError(f"halo({before}, {after}): widths must be 0 or more.")
+    lies, length = x.sharding, 0 if dim is None else x.shape[dim]
+    if dim is None or not length:
+        return x.parts
+    begins = lies.offsets if lies.dim == dim else (0,) * len(lies.places)
+    sizes = lies.sizes if lies.dim == dim else (length,) * len(lies.places)
+    runs, at = [whole(x, dim)], 0
+    if wrap:
+        ahead, behind = _ring(x, length, before), -(-after // length)
+        runs, at = [*ahead, whole(x, dim), *[whole(x, dim)] * behind], before
+    wanted = []
+    for place, begin, size in zip(lies.places, begins, sizes, strict=True):
+        low = begin + at - before if wrap else max(0, begin - before)
+        high = begin + size + at + after if wrap else min(length, begin + size + after)
+        wanted.append((place, low, high) if size else (place, begin + at, begin + at))
+    if lies.dim not in (None, dim):
+        raise ValueError(f"halo(dim={dim}) of an array divided along dim {lies.dim}: write x.reshard(xp.shard({dim})).")
+    return tuple(intervals(runs, dim, wanted, "halo"))
+
+
+def _ring(x: Array, length: int, before: int) -> list[Run]:
+    """The `before` entries ahead of the first, going round."""
+    rounds, rest = divmod(before, length)
+    return [Run(x, length - rest, rest), *[Run(x, 0, length)] * rounds]
+
+
+def pad(x: Array, pad_width: Any, mode: str = "constant", *, constant_values: Any = 0) -> Array:
+    """`x` with entries ahead of it and behind it along each dim, as NumPy's.
+
+    pad_width: a number, (before, after), or such a pair for each dim. mode: constant, edge, wrap, reflect, symmetric.
+    Along the divided dim, a constant is made where the ends lie; other entries move there where they are not.
+    """
+    if mode not in ("constant", "edge", "wrap", "reflect", "symmetric"):
+        raise ValueError(f"pad(mode={mode!r}): write constant, edge, wrap, reflect or symmetric.")
+    widths = np.broadcast_to(np.asarray(pad_width), (len(x.shape), 2)).tolist()
+    values = np.broadcast_to(np.asarray(constant_values), (len(x.shape), 2)).tolist()
+    for dim, (before, after) in enumerate(widths):
+        if before < 0 or after < 0:
+            raise ValueError(f"pad({pad_width}): a width is below 0.")
+        if before or after:
+            ends = [_constant(x, dim, *each) for each in zip((before, after), values[dim], (False, True), strict=True)]
+            if mode != "constant":
+                ends = _ends(x, dim, before, after, mode)
+            x = joined([ends[0], whole(x, dim), ends[1]], dim, "pad")
+    return x
+
+
+def _constant(x: Array, dim: int, width: int, value: Any, at_end: bool) -> Run:
+    placed = x.sharding
+    shape = (*x.shape[:dim], width, *x.shape[dim + 1 :])
+    if placed.dim == dim:
+        full = [k for k, size in enumerate(placed.sizes) if size] or [0]
+        placed = sharding((placed.places[full[-1 if at_end else 0]],))
+    parts = [
+        torch.full(placed.part_shape(shape, k), value, dtype=x.dtype, device=x.space.devices[place])
+        for k, place in x.space.local(placed)
+    ]
+    return Run(made(parts, placed, x, shape), 0, width)
+
+
+def _ends(x: Array, dim: int, before: int, after: int, mode: str) -> list[Run]:
+    length = x.shape[dim]
+    most = {"edge": math.inf if length else 0, "reflect": length - 1}.get(mode, length)
+    if max(before, after) > most:
+        raise ValueError(f"pad(mode={mode!r}) by {before} and {after} of length {length}: at most {most}. Pad twice.")
+    if mode == "edge":
+        return [Run(x, 0, before, 0), Run(x, length - 1, after, 0)]
+    if mode == "wrap":
+        return [Run(x, length - before, before), Run(x, 0, after)]
+    inner = mode == "reflect"
+    return [Run(x, before - 1 + inner, before, -1), Run(x, length - 1 - inner, after, -1)]
+
+
+def _of_one_type(name: str, arrays: Sequence[Array]) -> list[Array]:
+    """At least one array, of one namespace, cast to what they promote to."""
+    if isinstance(arrays, Array):
+        raise TypeError(f"{name} of one array: give a list of arrays.")
+    given = list(arrays)
+    if not given:
+        raise ValueError(f"{name} of no arrays: give at least one.")
+    if not all(isinstance(x, Array) for x in given):
+        raise NoArrayGiven(f"{name} of {', '.join(type(x).__name__ for x in given)}: give arrays.")
+    common_space(name, given)
+    dtype = result_type(*given)
+    return [
+        x if x.dtype is dtype else Array(tuple(part.to(dtype) for part in x.parts), x.sharding, x.shape, dtype, x.space)
+        for x in given
+    ]

@@ -1,0 +1,136 @@
+"""What a key asks for: `x[1:, None, mask, ::-2, [0, 2]]`, read as NumPy reads it.
+
+Slices and indices are cuts of one dim each. Index arrays and masks are advanced: their dims become those of their
+common shape, at the place of the first where they stand side by side, else in front.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.sharding import Shape
+
+Cut = int | range
+"""Of one dim: the entry, or the entries that are kept."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """cuts: one for each dim. arrays: (first dim, index array or mask), by dims; a mask may cover several.
+    out: what the dims of the result are, in order: a dim that is cut, None for a new one, ADVANCED for those of arrays.
+    """
+
+    cuts: tuple[Cut, ...]
+    arrays: tuple[tuple[int, Array | Tensor], ...]
+    out: tuple[int | None, ...]
+
+
+ADVANCED = -1
+
+
+def read_key(given: Any, shape: Shape) -> Key:
+    """The key of an array of this shape. IndexError for what cannot be one."""
+    items = [_item(each) for each in (given if isinstance(given, tuple) else (given,))]
+    items = _without_ellipsis(items, len(shape), given)
+    advanced = any(_is_array(item) for item in items)
+    cuts: list[Cut] = []
+    arrays: list[tuple[int, Array | Tensor]] = []
+    out: list[int | None] = []
+    places: list[int] = []
+    for at, item in enumerate(items):
+        dim = len(cuts)
+        if item is None:
+            out.append(None)
+        elif isinstance(item, slice):
+            cuts.append(range(*item.indices(shape[dim])))
+            out.append(dim)
+        elif isinstance(item, int):
+            cuts.append(_entry(item, shape[dim], dim))
+            places.extend([at] if advanced else [])
+        else:
+            arrays.append((dim, item))
+            cuts.extend(range(length) for length in _covered(item, shape, dim))
+            places.append(at)
+    if advanced:
+        together = places[-1] - places[0] == len(places) - 1
+        before = sum(item is None or isinstance(item, slice) for item in items[: places[0]]) if together else 0
+        out.insert(before, ADVANCED)
+    return Key(tuple(cuts), tuple(arrays), tuple(out))
+
+
+def _item(given: Any) -> Any:
+    """None, Ellipsis, a slice, an int, or an array of indices or truth values: an `Array`, or a host tensor."""
+    if given is None or given is Ellipsis or isinstance(given, slice):
+        return given
+    if type(given) is int:
+        return given
+    if isinstance(given, Array):
+        if given.dtype is torch.bool or (given.shape and not given.dtype.is_floating_point):
+            return given
+        return operator.index(given)
+    if isinstance(given, bool | np.bool_):
+        return torch.tensor(bool(given))
+    if not isinstance(given, list | tuple | np.ndarray | Tensor):
+        try:
+            return operator.index(given)
+        except TypeError:
+            pass
+    return on_host(given)
+
+
+def on_host(given: Any) -> Any:
+    """Lists, NumPy arrays and tensors of indices or truth values as a tensor of the host; without dims, a number."""
+    values = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+    if values.size == 0 and not isinstance(given, np.ndarray | Tensor):
+        values = values.astype(np.int64)
+    if values.dtype.kind not in "bui":
+        raise IndexError(f"index {str(given)[:60]}: write integers, slices, ..., None, or arrays of integers or bools.")
+    if values.ndim == 0 and values.dtype.kind != "b":
+        return int(values)
+    return torch.from_numpy(np.ascontiguousarray(values if values.dtype.kind == "b" else values.astype(np.int64)))
+
+
+def _is_array(item: Any) -> bool:
+    return isinstance(item, Array | Tensor)
+
+
+def _without_ellipsis(items: list[Any], ndim: int, given: Any) -> list[Any]:
+    used = sum(_dims_of(item) for item in items)
+    at = [k for k, item in enumerate(items) if item is Ellipsis]
+    if len(at) > 1:
+        raise IndexError("an index with two ellipses ('...'): write one.")
+    if used > ndim:
+        raise IndexError(f"too many indices: an array of {ndim} dims, indexed in {used}.")
+    where = at[0] if at else len(items)
+    return [*items[:where], *[slice(None)] * (ndim - used), *items[where + len(at) :]]
+
+
+def _dims_of(item: Any) -> int:
+    if item is None or item is Ellipsis:
+        return 0
+    return len(item.shape) if _is_array(item) and item.dtype is torch.bool else 1
+
+
+def _entry(index: int, length: int, dim: int) -> int:
+    if not -length <= index < length:
+        raise IndexError(f"index {index} is out of bounds for axis {dim} with size {length}")
+    return index % length
+
+
+def _covered(item: Array | Tensor, shape: Shape, dim: int) -> Sequence[int]:
+    if item.dtype is not torch.bool:
+        return shape[dim : dim + 1]
+    covered = shape[dim : dim + len(item.shape)]
+    if tuple(item.shape) != tuple(covered):
+        raise IndexError(
+            f"a mask of shape {tuple(item.shape)} for dims of shape {tuple(covered)}: shapes must be equal."
+        )
+    return covered

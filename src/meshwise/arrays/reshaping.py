@@ -1,0 +1,207 @@
+"""reshape: dims joined and cut, where only what crosses a new border moves.
+
+Dims of the old and the new shape belong together in groups of equal size; a group without the divided dim is reshaped
+where it lies. In its own group (outer, divided, inner) the new array is divided along the first dim that has an entry
+for each place, in the old proportions, rounded to whole entries. Lower bound, and moved: where the divided dim is the
+first of its group, before and after, what lies between an old border and the new one; else what does not lie where the
+new division wants it. Where it is first neither before nor after, it goes by way of the flat group, which moves twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.creation import as_shape
+from meshwise.arrays.moves import Piece, exchange, reshard
+from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
+from meshwise.arrays.views import made, size_of, taken
+
+
+def reshape(x: Array, /, shape: Shape | int, *, copy: bool | None = None) -> Array:
+    """The elements in row-major order in another shape; one length may be -1. See the top of the file for what moves.
+
+    copy: True for memory of its own at once. ValueError with copy=False where elements move or are put in order.
+    """
+    wanted = _lengths(x.shape, shape)
+    placed = x.sharding
+    if placed.dim is not None and x.shape[placed.dim] == 1:
+        x = reshard(x, sharding((placed.places[placed.sizes.index(1)],)))  # all of it lies there
+        placed = x.sharding
+    if not size_of(wanted):
+        placed = evenly(wanted[0], placed.places)
+        found = [
+            part.new_empty(placed.part_shape(wanted, k))
+            for part, (k, _) in zip(x.parts, x.space.local(placed), strict=True)
+        ]
+    elif placed.dim is None:
+        found = [part.reshape(wanted) for part in x.parts]
+    else:
+        old, new = _seen(x.shape, wanted, placed)
+        if old.outer == new.outer == 1 and old.begins == new.begins:
+            placed = new.placed
+            found = [
+                part.reshape(placed.part_shape(wanted, k))
+                for part, (k, _) in zip(x.parts, x.space.local(placed), strict=True)
+            ]
+        elif copy is False:
+            raise ValueError(
+                f"reshape({shape}, copy=False) of {x.shape} as it is divided: elements move. Leave copy out."
+            )
+        else:
+            return _moved(x, wanted, old, new)
+    if copy is False and any(new.data_ptr() != part.data_ptr() for new, part in zip(found, x.parts, strict=False)):
+        raise ValueError(f"reshape({shape}, copy=False) of {x.shape}: elements are not in order. Leave copy out.")
+    parts = [part.clone() if copy else part if copy is False else taken(part) for part in found]
+    return made(parts, placed, x, wanted)
+
+
+def flat(x: Array) -> Array:
+    """All elements in row-major order, in one dim."""
+    return reshape(x, (-1,))
+
+
+def _lengths(shape: Shape, given: Shape | int) -> Shape:
+    lengths = tuple(int(n) for n in given) if hasattr(given, "__iter__") else (int(given),)
+    if lengths.count(-1) == 1:
+        others = -math.prod(lengths)
+        if others and size_of(shape) % others == 0:
+            lengths = tuple(size_of(shape) // others if n == -1 else n for n in lengths)
+    if -1 in lengths or math.prod(lengths) != size_of(shape):
+        raise ValueError(
+            f"reshape of {shape} to {lengths}: {size_of(shape)} elements do not fit. Give lengths that do."
+        )
+    return as_shape(lengths)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A divided array, seen in the group of its divided dim: (before, outer, length, after). Part k has of each of the
+    `outer` rows the entries from `begins[k]` to `ends[k]`."""
+
+    before: int
+    outer: int
+    length: int
+    after: int
+    begins: tuple[int, ...]
+    ends: tuple[int, ...]
+    placed: Sharding
+
+    def seen(self, part: Tensor, k: int) -> Tensor:
+        """Part number k as (before, outer, its entries, after)."""
+        return part.reshape(self.before, self.outer, self.ends[k] - self.begins[k], self.after)
+
+
+def _rows(shape: Shape, group: tuple[int, int], placed: Sharding) -> Rows:
+    """group: its first dim, and the one after its last."""
+    assert placed.dim is not None
+    first, last = group
+    inner = math.prod(shape[placed.dim + 1 : last])
+    begins = tuple(begin * inner for begin in placed.offsets)
+    ends = tuple((begin + size) * inner for begin, size in zip(placed.offsets, placed.sizes, strict=True))
+    before, outer, after = (math.prod(shape[a:b]) for a, b in ((0, first), (first, placed.dim), (last, len(shape))))
+    return Rows(before, outer, shape[placed.dim] * inner, after, begins, ends, placed)
+
+
+def _seen(old: Shape, new: Shape, placed: Sharding) -> tuple[Rows, Rows]:
+    """The array as it is divided, and as it will be in its new shape."""
+    assert placed.dim is not None
+    group, (first, last) = _groups(old, new, placed.dim)
+    places, whole = len(placed.places), old[placed.dim]
+    enough = [dim for dim in range(first, last) if new[dim] >= places]
+    dim = enough[0] if enough else max(range(first, last), key=lambda each: new[each])
+    borders = [(begin * new[dim] * 2 + whole) // (2 * whole) for begin in (*placed.offsets, whole)]
+    sizes = tuple(end - begin for begin, end in itertools.pairwise(borders))
+    return _rows(old, group, placed), _rows(new, (first, last), sharding(placed.places, dim, sizes))
+
+
+def _groups(old: Shape, new: Shape, dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The dims of both shapes that belong together with `dim` of the old one: the first, and one after the last. No
+    length is 0."""
+    i = j = 0
+    while True:
+        begin = i, j
+        a, b = old[i], new[j]
+        i, j = i + 1, j + 1
+        while a != b:
+            if a < b:
+                a, i = a * old[i], i + 1
+            else:
+                b, j = b * new[j], j + 1
+        if i > dim:
+            return (begin[0], i), (begin[1], j)
+
+
+def _moved(x: Array, wanted: Shape, old: Rows, new: Rows) -> Array:
+    """`x`, which is divided as `old`, in the shape `wanted`, divided as `new`."""
+    if old.outer > 1 and new.outer > 1:
+        shape = (old.before, old.outer * old.length, old.after)
+        between = _rows(shape, (1, 2), evenly(shape[1], old.placed.places, 1))
+        return _moved(_moved(x, shape, old, between), wanted, between, new)
+    space = x.space
+    held = {k: old.seen(part, k) for part, (k, _) in zip(x.parts, space.local(old.placed), strict=True)}
+    parts = [
+        torch.empty(new.placed.part_shape(wanted, k), dtype=x.dtype, device=space.devices[place])
+        for k, place in space.local(new.placed)
+    ]
+    made_of = {k: new.seen(part, k) for part, (k, _) in zip(parts, space.local(new.placed), strict=True)}
+    line, rows = (old, new) if old.outer == 1 else (new, old)
+    pieces = []
+    for (i, source), (j, target) in itertools.product(enumerate(old.placed.places), enumerate(new.placed.places)):
+        k, n = (i, j) if line is old else (j, i)
+        for box in _boxes(line.begins[k], line.ends[k], rows, n):
+            views = []
+            for tensors, number, each in ((held, i, old), (made_of, j, new)):
+                see = _of_line if each is line else _of_rows
+                views.append(see(tensors[number], box, each, number, rows.length) if number in tensors else None)
+            shape4 = (old.before, box.count, box.high - box.low, old.after)
+            pieces.append(Piece(source, target, (i, j, box.row), shape4, x.dtype, views[0], views[1]))
+    exchange(space, pieces, "reshape")
+    return made(parts, new.placed, x, wanted)
+
+
+@dataclass(frozen=True)
+class Box:
+    """`count` rows from `row`, of each the entries from `low` to `high`."""
+
+    row: int
+    count: int
+    low: int
+    high: int
+
+
+def _boxes(begin: int, end: int, rows: Rows, n: int) -> Iterator[Box]:
+    """What part n of the rows has of the elements from `begin` to `end`: of a first row, of whole ones, of a last."""
+    length, low, high = rows.length, rows.begins[n], rows.ends[n]
+    if begin >= end:
+        return
+    first, last = begin // length, (end - 1) // length
+    found = []
+    if first == last:
+        found.append(Box(first, 1, max(low, begin - first * length), min(high, end - first * length)))
+    else:
+        found.append(Box(first, 1, max(low, begin - first * length), high))
+        found.append(Box(first + 1, last - first - 1, low, high))
+        found.append(Box(last, 1, low, min(high, end - last * length)))
+    yield from (box for box in found if box.count and box.low < box.high)
+
+
+def _of_line(tensor: Tensor, box: Box, line: Rows, k: int, length: int) -> Tensor:
+    """A box of a part of one row, (before, 1, entries, after), as (before, rows of the box, its entries, after)."""
+    at = box.row * length - line.begins[k]
+    if box.count == 1:
+        return tensor[:, :, at + box.low : at + box.high]
+    whole = tensor[:, 0, at : at + box.count * length]
+    rows = whole.view(whole.shape[0], box.count, length, whole.shape[2])
+    return rows[:, :, box.low : box.high]
+
+
+def _of_rows(tensor: Tensor, box: Box, rows: Rows, n: int, length: int) -> Tensor:
+    """A box of a part that has some of each row."""
+    return tensor[:, box.row : box.row + box.count, box.low - rows.begins[n] : box.high - rows.begins[n]]

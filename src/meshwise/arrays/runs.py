@@ -1,0 +1,183 @@
+"""An array put together along one dim of runs of entries of others: concat, roll, tile, pad and halo are such.
+
+What a place wants is an interval of the result, what a place holds of a run is an interval of it; where both meet there
+is something to hand over. Lower bound, and moved: the entries that a place wants and does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.moves import Piece, exchange, reshard
+from meshwise.arrays.sharding import Sharding, evenly, sharding
+from meshwise.arrays.views import made, taken
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` entries of a dim of `source`, from `start` in steps of `step`; of step 0, one entry so many times."""
+
+    source: Array
+    start: int
+    count: int
+    step: int = 1
+
+
+Interval = tuple[int, int, int]
+"""(place, first entry of the result, the one after the last) that a place wants."""
+
+
+def whole(x: Array, dim: int) -> Run:
+    """All entries of a dim."""
+    return Run(x, 0, x.shape[dim])
+
+
+def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | None = None) -> Array:
+    """The runs, in their order along `dim`. placed: where the result lies; None: a place has as much as it held.
+
+    All sources have one dtype, and one shape but along `dim`.
+    """
+    first = runs[0].source
+    shape = (*first.shape[:dim], sum(run.count for run in runs), *first.shape[dim + 1 :])
+    placed = placed or _best(runs, dim)
+    if placed.dim != dim:
+        runs = [Run(reshard(run.source, placed, operation), run.start, run.count, run.step) for run in runs]
+        parts = [
+            _joined([_entries(run.source.parts[k], dim, run.start, run.count, run.step) for run in runs], dim)
+            for k in range(len(runs[0].source.parts))
+        ]
+        return made(parts, placed, first, shape)
+    wanted = [
+        (place, begin, begin + size)
+        for place, begin, size in zip(placed.places, placed.offsets, placed.sizes, strict=True)
+    ]
+    return made(intervals(runs, dim, wanted, operation), placed, first, shape)
+
+
+def _best(runs: Sequence[Run], dim: int) -> Sharding:
+    """As most of the entries lie, if that is divided along another dim, or not divided; else as they are held."""
+    lies = runs[0].source.sharding
+    if lies.dim is None and all(run.source.sharding == lies for run in runs):
+        return lies
+    counts: dict[Sharding | None, int] = {}
+    for run in runs:
+        own = run.source.sharding
+        key = own if own.dim not in (None, dim) else None
+        counts[key] = counts.get(key, 0) + run.count
+    return max(counts, key=lambda each: counts[each]) or as_held(runs, dim)
+
+
+def as_held(runs: Sequence[Run], dim: int) -> Sharding:
+    """The dim divided so that a place has as many entries as it has of the runs. Places are in the order in which the
+    runs name them; what all places have is divided evenly, what is divided along another dim, too."""
+    sizes: dict[int, int] = {}
+    for run in runs:
+        lies = run.source.sharding
+        if lies.dim == dim:
+            for part, place in enumerate(lies.places):
+                begin, end = _held(run, lies.offsets[part], lies.sizes[part])
+                sizes[place] = sizes.get(place, 0) + end - begin
+        else:
+            shares = evenly(run.count, lies.places, dim).sizes
+            for place, share in zip(lies.places, shares, strict=True):
+                sizes[place] = sizes.get(place, 0) + share
+    return sharding(tuple(sizes), dim, tuple(sizes.values()))
+
+
+def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operation: str) -> list[Tensor]:
+    """What of the runs, joined along `dim`, each interval asks for; of those whose place is here. They may overlap."""
+    space, dtype = runs[0].source.space, runs[0].source.dtype
+    shape = runs[0].source.shape
+    pieces: list[Piece] = []
+    kept: dict[int, dict[int, Tensor]] = {number: {} for number, each in enumerate(wanted) if each[0] in space.here}
+    at = 0
+    for run in runs:
+        run = _divided(run, dim, at, wanted, operation)
+        held = {
+            place: part for (_, place), part in zip(space.local(run.source.sharding), run.source.parts, strict=True)
+        }
+        for place, offset, number, begin, end in _meetings(run, dim, at, wanted):
+            tensor = None
+            if place in held:
+                start = run.start + run.step * (begin - at) - offset
+                tensor = _entries(held[place], dim, start, end - begin, run.step)
+            target = wanted[number][0]
+            if place == target:
+                if tensor is not None:
+                    kept[number][begin] = tensor
+            else:
+                size = (*shape[:dim], end - begin, *shape[dim + 1 :])
+                pieces.append(Piece(place, target, (number, begin), size, dtype, tensor))
+        at += run.count
+    for (number, begin), tensor in exchange(space, pieces, operation).items():  # type: ignore[misc]
+        kept[number][begin] = tensor
+    parts = []
+    for number, each in kept.items():
+        found = [each[begin] for begin in sorted(each)]
+        if not found:
+            size = (*shape[:dim], 0, *shape[dim + 1 :])
+            found = [torch.empty(size, dtype=dtype, device=space.devices[wanted[number][0]])]
+        parts.append(_joined(found, dim))
+    return parts
+
+
+def _divided(run: Run, dim: int, at: int, wanted: Sequence[Interval], operation: str) -> Run:
+    """A run whose source is divided along another dim, laid out along `dim` as it is wanted."""
+    if run.source.sharding.dim in (None, dim) or run.step != 1 or run.count != run.source.shape[dim]:
+        return run
+    places = tuple(dict.fromkeys(place for place, _, _ in wanted))
+    sizes = [max(0, min(end, at + run.count) - max(begin, at)) for _, begin, end in wanted]
+    fits = len(places) == len(wanted) and sum(sizes) == run.count
+    placed = sharding(places, dim, tuple(sizes)) if fits else evenly(run.count, places, dim)
+    return Run(reshard(run.source, placed, operation), 0, run.count)
+
+
+def _meetings(run: Run, dim: int, at: int, wanted: Sequence[Interval]) -> Iterator[tuple[int, int, int, int, int]]:
+    """(place that hands over, offset of its part, number of the interval, first entry of the result, one after the
+    last) of a run whose first entry is number `at` of the result."""
+    lies, length = run.source.sharding, run.source.shape[dim]
+    for number, (target, begin, end) in enumerate(wanted):
+        if lies.dim is None:
+            place = target if target in lies.places else lies.places[number % len(lies.places)]
+            holders = [(place, 0, length)]
+        else:
+            holders = list(zip(lies.places, lies.offsets, lies.sizes, strict=True))
+        for place, offset, size in holders:
+            first, last = _held(run, offset, size)
+            first, last = max(first + at, begin), min(last + at, end)
+            if first < last:
+                yield place, offset, number, first, last
+
+
+def _held(run: Run, offset: int, size: int) -> tuple[int, int]:
+    """Which entries of the run, counted from its first, lie in a part of `size` from `offset`."""
+    start, step, end = run.start, run.step, offset + size
+    if step == 0:
+        first, last = (0, run.count) if offset <= start < end else (0, 0)
+    elif step > 0:
+        first, last = -((start - offset) // step), -((start - end) // step)
+    else:
+        first, last = -((end - 1 - start) // -step), (start - offset) // -step + 1
+    first = min(max(first, 0), run.count)
+    return first, min(max(last, first), run.count)
+
+
+def _entries(part: Tensor, dim: int, start: int, count: int, step: int) -> Tensor:
+    """Entries of a part, counted in it."""
+    if step == 0:
+        return part.narrow(dim, start, 1).expand(*part.shape[:dim], count, *part.shape[dim + 1 :])
+    if step == 1 or count <= 1:
+        return part.narrow(dim, start if count else 0, count)
+    last = start + step * (count - 1)
+    low, high = min(start, last), max(start, last)
+    found = part[(slice(None),) * dim + (slice(low, high + 1, abs(step)),)]
+    return found.flip(dim) if step < 0 else found
+
+
+def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    return taken(tensors[0]) if len(tensors) == 1 else torch.cat(list(tensors), dim)

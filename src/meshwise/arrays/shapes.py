@@ -1,0 +1,72 @@
+"""The functions of shapes and entries that a namespace has, and the methods of `Array` that are such."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from meshwise.arrays import choosing, indexing, joining, layout, reshaping
+from meshwise.arrays.array import Array
+from meshwise.arrays.assigning import set_item
+from meshwise.arrays.elementwise import NoArrayGiven
+from meshwise.arrays.indexing import get_item
+
+
+def _of_arrays(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of an array, of what may be none: then NoArrayGiven, for the namespace to make one."""
+
+    @functools.wraps(rule)
+    def call(x: Any, /, *given: Any, **named: Any) -> Any:
+        if not isinstance(x, Array):
+            raise NoArrayGiven(f"{rule.__name__} of {type(x).__name__}: no array. Write xp.asarray(value) first.")
+        return rule(x, *given, **named)
+
+    return call
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    rule.__name__: _of_arrays(rule)
+    for rule in (
+        *(layout.permute_dims, layout.matrix_transpose, layout.moveaxis, layout.expand_dims, layout.squeeze),
+        *(layout.broadcast_to, reshaping.reshape, indexing.nonzero, joining.unstack, joining.flip, joining.roll),
+        *(joining.tile, joining.repeat, joining.diff, joining.pad, joining.halo, choosing.take),
+        *(choosing.take_along_axis, choosing.tril, choosing.triu),
+    )
+} | {
+    rule.__name__: rule
+    for rule in (joining.concat, joining.stack, choosing.where, choosing.broadcast_arrays, choosing.meshgrid)
+}
+
+
+def reshaped(x: Array, /, *shape: Any, **named: Any) -> Array:
+    """`x.reshape(2, 3)`, or with a shape, as `xp.reshape`."""
+    return reshaping.reshape(x, shape[0] if len(shape) == 1 else shape, **named)
+
+
+def transposed(x: Array, /, *axes: Any) -> Array:
+    """The dims in the reverse order, or in that of `axes`, as NumPy's method."""
+    if len(axes) == 1 and not isinstance(axes[0], int):
+        axes = tuple(axes[0] or ())
+    return layout.permute_dims(x, axes or tuple(reversed(range(len(x.shape)))))
+
+
+def flattened(x: Array, /) -> Array:
+    """A copy of the elements, in row-major order, in one dim."""
+    return reshaping.reshape(x, (-1,), copy=True)
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "__getitem__": get_item,
+    "__setitem__": set_item,
+    "reshape": reshaped,
+    "transpose": transposed,
+    "flatten": flattened,
+    "ravel": reshaping.flat,
+    "squeeze": layout.squeeze,
+    "repeat": lambda x, repeats, axis=None: joining.repeat(x, repeats, axis=axis),
+    "take": lambda x, indices, axis=None: choosing.take(x, indices, axis=axis),
+    "nonzero": indexing.nonzero,
+    "swapaxes": lambda x, one, other: layout.moveaxis(x, (one, other), (other, one)),
+}
+PROPERTIES: dict[str, Callable[[Array], Any]] = {"T": transposed, "mT": layout.matrix_transpose}

@@ -1,0 +1,58 @@
+"""Parts that share memory: a result that shows part of an array, and the copy that is made before one is written.
+
+To a program every result is an array of its own. Large views share memory until one of the sharers is written: it
+takes a copy first. Small ones are copied at once, so that a row which is kept does not make each write to its array
+copy all of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.sharding import Shape, Sharding
+from meshwise.compat.sharing import is_shared
+
+SMALL = 4
+"""A view of less than one in so many bytes of its memory is copied at once."""
+
+
+def taken(view: Tensor) -> Tensor:
+    """A part that shows another's memory: as it is, or copied where it is a small part of it."""
+    if view.numel() * view.element_size() * SMALL < view.untyped_storage().nbytes():
+        return view.clone(memory_format=torch.contiguous_format)
+    return view
+
+
+def own(x: Array) -> None:
+    """Before `x` is written: no other array, and no element of its own, has the memory of its parts."""
+    if any(is_shared(part) or _repeats(part) for part in x.parts):
+        x.parts = tuple(
+            part.clone(memory_format=torch.contiguous_format) if is_shared(part) or _repeats(part) else part
+            for part in x.parts
+        )
+
+
+def _repeats(part: Tensor) -> bool:
+    """Whether elements share memory, as after `expand`."""
+    return any(stride == 0 and length > 1 for stride, length in zip(part.stride(), part.shape, strict=True))
+
+
+def made(parts: list[Tensor], placed: Sharding, x: Array, shape: Shape | list[int]) -> Array:
+    """An array of these parts, of the dtype and the space of `x`."""
+    return Array(tuple(parts), placed, tuple(shape), x.dtype, x.space)
+
+
+def axis_of(axis: int, ndim: int, what: str) -> int:
+    """`axis` counted from the front. IndexError (NumPy's AxisError is one) where there is none."""
+    if not -ndim <= axis < ndim:
+        raise IndexError(f"{what}(axis={axis}) of an array of {ndim} dims: use {-ndim} to {ndim - 1}.")
+    return int(axis) % ndim
+
+
+def size_of(shape: Shape) -> int:
+    """The number of elements."""
+    return math.prod(shape)

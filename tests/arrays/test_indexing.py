@@ -1,0 +1,243 @@
+"""`x[key]` and `x[key] = value` as NumPy has them, however the array, its masks, index arrays and values lie.
+
+Also for arrays/keys.py, arrays/fetching.py, arrays/assigning.py, arrays/views.py, compat/sharing.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshwise as mw
+from meshwise.compat.sharing import is_shared
+from tests.arrays.drawn import Draw, same
+
+XP = mw.array_namespace("3xcpu")
+Keys = tuple[tuple[Any, ...], tuple[Any, ...]]
+
+
+def drawn_key(draw: Draw, shape: tuple[int, ...]) -> Keys:
+    """A key of every kind, as NumPy gets it and with arrays of ours in it."""
+    rng, given, ours = draw.rng, [], []
+    dim = 0
+    while dim < len(shape):
+        length, kind = (
+            shape[dim],
+            rng.choice(["new", "slice", "slice", "slice", "int", "all", "mask", "array", "array"]),
+        )
+        if kind == "new":
+            given.append(None)
+            ours.append(None)
+            continue
+        key: Any = slice(None)
+        own: Any = None
+        if kind == "slice":
+            bounds = [rng.choice([None, rng.randint(-length - 1, length + 1)]) for _ in range(2)]
+            key = slice(*bounds, rng.choice([None, 1, 2, -1, -2, 3]))
+        elif kind == "int" and length:
+            key = rng.randint(-length, length - 1)
+        elif kind == "mask":
+            depth = rng.choice([1, 2]) if dim + 1 < len(shape) else 1
+            key = draw.numbers.random(shape[dim : dim + depth]) < 0.5
+            dim += depth - 1
+        elif kind == "array" and length:
+            key = draw.numbers.integers(-length, length, rng.choice([(3,), (1,), (2, 3), (0,), (3,)]))
+            own = key.tolist() if rng.random() < 0.2 else None
+        given.append(key)
+        if isinstance(key, np.ndarray) and own is None:
+            own = key if rng.random() < 0.3 else draw.placed(key)
+        ours.append(key if own is None else own)
+        dim += 1
+    if rng.random() < 0.2:
+        at = rng.randint(0, len(given))
+        given.insert(at, ...)
+        ours.insert(at, ...)
+    return tuple(given), tuple(ours)
+
+
+def drawn_value(draw: Draw, shape: tuple[int, ...]) -> Any:
+    """A number, or values of a shape that broadcasts to this one."""
+    if draw.rng.random() < 0.25:
+        return 7.0
+    lengths = [1 if draw.rng.random() < 0.2 else length for length in shape]
+    return draw.values(lengths[draw.rng.randint(0, len(lengths)) if draw.rng.random() < 0.3 else 0 :], 100)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_reading_and_writing_by_drawn_keys(seed: int) -> None:
+    for case in range(40):
+        draw = Draw((seed, case))
+        values = draw.values(draw.shape(0), 100, draw.rng.choice([np.int64, np.float64, np.float32]))
+        x = draw.placed(values)
+        given, ours = drawn_key(draw, values.shape)
+        try:
+            expected = values[given]
+        except IndexError:  # index arrays that do not broadcast
+            with pytest.raises(IndexError):
+                x[ours]
+            continue
+        kept = x[...]
+        found = x[ours]
+        same(found, np.asarray(expected))
+        value = drawn_value(draw, np.shape(expected))
+        written = values.copy()
+        written[given] = value
+        x[ours] = draw.placed(value) if isinstance(value, np.ndarray) and draw.rng.random() < 0.7 else value
+        same(x, written)
+        same(found, np.asarray(expected))  # what was read before does not change
+        same(kept, values)
+
+
+def moved(run: Any) -> int:
+    with mw.comm_log() as log:
+        run()
+    return sum(row.bytes for row in log)
+
+
+def test_slices_move_nothing() -> None:
+    x = XP.asarray(np.arange(60.0).reshape(12, 5))
+    keys = [np.s_[1:], np.s_[::-1], np.s_[2:9:3, ::-2], np.s_[5], np.s_[..., None, 2], np.s_[-1:0:-4], np.s_[3:3]]
+    for layout in (XP.shard(0), XP.shard(1), XP.shard(0, sizes=[0, 11, 1])):
+        y = x.reshard(layout)
+        assert moved(lambda y=y: [y[key] for key in keys]) == 0
+
+
+def test_a_stencil_moves_a_row_at_each_border() -> None:
+    u = XP.asarray(np.arange(90.0).reshape(9, 10))
+
+    def step() -> None:
+        u[1:-1] = u[:-2] + u[2:]
+
+    # The sum: two rows at each of two borders, since its operands are shifted by two; the result: one row at each.
+    assert moved(step) == (2 * 2 + 2 * 1) * 10 * 8
+    before = np.arange(90.0).reshape(9, 10)
+    expected = before.copy()
+    expected[1:-1] = before[:-2] + before[2:]
+    same(u, expected)
+
+
+def test_a_value_moves_to_where_it_is_written_only() -> None:
+    x, v = XP.zeros((9, 4)), XP.ones((3, 4), device="cpu:0")
+    assert moved(lambda: x.__setitem__(slice(2, 5), v)) == 2 * 4 * 8  # one row of three lies on cpu:0 already
+    assert moved(lambda: x.__setitem__(slice(None), XP.ones(4, device="cpu:1"))) == 2 * 4 * 8  # a row to two others
+    assert moved(lambda: x.__setitem__(slice(0, 3), XP.ones(4, device="cpu:0"))) == 2 * 4 * 8
+    assert moved(lambda: x.__setitem__((slice(None), 2), 5.0)) == 0
+    assert moved(lambda: x.__setitem__(slice(None), np.ones((9, 4)))) == 0  # every process has it already
+
+
+def test_masks_that_lie_as_the_array_move_nothing() -> None:
+    x = XP.asarray(np.arange(60.0).reshape(12, 5) - 30)
+
+    def masked() -> None:
+        x[x < 0] = 0
+        x[x[:, 0] > 5] *= 2
+        x[x > 3]
+
+    assert moved(masked) == 0
+
+
+def test_index_arrays_move_requests_and_entries() -> None:
+    x = XP.asarray(np.arange(24.0).reshape(12, 2))
+    assert moved(lambda: x[[0, 3, 4, 11]]) == 0  # in ascending order they stay where they are
+    assert moved(lambda: x[[11, 5, 0]]) == 2 * 2 * 8  # one for each place; two of them lie elsewhere
+    index = XP.asarray([11, 5, 0])
+    assert moved(lambda: x[index]) == 2 * (8 + 2 * 8)
+    same(x[index], np.arange(24.0).reshape(12, 2)[[11, 5, 0]])
+
+
+def test_of_an_entry_that_is_written_twice_the_last_value_stays() -> None:
+    for layout in (XP.shard(0), XP.single(1)):
+        x = XP.zeros(7, sharding=layout)
+        x[[1, 6, 1, 1, 6]] = XP.asarray([1.0, 2, 3, 4, 5])
+        same(x, np.array([0, 4.0, 0, 0, 0, 0, 5]))
+
+
+def test_programs_write_through_slices_of_the_array_itself() -> None:
+    a = np.arange(40.0).reshape(8, 5)
+    x = XP.asarray(a)
+    x[1:, :] = x[:-1, :]
+    a[1:, :] = a[:-1, :].copy()
+    same(x, a)
+    x[:, 1:-1] += x[:, :-2] - x[:, 2:]
+    a[:, 1:-1] += a[:, :-2] - a[:, 2:]
+    same(x, a)
+    x[::-1] = x
+    same(x, a[::-1])
+    x[2:5, 3] *= 2
+    row = x[4]
+    row += 1  # an array of its own
+    same(x[4], row.numpy() - 1)
+
+
+def test_a_view_is_an_array_of_its_own() -> None:
+    x = XP.zeros((6, 4))
+    turned, part = x.T, x[1:]
+    assert is_shared(x.parts[0])
+    x += 1
+    turned[0] = 5
+    same(x, np.ones((6, 4)))
+    same(part, np.zeros((5, 4)))
+    assert float(turned.sum()) == 30
+    spread = XP.broadcast_to(XP.arange(3), (4, 3))
+    spread[0] = 9
+    same(spread, np.array([[9, 9, 9], [0, 1, 2], [0, 1, 2], [0, 1, 2]]))
+    alone = torch.zeros(3)
+    assert not is_shared(alone)
+    view = alone[1:]
+    assert is_shared(alone)
+    assert is_shared(view)
+
+
+@pytest.mark.parametrize(
+    "key, what",
+    [
+        (12, "index 12 is out of bounds for axis 0 with size 12"),
+        ((0, 0, 0), "too many indices"),
+        (([0, 12],), "out of bounds"),
+        ((..., 0, ...), "two ellipses"),
+        (1.5, "write integers"),
+        ("a", "write integers"),
+        (np.ones((3, 5), bool), "mask of shape"),
+    ],
+)
+def test_keys_that_cannot_be(key: Any, what: str) -> None:
+    x = XP.zeros((12, 5))
+    with pytest.raises(IndexError, match=what):
+        x[key]
+    with pytest.raises(IndexError, match=what):
+        x[key] = 1
+
+
+def test_values_that_cannot_be() -> None:
+    x = XP.zeros((4, 3))
+    with pytest.raises(ValueError, match=r"assignment of shape \(2,\) to shape \(4, 3\)"):
+        x[...] = [1, 2]
+    with pytest.raises(TypeError, match="imaginary part would be lost"):
+        x[0] = 1j
+    with pytest.raises(TypeError, match=r"imaginary part would be lost"):
+        x[0] = XP.asarray([1j, 2, 3])
+    with pytest.raises(OverflowError, match=r"300 to torch\.uint8"):
+        XP.zeros(3, dtype="uint8")[0] = 300
+    with pytest.raises(mw.UsageError, match="of two namespaces"):
+        x[0] = mw.array_namespace("2xcpu").zeros(3)
+
+
+def test_under_strict_virtual_devices() -> None:
+    with mw.virtual_devices(3):
+        xp = mw.array_namespace("3xcpu")
+        a = np.arange(30.0).reshape(6, 5)
+        x = xp.asarray(a)
+        same(x[xp.asarray([5, 0, 2]), 1:], a[[5, 0, 2], 1:])
+        same(x[x > 7], a[a > 7])
+        x[1:] = x[:-1]
+        x[xp.asarray([0, 5])] = xp.ones(5)
+        x[x == 1] = 8
+        b = a.copy()
+        b[1:] = a[:-1]
+        b[[0, 5]] = 1
+        b[b == 1] = 8
+        same(x, b)
+        same(xp.reshape(xp.roll(x, 2, axis=0), (5, 6)), np.roll(b, 2, axis=0).reshape(5, 6))
