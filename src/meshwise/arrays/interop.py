@@ -16,8 +16,10 @@ from meshwise.arrays import reading
 from meshwise.arrays.array import Array
 from meshwise.arrays.creation import asarray
 from meshwise.arrays.dtypes import refuse_gradients
+from meshwise.arrays.moves import agreed
 from meshwise.arrays.sharding import sharding
 from meshwise.arrays.space import Space
+from meshwise.spec.errors import UsageError
 from meshwise.transfer.devices import device_of
 from meshwise.transfer.interop import from_array
 
@@ -48,6 +50,8 @@ def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | Non
         return asarray(space, x, device=device, copy=copy)
     if not hasattr(type(x), "__dlpack__"):
         raise TypeError(f"from_dlpack of {type(x).__name__}: it has no __dlpack__. Write xp.asarray.")
+    if space.over_ranks:
+        raise UsageError("from_dlpack over ranks: each rank has another array. Write xp.from_shards.")
     tensor = from_array(x)
     refuse_gradients("from_dlpack", tensor.requires_grad)
     here = device_of(tensor)
@@ -57,6 +61,30 @@ def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | Non
     if device is not None or place is None or copy:
         return asarray(space, tensor, device=0 if device is None and place is None else device or place, copy=copy)
     return Array((tensor,), sharding((place,)), tuple(tensor.shape), tensor.dtype, space)
+
+
+def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
+    """An array whose parts are these tensors or arrays, one a place in order, without a copy where they lie there.
+
+    Over ranks each gives its own: a list of one.
+    """
+    parts = [from_array(part) for part in shards]
+    if len(parts) != len(space.here):
+        raise UsageError(f"from_shards of {len(parts)}: this process has {len(space.here)} places. Give one for each.")
+    first = parts[0]
+    for part, place in zip(parts, space.here, strict=True):
+        refuse_gradients("from_shards", part.requires_grad)
+        others = [(tuple(p.shape[:dim]), tuple(p.shape[dim + 1 :]), p.dtype, p.dim()) for p in (first, part)]
+        if others[0] != others[1] or not 0 <= dim < part.dim():
+            raise UsageError(
+                f"from_shards(dim={dim}) of {tuple(first.shape)} {first.dtype} and {tuple(part.shape)} {part.dtype}: "
+                "dtypes and all other dims must be equal."
+            )
+        if device_of(part).type != space.devices[place].type:
+            raise UsageError(f"from_shards: part of {space.names[place]} lies on {part.device}. Move it there first.")
+    sizes = tuple(agreed(space, [part.shape[dim] for part in parts], "from_shards"))
+    shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
+    return Array(tuple(parts), sharding(space.places, dim, sizes), shape, first.dtype, space)
 
 
 def as_numpy(x: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -107,4 +135,4 @@ METHODS: dict[str, Callable[..., Any]] = {
     "__array__": as_numpy,
 }
 PROPERTIES: dict[str, Callable[[Array], Any]] = {"__cuda_array_interface__": cuda_interface}
-MAKERS: dict[str, Callable[..., Any]] = {"from_dlpack": from_dlpack}
+MAKERS: dict[str, Callable[..., Any]] = {"from_dlpack": from_dlpack, "from_shards": from_shards}

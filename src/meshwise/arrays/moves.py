@@ -19,6 +19,7 @@ from meshwise.transfer import collectives
 from meshwise.transfer.comm_log import OPEN
 from meshwise.transfer.copy import CopyOptions, move
 from meshwise.transfer.devices import OPEN_DEVICES
+from meshwise.workers.verb_log import came_to
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def exchange(space: Space, pieces: Iterable[Piece], operation: str) -> dict[Hash
 
 def _over_ranks(space: Space, pieces: Sequence[Piece], operation: str) -> dict[Hashable, Tensor]:
     """One batch of sends and receives. A rank's place is its rank."""
+    came_to(operation)
     (own,) = space.here
     arrived, sends, receives, copies = {}, [], [], []
     for piece in pieces:
@@ -75,7 +77,7 @@ def _over_ranks(space: Space, pieces: Sequence[Piece], operation: str) -> dict[H
             receives.append((out, piece.source))
             copies.append((piece, out))
     if sends or receives:
-        collectives.send_receive(sends, receives, kind=operation)
+        collectives.send_receive(sends, receives, collectives.everyone(), operation)
     for piece, out in copies:
         arrived[piece.key] = out if piece.into is None or piece.into is out else piece.into.copy_(out)
     return arrived
@@ -173,5 +175,8 @@ def agreed(space: Space, values: Sequence[int], operation: str = "agree") -> lis
     many for each. Waits for them."""
     if not space.over_ranks:
         return list(values)
+    came_to(operation)
     own = torch.tensor(list(values), dtype=torch.int64, device=space.devices[space.here[0]])
-    return [int(value) for value in collectives.all_gather(own, of=operation).flatten().tolist()]
+    return [
+        int(value) for value in collectives.all_gather(own, collectives.everyone(), of=operation).flatten().tolist()
+    ]

@@ -30,7 +30,7 @@ from meshwise.arrays.dtypes import as_dtype
 from meshwise.arrays.elementwise import NoArrayGiven
 from meshwise.arrays.random import Random
 from meshwise.arrays.sharding import Layout, as_layout
-from meshwise.arrays.space import Space, find_devices, make_space
+from meshwise.arrays.space import Space, find_space
 from meshwise.spec.errors import UsageError, nearest
 
 RULES: list[dict[str, Callable[..., Any]]] = [
@@ -154,14 +154,15 @@ def array_namespace(devices: Any = None, *, default_float: Any = "float64") -> N
     """The Python array API, and NumPy's spelling of it, for arrays whose parts lie on several devices.
 
     devices: `"4xcpu"` for virtual ones, `"cuda"` for all GPUs, `["cuda:0", "cuda:1"]`; a device named twice is two
-    places. Of none given all GPUs, else one CPU. default_float: the dtype of what is made of Python's floats.
+    places. Of none given all GPUs, else one CPU. On the ranks of a run (`meshwise run`, torchrun) arrays lie on the
+    ranks, and all of them must make the same calls. default_float: the dtype of what is made of Python's floats.
     """
     kind = as_dtype(default_float)
     if not kind.is_floating_point:
         raise UsageError(
             f"array_namespace(default_float={default_float!r}): not a float. Write 'float32' or 'float64'."
         )
-    return namespace_of(make_space(find_devices(devices), kind))
+    return namespace_of(find_space(devices, kind))
 
 
 def of_array(x: Array, /, *, api_version: str | None = None) -> Namespace:

@@ -22,6 +22,7 @@ from meshwise.arrays.sharding import Shape
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
 from meshwise.transfer import collectives
+from meshwise.workers.verb_log import came_to
 
 Draw = Callable[[Tensor, Tensor], Tensor]
 """(upper, lower) 32 bits of each element -> its values."""
@@ -41,7 +42,9 @@ class Generator:
         """Begin anew with this seed; with none, with one of the system's, the same on all ranks."""
         if seed is None:
             seed = secrets.randbits(63)
-            seed = collectives.broadcast_object(seed) if self._space.over_ranks else seed
+            if self._space.over_ranks:
+                came_to("random.seed")
+                seed = int(collectives.broadcast_object(seed, collectives.everyone()))
         if not isinstance(seed, int) or not 0 <= seed < 2**64:
             raise UsageError(f"seed {seed!r}: give a whole number from 0 to 2**64 - 1.")
         self.key, self._streams = seed, itertools.count()

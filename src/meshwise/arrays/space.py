@@ -16,6 +16,7 @@ from meshwise.arrays.sharding import Layout, Shape, Sharding, evenly, fitting, s
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.transfer.devices import as_device, open_devices
+from meshwise.workers.join import join, rank_context
 
 ALL = "all"
 """The device of what lies on several places, as `device=` takes it: the default placement."""
@@ -81,15 +82,45 @@ class Space:
         return placed
 
 
+def find_space(devices: Any, default_float: torch.dtype) -> Space:
+    """The one space of these devices; in a process of a run with several ranks, that of its ranks. UsageError for what
+    is not here, or what the ranks are not."""
+    world = rank_context().world
+    if world.size == 1:
+        found = find_devices(devices)
+        return make_space(found, default_float, tuple(range(len(found))))
+    if devices is not None:
+        kind, count = _asked_of_ranks(devices)
+        if kind != world.kind or (count or world.size) != world.size:
+            raise UsageError(
+                f"array_namespace({devices!r}) on {world.size} {world.kind} ranks: there, arrays lie on the ranks, a "
+                "part on each. Leave the devices out, and name them when you start the run."
+            )
+    world = join().world
+    return make_space((torch.device(world.device),) * world.size, default_float, (world.rank,))
+
+
+def _asked_of_ranks(devices: Any) -> tuple[str, int | None]:
+    """(kind, how many) of the devices that are asked for; None for as many as there are."""
+    if isinstance(devices, str) and not devices.startswith("cpu:"):
+        request = parse_devices(devices)
+        return request.kind or "cuda", None if "x" not in devices else request.count
+    listed = [devices] if isinstance(devices, str | torch.device) else list(devices)
+    return torch.device(listed[0]).type, len(listed)
+
+
 @functools.cache
-def make_space(devices: tuple[torch.device, ...], default_float: torch.dtype) -> Space:
-    """The one space of these devices in one process."""
-    names = [str(device) for device in devices]
+def make_space(devices: tuple[torch.device, ...], default_float: torch.dtype, here: tuple[int, ...]) -> Space:
+    """The one space of these devices, one a place, of which some are here."""
+    if len(here) < len(devices):
+        names = tuple(f"{devices[0].type}:{rank}" for rank in range(len(devices)))
+        return Space(devices, names, here, default_float)
+    named = [str(device) for device in devices]
     if all(device.type == "cpu" for device in devices):
-        names = [f"cpu:{place}" for place in range(len(devices))]
-    elif len(set(names)) < len(names):  # a device that is several places
-        names = [f"{name}/{names[:at].count(name)}" for at, name in enumerate(names)]
-    return Space(devices, tuple(names), tuple(range(len(devices))), default_float)
+        named = [f"cpu:{place}" for place in range(len(devices))]
+    elif len(set(named)) < len(named):  # a device that is several places
+        named = [f"{name}/{named[:at].count(name)}" for at, name in enumerate(named)]
+    return Space(devices, tuple(named), here, default_float)
 
 
 def find_devices(devices: Any) -> tuple[torch.device, ...]:

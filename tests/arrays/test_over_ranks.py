@@ -1,0 +1,76 @@
+"""The same program with its parts on the ranks of a run: what it computes on virtual devices, on every rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshwise as mw
+from tests.pool import Pool
+
+
+def program(devices: str | None) -> list[Any]:
+    """A program of each kind of move; what it reads."""
+    xp = mw.array_namespace(devices)
+    rng = xp.random.default_rng(4)
+    x = rng.normal(0, 1, (7, 5))
+    weights = [0, 3, 4][-len(xp.devices) :]
+    uneven = xp.asarray(np.arange(35.0).reshape(7, 5), sharding=xp.shard(0, weights=weights))
+    columns = xp.ones((7, 5), dtype=xp.float32, sharding=xp.shard(1))
+    y = (x + uneven) * columns - xp.arange(5, device="cpu:1") / 2
+    read = [y.numpy(), float(y.sum()), y.sum(axis=0).numpy(), y.var(axis=0).numpy(), int(y.argmax())]
+    y += uneven.reshard(xp.shard(1))
+    read += [y.numpy(), bool((y > 0).any()), repr(xp.arange(3)), np.asarray(y.to_device("cpu:1"))]
+    return [*read, rng.permutation(6).numpy(), y.torch().numpy(), y.max(axis=1).numpy(), xp.random.rand(2).shape]
+
+
+def equal(found: Any, expected: Any) -> bool:
+    return bool(np.array_equal(found, expected))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_compute_what_virtual_devices_do(pool: Callable[[int], Pool], ranks: int) -> None:
+    expected = program(f"{ranks}xcpu")
+    for found in pool(ranks).run(program, None):
+        assert len(found) == len(expected)
+        assert all(map(equal, found, expected)), (found, expected)
+
+
+def of_other_devices() -> str:
+    try:
+        mw.array_namespace("5xcpu")
+    except mw.UsageError as error:
+        return str(error)
+    return ""
+
+
+def shards_of_ranks() -> tuple[list[float], list[int]]:
+    xp = mw.array_namespace()
+    rank = mw.rank()
+    x = xp.from_shards([np.full(rank + 1, float(rank))])
+    return x.numpy().tolist(), [len(part) for part in x.shards]
+
+
+def test_what_ranks_are_not_is_refused_and_each_gives_its_own_part(pool: Callable[[int], Pool]) -> None:
+    assert all("on 2 cpu ranks: there, arrays lie on the ranks" in text for text in pool(2).run(of_other_devices))
+    assert pool(2).run(shards_of_ranks) == [([0.0, 1.0, 1.0], [1]), ([0.0, 1.0, 1.0], [2])]
+
+
+@pytest.mark.parametrize("after", ["", "y = x.max()"])
+def test_a_value_that_one_rank_reads_ends_the_run_with_its_line(processes: None, tmp_path: Path, after: str) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import meshwise as mw\nx = mw.array_namespace().ones(10)\n"
+        f"if mw.rank() == 0:\n    print(float(x.sum()))\n{after}\n"
+    )
+    command = [sys.executable, "-m", "meshwise", "run", "--devices", "2xcpu", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
+    assert ended.returncode != 0
+    told = " ".join((ended.stdout + ended.stderr).split())
+    assert "Ranks parted: rank 0 came to sum at alone.py:4; rank 1 " in told
