@@ -58,8 +58,8 @@ from tests.pool import Pool
 DONE = "pairs.jsonl"
 CORES = 2
 SIZES = tuple(1 << power for power in range(10, 25, 2))
-CALIBRATING, MEASURING, OPERATORS, LONGEST = 20.0, 2.0, 15.0, 0.2
-"""Seconds: of a cluster's links and collectives, of a pair's steps, of a plan's operators at most, and of the largest
+CALIBRATING, ACROSS, MEASURING, OPERATORS, LONGEST = 20.0, 60.0, 2.0, 15.0, 0.2
+"""Seconds: of a cluster's links and collectives, and of those between hosts, of a pair's steps, of a plan's operators at most, and of the largest
 message with which a shaped link is measured."""
 ONE = ("", "accumulate=2", "recompute=full", "precision=bf16")
 TWO = ("data=2", "data=2 zero1=true", "data=2 accumulate=2", "shard=2", "pipeline=2 accumulate=4")
@@ -119,7 +119,7 @@ def calibrated(cluster: Cluster, call: Call) -> Machine:
     names = [f"{'node' if cluster.rate else 'cpu:'}{number}" for number in range(cluster.workers)]
     most = bits_of(cluster.rate) / 8 * LONGEST if cluster.rate else SIZES[-1]
     sizes = tuple(size for size in SIZES if size <= most)
-    answers = call(measured_links, own, names, sizes, CALIBRATING)
+    answers = call(measured_links, own, names, sizes, ACROSS if cluster.rate else CALIBRATING)
     found = [machine for machine, _ in answers]
     bare = merged(found) if cluster.rate else only_devices(found[0], names)
     cores = min(cluster.workers, CORES)  # of one worker: a device is a core here, as in bench/speedup.py

@@ -90,6 +90,14 @@ def test_below_the_table_the_smallest_stands_and_above_the_rate_goes_on() -> Non
     assert seconds_at(TABLE, 2**32) == pytest.approx(TABLE.seconds[-1] + (2**32 - SIZES[-1]) / TABLE.bandwidth)
 
 
+def test_far_above_a_noisy_table_of_small_sizes_its_end_counts() -> None:
+    """A slow network, measured up to 256 KiB: the line through its latencies said that it has no limit."""
+    sizes, seconds = (1024, 4096, 16384, 65536, 262144), (7e-3, 9e-3, 6e-3, 7e-3, 15e-3)
+    assert seconds_at(fitted(sizes, seconds), 10 << 20) == pytest.approx((10 << 20) / 25e6, rel=0.1)
+    flat = fitted((1000, 2000), (1e-3, 1e-3))
+    assert seconds_at(flat, 20_000) == pytest.approx(1e-2)
+
+
 def test_between_two_sizes_the_table_is_straight_on_logarithmic_axes() -> None:
     timings = Timings((100, 10_000), (1e-6, 1e-4), 0.0, 1e8, 0.0)
     assert seconds_at(timings, 1000) == pytest.approx(1e-5)

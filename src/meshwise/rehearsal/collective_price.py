@@ -27,6 +27,8 @@ from meshwise.spec.timings import Timings, fitted, seconds_at
 
 POINT_TO_POINT = ("send", "receive")
 _NO_TIMES = fitted((1,), (1.0,))
+BEYOND = 4
+"""Times its largest size up to which a table counts as measured."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,19 @@ def _measured(collective: Collective, machine: Machine, group: Group, backend: s
     whole = len(machine.hosts) == 1 or group.ranks == len(machine.devices)
     same = next((table for table in tables if table.ranks == group.ranks), None)
     if same is not None and whole:
-        spread = FIGURES["measured.collective"].spread
-        return priced(seconds_at(same.timings, collective.size), spread, MEASURED, COMMUNICATION)
+        return _of_table(same.timings, collective.size)
     if len(machine.hosts) > 1:
         return None
     nearest = min(tables, key=lambda table: abs(math.log(table.ranks / group.ranks)))
     seconds = _scaled(nearest, group.ranks, collective.size)
     return priced(seconds, FIGURES["measured.scaled"].spread, MODEL, COMMUNICATION)
+
+
+def _of_table(table: Timings, size: int) -> Priced:
+    """A figure far beyond the table's end is less sure."""
+    inside = size <= BEYOND * table.sizes[-1]
+    spread = FIGURES["measured.collective" if inside else "measured.scaled"].spread
+    return priced(seconds_at(table, size), spread, MEASURED, COMMUNICATION)
 
 
 def _scaled(table: MeasuredCollective, ranks: int, size: int) -> float:
@@ -115,8 +123,7 @@ def _send(collective: Collective, machine: Machine, backend: str) -> Priced | No
         return None
     table = link.timings.get(backend) or link.timings.get("peer")
     if table is not None:
-        seconds = seconds_at(table, collective.size)
-        return priced(seconds, FIGURES["measured.collective"].spread, MEASURED, COMMUNICATION)
+        return _of_table(table, collective.size)
     return _modelled_send(collective, machine, link, share, backend)
 
 

@@ -70,15 +70,25 @@ def _weighted(sizes: Sequence[int], seconds: Sequence[float], weights: Sequence[
 
 
 def seconds_at(timings: Timings, size: int) -> float:
-    """Seconds for `size` bytes: interpolated inside the table, the smallest size's below it, the fitted rate above."""
+    """Seconds for `size` bytes: interpolated inside the table, the smallest size's below it, and above it at the rate of
+    the table's end, since a line through small sizes says little of large ones."""
     sizes, seconds = timings.sizes, timings.seconds
     if size <= sizes[0]:
         return seconds[0]
     if size >= sizes[-1]:
-        return seconds[-1] + (size - sizes[-1]) / timings.bandwidth
+        return seconds[-1] + (size - sizes[-1]) * _seconds_a_byte(sizes, seconds)
     at = bisect_left(sizes, size)
     share = math.log(size / sizes[at - 1]) / math.log(sizes[at] / sizes[at - 1])
     return math.exp((1 - share) * math.log(seconds[at - 1]) + share * math.log(seconds[at]))
+
+
+def _seconds_a_byte(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """At the table's end: from the last size that took at most half as long, so that noise counts little; without one
+    the whole of the last."""
+    half = [at for at, time in enumerate(seconds) if time <= seconds[-1] / 2]
+    if not half:
+        return seconds[-1] / sizes[-1]
+    return (seconds[-1] - seconds[half[-1]]) / (sizes[-1] - sizes[half[-1]])
 
 
 def rate_at(timings: Timings, size: int) -> float:
