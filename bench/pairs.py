@@ -59,8 +59,8 @@ DONE = "pairs.jsonl"
 CORES = 2
 SIZES = tuple(1 << power for power in range(10, 25, 2))
 CALIBRATING, ACROSS, MEASURING, OPERATORS, LONGEST = 20.0, 60.0, 2.0, 15.0, 0.2
-"""Seconds: of a cluster's links and collectives, and of those between hosts, of a pair's steps, of a plan's operators at most, and of the largest
-message with which a shaped link is measured."""
+"""Seconds: of a cluster's links and collectives, and of those between hosts, of a pair's steps, of a plan's operators
+at most, and of the largest message with which a shaped link is measured."""
 ONE = ("", "accumulate=2", "recompute=full", "precision=bf16")
 TWO = ("data=2", "data=2 zero1=true", "data=2 accumulate=2", "shard=2", "pipeline=2 accumulate=4")
 FEW, THREE = ("data=2", "shard=2", "pipeline=2 accumulate=4"), ("data=3", "shard=3")

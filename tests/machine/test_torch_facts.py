@@ -98,6 +98,7 @@ def test_warnings_name_devices_as_torch_does(tmp_path: Path) -> None:
 def test_this_torch_is_read() -> None:
     facts = read_torch()
     assert facts.versions["torch"] == torch.__version__
-    assert len(facts.devices) == torch.accelerator.device_count()
+    # A rehearsal that ran before in this process leaves a device registered that is not there.
+    assert len(facts.devices) == (torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
     machine = with_torch_facts(discover())
     assert machine.versions["torch"] == torch.__version__ and machine.devices

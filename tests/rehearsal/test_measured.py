@@ -169,3 +169,19 @@ def test_workers_that_share_a_core_take_turns(tmp_path: Path) -> None:
     assert single is not None and shared is not None
     assert shared.seconds == pytest.approx(3 * single.seconds)
     assert crowd.host(matmul(64), 0).seconds == pytest.approx(3 * one.host(matmul(64), 0).seconds)
+
+
+def test_an_optimizer_on_dtensors_takes_longer() -> None:
+    """AdamW on a ViT in shards of two CPU workers spends 70 of 200 ms in DTensor's dispatch."""
+    assert 1e-6 < measured.dtensor_seconds() < 1e-2
+    machine = machine_from_words("2xcpu")
+    prices = Prices(machine, program=1e-5, dtensor=1e-4)
+    what = Operation("aten.mul_", ((4,),), ("fp32",), 4, 16, 16)
+    host = {
+        (phase, on): prices.host(what, 0, phase, on).seconds
+        for phase in ("forward", "optimizer")
+        for on in (False, True)
+    }
+    assert host == pytest.approx(
+        {("forward", False): 1e-5, ("forward", True): 1e-5, ("optimizer", False): 1e-5, ("optimizer", True): 1.1e-4}
+    )

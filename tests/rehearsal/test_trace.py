@@ -169,6 +169,11 @@ def test_a_stage_after_another_knows_what_it_is_sent():
     assert [(what.size, what.ranks) for what in sent] == [(what.size, what.ranks) for what in received]
 
 
+def test_a_shard_steps_on_dtensors_and_a_replica_does_not():
+    found = {plan: trace(find_job("mnist-mlp"), plan, "cpu")[0].step.dtensors for plan in (Plan(data=2), Plan(shard=2))}
+    assert list(found.values()) == [False, True]
+
+
 def test_the_optimizer_of_a_shard_steps_its_part_alone():
     """What DTensor computes on whole shapes, to know what a whole tensor would give, no rank does."""
     traced = trace(find_job("gpt"), Plan(shard=4), "gpu")[0]

@@ -54,5 +54,5 @@ class Given(Prices):
         factor = COMPUTE if isinstance(what, Operation) else COMMUNICATION
         return priced(self.seconds.get(name, 1.0), self.spread, MODEL, factor)
 
-    def host(self, what: Operation | Collective | Copy, rank: int, phase: str = "") -> Priced:
+    def host(self, what: Operation | Collective | Copy, rank: int, phase: str = "", dtensors: bool = False) -> Priced:
         return priced(self.launching, self.spread, MODEL, LAUNCH)

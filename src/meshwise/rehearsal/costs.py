@@ -66,7 +66,8 @@ def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
             and found[-1].place not in awaited
             and (cpu or not found[-1].blocks)
         )
-        found.append(Cost(launch, place, price, prices.host(what, rank, launch.phase), share, blocks, number, joins))
+        host = prices.host(what, rank, launch.phase, work.dtensors)
+        found.append(Cost(launch, place, price, host, share, blocks, number, joins))
         before = launch
     return found
 

@@ -25,8 +25,11 @@ from statistics import median
 from types import MappingProxyType
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwise.compat.allocated import allocations_of
+from meshwise.compat.fake_world import fake_world
 from meshwise.machine.allowance import allowed_cores
 from meshwise.machine.discovery.host_facts import host_facts
 from meshwise.machine.measure.compute import memory_rate
@@ -44,8 +47,11 @@ COLD, FLUSHED, IN_CACHE = 3, 64 << 20, 64 << 10
 some of their tensors were just made and others long ago."""
 INSIDE_FROM = 16 << 10
 """Bytes of an operator's tensors from which on it is looked at what it allocates inside."""
+ADAM = 7
+"""Operators of a step of torch's Adam on one parameter without weight decay: lerp_, mul_, addcmul_, sqrt, div, add_,
+addcdiv_."""
 MEMORY_RATE = "bytes a second of a copy"
-PROGRAM = "what a program adds to an operator"
+PROGRAM, DTENSOR = "what a program adds to an operator", "what DTensor adds to an operator"
 
 
 class OperatorTimes:
@@ -82,10 +88,16 @@ class OperatorTimes:
         """Seconds that Python, modules and autograd add to an operator; None until it was measured."""
         return self._seconds.get(PROGRAM)
 
+    @property
+    def dtensor(self) -> float | None:
+        """Seconds that DTensor adds to an operator of an optimizer; None until it was measured."""
+        return self._seconds.get(DTENSOR)
+
     def measure(self, works: Iterable[Work], budget: float = 20.0) -> int:
         """Measure the operators of these steps that are not known, what takes most of the steps first, for about
         `budget` seconds; how many are left. What cannot be run here is passed over."""
         end = time.perf_counter() + budget
+        works = list(works)
         waiting = [operation for operation in _most_first(works) if operation.call not in self._seconds]
         found: dict[str, float] = {}
         inside: dict[str, int] = {}
@@ -93,6 +105,8 @@ class OperatorTimes:
         with _threads(self.threads), torch.no_grad():
             if self.program is None:
                 found[PROGRAM] = program_seconds()
+            if self.dtensor is None and any(work.dtensors for work in works):
+                found[DTENSOR] = dtensor_seconds()
             for operation in waiting:
                 if time.perf_counter() > end:
                     break
@@ -139,7 +153,7 @@ def prices_here(
     rate = device.memory_rate or times.memory_rate()
     devices = tuple(each if each.memory_rate else replace(each, memory_rate=rate) for each in machine.devices)
     described, crowd = replace(machine, devices=devices), max(workers / cores, 1.0)
-    return Prices(described, {device.part: times}, times.program, crowd, times.inside)
+    return Prices(described, {device.part: times}, times.program, times.dtensor, crowd, times.inside)
 
 
 def cache_folder() -> Path:
@@ -169,6 +183,21 @@ def program_seconds() -> float:
     ]
     alone = sum(_median_of(call, 30) for call in each)
     return max(step / depth - alone, 0.0) / len(each)
+
+
+def dtensor_seconds() -> float:
+    """Seconds an operator that an optimizer takes longer on DTensors than on their parts."""
+    with fake_world(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+
+        def seconds(made: Callable[[], torch.Tensor]) -> float:
+            parameter = torch.nn.Parameter(made())
+            parameter.grad = made()
+            optimizer = torch.optim.Adam([parameter], foreach=False)
+            return _median_of(optimizer.step, 30)
+
+        part = torch.rand(16)
+        return max(seconds(lambda: DTensor.from_local(part, mesh, [Shard(0)])) - seconds(part.clone), 0.0) / ADAM
 
 
 def _most_first(works: Iterable[Work]) -> list[Operation]:

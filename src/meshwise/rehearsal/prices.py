@@ -61,19 +61,21 @@ class Prices:
         machine: Machine,
         known: Mapping[str, Known] | None = None,
         program: float | None = None,
+        dtensor: float | None = None,
         crowd: float = 1.0,
         inside: Callable[[Operation], int] = lambda operation: 0,
     ) -> None:
         """known: measured seconds of operators, by the name of the device's part. program: seconds that Python, modules
-        and autograd add to each operator of a CPU worker. crowd: workers that share one core, at least 1.
+        and autograd add to each operator of a CPU worker; dtensor: that DTensor adds to one of its optimizer. crowd:
+        workers that share one core, at least 1.
         inside: measured bytes that an operator allocates for its own while it runs."""
         self.machine, self._crowd, self.inside = machine, crowd, inside
-        self._program = program
+        self._program, self._dtensor = program, dtensor or 0.0
         self._known = known or {}
         self._operations: dict[tuple[int, Operation], Priced | None] = {}
         self._others: dict[tuple[int, Collective | Copy], Priced | None] = {}
         self._objects: dict[tuple[int, int], tuple[Operation | Collective | Copy, Priced | None]] = {}
-        self._hosts: dict[tuple[int, type, str], Priced] = {}
+        self._hosts: dict[tuple[int, type, str, bool], Priced] = {}
         alike: dict[str, int] = {}
         self._alike = [alike.setdefault(speed_of(device), len(alike)) for device in machine.devices]
 
@@ -101,19 +103,22 @@ class Prices:
                 self._others[other] = collective_seconds(what, self.machine)
         return self._others[other]
 
-    def host(self, what: Operation | Collective | Copy, rank: int, phase: str = "other") -> Priced:
-        """Seconds of the host of this rank to launch it, in this phase."""
-        key = self._alike[rank], type(what), phase
+    def host(
+        self, what: Operation | Collective | Copy, rank: int, phase: str = "other", dtensors: bool = False
+    ) -> Priced:
+        """Seconds of the host of this rank to launch it, in this phase. dtensors: as in `Work`."""
+        key = self._alike[rank], type(what), phase, dtensors
         if key not in self._hosts:
-            self._hosts[key] = self._host(what, self.machine.devices[rank], phase)
+            self._hosts[key] = self._host(what, self.machine.devices[rank], phase, dtensors)
         return self._hosts[key]
 
-    def _host(self, what: Operation | Collective | Copy, device: Device, phase: str) -> Priced:
+    def _host(self, what: Operation | Collective | Copy, device: Device, phase: str, dtensors: bool) -> Priced:
         if isinstance(what, Collective) and device.kind != "cpu":
             figure = FIGURES["launch.collective"]
             return priced(figure.value, figure.spread, MODEL, LAUNCH)
         if device.kind == "cpu" and self._program is not None and isinstance(what, Operation):
-            return priced(self._program * self._crowd, FIGURES["measured.program"].spread, MEASURED, LAUNCH)
+            seconds = self._program + (self._dtensor if dtensors and phase == "optimizer" else 0.0)
+            return priced(seconds * self._crowd, FIGURES["measured.program"].spread, MEASURED, LAUNCH)
         return launch_seconds(device, phase)
 
 

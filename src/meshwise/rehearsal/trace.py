@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwise.compat import fake, fake_device
@@ -111,9 +112,10 @@ def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail) -
             batches = _batches(job, plan, engine.world)
             with mode:
                 works = list(_steps(job, plan, engine, record, batches))
+            divided = any(isinstance(p, DTensor) for model in engine.program.models for p in model.parameters())
         finally:
             engine.close()
-    first, step = (Work(rank, plan.devices, kind, held, events, tuple(notes)) for held, events in works)
+    first, step = (Work(rank, plan.devices, kind, held, events, tuple(notes), divided) for held, events in works)
     return Trace(first, step)
 
 

@@ -98,7 +98,8 @@ class Work:
     """What one rank does in one step, in the order in which its host does it.
 
     kind: of device that was rehearsed: `cpu`, or `gpu` for any accelerator. held: what is allocated when the step
-    begins (parameters, state of the optimizer). notes: what the plan said of the program.
+    begins (parameters, state of the optimizer). notes: what the plan said of the program. dtensors: the optimizer steps
+    on DTensors, whose every operator goes through Python.
     """
 
     rank: int
@@ -107,6 +108,7 @@ class Work:
     held: tuple[Allocate, ...]
     events: tuple[Event, ...]
     notes: tuple[str, ...] = ()
+    dtensors: bool = False
 
     @property
     def launches(self) -> Iterator[Launch]:

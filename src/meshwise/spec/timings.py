@@ -70,8 +70,8 @@ def _weighted(sizes: Sequence[int], seconds: Sequence[float], weights: Sequence[
 
 
 def seconds_at(timings: Timings, size: int) -> float:
-    """Seconds for `size` bytes: interpolated inside the table, the smallest size's below it, and above it at the rate of
-    the table's end, since a line through small sizes says little of large ones."""
+    """Seconds for `size` bytes: interpolated inside the table, the smallest size's below it, and above it at the
+    rate of the table's end, since a line through small sizes says little of large ones."""
     sizes, seconds = timings.sizes, timings.seconds
     if size <= sizes[0]:
         return seconds[0]
