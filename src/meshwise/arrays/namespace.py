@@ -21,6 +21,7 @@ from meshwise.arrays import (
     elementwise,
     interop,
     methods,
+    numerics,
     reductions,
     shapes,
     statistics,
@@ -39,6 +40,7 @@ RULES: list[dict[str, Callable[..., Any]]] = [
     statistics.FUNCTIONS,
     casting.FUNCTIONS,
     shapes.FUNCTIONS,
+    numerics.FUNCTIONS,
 ]
 """Functions of arrays."""
 MAKERS: list[dict[str, Callable[..., Any]]] = [
@@ -46,7 +48,7 @@ MAKERS: list[dict[str, Callable[..., Any]]] = [
     interop.MAKERS,
 ]
 """Functions whose first parameter is the space."""
-EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {}
+EXTENSIONS = numerics.EXTENSIONS
 """`linalg` and `fft`: functions of arrays by name, in a namespace below."""
 PLAIN: dict[str, Any] = {
     **dtypes.NAMES,
@@ -88,7 +90,9 @@ class Namespace(Names):
         for table in RULES:
             bound |= {name: _bound(space, rule) for name, rule in table.items()}
         for title, table in EXTENSIONS.items():
-            bound[title] = Names(title, {name: _bound(space, rule) for name, rule in table.items()})
+            makers = numerics.EXTENSION_MAKERS.get(title, {})
+            names = {name: functools.partial(make, space) for name, make in makers.items()}
+            bound[title] = Names(title, names | {name: _bound(space, rule) for name, rule in table.items()})
         super().__init__(f"array namespace of {', '.join(space.names)}", PLAIN | bound)
         self.space = space
         self.devices = space.names

@@ -1,0 +1,107 @@
+"""Cumulative sums and products.
+
+Along the split dim each part starts from what the parts before it come to. That goes from part to part: a slab of one
+entry of the dim from each part but the last, which is the least: every part but the first depends on it. Sums are
+calculated side by side and then raised; products one after another from what they start from, since a product of one
+part may overflow where the product of all does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import BOOL, UNSIGNED, WHOLE, as_dtype
+from meshwise.arrays.lanes import axis_of
+from meshwise.arrays.moves import Piece, exchange
+from meshwise.arrays.reductions import as_array
+from meshwise.arrays.sharding import sharding
+
+Carried = Callable[[Tensor | None], tuple[Tensor, Tensor]]
+"""Of what comes before a part (None: nothing): the part's values, and what comes before the next."""
+
+
+def cumulative_sum(x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Array:
+    """Sums of the first 1, 2, ... entries along `axis`. include_initial: the sum of none, 0, comes first."""
+    return _cumulative(x, axis, dtype, include_initial, "cumulative_sum")
+
+
+def cumulative_prod(x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Array:
+    """Products of the first 1, 2, ... entries along `axis`. include_initial: the product of none, 1, comes first."""
+    return _cumulative(x, axis, dtype, include_initial, "cumulative_prod")
+
+
+def _cumulative(x: Array, axis: int | None, dtype: Any, include_initial: bool, name: str) -> Array:
+    x = as_array(name, x)
+    if axis is None:
+        if len(x.shape) != 1:
+            raise ValueError(f"{name} of shape {x.shape}: say along which axis, as axis=0.")
+        axis = 0
+    axis = axis_of(axis, x.shape, name)
+    kind = as_dtype(dtype) if dtype is not None else sum_dtype(x.dtype)
+    inner = torch.int64 if kind in UNSIGNED or kind is BOOL else kind  # of which torch has all; equal modulo 2^64
+    held, first = x.sharding, 1 if name == "cumulative_prod" else 0
+    scan = _products if first else _sums
+    parts = [part.to(inner) for part in x.parts]
+    parts = _chained(x, parts, axis, scan, name) if held.dim == axis else [scan(part, axis, None)[0] for part in parts]
+    shape = x.shape
+    if include_initial:
+        shape = (*shape[:axis], shape[axis] + 1, *shape[axis + 1 :])
+        if held.dim == axis:
+            held = sharding(held.places, axis, (held.sizes[0] + 1, *held.sizes[1:]))
+        for at, (part, _) in enumerate(x.space.local(held)):
+            if part == 0 or held.dim != axis:
+                begin = torch.full_like(parts[at].narrow(axis, 0, 0), first)
+                ones = list(parts[at].shape)
+                ones[axis] = 1
+                parts[at] = torch.cat([begin.new_full(ones, first), parts[at]], axis)
+    return Array(tuple(part.to(kind) for part in parts), held, shape, kind, x.space)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of a dtype are calculated in: integers in the longest of their kind."""
+    if dtype in UNSIGNED:
+        return torch.uint64
+    return torch.int64 if dtype in WHOLE else dtype
+
+
+def _chained(x: Array, parts: list[Tensor], axis: int, scan: Any, name: str) -> list[Tensor]:
+    """The parts in their order, each from what comes before it."""
+    held, space = x.sharding, x.space
+    here = {part: at for at, (part, _) in enumerate(space.local(held))}
+    slab = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+    dtype = parts[0].dtype if parts else x.dtype
+    before: int | None = None
+    carry: Tensor | None = None
+    for k, place in enumerate(held.places):
+        if not held.sizes[k]:
+            continue
+        if before is not None:
+            piece = Piece(held.places[before], place, place, slab, dtype, carry)
+            carry = exchange(space, [piece], name).get(place)
+        if k in here:
+            parts[here[k]], carry = scan(parts[here[k]], axis, carry)
+        before = k
+    return parts
+
+
+def _sums(part: Tensor, axis: int, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+    sums = torch.cumsum(part, axis)
+    if carry is not None:
+        sums += carry
+    return sums, sums.narrow(axis, sums.shape[axis] - 1, 1) if sums.shape[axis] else sums
+
+
+def _products(part: Tensor, axis: int, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+    if carry is not None:
+        part = part.clone()
+        part.narrow(axis, 0, 1).mul_(carry)
+    made = torch.cumprod(part, axis)
+    return made, made.narrow(axis, made.shape[axis] - 1, 1) if made.shape[axis] else made
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"cumulative_sum": cumulative_sum, "cumulative_prod": cumulative_prod}

@@ -1,0 +1,261 @@
+"""Fourier transforms. Axes that are not split are transformed where they lie; before the split one comes a transpose.
+
+Bytes of an array of S bytes that lies evenly on p places:
+
+    no split axis        0
+    the split axis       (1 - 1/p) S, a transpose: the result stays split along the other dim, as the next transform
+                         would have it (fftn, then ifftn: one transpose each, and it lies as it did)
+    a vector             to one place and back, 2 (1 - 1/p) S; from LONG entries on, where their count has a divisor
+                         near its root, in parts on all places, three transposes of the complex values, 3 (1 - 1/p) S
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.creation import Placement, made
+from meshwise.arrays.dtypes import WHOLE, as_dtype, complex_of
+from meshwise.arrays.gathering import tell
+from meshwise.arrays.lanes import axis_of, free_dim, fullest
+from meshwise.arrays.moves import reshard
+from meshwise.arrays.reductions import as_array
+from meshwise.arrays.sharding import evenly, sharding
+from meshwise.arrays.space import Space
+
+LONG = 1 << 22  # entries of a vector from which it is transformed in parts
+NORMS = ("backward", "ortho", "forward")
+Transform = Callable[..., Tensor]
+OF_REAL = {"rfft", "ihfft"}
+
+
+def _one(name: str) -> Callable[..., Array]:
+    """A transform along one axis."""
+
+    def rule(x: Array, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
+        x = _floats(x, name, norm)
+        return along(x, name, axis_of(axis, x.shape, name), n, norm)
+
+    rule.__name__ = rule.__qualname__ = name
+    rule.__doc__ = f"`{name}` along `axis`, cut or padded with zeros to `n` entries first. norm: {', '.join(NORMS)}."
+    return rule
+
+
+def fftn(
+    x: Array, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
+) -> Array:
+    """The transform along several axes, or all. s: lengths of the axes, cut or padded to; -1 as they are."""
+    return _several(x, "fft", s, axes, norm)
+
+
+def ifftn(
+    x: Array, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
+) -> Array:
+    """The inverse transform along several axes, or all. s: lengths of the axes, cut or padded to; -1 as they are."""
+    return _several(x, "ifft", s, axes, norm)
+
+
+def rfftn(
+    x: Array, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
+) -> Array:
+    """The transform of real values along several axes, or all; along the last it is `rfft`."""
+    x = _floats(x, "rfft", norm)
+    lengths, dims = _lengths(x, "rfftn", s, axes)
+    x = along(x, "rfft", dims[-1], lengths[-1], norm, dims)
+    return _complex_ones(x, "fft", lengths[:-1], dims[:-1], norm)
+
+
+def irfftn(
+    x: Array, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
+) -> Array:
+    """The inverse of `rfftn`. The last of `s`: how long the last axis becomes, 2 (length - 1) if not given."""
+    x = _floats(x, "irfft", norm)
+    lengths, dims = _lengths(x, "irfftn", s, axes)
+    x = _complex_ones(x, "ifft", lengths[:-1], dims[:-1], norm)
+    return along(x, "irfft", dims[-1], lengths[-1], norm)
+
+
+def _several(x: Array, name: str, s: Sequence[int] | None, axes: Sequence[int] | None, norm: str) -> Array:
+    x = _floats(x, name, norm)
+    return _complex_ones(x, name, *_lengths(x, f"{name}n", s, axes), norm)
+
+
+def _complex_ones(x: Array, name: str, lengths: list[int | None], dims: list[int], norm: str) -> Array:
+    """fft or ifft along several axes: the split one last, or first if a dim that is none of them can be split."""
+    order = sorted(range(len(dims)), key=lambda k: (dims[k] == x.sharding.dim, k))
+    others = [dim for dim in range(len(x.shape)) if dim not in dims]
+    if others and max(x.shape[dim] for dim in others) >= len(x.sharding.places):
+        order.reverse()
+    for k in order:
+        x = along(x, name, dims[k], lengths[k], norm, dims)
+    return x
+
+
+def _lengths(
+    x: Array, name: str, s: Sequence[int] | None, axes: Sequence[int] | None
+) -> tuple[list[int | None], list[int]]:
+    """The length to cut or pad each axis to (None: as it is), and the axes."""
+    count = len(x.shape)
+    if axes is None:
+        axes = range(count) if s is None else range(count - len(s), count)
+    dims = [axis_of(axis, x.shape, name) for axis in axes]
+    lengths: list[int | None] = [None] * len(dims)
+    if s is not None:
+        lengths = [None if length == -1 else int(length) for length in s]
+    if len(lengths) != len(dims) or len(set(dims)) < len(dims) or not dims:
+        raise ValueError(f"{name} with s={s}, axes={axes}: name each axis once, at least one, and a length for each.")
+    return lengths, dims
+
+
+def _floats(given: Any, name: str, norm: str) -> Array:
+    x = as_array(name, given)
+    if norm not in NORMS:
+        raise ValueError(f"{name} with norm={norm!r}: it is one of {', '.join(NORMS)}.")
+    if name in OF_REAL and x.dtype.is_complex:
+        raise TypeError(f"{name} of {x.dtype}: it is for real numbers. Write xp.fft.fft, or take xp.real(x).")
+    if x.dtype in WHOLE:
+        parts = tuple(part.to(x.space.default_float) for part in x.parts)
+        return Array(parts, x.sharding, x.shape, x.space.default_float, x.space)
+    return x
+
+
+def along(x: Array, name: str, axis: int, n: int | None, norm: str, avoid: Sequence[int] = ()) -> Array:
+    """`torch.fft.<name>` along one axis. avoid: dims that are rather not split, if it has to move."""
+    x = _apart(x, axis, avoid, name)
+    if x.sharding.dim == axis:
+        return _vector(x, name, axis, n, norm)
+    function = partial(getattr(torch.fft, name), n=n, dim=axis, norm=norm)
+    parts = tuple(_checked(function, part, axis) for part in x.parts)
+    length = parts[0].shape[axis]
+    return Array(parts, x.sharding, (*x.shape[:axis], length, *x.shape[axis + 1 :]), parts[0].dtype, x.space)
+
+
+def _apart(x: Array, axis: int, avoid: Sequence[int], name: str) -> Array:
+    """`x` split along another dim than `axis`, if it has one."""
+    held = x.sharding
+    if held.dim != axis:
+        return x
+    dim = free_dim(x.shape, {axis, *avoid})
+    if dim is None or x.shape[dim] < len(held.places):
+        dim = free_dim(x.shape, {axis})
+    return x if dim is None else reshard(x, evenly(x.shape[dim], held.places, dim), name)
+
+
+def _checked(function: Transform, part: Tensor, axis: int) -> Tensor:
+    """The transform of a part, which may be empty. ValueError where the axis has no entries."""
+    try:
+        if part.numel() or not part.shape[axis]:
+            return function(part).resolve_conj()
+        full = [max(1, length) for length in part.shape]  # libraries refuse no rows
+        row = function(part.new_zeros(full))
+        return row[tuple(slice(0 if length == 0 else None) for length in part.shape)].resolve_conj()
+    except RuntimeError as error:
+        raise ValueError(f"transform of shape {tuple(part.shape)} along axis {axis}: {error}") from error
+
+
+def _vector(x: Array, name: str, axis: int, n: int | None, norm: str) -> Array:
+    """The only lane of a split dim."""
+    held, length = x.sharding, x.shape[axis]
+    if name in ("fft", "ifft") and n in (None, length) and length >= LONG and _divisor(length, len(held.places)):
+        return _in_parts(x, name, axis, norm)
+    lies = sharding((fullest(held),))
+    if length >= LONG:  # in parts it cannot be transformed: a prime length, a new one, of real numbers
+        tell(x, name, lies)
+    whole = reshard(x, lies, name)
+    parts = tuple(
+        _checked(partial(getattr(torch.fft, name), n=n, dim=axis, norm=norm), part, axis) for part in whole.parts
+    )
+    length, dtype = _result(name, length, n, x.dtype)
+    shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
+    found = Array(parts, whole.sharding, shape, dtype, x.space)
+    return reshard(found, evenly(length, held.places, axis), name)
+
+
+def _result(name: str, length: int, n: int | None, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    """Length and dtype of a transform of `length` entries."""
+    meta = torch.empty(length, dtype=dtype, device="meta")
+    found = getattr(torch.fft, name)(meta, n=n)
+    return len(found), found.dtype
+
+
+def _divisor(length: int, places: int) -> int | None:
+    """The divisor nearest below the root, where each place gets some of it and of the other factor."""
+    for one in range(math.isqrt(length), places - 1, -1):
+        if length % one == 0:
+            return one
+    return None
+
+
+def _in_parts(x: Array, name: str, axis: int, norm: str) -> Array:
+    """A long vector as rows x columns: columns transformed, turned by twiddle factors, rows transformed, transposed."""
+    held, space, length = x.sharding, x.space, x.shape[axis]
+    rows = _divisor(length, len(held.places))
+    assert rows is not None
+    columns = length // rows
+    places, dtype = held.places, x.dtype if x.dtype.is_complex else complex_of(x.dtype)
+    function = getattr(torch.fft, name)
+    flat = Array(tuple(part.reshape(-1) for part in x.parts), held.along(0), (length,), x.dtype, space)
+    by_rows, by_columns = evenly(rows, places), evenly(columns, places, 1)
+    flat = reshard(flat, sharding(places, 0, tuple(size * columns for size in by_rows.sizes)), name)
+    parts = tuple(part.reshape(-1, columns).to(dtype) for part in flat.parts)
+    grid = reshard(Array(parts, by_rows, (rows, columns), dtype, space), by_columns, name)
+    turned = []
+    for (k, _), part in zip(space.local(by_columns), grid.parts, strict=True):
+        found = function(part, dim=0, norm=norm)
+        turned.append(found.mul_(_twiddles(rows, by_columns.offsets[k], part, length, -1 if name == "fft" else 1)))
+    grid = reshard(Array(tuple(turned), by_columns, (rows, columns), dtype, space), by_rows, name)
+    parts = tuple(function(part, dim=1, norm=norm) for part in grid.parts)
+    grid = reshard(Array(parts, by_rows, (rows, columns), dtype, space), by_columns, name)
+    lies = sharding(places, axis, tuple(size * rows for size in by_columns.sizes))
+    shapes = [lies.part_shape(x.shape, k) for k, _ in space.local(lies)]
+    final = tuple(part.mT.reshape(shape) for part, shape in zip(grid.parts, shapes, strict=True))
+    return Array(final, lies, x.shape, dtype, space)
+
+
+def _twiddles(rows: int, begin: int, part: Tensor, length: int, sign: int) -> Tensor:
+    """exp(2 pi i sign row column / length), exact to the last bits: the product is taken modulo the length first."""
+    row = torch.arange(rows, device=part.device)[:, None]
+    column = torch.arange(begin, begin + part.shape[1], device=part.device)
+    angle = (row * column % length).to(torch.float64) * (sign * 2 * math.pi / length)
+    return torch.polar(torch.ones_like(angle), angle).to(part.dtype)
+
+
+def fftfreq(
+    space: Space, n: int, /, *, d: float = 1.0, dtype: Any = None, device: Any = None, sharding: Placement = None
+) -> Array:
+    """The frequencies of the entries of `fft`, of a signal with a sample every `d`."""
+    return _frequencies(space, n, d, dtype, (device, sharding), n)
+
+
+def rfftfreq(
+    space: Space, n: int, /, *, d: float = 1.0, dtype: Any = None, device: Any = None, sharding: Placement = None
+) -> Array:
+    """The frequencies of the entries of `rfft`, of a signal with a sample every `d`."""
+    return _frequencies(space, n, d, dtype, (device, sharding), n // 2 + 1)
+
+
+def _frequencies(space: Space, n: int, d: float, dtype: Any, placement: tuple[Any, Placement], count: int) -> Array:
+    """The first `count` frequencies; from the middle of n on they are those below 0."""
+    kind = space.default_float if dtype is None else as_dtype(dtype)
+
+    def make(_: Any, within: tuple[slice, ...], device: torch.device) -> Tensor:
+        at = torch.arange(within[0].start, within[0].stop, dtype=torch.float64, device=device)
+        if count == n:
+            at = torch.where(at < (n + 1) // 2, at, at - n)
+        return (at / (n * d)).to(kind)
+
+    return made(space, count, kind, placement, make)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    name: _one(name) for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+}
+FUNCTIONS |= {"fftn": fftn, "ifftn": ifftn, "rfftn": rfftn, "irfftn": irfftn}
+MAKERS = {"fftfreq": fftfreq, "rfftfreq": rfftfreq}
+"""Functions whose first parameter is the space."""

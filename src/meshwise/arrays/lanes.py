@@ -1,0 +1,60 @@
+"""Functions along an axis that each place calculates whole: the split is moved to another dim first.
+
+Bytes moved: a transpose, the least for it: of what lies on p places evenly, (1 - 1/p) of the array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from math import prod
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.moves import reshard
+from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
+
+
+def axis_of(axis: int, shape: Shape, asked: str) -> int:
+    """The axis counted from the front. IndexError where the shape has none such."""
+    if not -len(shape) <= axis < len(shape):
+        raise IndexError(f"{asked} along axis {axis}: shape {shape} has axes {-len(shape)} to {len(shape) - 1}.")
+    return int(axis) % len(shape)
+
+
+def free_dim(shape: Shape, taken: Collection[int]) -> int | None:
+    """The dim to split instead of those that are taken: the longest other; None where all others are shorter than 2."""
+    others = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] > 1]
+    return max(others, key=lambda dim: shape[dim], default=None)
+
+
+def freed(x: Array, axes: Collection[int], operation: str) -> Array:
+    """`x` where none of `axes` is split: as it is, or split along the longest other dim, or on one place."""
+    held = x.sharding
+    if held.dim is None or held.dim not in axes:
+        return x
+    return reshard(x, freely(held, x.shape, axes), operation)
+
+
+def freely(held: Sharding, shape: Shape, axes: Collection[int]) -> Sharding:
+    """Where `freed` lays an array that has to move."""
+    dim = free_dim(shape, axes)
+    if dim is None:
+        return sharding((fullest(held),))
+    return evenly(shape[dim], held.places, dim)
+
+
+def fullest(held: Sharding) -> int:
+    """The place that holds the most: moving the others' parts there moves the fewest bytes."""
+    return held.places[held.sizes.index(max(held.sizes))] if held.sizes else held.places[0]
+
+
+def mapped(x: Array, function: Callable[[Tensor], Tensor], shape: Shape, dtype: torch.dtype) -> Array:
+    """`function` of each part, where it changes no entry count of the split dim."""
+    return Array(tuple(map(function, x.parts)), x.sharding, shape, dtype, x.space)
+
+
+def count(shape: Shape) -> int:
+    """Elements of an array."""
+    return prod(shape)

@@ -1,0 +1,122 @@
+"""searchsorted and isin: values looked up in a table, either of which may be split.
+
+Bytes, the lesser of two: the table to every place that has values; or the values to every place that has a part of the
+table, and the answers of the parts added: table missing where values are, or values missing where the table is
++ (places - 1) x answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import result_type
+from meshwise.arrays.elementwise import NoArrayGiven, is_python_number
+from meshwise.arrays.moves import combined, elements_moved, reshard, stacked
+from meshwise.arrays.products import added
+from meshwise.arrays.sharding import evenly, sharding
+
+Look = Callable[[Tensor, Tensor], Tensor]  # (values, part of the table) -> the answers of this part, int64
+_KEYED = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64}
+
+
+def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | None = None) -> Array:
+    """Where each of `x2` would go into the sorted vector `x1`, so that it stays sorted. side: before what is equal, or
+    after it ("right"). sorter: what sorts `x1`, as argsort gives it. nan is greater than all numbers."""
+    if type(x1) is not Array or len(x1.shape) != 1:
+        raise NoArrayGiven("searchsorted: the first array is a sorted vector. Write xp.sort(xp.reshape(x, (-1,))).")
+    if side not in ("left", "right"):
+        raise ValueError(f"searchsorted with side={side!r}: it is 'left' or 'right'.")
+    if sorter is not None:
+        x1 = x1[sorter]
+    values, dtype = _operand(x2, x1)
+    if dtype.is_complex:
+        raise TypeError("searchsorted of complex numbers: they have no order. Search xp.real(x) or abs(x).")
+    return _looked_up(values, x1, partial(_search, dtype=dtype, side=side), "searchsorted", torch.int64)
+
+
+def isin(x1: Any, x2: Any, /, *, assume_unique: bool = False, invert: bool = False) -> Array:
+    """Which of `x1` are in `x2`; `invert`: which are not. nan is in nothing."""
+    if type(x2) is not Array:
+        x1, x2 = (x1, _operand(x2, x1)[0]) if type(x1) is Array else (x1, x2)
+    values, dtype = _operand(x1, x2)
+    found = _looked_up(values, x2, partial(_is_in, dtype=dtype), "isin", torch.bool)
+    return Array(tuple(~part for part in found.parts), *_but_parts(found)) if invert else found
+
+
+def _but_parts(x: Array) -> tuple[Any, ...]:
+    return x.sharding, x.shape, x.dtype, x.space
+
+
+def _operand(value: Any, other: Any) -> tuple[Array, torch.dtype]:
+    """`value` as an array beside `other`, and what both are compared as."""
+    if type(other) is not Array or not (type(value) is Array or is_python_number(value)):
+        raise NoArrayGiven(f"{type(value).__name__} and {type(other).__name__}: write xp.asarray(value) first.")
+    dtype = result_type(value, other)
+    if type(value) is Array:
+        return value, dtype
+    lies = sharding(other.sharding.places)
+    parts = (
+        torch.tensor(value, dtype=dtype, device=other.space.devices[place]) for _, place in other.space.local(lies)
+    )
+    return Array(tuple(parts), lies, (), dtype, other.space), dtype
+
+
+def _looked_up(values: Array, table: Array, look: Look, name: str, dtype: torch.dtype) -> Array:
+    held, space, shape = table.sharding, table.space, values.shape
+    whole, there = sharding(values.sharding.places), sharding(held.places)
+    table_moved = elements_moved(table.shape, held, whole) * table.dtype.itemsize
+    values_moved = elements_moved(shape, values.sharding, there) * values.dtype.itemsize
+    values_moved += (len(held.places) - 1) * prod(shape) * torch.int64.itemsize
+    if held.dim is None or table_moved <= values_moved:
+        flat = reshard(table, whole, name).parts
+        parts = tuple(look(a, b.reshape(-1)).to(dtype) for a, b in zip(values.parts, flat, strict=True))
+        return Array(parts, values.sharding, shape, dtype, space)
+    every = reshard(values, there, name).parts
+    found = [look(a, b.reshape(-1)) for a, b in zip(every, table.parts, strict=True)]
+    lies = evenly(shape[0], held.places) if shape else sharding(held.places[:1])
+    sums = combined(
+        stacked(table, held.places, found, shape, torch.int64),
+        partial(added, dtype=torch.int64),
+        lies,
+        torch.int64,
+        name,
+    )
+    return Array(tuple(part.to(dtype) for part in sums.parts), lies, shape, dtype, space)
+
+
+def _keyed(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `dtype`, or as one in the same order that torch compares everywhere."""
+    values = values.to(dtype)
+    if dtype is torch.uint64:
+        return values.view(torch.int64) ^ torch.iinfo(torch.int64).min
+    return values.to(_KEYED.get(dtype, dtype))
+
+
+def _search(values: Tensor, table: Tensor, dtype: torch.dtype, side: str) -> Tensor:
+    v, t = _keyed(values, dtype).contiguous(), _keyed(table, dtype).contiguous()
+    if not dtype.is_floating_point:
+        return torch.searchsorted(t, v, side=side)
+    numbers = (~t.isnan()).sum()
+    found = torch.searchsorted(t.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf), v, side=side)
+    of_nan = numbers if side == "left" else torch.full_like(numbers, len(t))
+    return torch.where(v.isnan(), of_nan, torch.minimum(found, numbers))
+
+
+def _is_in(values: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    v, t = _keyed(values, dtype), _keyed(table, dtype)
+    if not dtype.is_complex:
+        return torch.isin(v, t).to(torch.int64)
+    found = torch.zeros(v.shape, dtype=torch.bool, device=v.device)
+    for few in t.split(64):  # torch.isin takes no complex numbers
+        found |= (v[..., None] == few).any(-1)
+    return found.to(torch.int64)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"searchsorted": searchsorted, "isin": isin}

@@ -1,0 +1,23 @@
+"""Products, sorts, sets, quantiles, transforms: the functions of the files that have them, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshwise.arrays import cumulative, fft, lookup, products, quantiles, sets, sorting
+from meshwise.arrays.methods import install_binary
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **products.FUNCTIONS,
+    **cumulative.FUNCTIONS,
+    **sorting.FUNCTIONS,
+    **sets.FUNCTIONS,
+    **lookup.FUNCTIONS,
+    **quantiles.FUNCTIONS,
+}
+EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {"fft": fft.FUNCTIONS}
+"""Functions of arrays in a namespace below."""
+EXTENSION_MAKERS: dict[str, dict[str, Callable[..., Any]]] = {"fft": fft.MAKERS}
+"""Those of them whose first parameter is the space."""
+install_binary("matmul", products.matmul)

@@ -1,0 +1,268 @@
+"""Products that sum over common dims: matmul, vecdot, tensordot, outer. One rule for all of them.
+
+The dims of both operands have labels, as in einsum, and the work is divided along one label. An operand that has it
+is split there, an operand that lacks it is on every place; where the result lacks it, each place has a partial sum,
+and they are added into a result split along its first dim. Bytes moved, the least for a product divided so:
+
+    what each place needs of the operands and does not hold, + (places - 1) x result where sums are partial
+
+The label that moves the fewest is taken. Row x replicated, replicated x column and batches split alike move nothing,
+k x k only the sums, row x row-split the smaller of an operand and the result. An operand that is needed whole and is
+too large to be held so comes in blocks, which are added as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import prod
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.align import broadcast_shape, common_space
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import BOOL, result_type
+from meshwise.arrays.moves import Piece, combined, elements_moved, exchange, reshard, stacked
+from meshwise.arrays.reductions import as_array
+from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
+
+BLOCKS_FROM = 64 << 20  # bytes of an operand from which it comes in blocks where it is needed whole
+UNMULTIPLIED = {
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+}  # torch has no products of these; modulo 2^64 int64's are equal
+Labels = tuple[int | None, ...]  # of the dims of an operand; None: a dim of 1 that is broadcast
+Local = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A product but for its values: labels of the dims of x, y and the result, and the shape of the result."""
+
+    x: Labels
+    y: Labels
+    out: tuple[int, ...]
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Along which label a product is divided, where its operands lie then, and its result: None for partial sums."""
+
+    label: int | None
+    x: Sharding
+    y: Sharding
+    result: Sharding | None
+
+
+def matmul(x1: Array, x2: Array, /) -> Array:
+    """The matrix product: of vectors, matrices, and stacks of matrices, whose leading dims are broadcast."""
+    x1, x2 = as_array("matmul", x1), as_array("matmul", x2)
+    a, b = x1.shape, x2.shape
+    if not a or not b:
+        raise ValueError(f"matmul of shapes {a} and {b}: both need at least one dim. Write x1 * x2.")
+    if a[-1] != b[-2 if len(b) > 1 else 0]:
+        raise ValueError(f"matmul of shapes {a} and {b}: {a[-1]} columns meet {b[-2 if len(b) > 1 else 0]} rows.")
+    stack = broadcast_shape("matmul", [a[:-2], b[:-2]])
+    count = len(stack)
+    row, column, inner = count, count + 1, count + 2
+    out = tuple(range(count)) + (row,) * (len(a) > 1) + (column,) * (len(b) > 1)
+    shape = stack + a[-2:-1] + (b[-1:] if len(b) > 1 else ())
+    x = _stack_labels(a[:-2], stack) + ((row, inner) if len(a) > 1 else (inner,))
+    y = _stack_labels(b[:-2], stack) + ((inner, column) if len(b) > 1 else (inner,))
+    return product(x1, x2, Terms(x, y, out, shape), torch.matmul, "matmul")
+
+
+def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
+    """The sum of `conj(x1) * x2` along an axis that is counted from the end; the other dims are broadcast."""
+    x1, x2 = as_array("vecdot", x1), as_array("vecdot", x2)
+    a, b = x1.shape, x2.shape
+    if not -min(len(a), len(b)) <= axis < 0:
+        raise ValueError(f"vecdot of shapes {a} and {b} along axis {axis}: count a common axis from the end, as -1.")
+    if a[axis] != b[axis]:
+        raise ValueError(f"vecdot of shapes {a} and {b} along axis {axis}: {a[axis]} entries meet {b[axis]}.")
+    rest = [shape[:axis] + shape[axis:][1:] for shape in (a, b)]
+    stack = broadcast_shape("vecdot", rest)
+    inner = len(stack)
+    x, y = (list(_stack_labels(shape, stack)) for shape in rest)
+    x.insert(len(x) + axis + 1, inner)
+    y.insert(len(y) + axis + 1, inner)
+    terms = Terms(tuple(x), tuple(y), tuple(range(inner)), stack)
+    return product(x1, x2, terms, partial(_vecdot, axis=axis), "vecdot")
+
+
+def tensordot(x1: Array, x2: Array, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Array:
+    """The sum of products over pairs of axes: the last ones of `x1` with the first of `x2`, or those that are named."""
+    x1, x2 = as_array("tensordot", x1), as_array("tensordot", x2)
+    a, b = x1.shape, x2.shape
+    asked = f"tensordot of shapes {a} and {b} over {axes!r}"
+    if isinstance(axes, int):
+        if not 0 <= axes <= min(len(a), len(b)):
+            raise ValueError(f"{asked}: from 0 to {min(len(a), len(b))} axes are common.")
+        axes = tuple(range(len(a) - axes, len(a))), tuple(range(axes))
+    ours, theirs = (
+        [_axis(axis, shape, asked) for axis in _listed(each)] for each, shape in zip(axes, (a, b), strict=True)
+    )
+    if (
+        [a[axis] for axis in ours] != [b[axis] for axis in theirs]
+        or len({*ours}) < len(ours)
+        or len({*theirs}) < len(theirs)
+    ):
+        raise ValueError(f"{asked}: the axes must be as many, each once, and of equal lengths.")
+    x = tuple(range(len(a)))
+    names = iter(range(len(a), len(a) + len(b)))
+    y = tuple(ours[theirs.index(axis)] if axis in theirs else next(names) for axis in range(len(b)))
+    out = tuple(label for label in x if label not in ours) + tuple(label for label in y if label >= len(a))
+    shape = tuple(a[k] for k in x if k not in ours) + tuple(b[k] for k in range(len(b)) if k not in theirs)
+    return product(x1, x2, Terms(x, y, out, shape), partial(torch.tensordot, dims=(ours, theirs)), "tensordot")
+
+
+def outer(x1: Array, x2: Array, /) -> Array:
+    """All products of an entry of one vector and one of another."""
+    x1, x2 = as_array("outer", x1), as_array("outer", x2)
+    if len(x1.shape) != 1 or len(x2.shape) != 1:
+        raise ValueError(f"outer of shapes {x1.shape} and {x2.shape}: both must be vectors. Write reshape(x, (-1,)).")
+    return product(x1, x2, Terms((0,), (1,), (0, 1), x1.shape + x2.shape), _outer, "outer")
+
+
+def product(x: Array, y: Array, terms: Terms, local: Local, operation: str) -> Array:
+    """The product that `terms` describe, of dtype `result_type(x, y)`; `local` computes it of parts of that dtype."""
+    space = common_space(operation, [x, y])
+    dtype = result_type(x, y)
+    if dtype is BOOL:
+        raise TypeError(f"{operation} of bool arrays: it needs numbers. Cast one, as by xp.astype(x, xp.int64).")
+    compute = partial(_cast, local=local, dtype=dtype)
+    how = _divided(x.shape, y.shape, x.sharding, y.sharding, terms, x.dtype.itemsize, y.dtype.itemsize, dtype.itemsize)
+    if how.result is not None:
+        if _in_blocks(y, terms.y, how.y):
+            return _by_blocks(reshard(x, how.x, operation), y, terms, compute, how.result, operation)
+        if _in_blocks(x, terms.x, how.x):
+            terms = replace(terms, x=terms.y, y=terms.x)
+            return _by_blocks(reshard(y, how.y, operation), x, terms, lambda b, a: compute(a, b), how.result, operation)
+    x, y = reshard(x, how.x, operation), reshard(y, how.y, operation)
+    parts = [compute(a, b).to(dtype) for a, b in zip(x.parts, y.parts, strict=True)]
+    if how.result is not None:
+        return Array(tuple(parts), how.result, terms.shape, dtype, space)
+    partials = stacked(x, how.x.places, parts, terms.shape, dtype)
+    wanted = evenly(terms.shape[0], how.x.places) if terms.shape else sharding(how.x.places[:1])
+    return combined(partials, partial(added, dtype=dtype), wanted, dtype, operation)
+
+
+@lru_cache(maxsize=1024)
+def _divided(
+    a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms, x_size: int, y_size: int, size: int
+) -> _Division:
+    """The division that moves the fewest bytes; of equal ones the first: where x is split, where y is, others."""
+    if not (x.divided or y.divided):
+        common = tuple(place for place in x.places if place in y.places)
+        if not common:  # the smaller goes to the other
+            common = x.places if prod(b) * y_size <= prod(a) * x_size else y.places
+        return _Division(None, sharding(common), sharding(common), sharding(common))
+    best: tuple[int, _Division] | None = None
+    places = x.places if x.divided else y.places
+    for label, sizes in _labels(a, b, x, y, terms):
+        lies = sharding(places, terms.x.index(label), sizes) if label in terms.x else sharding(places)
+        other = sharding(places, terms.y.index(label), sizes) if label in terms.y else sharding(places)
+        result = sharding(places, terms.out.index(label), sizes) if label in terms.out else None
+        moved = elements_moved(a, x, lies) * x_size + elements_moved(b, y, other) * y_size
+        if result is None:
+            moved += (len(places) - 1) * prod(terms.shape) * size
+        if best is None or moved < best[0]:
+            best = moved, _Division(label, lies, other, result)
+    assert best is not None
+    return best[1]
+
+
+def _labels(a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The labels that a product can be divided along, with sizes of the parts."""
+    places = x.places if x.divided else y.places
+    seen = set()
+    for labels, lies in ((terms.x, x), (terms.y, y)):
+        if lies.dim is not None and len(lies.places) == len(places) and (label := labels[lies.dim]) is not None:
+            yield label, lies.sizes
+            seen.add(label)
+    for labels, shape in ((terms.x, a), (terms.y, b)):
+        for label, length in zip(labels, shape, strict=True):
+            if label is not None and label not in seen:
+                yield label, evenly(length, places).sizes
+                seen.add(label)
+
+
+def _in_blocks(x: Array, labels: Labels, wanted: Sharding) -> bool:
+    """Whether `x` is needed whole on several places, and is too large for that."""
+    if wanted.dim is not None or len(wanted.places) == 1 or x.sharding.dim is None:
+        return False
+    return labels[x.sharding.dim] is not None and prod(x.shape) * x.dtype.itemsize >= BLOCKS_FROM
+
+
+def _by_blocks(x: Array, y: Array, terms: Terms, compute: Local, how: Sharding, operation: str) -> Array:
+    """The product of `x`, which lies as it has to, and `y`, whose parts come to every place of `x` one after another.
+
+    Each place holds one part of `y` at a time. Bytes: as if it were replicated.
+    """
+    space, held = x.space, y.sharding
+    assert held.dim is not None
+    label = terms.y[held.dim]
+    inner = terms.x.index(label) if label in terms.x else None
+    along = terms.out.index(label) if label in terms.out else None
+    own = {part: tensor for (part, _), tensor in zip(space.local(held), y.parts, strict=True)}
+    sums: list[list[Tensor]] = [[] for _ in x.parts]
+    for k, (begin, size) in enumerate(zip(held.offsets, held.sizes, strict=True)):
+        if not size and any(sums):
+            continue
+        shape = held.part_shape(y.shape, k)
+        pieces = [Piece(held.places[k], place, place, shape, y.dtype, own.get(k)) for place in x.sharding.places]
+        blocks = exchange(space, pieces, operation)
+        for found, part, (_, place) in zip(sums, x.parts, space.local(x.sharding), strict=True):
+            term = compute(part if inner is None else part.narrow(inner, begin, size), blocks[place])
+            if along is None and found:
+                found[0] += term
+            else:
+                found.append(term)
+    dtype = result_type(x, y)
+    parts = tuple((found[0] if along is None else torch.cat(found, along)).to(dtype) for found in sums)
+    return Array(parts, how, terms.shape, dtype, space)
+
+
+def _cast(a: Tensor, b: Tensor, local: Local, dtype: torch.dtype) -> Tensor:
+    """`local` of parts as `dtype`; as int64 where torch has no product of it."""
+    inner = torch.int64 if dtype in UNMULTIPLIED else dtype
+    return local(a.to(inner), b.to(inner))
+
+
+def added(partials: Tensor, dtype: torch.dtype) -> Tensor:
+    """Partial sums added over their first dim."""
+    inner = torch.int64 if dtype in UNMULTIPLIED else dtype
+    return partials.to(inner).sum(0, dtype=inner).to(dtype)
+
+
+def _vecdot(a: Tensor, b: Tensor, axis: int) -> Tensor:
+    return (a.conj().movedim(axis, -1) * b.movedim(axis, -1)).sum(-1, dtype=a.dtype)
+
+
+def _outer(a: Tensor, b: Tensor) -> Tensor:
+    return a[:, None] * b[None, :]
+
+
+def _stack_labels(own: Shape, stack: Shape) -> Labels:
+    """Labels of leading dims that are broadcast to `stack`: its dims from 0; None for a dim of 1 that is repeated."""
+    first = len(stack) - len(own)
+    return tuple(first + k if length == stack[first + k] else None for k, length in enumerate(own))
+
+
+def _listed(axes: Any) -> list[int]:
+    return [axes] if isinstance(axes, int) else [index(axis) for axis in axes]
+
+
+def _axis(axis: int, shape: Shape, asked: str) -> int:
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"{asked}: {shape} has no axis {axis}.")
+    return axis % len(shape)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"matmul": matmul, "vecdot": vecdot, "tensordot": tensordot, "outer": outer}

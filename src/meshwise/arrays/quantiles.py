@@ -1,0 +1,162 @@
+"""quantile, percentile, median and the k largest.
+
+Along a dim that is not split each place sorts its own. Of all of a split array, or of a split vector, only the elements
+that are asked for are read: parts are sorted where they lie, and exact cuts say where the element of a rank is. A split
+dim of many lanes is moved off first, a transpose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import FLOATS
+from meshwise.arrays.lanes import axis_of, freed
+from meshwise.arrays.reductions import as_array, as_axes, left, reduced_shape
+from meshwise.arrays.selection import cuts, order, picked
+from meshwise.arrays.sharding import sharding
+
+METHODS = ("linear", "lower", "higher", "midpoint", "nearest")
+
+
+class TopK(NamedTuple):
+    """What `topk` gives: the values, in order, and where along the axis they are."""
+
+    values: Array
+    indices: Array
+
+
+def quantile(x: Array, q: Any, /, axis: Any = None, *, method: str = "linear", keepdims: bool = False) -> Array:
+    """The value below which the share `q` of the elements lies, over `axis` or all; nan where an element is nan.
+
+    q: a number from 0 to 1, or several, which are the first dim of the result then.
+    method: between two elements "linear", "lower", "higher", "midpoint" or "nearest".
+    """
+    return _quantile(x, q, axis, method, keepdims, "quantile")
+
+
+def percentile(x: Array, q: Any, /, axis: Any = None, *, method: str = "linear", keepdims: bool = False) -> Array:
+    """`quantile` with `q` from 0 to 100."""
+    return _quantile(x, torch.as_tensor(q, dtype=torch.float64) / 100, axis, method, keepdims, "percentile")
+
+
+def median(x: Array, /, axis: Any = None, *, keepdims: bool = False) -> Array:
+    """The element in the middle of the sorted ones, or the mean of the two there, over `axis` or all."""
+    return _quantile(x, 0.5, axis, "midpoint", keepdims, "median")
+
+
+def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: str) -> Array:
+    x = as_array(name, x)
+    shares = torch.as_tensor(q, dtype=torch.float64)
+    axes = as_axes(name, axis, len(x.shape))
+    length = math.prod(x.shape[dim] for dim in axes)
+    if method not in METHODS or shares.dim() > 1 or bool(((shares < 0) | (shares > 1)).any()):
+        raise ValueError(
+            f"{name} of q={q!r} by {method!r}: q is within its bounds, method one of {', '.join(METHODS)}."
+        )
+    if x.dtype.is_complex or not length:
+        raise TypeError(
+            f"{name} of {x.dtype} {x.shape}: it needs real numbers, at least one. Take xp.real or abs first."
+        )
+    at = shares.reshape(-1) * (length - 1)
+    dtype = x.dtype if x.dtype in FLOATS else x.space.default_float
+    shape = reduced_shape(x.shape, axes, keepdims)
+    if x.sharding.dim in axes and math.prod(x.shape) == length:
+        values = _between(_of_all(x, at), at, method, 0).to(dtype).reshape(shares.shape + shape)
+        lies = sharding(x.sharding.places[:1])
+        made = tuple(values.to(x.space.devices[place]) for _, place in x.space.local(lies))
+        return Array(made, lies, tuple(values.shape), dtype, x.space)
+    x = freed(x, axes, name)
+    lies = left(x.sharding, axes, keepdims)
+    if shares.dim():
+        lies = lies.along(lies.dim + 1) if lies.dim is not None else lies
+    parts = []
+    for part in x.parts:
+        rest = [dim for dim in range(len(x.shape)) if dim not in axes]
+        line = part.permute(*rest, *axes).reshape([part.shape[dim] for dim in rest] + [length])
+        values = order(line, -1)[0]
+        found = values[..., _ranks(at, length).to(values.device)].movedim(-1, 0)
+        found = _between(found, at.to(values.device), method, len(rest)).to(dtype)
+        own = reduced_shape(tuple(part.shape), axes, keepdims)
+        parts.append(found.reshape(tuple(shares.shape) + own))
+    return Array(tuple(parts), lies, tuple(shares.shape) + shape, dtype, x.space)
+
+
+def _ranks(at: Tensor, length: int) -> Tensor:
+    """The ranks that are asked for: those below and those above, and the last, which is nan if any element is."""
+    return torch.cat([at.floor(), at.ceil(), at.new_tensor([length - 1])]).to(torch.int64)
+
+
+def _between(found: Tensor, at: Tensor, method: str, rest: int) -> Tensor:
+    """The values between the elements of `_ranks`, which are the first dim of `found`; `rest` dims come after it."""
+    found = found if found.is_floating_point() else found.to(torch.float64)
+    count = len(at)
+    low, high, last = found[:count], found[count : 2 * count], found[2 * count :]
+    share = (at - at.floor()).reshape(-1, *(1,) * rest).to(found.dtype)
+    if method == "lower":
+        share = torch.zeros_like(share)
+    elif method == "higher":
+        share = torch.ones_like(share)
+    elif method == "midpoint":
+        share = torch.where(share > 0, 0.5, share)
+    elif method == "nearest":
+        share = at.round().sub(at.floor()).reshape(share.shape).to(found.dtype)
+    made = torch.where(share < 0.5, low + (high - low) * share, high - (high - low) * (1 - share))
+    made = torch.where((low == high) | (share == 0), low, torch.where(share == 1, high, made))
+    return torch.where(last.isnan(), last, made)
+
+
+def _of_all(x: Array, at: Tensor) -> Tensor:
+    """The elements of `_ranks` of all of a split array, in the host's memory."""
+    space, held, length = x.space, x.sharding, math.prod(x.shape)
+    sizes = tuple(math.prod(held.part_shape(x.shape, k)) for k in range(len(held.places)))
+    flat = sharding(held.places, 0, sizes)
+    parts = [order(part.reshape(-1))[0] for part in x.parts]
+    asked = _ranks(at, length).tolist()
+    ranks = sorted({rank for each in asked for rank in (each, each + 1)})
+    before = dict(zip(ranks, cuts(space, flat, parts, ranks), strict=True))
+    owner = [next(k for k in range(len(sizes)) if before[r + 1][k] > before[r][k]) for r in asked]
+    wanted = [[before[r][k] for r, own in zip(asked, owner, strict=True) if own == k] for k in range(len(sizes))]
+    read = [iter(values) for values in picked(space, flat, parts, wanted)]
+    return torch.stack([next(read[own]) for own in owner])
+
+
+def topk(x: Array, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
+    """The `k` largest elements along `axis`, or the smallest, in order, and where they are; of equal ones the first.
+
+    Along a split dim each place sends no more than its own k, and those of one lane meet on one place.
+    """
+    x = as_array("topk", x)
+    axis = axis_of(axis, x.shape, "topk")
+    if not 0 <= k <= x.shape[axis]:
+        raise ValueError(f"topk: {k} of {x.shape[axis]} elements. Ask for 0 to {x.shape[axis]}.")
+    held, shape = x.sharding, (*x.shape[:axis], k, *x.shape[axis + 1 :])
+    own = [order(part, axis, largest) for part in x.parts]
+    values = [part.narrow(axis, 0, min(k, part.shape[axis])) for part, _ in own]
+    where = [at.narrow(axis, 0, min(k, at.shape[axis])) for _, at in own]
+    if held.dim != axis:
+        return TopK(*(Array(tuple(each), held, shape, each[0].dtype, x.space) for each in (values, where)))
+    begins = [held.offsets[part] for part, _ in x.space.local(held)]
+    sizes = tuple(min(k, size) for size in held.sizes)
+    lies, candidates = sharding(held.places, axis, sizes), (*shape[:axis], sum(sizes), *shape[axis + 1 :])
+    found = freed(Array(tuple(values), lies, candidates, x.dtype, x.space), {axis}, "topk")
+    places = tuple(at + begin for at, begin in zip(where, begins, strict=True))
+    at = freed(Array(places, lies, candidates, torch.int64, x.space), {axis}, "topk")
+    best = [order(part, axis, largest)[1].narrow(axis, 0, k) for part in found.parts]
+    picks = [[torch.take_along_dim(p, b, axis) for p, b in zip(each.parts, best, strict=True)] for each in (found, at)]
+    return TopK(
+        *(Array(tuple(each), found.sharding, shape, a.dtype, x.space) for each, a in zip(picks, (x, at), strict=True))
+    )
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "quantile": quantile,
+    "percentile": percentile,
+    "median": median,
+    "topk": topk,
+}

@@ -1,0 +1,115 @@
+"""Which elements of several sorted parts are the first r of all: what sorting, quantiles and the k largest stand on.
+
+Samples at equal steps of what is undecided are read, a few hundred of all parts a round, and each round leaves about a
+hundredth undecided; when it is small enough all of it is read. Equal elements go by part, then by position, so the
+answer is exact and one, for ties and nan too: elements are ordered by `order` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.reading import to_host
+from meshwise.arrays.sharding import Sharding, sharding
+from meshwise.arrays.space import Space
+
+SAMPLES = 512  # of all parts for a cut and a round
+FEWEST_A_PART = 8  # so that a round narrows, however many parts there are
+
+
+def order(values: Tensor, dim: int = 0, descending: bool = False) -> tuple[Tensor, Tensor]:
+    """Values sorted along `dim`, and where each was; equal ones stay in order, nan is greater than all. Complex ones by
+    real part, then imaginary part."""
+    if not values.is_complex():
+        return torch.sort(values, dim=dim, descending=descending, stable=True)
+    at = torch.sort(values.imag, dim=dim, descending=descending, stable=True).indices
+    then = torch.sort(values.real.gather(dim, at), dim=dim, descending=descending, stable=True).indices
+    at = at.gather(dim, then)
+    return values.gather(dim, at), at
+
+
+@dataclass
+class _Window:
+    """What is undecided for one cut: of part k the elements from low[k] to high[k]; `wanted` of them are before it."""
+
+    low: list[int]
+    high: list[int]
+    wanted: int
+
+    @property
+    def step(self) -> int:
+        left = sum(self.high) - sum(self.low)
+        return max(1, -(-left // max(SAMPLES, FEWEST_A_PART * len(self.low))))
+
+    def positions(self, part: int) -> range:
+        """The elements that are read: the last of each step."""
+        return range(self.low[part] + self.step - 1, self.high[part], self.step)
+
+    def narrow(self, parts: Tensor, step: int) -> None:
+        """parts: of the samples in their order, which part each is of.
+
+        The sample number t (from 1) has at least t steps up to it, and fewer than (parts - 1) steps more.
+        """
+        count = len(self.low)
+        if step == 1:
+            self.low = [low + n for low, n in zip(self.low, _tally(parts[: self.wanted], count), strict=True)]
+            self.high, self.wanted = list(self.low), 0
+            return
+        surely = max(0, (self.wanted - count * (step - 1)) // step)
+        possibly = self.wanted // step  # the next sample is not before the cut
+        ours, theirs, every = (_tally(some, count) for some in (parts[:surely], parts[:possibly], parts))
+        for k in range(count):
+            if theirs[k] < every[k]:
+                self.high[k] = self.low[k] + step * (theirs[k] + 1) - 1
+            self.low[k] += step * ours[k]
+        self.wanted -= step * sum(ours)
+
+
+def _tally(parts: Tensor, count: int) -> list[int]:
+    return [int(n) for n in torch.bincount(parts, minlength=count)]
+
+
+def cuts(
+    space: Space, held: Sharding, parts: Sequence[Tensor], ranks: Sequence[int], *, descending: bool = False
+) -> list[list[int]]:
+    """For each rank r: how many elements of each sorted part are among the first r of all. Waits for the parts.
+
+    parts: 1-d, those that are here, each sorted by `order`; `held.sizes` are the lengths of all.
+    """
+    windows = [_Window([0] * len(held.sizes), list(held.sizes), rank) for rank in ranks]
+    while True:
+        for window in windows:
+            if window.wanted in (0, sum(window.high) - sum(window.low)):
+                window.low = window.high = list(window.high if window.wanted else window.low)
+                window.wanted = 0
+        todo = [window for window in windows if window.low != window.high]
+        if not todo:
+            return [window.low for window in windows]
+        asked = [[at for window in todo for at in window.positions(part)] for part in range(len(held.sizes))]
+        read = picked(space, held, parts, asked)
+        taken = [0] * len(asked)
+        for window in todo:
+            step = window.step
+            samples, owners = [], []
+            for part, values in enumerate(read):
+                n = len(window.positions(part))
+                samples.append(values[taken[part] : taken[part] + n])
+                owners.append(torch.full((n,), part))
+                taken[part] += n
+            window.narrow(torch.cat(owners)[order(torch.cat(samples), descending=descending)[1]], step)
+
+
+def picked(space: Space, held: Sharding, parts: Sequence[Tensor], asked: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    """The elements at these positions of each part, in the host's memory; over ranks on all of them. Waits for them."""
+    here = zip(parts, space.local(held), strict=True)
+    chosen = tuple(part[torch.tensor(asked[k], dtype=torch.int64)] for part, (k, _) in here)
+    counts = tuple(map(len, asked))
+    dtype = parts[0].dtype  # over ranks too each place has a part, if of no elements
+    lies = sharding(held.places, 0, counts)
+    values: tuple[Tensor, ...] = to_host(Array(chosen, lies, (sum(counts),), dtype, space), "samples").split(counts)
+    return values
