@@ -21,9 +21,8 @@ def of_this(name: str, dtype: str) -> bool:
     return dtype != "complex128" or name not in ("rfft", "ihfft", "rfftn")
 
 
-@pytest.mark.parametrize("long", [fft.LONG, 4])
-@pytest.mark.parametrize("dtype", ["float64", "float32", "complex128", "int32"])
-@pytest.mark.parametrize("shape", [(7,), (36,), (5, 4), (2, 3, 4), (3, 1)])
+@pytest.mark.parametrize("long, dtype", [(fft.LONG, "float64"), (4, "complex128"), (4, "float32"), (fft.LONG, "int32")])
+@pytest.mark.parametrize("shape", [(7,), (36,), (5, 4), (2, 3, 4)])
 def test_transforms(shape: Any, dtype: str, long: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fft, "LONG", long)
     values = drawn(shape, dtype)
@@ -33,7 +32,7 @@ def test_transforms(shape: Any, dtype: str, long: int, monkeypatch: pytest.Monke
             x = XP.asarray(values, sharding=how)
             for name in filter(lambda name: of_this(name, dtype), ONE):
                 for axis in range(len(shape)):
-                    for n in (None, 3, 9):
+                    for n in (None, 3, 9)[: 3 if len(shape) < 3 else 2]:
                         if n is None and shape[axis] < 2:
                             continue
                         words: Any = {"n": n, "axis": axis, "norm": "ortho" if n == 3 else "backward"}
