@@ -29,6 +29,8 @@ Op = Callable[..., Tensor]
 Rule = Callable[..., Array]
 FUNCTIONS: dict[str, Rule] = {}
 """The functions of the namespace that this file has, by name."""
+BINARY: list[str] = []
+"""Those of two arrays."""
 
 ANY = WHOLE | FLOATS
 NUMBERS = INTEGERS | FLOATS
@@ -96,6 +98,7 @@ def binary(
                 return Array(parts, x2.sharding, x2.shape, result or dtype, x2.space)
         return _in_general(name, op, takes, result, (x1, x2))
 
+    BINARY.append(name)
     return _named(name, rule)
 
 

@@ -24,8 +24,10 @@ from meshwise.arrays import (
     numerics,
     reductions,
     shapes,
+    spellings,
     statistics,
 )
+from meshwise.arrays.align import broadcast_shape
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import as_dtype
 from meshwise.arrays.elementwise import NoArrayGiven
@@ -40,12 +42,14 @@ RULES: list[dict[str, Callable[..., Any]]] = [
     statistics.FUNCTIONS,
     casting.FUNCTIONS,
     shapes.FUNCTIONS,
+    spellings.FUNCTIONS,
     numerics.FUNCTIONS,
 ]
 """Functions of arrays."""
 MAKERS: list[dict[str, Callable[..., Any]]] = [
     creation.CREATION,
     interop.MAKERS,
+    spellings.MAKERS,
 ]
 """Functions whose first parameter is the space."""
 EXTENSIONS = numerics.EXTENSIONS
@@ -61,6 +65,7 @@ PLAIN: dict[str, Any] = {
     "result_type": dtypes.result_type,
     "can_cast": dtypes.can_cast,
     "isdtype": dtypes.isdtype,
+    "broadcast_shapes": lambda *shapes: broadcast_shape("broadcast_shapes", shapes),
 }
 """What is the same in every namespace."""
 
@@ -98,6 +103,11 @@ class Namespace(Names):
         self.devices = space.names
         self.ndarray = Array
         self.random = Random(space)
+        names = self.__dict__
+        names |= {other: names[name] for other, name in spellings.ALIASES.items() if name in names}
+        for name in elementwise.BINARY:
+            spellings.as_ufunc(self, name, names[name])
+        self.mgrid, self.ogrid = spellings.Grid(self, sparse=False), spellings.Grid(self, sparse=True)
 
     def shard(self, dim: int = 0, sizes: Sequence[int] | None = None, weights: Sequence[float] | None = None) -> Layout:
         """A dim divided over the devices: in parts that differ by at most one, of these sizes, or by these weights."""
@@ -179,5 +189,8 @@ def of_array(x: Array, /, *, api_version: str | None = None) -> Namespace:
 VERSION = "2025.12"
 PLAIN["__array_api_version__"] = VERSION
 methods.install({"__array_namespace__": of_array, "astype": casting.astype, **interop.METHODS}, interop.PROPERTIES)
-methods.install(interop.numpy_functions({name: rule for table in RULES for name, rule in table.items()}), {})
+KNOWN = {name: rule for table in RULES for name, rule in table.items()}
+KNOWN |= {other: KNOWN[name] for other, name in spellings.ALIASES.items() if name in KNOWN}
+methods.install(interop.numpy_functions(KNOWN), {})
+methods.install(spellings.METHODS, spellings.PROPERTIES)
 methods.install(shapes.METHODS, shapes.PROPERTIES)

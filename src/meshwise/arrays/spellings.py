@@ -1,0 +1,365 @@
+"""NumPy's and CuPy's spellings beside the standard's: other names of its functions, and functions made of these.
+
+`ALIASES` are names for functions that a namespace has; the functions here use those of their array's own namespace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.creation import asarray
+from meshwise.arrays.moves import combined, stacked
+from meshwise.arrays.reductions import as_array, together
+from meshwise.arrays.space import Space
+from meshwise.spec.errors import UsageError
+
+ALIASES = {
+    "absolute": "abs",
+    "fabs": "abs",
+    "power": "pow",
+    "true_divide": "divide",
+    "mod": "remainder",
+    "amax": "max",
+    "amin": "min",
+    "arccos": "acos",
+    "arccosh": "acosh",
+    "arcsin": "asin",
+    "arcsinh": "asinh",
+    "arctan": "atan",
+    "arctanh": "atanh",
+    "arctan2": "atan2",
+    "conjugate": "conj",
+    "invert": "bitwise_invert",
+    "rint": "round",
+    "bitwise_not": "bitwise_invert",
+    "left_shift": "bitwise_left_shift",
+    "right_shift": "bitwise_right_shift",
+    "concatenate": "concat",
+    "cumsum": "cumulative_sum",
+    "cumprod": "cumulative_prod",
+    "unique": "unique_values",
+    "float_power": "pow",
+    "bool_": "bool",
+    "double": "float64",
+    "single": "float32",
+    "int_": "int64",
+    "intp": "int64",
+    "cfloat": "complex128",
+    "asanyarray": "asarray",
+    "ascontiguousarray": "asarray",
+    "fmax": "maximum",
+    "fmin": "minimum",
+}
+"""NumPy's name -> the standard's, where they mean the same."""
+REDUCED = {
+    "add": "sum",
+    "multiply": "prod",
+    "maximum": "max",
+    "minimum": "min",
+    "logical_and": "all",
+    "logical_or": "any",
+}
+"""What `xp.add.reduce` and its like are."""
+
+
+def array(
+    space: Space, obj: Any, dtype: Any = None, *, copy: bool = True, device: Any = None, sharding: Any = None
+) -> Array:
+    """As `asarray`, in memory of its own."""
+    return asarray(space, obj, dtype, device=device, sharding=sharding, copy=copy or None)
+
+
+def identity(space: Space, n: int, dtype: Any = None) -> Any:
+    """The matrix of ones on the diagonal."""
+    xp = _names_of(space)
+    return xp.eye(n, dtype=dtype)
+
+
+def logspace(space: Space, start: float, stop: float, num: int = 50, *, base: float = 10.0, **how: Any) -> Any:
+    """`num` numbers from `base` to the power of `start` to that of `stop`, whose logarithms are at equal distances."""
+    return base ** _names_of(space).linspace(start, stop, num, **how)
+
+
+def _names_of(x: Any) -> Any:
+    """The namespace of an array or a space."""
+    return x.__array_namespace__() if isinstance(x, Array) else asarray(x, 0).__array_namespace__()
+
+
+def outer(x1: Any, x2: Any, /) -> Any:
+    """Each element of `x1` times each of `x2`."""
+    return _outer(as_array("outer", x1), x2, "multiply")
+
+
+def _outer(x1: Array, x2: Any, name: str) -> Any:
+    xp = _names_of(x1)
+    x2 = xp.asarray(x2)
+    return getattr(xp, name)(xp.reshape(x1, (*x1.shape, *(1,) * len(x2.shape))), x2)
+
+
+def dot(x1: Any, x2: Any, /) -> Any:
+    """NumPy's product: of vectors and matrices as `@`; with a number elementwise; else over the last dim of the one and
+    the last but one of the other."""
+    x1 = as_array("dot", x1)
+    xp = _names_of(x1)
+    x2 = xp.asarray(x2)
+    if not x1.shape or not x2.shape:
+        return x1 * x2
+    if len(x2.shape) <= 2:
+        return x1 @ x2
+    return xp.tensordot(x1, x2, axes=((-1,), (-2,)))
+
+
+def transpose(x: Any, /, axes: Any = None) -> Any:
+    """The dims in the reverse order, or in that of `axes`."""
+    x = as_array("transpose", x)
+    return x.T if axes is None and len(x.shape) < 3 else x.transpose(axes or tuple(reversed(range(len(x.shape)))))
+
+
+def swapaxes(x: Any, /, axis1: int, axis2: int) -> Any:
+    """Two dims exchanged."""
+    return as_array("swapaxes", x).swapaxes(axis1, axis2)
+
+
+def ravel(x: Any, /) -> Any:
+    """The elements in one dim, in row-major order."""
+    return as_array("ravel", x).reshape(-1)
+
+
+def vstack(arrays: Any, /) -> Any:
+    """Arrays below each other; vectors as rows."""
+    return _stacked(arrays, lambda xp, x: xp.reshape(x, (1, -1)) if len(x.shape) < 2 else x, 0)
+
+
+def hstack(arrays: Any, /) -> Any:
+    """Arrays beside each other; vectors after each other."""
+    return _stacked(arrays, lambda xp, x: xp.reshape(x, (-1,)) if not x.shape else x, -1)
+
+
+def column_stack(arrays: Any, /) -> Array:
+    """Arrays beside each other; vectors as columns."""
+    return _stacked(arrays, lambda xp, x: xp.reshape(x, (-1, 1)) if len(x.shape) < 2 else x, 1)
+
+
+def _stacked(arrays: Any, grown: Callable[[Any, Array], Array], axis: int) -> Array:
+    every = [as_array("stack", x) for x in arrays]
+    xp = _names_of(every[0])
+    every = [grown(xp, x) for x in every]
+    joined: Array = xp.concat(every, axis=0 if axis == -1 and len(every[0].shape) == 1 else abs(axis))
+    return joined
+
+
+def isclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False) -> Any:
+    """Whether elements differ by at most `atol` plus `rtol` times the second."""
+    x1 = as_array("isclose", x1)
+    xp = _names_of(x1)
+    x2 = xp.asarray(x2)
+    bound = xp.abs(x2) * rtol + atol
+    near: Array = (x1 == x2) | ((xp.abs(x1 - x2) <= bound) & xp.isfinite(x1) & xp.isfinite(x2))
+    return near | (xp.isnan(x1) & xp.isnan(x2)) if equal_nan else near
+
+
+def allclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False) -> bool:
+    """Whether all elements are close. Waits for them."""
+    return bool(isclose(x1, x2, rtol, atol, equal_nan=equal_nan).all())
+
+
+def array_equal(x1: Any, x2: Any, /) -> Any:
+    """Whether shapes and elements are equal. Waits for them."""
+    x1 = as_array("array_equal", x1)
+    x2 = _names_of(x1).asarray(x2)
+    return x1.shape == x2.shape and bool((x1 == x2).all())
+
+
+def ptp(x: Any, /, axis: Any = None) -> Any:
+    """The greatest element less the least."""
+    x = as_array("ptp", x)
+    return x.max(axis) - x.min(axis)
+
+
+def average(x: Any, /, axis: Any = None, weights: Any = None) -> Any:
+    """The mean, in which each element counts by its weight."""
+    x = as_array("average", x)
+    if weights is None:
+        return x.mean(axis)
+    w = _names_of(x).asarray(weights)
+    if w.shape != x.shape and isinstance(axis, int):
+        w = w.reshape(tuple(-1 if dim == axis % len(x.shape) else 1 for dim in range(len(x.shape))))
+    return (x * w).sum(axis) / (w + x * 0).sum(axis)
+
+
+def trace(x: Any, /) -> Any:
+    """The sum over the diagonal of the last two dims."""
+    return diagonal(x).sum(-1)
+
+
+def diagonal(x: Any, /) -> Any:
+    """The diagonal of the last two dims."""
+    x = as_array("diagonal", x)
+    xp, (rows, columns) = _names_of(x), x.shape[-2:]
+    if rows > columns:
+        x = x[..., :columns, :]
+    kept = xp.where(xp.eye(x.shape[-2], columns, dtype=xp.bool, sharding=None), x, xp.asarray(0, dtype=x.dtype))
+    return xp.sum(kept, axis=-1, dtype=x.dtype)
+
+
+def diag(x: Any, /) -> Any:
+    """The matrix with `x` on its diagonal; of a matrix its diagonal."""
+    x = as_array("diag", x)
+    if len(x.shape) == 2:
+        return diagonal(x)
+    xp = _names_of(x)
+    found: Array = xp.where(xp.eye(x.shape[0], dtype=xp.bool), x[:, None], xp.asarray(0, dtype=x.dtype))
+    return found
+
+
+def nan_to_num(x: Any, /, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Array:
+    """`x` with numbers for what is none: the greatest and the least of the type for infinities, if not given."""
+    x = as_array("nan_to_num", x)
+    return Array(tuple(p.nan_to_num(nan, posinf, neginf) for p in x.parts), x.sharding, x.shape, x.dtype, x.space)
+
+
+def around(x: Any, /, decimals: int = 0) -> Any:
+    """Rounded to so many decimals, halves to even."""
+    x = as_array("round", x)
+    rounded = _names_of(x).round
+    return rounded(x * 10**decimals) / 10**decimals if decimals else rounded(x)
+
+
+def _of_floats(name: str, op: Callable[..., Any]) -> Callable[..., Array]:
+    def rule(x: Any, /) -> Array:
+        x = as_array(name, x)
+        x = x if x.dtype.is_floating_point else x.astype(x.space.default_float)
+        return Array(tuple(op(part) for part in x.parts), x.sharding, x.shape, x.dtype, x.space)
+
+    rule.__name__ = name
+    return rule
+
+
+def fill(x: Array, value: Any, /) -> None:
+    """`x[...] = value`."""
+    x[...] = value
+
+
+def histogram(
+    x: Any, /, bins: Any = 10, range: tuple[float, float] | None = None, weights: Any = None, density: bool = False
+) -> tuple[Array, Array]:
+    """(how many elements, or which sum of weights, lie in each bin, the edges of the bins); the last bin is closed."""
+    x = as_array("histogram", x).reshape(-1)
+    xp = _names_of(x)
+    if isinstance(bins, int):
+        low, high = range if range is not None else (float(x.min()), float(x.max())) if x.size else (0.0, 1.0)
+        edges = xp.linspace(*((low, high) if low < high else (low - 0.5, high + 0.5)), bins + 1)
+    else:
+        edges = xp.asarray(bins)
+    known = edges.reshard(xp.replicated())
+    w = None if weights is None else xp.asarray(weights).reshape(-1).reshard(x.sharding)
+    found: Array = counted(x, known, w)
+    if density:
+        found = found / found.sum() / (edges[1:] - edges[:-1])
+    return found, edges
+
+
+def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> Array:
+    """How often each whole number occurs, or the sum of its weights. Waits for the greatest."""
+    x = as_array("bincount", x)
+    xp = _names_of(x)
+    count = max(minlength, int(x.max()) + 1 if x.size else 0)
+    edges = xp.arange(count + 1, sharding=xp.replicated())
+    w = None if weights is None else xp.asarray(weights).reshard(x.sharding)
+    return counted(x, edges, w)
+
+
+def counted(x: Array, edges: Array, weights: Array | None) -> Array:
+    """Sums of weights in bins: each place counts its own, then they are added."""
+    from_each, dtype = [], torch.int64 if weights is None else weights.dtype
+    bins = edges.shape[0] - 1
+    for at, part in enumerate(x.parts):
+        own = edges.parts[0 if x.space.over_ranks else x.space.local(x.sharding)[at][1]]
+        bin = torch.searchsorted(own, part.to(own.dtype), right=True) - 1
+        bin = torch.where(part == own[-1], bins - 1, bin)
+        inside = (bin >= 0) & (bin < bins)
+        weight = torch.ones_like(bin) if weights is None else weights.parts[at]
+        total = torch.zeros(bins + 1, dtype=dtype, device=part.device)
+        total.index_add_(0, torch.where(inside, bin, bins), weight)
+        from_each.append(total[:-1])
+    if x.sharding.dim is None:
+        return Array(tuple(from_each), x.sharding, (bins,), dtype, x.space)
+    partials = stacked(x, x.sharding.places, from_each, (bins,), dtype)
+    return combined(partials, lambda rows: rows.sum(0, dtype=dtype), together(x, (bins,)), dtype, "histogram")
+
+
+def cumsum(x: Any, /, axis: int | None = None) -> Any:
+    """The sums up to each element along an axis; of None in the flattened array."""
+    x = as_array("cumsum", x)
+    return _names_of(x).cumulative_sum(x.reshape(-1) if axis is None else x, axis=axis or 0)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    rule.__name__: rule
+    for rule in (
+        *(outer, dot, transpose, swapaxes, ravel, vstack, hstack, column_stack, isclose, allclose, array_equal, ptp),
+        *(average, trace, diagonal, diag, nan_to_num, around, histogram, bincount, cumsum),
+        *(_of_floats("exp2", torch.exp2), _of_floats("deg2rad", torch.deg2rad), _of_floats("rad2deg", torch.rad2deg)),
+        _of_floats("sinc", torch.sinc),
+    )
+}
+MAKERS: dict[str, Callable[..., Any]] = {"array": array, "identity": identity, "logspace": logspace}
+METHODS: dict[str, Callable[..., Any]] = {
+    "copy": lambda x: asarray(x.space, x, copy=True),
+    "fill": fill,
+    "dot": dot,
+    "tolist": lambda x: x.numpy().tolist(),
+    "clip": lambda x, min=None, max=None: _names_of(x).clip(x, min, max),
+    "round": around,
+    "conj": lambda x: _names_of(x).conj(x),
+    "trace": trace,
+    "diagonal": diagonal,
+    "ptp": ptp,
+    "cumsum": lambda x, axis=None: _names_of(x).cumulative_sum(
+        x if axis is not None else x.reshape(-1), axis=axis or 0
+    ),
+    "argsort": lambda x, axis=-1: _names_of(x).argsort(x, axis=axis),
+}
+PROPERTIES: dict[str, Callable[[Array], Any]] = {
+    "real": lambda x: _names_of(x).real(x),
+    "imag": lambda x: _names_of(x).imag(x),
+}
+
+
+class Grid:
+    """`xp.mgrid[0:2, 0:3]`: the coordinates of a grid, an array for each of its dims, stacked; with `1j` as a step, as
+    many numbers as that says. Sparse, `xp.ogrid`: each with lengths of 1 along the other dims."""
+
+    def __init__(self, xp: Any, *, sparse: bool) -> None:
+        self._xp, self._sparse = xp, sparse
+
+    def __getitem__(self, key: Any) -> Any:
+        given = key if isinstance(key, tuple) else (key,)
+        ranges = [self._line(each) for each in given]
+        if not isinstance(key, tuple):
+            return ranges[0]
+        grown = [
+            line.reshape(tuple(-1 if dim == at else 1 for dim in range(len(ranges)))) for at, line in enumerate(ranges)
+        ]
+        return grown if self._sparse else self._xp.stack(self._xp.broadcast_arrays(*grown))
+
+    def _line(self, key: slice) -> Array:
+        if not isinstance(key, slice) or key.stop is None:
+            raise UsageError("mgrid of no ranges: write xp.mgrid[0:5, 0:3].")
+        start = key.start or 0
+        if isinstance(key.step, complex):
+            line: Array = self._xp.linspace(start, key.stop, int(abs(key.step)))
+            return line
+        line = self._xp.arange(start, key.stop, key.step or 1)
+        return line
+
+
+def as_ufunc(xp: Any, name: str, call: Callable[..., Any]) -> None:
+    """Give a function of two arrays what NumPy's has: `outer`, and `reduce` where it is a reduction."""
+    call.outer = lambda x1, x2: _outer(xp.asarray(x1), x2, name)  # type: ignore[attr-defined]
+    if name in REDUCED:
+        call.reduce = lambda x, axis=0, **how: getattr(xp, REDUCED[name])(x, axis=axis, **how)  # type: ignore[attr-defined]
