@@ -1,4 +1,7 @@
-"""Programs in NumPy's spelling compute the same, with arrays that are divided over places."""
+"""Programs in NumPy's spelling compute the same, with arrays that are divided over places.
+
+Also for arrays/counting.py.
+"""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshwise.arrays import (
     casting,
+    counting,
     creation,
     dtypes,
     elementwise,
@@ -43,6 +44,7 @@ RULES: list[dict[str, Callable[..., Any]]] = [
     casting.FUNCTIONS,
     shapes.FUNCTIONS,
     spellings.FUNCTIONS,
+    counting.FUNCTIONS,
     numerics.FUNCTIONS,
 ]
 """Functions of arrays."""

@@ -12,8 +12,7 @@ import torch
 
 from meshwise.arrays.array import Array
 from meshwise.arrays.creation import asarray
-from meshwise.arrays.moves import combined, stacked
-from meshwise.arrays.reductions import as_array, together
+from meshwise.arrays.reductions import as_array
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
 
@@ -45,7 +44,6 @@ ALIASES = {
     "float_power": "pow",
     "bool_": "bool",
     "double": "float64",
-    "single": "float32",
     "int_": "int64",
     "intp": "int64",
     "cfloat": "complex128",
@@ -244,54 +242,6 @@ def fill(x: Array, value: Any, /) -> None:
     x[...] = value
 
 
-def histogram(
-    x: Any, /, bins: Any = 10, range: tuple[float, float] | None = None, weights: Any = None, density: bool = False
-) -> tuple[Array, Array]:
-    """(how many elements, or which sum of weights, lie in each bin, the edges of the bins); the last bin is closed."""
-    x = as_array("histogram", x).reshape(-1)
-    xp = _names_of(x)
-    if isinstance(bins, int):
-        low, high = range if range is not None else (float(x.min()), float(x.max())) if x.size else (0.0, 1.0)
-        edges = xp.linspace(*((low, high) if low < high else (low - 0.5, high + 0.5)), bins + 1)
-    else:
-        edges = xp.asarray(bins)
-    known = edges.reshard(xp.replicated())
-    w = None if weights is None else xp.asarray(weights).reshape(-1).reshard(x.sharding)
-    found: Array = counted(x, known, w)
-    if density:
-        found = found / found.sum() / (edges[1:] - edges[:-1])
-    return found, edges
-
-
-def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> Array:
-    """How often each whole number occurs, or the sum of its weights. Waits for the greatest."""
-    x = as_array("bincount", x)
-    xp = _names_of(x)
-    count = max(minlength, int(x.max()) + 1 if x.size else 0)
-    edges = xp.arange(count + 1, sharding=xp.replicated())
-    w = None if weights is None else xp.asarray(weights).reshard(x.sharding)
-    return counted(x, edges, w)
-
-
-def counted(x: Array, edges: Array, weights: Array | None) -> Array:
-    """Sums of weights in bins: each place counts its own, then they are added."""
-    from_each, dtype = [], torch.int64 if weights is None else weights.dtype
-    bins = edges.shape[0] - 1
-    for at, part in enumerate(x.parts):
-        own = edges.parts[0 if x.space.over_ranks else x.space.local(x.sharding)[at][1]]
-        bin = torch.searchsorted(own, part.to(own.dtype), right=True) - 1
-        bin = torch.where(part == own[-1], bins - 1, bin)
-        inside = (bin >= 0) & (bin < bins)
-        weight = torch.ones_like(bin) if weights is None else weights.parts[at]
-        total = torch.zeros(bins + 1, dtype=dtype, device=part.device)
-        total.index_add_(0, torch.where(inside, bin, bins), weight)
-        from_each.append(total[:-1])
-    if x.sharding.dim is None:
-        return Array(tuple(from_each), x.sharding, (bins,), dtype, x.space)
-    partials = stacked(x, x.sharding.places, from_each, (bins,), dtype)
-    return combined(partials, lambda rows: rows.sum(0, dtype=dtype), together(x, (bins,)), dtype, "histogram")
-
-
 def cumsum(x: Any, /, axis: int | None = None) -> Any:
     """The sums up to each element along an axis; of None in the flattened array."""
     x = as_array("cumsum", x)
@@ -302,7 +252,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     rule.__name__: rule
     for rule in (
         *(outer, dot, transpose, swapaxes, ravel, vstack, hstack, column_stack, isclose, allclose, array_equal, ptp),
-        *(average, trace, diagonal, diag, nan_to_num, around, histogram, bincount, cumsum),
+        *(average, trace, diagonal, diag, nan_to_num, around, cumsum),
         *(_of_floats("exp2", torch.exp2), _of_floats("deg2rad", torch.deg2rad), _of_floats("rad2deg", torch.rad2deg)),
         _of_floats("sinc", torch.sinc),
     )
