@@ -87,11 +87,6 @@ def _names_of(x: Any) -> Any:
     return x.__array_namespace__() if isinstance(x, Array) else asarray(x, 0).__array_namespace__()
 
 
-def outer(x1: Any, x2: Any, /) -> Any:
-    """Each element of `x1` times each of `x2`."""
-    return _outer(as_array("outer", x1), x2, "multiply")
-
-
 def _outer(x1: Array, x2: Any, name: str) -> Any:
     xp = _names_of(x1)
     x2 = xp.asarray(x2)
@@ -251,7 +246,7 @@ def cumsum(x: Any, /, axis: int | None = None) -> Any:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     rule.__name__: rule
     for rule in (
-        *(outer, dot, transpose, swapaxes, ravel, vstack, hstack, column_stack, isclose, allclose, array_equal, ptp),
+        *(dot, transpose, swapaxes, ravel, vstack, hstack, column_stack, isclose, allclose, array_equal, ptp),
         *(average, trace, diagonal, diag, nan_to_num, around, cumsum),
         *(_of_floats("exp2", torch.exp2), _of_floats("deg2rad", torch.deg2rad), _of_floats("rad2deg", torch.rad2deg)),
         _of_floats("sinc", torch.sinc),
