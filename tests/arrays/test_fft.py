@@ -52,6 +52,16 @@ def test_frequencies() -> None:
     assert XP.fft.fftfreq(8, dtype=XP.float32, device="cpu:1").device == "cpu:1"
 
 
+def test_shifts() -> None:
+    for shape in ((7,), (5, 4)):
+        values = drawn(shape)
+        for how in layouts(shape):
+            x = XP.asarray(values, sharding=how)
+            for axes in (None, 0, (-1,)):
+                same(XP.fft.fftshift(x, axes=axes), np.fft.fftshift(values, axes=axes))
+                same(XP.fft.ifftshift(x, axes=axes), np.fft.ifftshift(values, axes=axes))
+
+
 def test_bytes_are_those_of_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     x = XP.asarray(RNG.normal(size=(60, 60)) * 1j)
     there = XP.fft.fftn(x)

@@ -23,6 +23,7 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.creation import Placement, made
 from meshwise.arrays.dtypes import WHOLE, as_dtype, complex_of
 from meshwise.arrays.gathering import tell
+from meshwise.arrays.joining import roll
 from meshwise.arrays.lanes import axis_of, free_dim, fullest
 from meshwise.arrays.moves import reshard
 from meshwise.arrays.reductions import as_array
@@ -253,9 +254,24 @@ def _frequencies(space: Space, n: int, d: float, dtype: Any, placement: tuple[An
     return made(space, count, kind, placement, make)
 
 
+def fftshift(x: Array, /, *, axes: int | Sequence[int] | None = None) -> Array:
+    """The entry of frequency 0 moved to the middle of the axes, or of all."""
+    return _shifted(as_array("fftshift", x), axes, 1)
+
+
+def ifftshift(x: Array, /, *, axes: int | Sequence[int] | None = None) -> Array:
+    """The inverse of `fftshift`."""
+    return _shifted(as_array("ifftshift", x), axes, -1)
+
+
+def _shifted(x: Array, axes: int | Sequence[int] | None, sign: int) -> Array:
+    dims = list(range(len(x.shape))) if axes is None else [axes] if isinstance(axes, int) else list(axes)
+    return roll(x, tuple(sign * (x.shape[dim] // 2) for dim in dims), axis=tuple(dims)) if dims else x
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: _one(name) for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 }
-FUNCTIONS |= {"fftn": fftn, "ifftn": ifftn, "rfftn": rfftn, "irfftn": irfftn}
+FUNCTIONS |= {rule.__name__: rule for rule in (fftn, ifftn, rfftn, irfftn, fftshift, ifftshift)}
 MAKERS = {"fftfreq": fftfreq, "rfftfreq": rfftfreq}
 """Functions whose first parameter is the space."""

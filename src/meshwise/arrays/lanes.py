@@ -5,11 +5,7 @@ Bytes moved: a transpose, the least for it: of what lies on p places evenly, (1 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from math import prod
-
-import torch
-from torch import Tensor
+from collections.abc import Collection
 
 from meshwise.arrays.array import Array
 from meshwise.arrays.moves import reshard
@@ -48,13 +44,3 @@ def freely(held: Sharding, shape: Shape, axes: Collection[int]) -> Sharding:
 def fullest(held: Sharding) -> int:
     """The place that holds the most: moving the others' parts there moves the fewest bytes."""
     return held.places[held.sizes.index(max(held.sizes))] if held.sizes else held.places[0]
-
-
-def mapped(x: Array, function: Callable[[Tensor], Tensor], shape: Shape, dtype: torch.dtype) -> Array:
-    """`function` of each part, where it changes no entry count of the split dim."""
-    return Array(tuple(map(function, x.parts)), x.sharding, shape, dtype, x.space)
-
-
-def count(shape: Shape) -> int:
-    """Elements of an array."""
-    return prod(shape)

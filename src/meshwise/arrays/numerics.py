@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshwise.arrays import cumulative, fft, lookup, products, quantiles, sets, sorting
+from meshwise.arrays import cumulative, fft, layout, lookup, norms, products, quantiles, sets, solving, sorting, spectra
 from meshwise.arrays.methods import install_binary
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -16,7 +16,16 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **lookup.FUNCTIONS,
     **quantiles.FUNCTIONS,
 }
-EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {"fft": fft.FUNCTIONS}
+EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
+    "fft": fft.FUNCTIONS,
+    "linalg": {
+        "matrix_transpose": layout.matrix_transpose,
+        **products.FUNCTIONS,
+        **solving.FUNCTIONS,
+        **spectra.FUNCTIONS,
+        **norms.FUNCTIONS,
+    },
+}
 """Functions of arrays in a namespace below."""
 EXTENSION_MAKERS: dict[str, dict[str, Callable[..., Any]]] = {"fft": fft.MAKERS}
 """Those of them whose first parameter is the space."""

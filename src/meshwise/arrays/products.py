@@ -73,8 +73,8 @@ def matmul(x1: Array, x2: Array, /) -> Array:
     row, column, inner = count, count + 1, count + 2
     out = tuple(range(count)) + (row,) * (len(a) > 1) + (column,) * (len(b) > 1)
     shape = stack + a[-2:-1] + (b[-1:] if len(b) > 1 else ())
-    x = _stack_labels(a[:-2], stack) + ((row, inner) if len(a) > 1 else (inner,))
-    y = _stack_labels(b[:-2], stack) + ((inner, column) if len(b) > 1 else (inner,))
+    x = stack_labels(a[:-2], stack) + ((row, inner) if len(a) > 1 else (inner,))
+    y = stack_labels(b[:-2], stack) + ((inner, column) if len(b) > 1 else (inner,))
     return product(x1, x2, Terms(x, y, out, shape), torch.matmul, "matmul")
 
 
@@ -89,7 +89,7 @@ def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
     rest = [shape[:axis] + shape[axis:][1:] for shape in (a, b)]
     stack = broadcast_shape("vecdot", rest)
     inner = len(stack)
-    x, y = (list(_stack_labels(shape, stack)) for shape in rest)
+    x, y = (list(stack_labels(shape, stack)) for shape in rest)
     x.insert(len(x) + axis + 1, inner)
     y.insert(len(y) + axis + 1, inner)
     terms = Terms(tuple(x), tuple(y), tuple(range(inner)), stack)
@@ -249,7 +249,7 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
     return a[:, None] * b[None, :]
 
 
-def _stack_labels(own: Shape, stack: Shape) -> Labels:
+def stack_labels(own: Shape, stack: Shape) -> Labels:
     """Labels of leading dims that are broadcast to `stack`: its dims from 0; None for a dim of 1 that is repeated."""
     first = len(stack) - len(own)
     return tuple(first + k if length == stack[first + k] else None for k, length in enumerate(own))

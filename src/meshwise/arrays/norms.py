@@ -1,0 +1,112 @@
+"""Norms, diagonals, traces and cross products: each place calculates of what it holds; partial results move alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays import layout, reductions
+from meshwise.arrays.align import aligned
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import real_of, result_type
+from meshwise.arrays.lanes import freed
+from meshwise.arrays.moves import replicate
+from meshwise.arrays.products import UNMULTIPLIED
+from meshwise.arrays.reductions import as_array, as_axes
+from meshwise.arrays.sharding import sharding
+from meshwise.arrays.spectra import svdvals
+from meshwise.arrays.stacks import as_floats, as_matrices
+
+
+def vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2) -> Array:
+    """The norm of vectors along axes, or of all elements. ord: sum(abs(x)^ord)^(1/ord), inf, -inf, or 0 for a count."""
+    x = as_floats(as_array("vector_norm", x))
+    size = _mapped(x, torch.abs, real_of(x.dtype))
+    words: Any = {"axis": axis, "keepdims": keepdims}
+    if math.isinf(ord):
+        none = math.prod(x.shape[dim] for dim in as_axes("vector_norm", axis, len(x.shape))) == 0
+        if none and ord > 0:
+            return reductions.total(size, **words)
+        return reductions.FUNCTIONS["max" if ord > 0 else "min"](size, **words)
+    if ord == 0:
+        return _mapped(reductions.count_nonzero(size, **words), lambda part: part.to(size.dtype), size.dtype)
+    powers = _mapped(size, lambda part: part.square() if ord == 2 else part.pow(ord))
+    root = torch.sqrt if ord == 2 else lambda part: part.pow(1 / ord)
+    return _mapped(reductions.total(powers, **words), root)
+
+
+def matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Array:
+    """The norm of matrices: "fro", "nuc", 1, -1, 2, -2, inf or -inf."""
+    x = as_matrices("matrix_norm", x)
+    if ord == "fro":
+        return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
+    if ord in (1, -1, math.inf, -math.inf):
+        sums = reductions.total(_mapped(x, torch.abs, real_of(x.dtype)), axis=-2 if abs(ord) == 1 else -1)
+        found = reductions.FUNCTIONS["max" if ord > 0 else "min"](sums, axis=-1)
+    elif ord in ("nuc", 2, -2):
+        reduce = reductions.total if ord == "nuc" else reductions.FUNCTIONS["max" if ord > 0 else "min"]
+        found = reduce(svdvals(x), axis=-1)
+    else:
+        raise ValueError(f"matrix_norm with ord={ord!r}: it is one of 'fro', 'nuc', 1, -1, 2, -2, inf, -inf.")
+    return layout.expand_dims(found, axis=(-2, -1)) if keepdims else found
+
+
+def diagonal(x: Array, /, *, offset: int = 0) -> Array:
+    """The diagonals of matrices, `offset` above the main one; split as what they are of."""
+    x = as_array("diagonal", x)
+    if len(x.shape) < 2:
+        raise ValueError(f"diagonal of shape {x.shape}: it needs matrices in the last two dims.")
+    held, last = x.sharding, len(x.shape) - 1
+    parts = []
+    for part, (k, _) in zip(x.parts, x.space.local(held), strict=True):
+        begin = held.offsets[k] if held.dim is not None and held.dim >= last - 1 else 0
+        own = offset + (begin if held.dim == last - 1 else -begin)
+        parts.append(torch.diagonal(part, own, -2, -1).clone())
+    rows, columns = x.shape[-2:]
+    shape = (*x.shape[:-2], max(0, min(rows + min(offset, 0), columns - max(offset, 0))))
+    if held.dim is not None and held.dim >= last - 1:
+        spans = zip(held.offsets, held.sizes, strict=True)
+        first = max(0, -offset) if held.dim == last - 1 else max(0, offset)
+        ends = first, first + shape[-1]
+        sizes = tuple(max(0, min(begin + size, ends[1]) - max(begin, ends[0])) for begin, size in spans)
+        held = sharding(held.places, last - 1, sizes)
+    return Array(tuple(parts), held, shape, x.dtype, x.space)
+
+
+def trace(x: Array, /, *, offset: int = 0, dtype: Any = None) -> Array:
+    """The sum along the diagonals of matrices; of integers in 64 bits."""
+    return reductions.total(diagonal(x, offset=offset), axis=-1, dtype=dtype)
+
+
+def cross(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
+    """The cross products of vectors of 3 along `axis`, which is counted from the end; the other dims are broadcast."""
+    x, y = as_array("cross", x1), as_array("cross", x2)
+    if not -min(len(x.shape), len(y.shape)) <= axis < 0 or x.shape[axis] != 3 or y.shape[axis] != 3:
+        raise ValueError(f"cross of shapes {x.shape} and {y.shape} along axis {axis}: count a common axis of 3, as -1.")
+    dtype = result_type(x, y)
+    whole = [freed(each, {axis % len(each.shape)}, "cross") for each in (x, y)]
+    for at, each in enumerate(whole):
+        if each.sharding.dim is not None and each.shape[each.sharding.dim] == 1:
+            whole[at] = replicate(each, each.sharding.places, "cross")
+    shape, placed, parts = aligned("cross", whole)
+    inner = torch.int64 if dtype in UNMULTIPLIED else dtype
+
+    def made(a: Tensor, b: Tensor) -> Tensor:
+        a, b = torch.broadcast_tensors(a.to(inner), b.to(inner))
+        found: Tensor = torch.linalg.cross(a, b, dim=axis)
+        return found.to(dtype)
+
+    return Array(tuple(made(a, b) for a, b in zip(*parts, strict=True)), placed, shape, dtype, x.space)
+
+
+def _mapped(x: Array, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Array:
+    return Array(tuple(map(function, x.parts)), x.sharding, x.shape, dtype or x.dtype, x.space)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    rule.__name__: rule for rule in (vector_norm, matrix_norm, diagonal, trace, cross)
+}

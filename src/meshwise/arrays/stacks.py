@@ -1,0 +1,139 @@
+"""Functions of matrices over parts: stacks whose split dim counts matrices are calculated where they lie.
+
+A stack that is split along the rows or columns of its matrices is first split along its longest other dim, a
+transpose. One matrix of less than `LARGE` bytes is gathered and its result laid out as it was: dividing the work of so
+small a one moves more bytes than that. A larger one has a rule in `linalg.py`, or is gathered and that is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import WHOLE
+from meshwise.arrays.gathering import gathered, placed_as
+from meshwise.arrays.lanes import freed, fullest
+from meshwise.arrays.moves import replicate, to_single
+from meshwise.arrays.reductions import as_array
+
+LARGE = 32 << 20  # bytes of a matrix from which its factors are divided over the places
+Function = Callable[[Tensor], Any]
+
+
+def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
+    """Floats of at least two dims. ValueError for fewer, or for matrices that are not square where they must be."""
+    x = as_array(name, given)
+    if len(x.shape) < 2 or (square and x.shape[-1] != x.shape[-2]):
+        raise ValueError(
+            f"{name} of shape {x.shape}: it needs {'square ' if square else ''}matrices in the last two dims."
+        )
+    return as_floats(x)
+
+
+def as_floats(x: Array) -> Array:
+    """Integers as the default float."""
+    if x.dtype not in WHOLE:
+        return x
+    kind = x.space.default_float
+    return Array(tuple(part.to(kind) for part in x.parts), x.sharding, x.shape, kind, x.space)
+
+
+def called(name: str, function: Callable[..., Any], *given: Any) -> Any:
+    """`function` of tensors, with NumPy's LinAlgError where torch raises its own."""
+    try:
+        return function(*given)
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise np.linalg.LinAlgError(f"{name}: {error}") from error
+
+
+def is_large(x: Array) -> bool:
+    """Whether its factors are divided over the places."""
+    size = math.prod(x.shape) * x.dtype.itemsize
+    return size > 0 and size >= LARGE
+
+
+def is_one_split(x: Array) -> bool:
+    """Whether it is one matrix that is divided along its rows or columns, and not a stack of several."""
+    dim, stack = x.sharding.dim, x.shape[:-2]
+    return dim is not None and dim >= len(stack) and all(length <= 1 for length in stack)
+
+
+def by_stack(x: Array, name: str, function: Function) -> Any:
+    """`function` of each matrix of a stack, or of one that lies undivided: an array, or a tuple of them."""
+    stack = len(x.shape) - 2
+    x = freed(x, {stack, stack + 1}, name)
+    made = [called(name, function, part) for part in x.parts]
+    if not made:  # over ranks, where all lies on another
+        made = [function(torch.empty(x.shape, dtype=x.dtype, device="meta"))]
+        return _arrays(made, lambda each: Array((), x.sharding, tuple(each[0].shape), each[0].dtype, x.space))
+
+    def array(parts: list[Tensor]) -> Array:
+        shape = (*x.shape[:stack], *parts[0].shape[stack:])
+        return Array(tuple(parts), x.sharding, shape, parts[0].dtype, x.space)
+
+    return _arrays(made, array)
+
+
+def _arrays(made: list[Any], array: Callable[[list[Tensor]], Array]) -> Any:
+    if isinstance(made[0], Tensor):
+        return array(made)
+    return tuple(array(list(each)) for each in zip(*made, strict=True))
+
+
+def on_one(x: Array, name: str, function: Function, *, told: bool = False) -> Any:
+    """`function` of a divided matrix, gathered, and its results divided again along the same dim, if they have it.
+
+    told: as a gather without a rule, which a large matrix always is.
+    """
+    place = fullest(x.sharding)
+    if told or is_large(x):
+        whole = gathered(x, name, place)
+    else:
+        whole = replicate(x, operation=name) if x.space.over_ranks else to_single(x, place, name)
+    made = called(name, function, whole.parts[0])
+    if isinstance(made, Tensor):
+        return placed_as(made, place, x.space, x.sharding, name)
+    return tuple(placed_as(each, place, x.space, x.sharding, name) for each in made)
+
+
+def of_each(x: Array, name: str, function: Function, *, told: bool = False) -> tuple[Array, ...]:
+    """The results of `function`, of one matrix or of each of a stack, where there is no rule for a divided one."""
+    made = on_one(x, name, function, told=told) if is_one_split(x) else by_stack(x, name, function)
+    return (made,) if isinstance(made, Array) else tuple(made)
+
+
+def matrix_of_each(x: Array, name: str, function: Function) -> Array:
+    """`of_each` of a function with one result."""
+    return of_each(x, name, function)[0]
+
+
+def adjoint(x: Array) -> Array:
+    """The conjugate transpose, where it lies; it may share memory with `x`."""
+    held, last = x.sharding, len(x.shape) - 1
+    dim = {last: last - 1, last - 1: last}.get(-1 if held.dim is None else held.dim, held.dim)
+    parts = tuple(part.mH.resolve_conj() for part in x.parts)
+    return Array(parts, held.along(dim), (*x.shape[:-2], x.shape[-1], x.shape[-2]), x.dtype, x.space)
+
+
+def one_matrix(x: Array) -> Array:
+    """A stack of one as a matrix."""
+    held, more = x.sharding, len(x.shape) - 2
+    parts = tuple(part.reshape(part.shape[-2:]) for part in x.parts)
+    return Array(parts, held.along(held.dim - more) if held.dim is not None else held, x.shape[-2:], x.dtype, x.space)
+
+
+def with_stack(found: Array, x: Array) -> Array:
+    """What was found of `one_matrix(x)` with the leading dims of `x`."""
+    more = x.shape[:-2]
+    if not more:
+        return found
+    held = found.sharding
+    parts = tuple(part.reshape(more + tuple(part.shape)) for part in found.parts)
+    lies = held if held.dim is None else held.along(held.dim + len(more))
+    return Array(parts, lies, more + found.shape, found.dtype, found.space)
