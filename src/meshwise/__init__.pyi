@@ -9,7 +9,10 @@ from meshwise.api.report import report as report
 from meshwise.api.run import launch as launch
 from meshwise.api.run import run as run
 from meshwise.arrays.array import Array as Array
+from meshwise.arrays.explaining import Explanation as Explanation
+from meshwise.arrays.explaining import explain as explain
 from meshwise.arrays.gathering import guard as guard
+from meshwise.arrays.mapping import map_shards as map_shards
 from meshwise.arrays.namespace import Namespace as Namespace
 from meshwise.arrays.namespace import array_namespace as array_namespace
 from meshwise.equivalence.proof import Proof as Proof

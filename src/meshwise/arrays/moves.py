@@ -6,6 +6,7 @@ open `mw.comm_log`. Over ranks every rank makes the same list of pieces, so that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,10 +17,14 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.sharding import Shape, Sharding, overlaps, sharding
 from meshwise.arrays.space import Space
 from meshwise.transfer import collectives
-from meshwise.transfer.comm_log import OPEN
+from meshwise.transfer.comm_log import OPEN, note
 from meshwise.transfer.copy import CopyOptions, move
-from meshwise.transfer.devices import OPEN_DEVICES
+from meshwise.transfer.devices import OPEN_DEVICES, name_of
+from meshwise.transfer.path import choose
 from meshwise.workers.verb_log import came_to
+
+EXPLAINED: list[object] = []
+"""Not empty while `mw.explain` runs: what would move is told, and stays."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,11 @@ def exchange(space: Space, pieces: Iterable[Piece], operation: str) -> dict[Hash
         out = piece.into
         if out is None:
             out = torch.empty(piece.shape, dtype=piece.dtype, device=space.devices[piece.target])
-        if OPEN or OPEN_DEVICES or not space.on_host:
+        if EXPLAINED:
+            source, target = (name_of(space.devices[at]) for at in (piece.source, piece.target))
+            way = choose(source, target, out.nbytes)
+            note(operation, space.names[piece.source], space.names[piece.target], out.nbytes, way, math.nan)
+        elif OPEN or OPEN_DEVICES or not space.on_host:
             move(out, piece.tensor, operation, CopyOptions(ends=(space.names[piece.source], space.names[piece.target])))
         else:
             out.copy_(piece.tensor)

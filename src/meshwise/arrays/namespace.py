@@ -20,6 +20,7 @@ from meshwise.arrays import (
     creation,
     dtypes,
     elementwise,
+    files,
     interop,
     methods,
     numerics,
@@ -45,6 +46,7 @@ RULES: list[dict[str, Callable[..., Any]]] = [
     shapes.FUNCTIONS,
     spellings.FUNCTIONS,
     counting.FUNCTIONS,
+    files.FUNCTIONS,
     numerics.FUNCTIONS,
 ]
 """Functions of arrays."""
@@ -52,6 +54,7 @@ MAKERS: list[dict[str, Callable[..., Any]]] = [
     creation.CREATION,
     interop.MAKERS,
     spellings.MAKERS,
+    files.MAKERS,
 ]
 """Functions whose first parameter is the space."""
 EXTENSIONS = numerics.EXTENSIONS

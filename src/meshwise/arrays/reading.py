@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.array import Array
-from meshwise.arrays.moves import replicate, to_single
+from meshwise.arrays.moves import EXPLAINED, replicate, to_single
 from meshwise.arrays.sharding import sharding
+from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
 from meshwise.transfer.copy import CopyOptions, move
 from meshwise.transfer.devices import empty_like
@@ -20,6 +21,8 @@ HOST_DEVICE = torch.device("cpu")
 
 def to_host(x: Array, operation: str = "read") -> Tensor:
     """All of `x` in the host's memory, in a tensor of its own. Over ranks, on each of them."""
+    if EXPLAINED:
+        raise UsageError(f"explain: the operation reads values ({operation}). Explain the part before it.")
     if x.space.over_ranks:
         return replicate(x, operation=operation).parts[0].to(HOST_DEVICE, copy=True)
     whole = empty_like(torch.empty(x.shape, dtype=x.dtype, device="meta"), HOST_DEVICE)

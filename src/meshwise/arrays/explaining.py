@@ -1,0 +1,142 @@
+"""What an operation would move, from where to where, and which placement would move less: on shapes alone.
+
+The operation runs on tensors without memory; nothing is calculated and nothing moves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.gathering import guard
+from meshwise.arrays.moves import EXPLAINED
+from meshwise.arrays.reading import where
+from meshwise.arrays.sharding import Sharding, evenly, sharding
+from meshwise.compat.fake import NEEDS_VALUES, plain_mode
+from meshwise.spec.errors import UsageError
+from meshwise.spec.units import bytes_text
+from meshwise.transfer.comm_log import CommLog, Transfer, comm_log, table
+
+MOST_ARRAYS = 4
+"""Of so many arrays other placements are tried, in all combinations."""
+
+
+@dataclass(frozen=True)
+class Placing:
+    """A way to lay out the arrays that an operation reads, and what it then moves. layout: by name of the array.
+    memory: the bytes that these arrays then take on all places together."""
+
+    layout: dict[str, str]
+    bytes: int
+    memory: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `mw.explain` found. moves: what would move. better: other placements that move less, best first."""
+
+    moves: Sequence[Transfer]
+    better: list[Placing]
+
+    @property
+    def bytes(self) -> int:
+        """All bytes that would move."""
+        return sum(move.bytes for move in self.moves)
+
+    def __str__(self) -> str:
+        lines = [table(self.moves)]
+        for placing in self.better[:3]:
+            how = "; ".join(f"{name} {words}" for name, words in placing.layout.items())
+            lines.append(f"{bytes_text(placing.bytes)} with {how} (these take {bytes_text(placing.memory)})")
+        return "\n".join(lines)
+
+
+def explain(operation: Callable[[], Any]) -> Explanation:
+    """What an operation on arrays moves, and which placements of these would move less: `mw.explain(lambda: x @ y)`.
+
+    It is not carried out: shapes are enough. UsageError where they are not, because it reads values.
+    """
+    arrays = _arrays_of(operation)
+    if not arrays:
+        raise UsageError("explain of a function that reads no arrays: write mw.explain(lambda: x @ y), with x and y.")
+    if any(x.space.over_ranks for x in arrays.values()):
+        raise UsageError("explain over ranks: run it in one process, with as many virtual devices: '4xcpu'.")
+    with _without_memory(arrays.values()) as lay:
+        log = _moved(operation)
+        now = sum(move.bytes for move in log)
+        better = []
+        for choice in _choices(arrays):
+            for x, placed in zip(arrays.values(), choice, strict=True):
+                lay(x, placed)
+            layout = {name: where(x) for name, x in arrays.items()}
+            try:
+                found = sum(move.bytes for move in _moved(operation))
+            except Exception:  # a placement in which it cannot be done is none
+                continue
+            if found < now:
+                held = sum(part.nbytes for x in arrays.values() for part in x.parts)
+                better.append(Placing(layout, found, held))
+    better.sort(key=lambda placing: (placing.bytes, placing.memory))
+    return Explanation(log[:], better)
+
+
+def _arrays_of(operation: Callable[[], Any]) -> dict[str, Array]:
+    """The arrays that a function reads of what is around it, by name."""
+    found = inspect.getclosurevars(operation)
+    return {name: value for name, value in {**found.globals, **found.nonlocals}.items() if isinstance(value, Array)}
+
+
+@contextmanager
+def _without_memory(arrays: Any) -> Iterator[Callable[[Array, Sharding], None]]:
+    """Meanwhile the arrays have parts without memory. Gives what lays one of them out otherwise."""
+    before = [(x, x.parts, x.sharding) for x in arrays]
+
+    def lay(x: Array, placed: Sharding) -> None:
+        x.sharding = placed
+        x.parts = tuple(
+            torch.empty(placed.part_shape(x.shape, part), dtype=x.dtype, device=x.space.devices[place])
+            for part, place in x.space.local(placed)
+        )
+
+    try:
+        EXPLAINED.append(before)
+        with plain_mode(), guard("allow"):
+            for x, _, placed in before:
+                lay(x, placed)
+            yield lay
+    finally:
+        EXPLAINED.pop()
+        for x, parts, placed in before:
+            x.parts, x.sharding = parts, placed
+
+
+def _moved(operation: Callable[[], Any]) -> CommLog:
+    try:
+        with comm_log() as log:
+            operation()
+        if not all(math.isnan(move.seconds) for move in log):
+            raise UsageError("explain: the operation moves tensors of its own. Explain what it does with arrays alone.")
+    except NEEDS_VALUES as error:
+        raise UsageError(
+            "explain: the operation reads values, or its shape depends on them. Explain a part of it."
+        ) from error
+    return log
+
+
+def _choices(arrays: dict[str, Array]) -> Iterator[tuple[Sharding, ...]]:
+    """Other placements: each array as it is, divided along another dim, or whole on all places."""
+    options = []
+    for x in arrays.values():
+        places = x.space.places
+        dims = [evenly(length, places, dim) for dim, length in enumerate(x.shape)]
+        options.append(dict.fromkeys([x.sharding, *dims, sharding(places)]))
+    tried = options if math.prod(map(len, options)) <= 4**MOST_ARRAYS else [list(each)[:1] for each in options]
+    return itertools.islice(itertools.product(*tried), 1, None)

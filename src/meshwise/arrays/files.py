@@ -1,0 +1,169 @@
+"""Arrays in files, `.npy` and safetensors, read and written part by part: no place, and no rank, ever holds the whole.
+
+Over ranks all of them read, or write, their own parts of one file, which must lie on storage that all of them reach.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.creation import Placement, made
+from meshwise.arrays.dtypes import numpy_dtype
+from meshwise.arrays.moves import agreed
+from meshwise.arrays.space import Space
+from meshwise.spec.errors import DataError, UsageError
+
+KINDS = (".npy", ".safetensors")
+SAFETENSORS = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+_RAW = {torch.bfloat16: np.dtype(np.int16)}
+
+
+def load(space: Space, path: Any, *, device: Any = None, sharding: Placement = None) -> Any:
+    """The array of a `.npy` file, or the arrays of a safetensors file by their names, each place its own part.
+
+    sharding: how they are to lie, of one array or of all. DataError for a file that is missing or damaged.
+    """
+    file = _kind(path, "load")
+    if not file.is_file():
+        raise DataError(f"{file}: no such file. Name one that is there.")
+    if file.suffix == ".npy":
+        return _load_npy(space, file, (device, sharding))
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: _of_slice(space, opened.get_slice(name), (device, sharding)) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise DataError(f"{file}: not a safetensors file, or a damaged one ({error}).") from error
+
+
+def _load_npy(space: Space, file: Path, placement: tuple[Any, Placement]) -> Array:
+    try:
+        values = np.load(file, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:
+        raise DataError(f"{file}: not a .npy file of numbers, or a damaged one ({error}).") from error
+    values = values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))
+    dtype = torch.from_numpy(np.empty(0, values.dtype)).dtype
+
+    def part(own: Any, where: Any, at: torch.device) -> torch.Tensor:
+        return torch.from_numpy(np.array(values[where])).to(at).reshape(own)
+
+    return made(space, values.shape, dtype, placement, part)
+
+
+def _of_slice(space: Space, stored: Any, placement: tuple[Any, Placement]) -> Array:
+    shape = tuple(stored.get_shape())
+    kinds = {name: dtype for dtype, name in SAFETENSORS.items()}
+    if stored.get_dtype() not in kinds:
+        raise UsageError(f"a safetensors tensor of {stored.get_dtype()}: arrays have no such dtype. Convert the file.")
+
+    def part(own: Any, where: Any, at: torch.device) -> torch.Tensor:
+        values: torch.Tensor = stored[where] if shape else stored[...]
+        return values.clone().to(at).reshape(own)
+
+    return made(space, shape, kinds[stored.get_dtype()], placement, part)
+
+
+def save(path: Any, given: Any) -> None:
+    """Write an array to a `.npy` file, or a dict of arrays to a safetensors file, each place its own part.
+
+    The file has its name only once all of it is written.
+    """
+    file = _kind(path, "save")
+    named: Mapping[str, Array] = given if isinstance(given, Mapping) else {"": given}
+    if isinstance(given, Mapping) != (file.suffix == ".safetensors"):
+        raise UsageError(f"save {file.name}: write one array to .npy, and a dict of arrays to .safetensors.")
+    for name, x in named.items():
+        if not isinstance(x, Array):
+            raise UsageError(f"save {file.name}: {name or 'what is given'} is {type(x).__name__}. Give arrays.")
+    if not named:
+        raise UsageError(f"save {file.name} of no arrays: give at least one.")
+    space = next(iter(named.values())).space
+    being = file.with_name(f".{file.name}.part")
+    first = 0 in space.here
+    header, begins = _npy_header(named[""]) if file.suffix == ".npy" else _safetensors_header(named)
+    total = len(header) + sum(math.prod(x.shape) * x.dtype.itemsize for x in named.values())
+    if first:
+        with being.open("wb") as opened:
+            opened.write(header)
+            opened.truncate(total)
+    _wait(space)
+    for x, begin in zip(named.values(), begins, strict=True):
+        _write(being, len(header) + begin, x)
+    _wait(space)
+    if first:
+        being.replace(file)
+    _wait(space)
+
+
+def _wait(space: Space) -> None:
+    """Over ranks until all are here."""
+    agreed(space, [0] * len(space.here), "save")
+
+
+def _npy_header(x: Array) -> tuple[bytes, list[int]]:
+    descr = np.lib.format.dtype_to_descr(numpy_dtype(x.dtype))
+    text = repr({"descr": descr, "fortran_order": False, "shape": x.shape}).encode()
+    size = -(-(10 + len(text) + 1) // 64) * 64 - 10
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", size) + text.ljust(size - 1) + b"\n", [0]
+
+
+def _safetensors_header(named: Mapping[str, Array]) -> tuple[bytes, list[int]]:
+    table: dict[str, Any] = {}
+    begins, at = [], 0
+    for name, x in named.items():
+        if x.dtype not in SAFETENSORS:
+            raise UsageError(f"save {name} of {x.dtype} to safetensors: the format has no such dtype. Write .npy.")
+        size = math.prod(x.shape) * x.dtype.itemsize
+        table[name] = {"dtype": SAFETENSORS[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + size]}
+        begins.append(at)
+        at += size
+    text = json.dumps(table).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return struct.pack("<Q", len(text)) + text, begins
+
+
+def _write(file: Path, begin: int, x: Array) -> None:
+    """The parts that are here, of what all have the first place's."""
+    if not math.prod(x.shape):
+        return
+    kind = _RAW.get(x.dtype) or numpy_dtype(x.dtype)
+    into = np.memmap(file, dtype=kind, mode="r+", offset=begin, shape=x.shape)
+    for (part, _), tensor in zip(x.space.local(x.sharding), x.parts, strict=True):
+        if part == 0 or x.sharding.dim is not None:
+            values = tensor.cpu()
+            into[x.sharding.interval(x.shape, part)] = (values.view(torch.int16) if x.dtype in _RAW else values).numpy()
+    into.flush()
+
+
+def _kind(path: Any, verb: str) -> Path:
+    file = Path(path)
+    if file.suffix not in KINDS:
+        raise UsageError(f"{verb} {file.name}: arrays lie in .npy and .safetensors files. Give the name such an end.")
+    return file
+
+
+MAKERS = {"load": load}
+FUNCTIONS = {"save": save}

@@ -1,0 +1,117 @@
+"""A function of tensors run on each part of an array where it lies: for what the namespace has no function for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.align import common_space
+from meshwise.arrays.array import Array
+from meshwise.arrays.joining import halo as with_halo
+from meshwise.arrays.moves import reshard
+from meshwise.arrays.sharding import Shape, Sharding, sharding
+from meshwise.spec.errors import UsageError
+from meshwise.transfer import collectives
+from meshwise.workers.verb_log import came_to
+
+
+def map_shards(
+    function: Callable[..., Any], x: Array, /, *others: Any, halo: int | tuple[int, int] = 0, wrap: bool = False
+) -> Any:
+    """`function` of each part of `x`, a torch tensor where it lies, as one array; several, where it returns a tuple.
+
+    others: arrays, of which each call gets the same part, or all of one that has not the divided dim, as dims broadcast
+    (the last beside the last); and anything else, as it is. halo: how many entries of its neighbours a part has on
+    each side, or (before, after); at the ends of the array there are none, unless `wrap` takes those of the other end.
+    The result has the length of the part along the divided dim; one with the halo's entries too is cut. Not called for
+    an empty part.
+    """
+    if not isinstance(x, Array):
+        raise UsageError(f"map_shards of {type(x).__name__}: give the function, then an array of a namespace.")
+    before, after = (halo, halo) if isinstance(halo, int) else halo
+    dim, placed = x.sharding.dim, x.sharding
+    common_space("map_shards", [x, *(other for other in others if isinstance(other, Array))])
+    given = with_halo(x, before, after, wrap=wrap) if dim is not None and (before or after) else x.parts
+    rest = [_beside(x, other) for other in others]
+    results: list[list[Tensor] | None] = []
+    several = False
+    for at, (own, part) in enumerate(zip(x.parts, given, strict=True)):
+        if not own.numel() and dim is not None:
+            results.append(None)
+            continue
+        made = function(part, *(other(at) for other in rest))
+        several = isinstance(made, tuple)
+        lead = 0 if dim is None else _ahead(x, at, before, wrap)
+        results.append([_cut(one, dim, own, part, lead) for one in (made if several else (made,))])
+    arrays = _joined(x, results, placed)
+    return tuple(arrays) if several or len(arrays) > 1 else arrays[0]
+
+
+def _beside(x: Array, other: Any) -> Callable[[int], Any]:
+    """What goes with part number k of `x`: of another array the same part, where it has the divided dim, else all."""
+    if not isinstance(other, Array):
+        return lambda at: other
+    wanted = sharding(x.sharding.places)
+    if x.sharding.dim is not None:
+        dim = x.sharding.dim - len(x.shape) + len(other.shape)
+        if dim >= 0 and other.shape[dim] == x.shape[x.sharding.dim]:
+            wanted = x.sharding.along(dim)
+    return reshard(other, wanted, "map_shards").parts.__getitem__
+
+
+def _ahead(x: Array, at: int, before: int, wrap: bool) -> int:
+    """How many entries of its neighbours lie ahead of part number `at` of those that are here."""
+    part, _ = x.space.local(x.sharding)[at]
+    return before if wrap else min(before, x.sharding.offsets[part])
+
+
+def _cut(made: Any, dim: int | None, own: Tensor, given: Tensor, lead: int) -> Tensor:
+    """What the function made of a part, without the halo."""
+    if not isinstance(made, Tensor):
+        raise UsageError(
+            f"map_shards: the function returned {type(made).__name__}. Return a tensor, or a tuple of some."
+        )
+    if dim is None:
+        return made
+    length = made.shape[dim] if dim < made.dim() else -1
+    if length == own.shape[dim]:
+        return made
+    if length == given.shape[dim]:
+        return made.narrow(dim, lead, own.shape[dim])
+    raise UsageError(
+        f"map_shards: of a part of shape {tuple(own.shape)} the function made {tuple(made.shape)}; the length of the "
+        f"divided dim, {dim}, must stay. For a sum over it, and its like, use the functions of the namespace."
+    )
+
+
+def _joined(x: Array, results: Sequence[list[Tensor] | None], placed: Sharding) -> list[Array]:
+    """The arrays of what was made of the parts; shapes and dtypes of empty ones are those of the others."""
+    found = next((each for each in results if each is not None), None)
+    forms = None if found is None else [(tuple(one.shape), one.dtype) for one in found]
+    if x.space.over_ranks:
+        came_to("map_shards")
+        known = [form for form in collectives.gather_objects(forms, collectives.everyone()) if form is not None]
+        forms = known[0] if known else None
+    if forms is None:
+        forms = [(x.shape, x.dtype)]
+    arrays = []
+    for number, (shape, dtype) in enumerate(forms):
+        parts = []
+        for (part, place), made in zip(x.space.local(placed), results, strict=True):
+            own = _of_length(shape, placed, part)
+            one = torch.empty(own, dtype=dtype, device=x.space.devices[place]) if made is None else made[number]
+            if tuple(one.shape) != own or one.dtype is not dtype:
+                raise UsageError(
+                    f"map_shards: one part is {own} {dtype}, another {tuple(one.shape)} {one.dtype}. They must fit."
+                )
+            parts.append(one)
+        whole = shape if placed.dim is None else (*shape[: placed.dim], x.shape[placed.dim], *shape[placed.dim + 1 :])
+        arrays.append(Array(tuple(parts), placed, whole, dtype, x.space))
+    return arrays
+
+
+def _of_length(shape: Shape, placed: Sharding, part: int) -> Shape:
+    return shape if placed.dim is None else placed.part_shape(shape, part)
