@@ -15,12 +15,12 @@ LENGTHS = (0, 1, 2, 3, 5, 7)
 
 
 class Draw:
-    """Choices that depend on the seed alone. xp: a namespace of one to three places."""
+    """Choices that depend on the seed alone. xp: a namespace of so many places, or of one to three."""
 
-    def __init__(self, seed: object) -> None:
+    def __init__(self, seed: object, places: int | None = None) -> None:
         self.rng = random.Random(str(seed))
         self.numbers = np.random.default_rng(self.rng.randrange(2**32))
-        self.xp = mw.array_namespace(f"{self.rng.choice([1, 2, 3])}xcpu")
+        self.xp = mw.array_namespace(f"{places or self.rng.choice([1, 2, 3])}xcpu")
 
     def shape(self, least: int = 1, most: int = 4) -> tuple[int, ...]:
         return tuple(self.rng.choice(LENGTHS) for _ in range(self.rng.randint(least, most)))

@@ -5,6 +5,7 @@ Also for arrays/keys.py, arrays/fetching.py, arrays/assigning.py, arrays/views.p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 import meshwise as mw
 from meshwise.compat.sharing import is_shared
 from tests.arrays.drawn import Draw, same
+from tests.pool import Pool
 
 XP = mw.array_namespace("3xcpu")
 Keys = tuple[tuple[Any, ...], tuple[Any, ...]]
@@ -66,29 +68,48 @@ def drawn_value(draw: Draw, shape: tuple[int, ...]) -> Any:
     return draw.values(lengths[draw.rng.randint(0, len(lengths)) if draw.rng.random() < 0.3 else 0 :], 100)
 
 
+def read_and_write(draw: Draw) -> None:
+    values = draw.values(draw.shape(0), 100, draw.rng.choice([np.int64, np.float64, np.float32]))
+    x = draw.placed(values)
+    given, ours = drawn_key(draw, values.shape)
+    try:
+        expected = np.asarray(values[given])
+    except IndexError:  # index arrays that do not broadcast
+        with pytest.raises(IndexError):
+            x[ours]
+        return
+    kept = x[...]
+    found = x[ours]
+    same(found, expected)
+    value = drawn_value(draw, expected.shape)
+    written = values.copy()
+    written[given] = value
+    x[ours] = draw.placed(value) if isinstance(value, np.ndarray) and draw.rng.random() < 0.7 else value
+    same(x, written)
+    same(found, expected)  # what was read before does not change
+    same(kept, values)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_reading_and_writing_by_drawn_keys(seed: int) -> None:
     for case in range(40):
-        draw = Draw((seed, case))
-        values = draw.values(draw.shape(0), 100, draw.rng.choice([np.int64, np.float64, np.float32]))
-        x = draw.placed(values)
-        given, ours = drawn_key(draw, values.shape)
-        try:
-            expected = values[given]
-        except IndexError:  # index arrays that do not broadcast
-            with pytest.raises(IndexError):
-                x[ours]
-            continue
-        kept = x[...]
-        found = x[ours]
-        same(found, np.asarray(expected))
-        value = drawn_value(draw, np.shape(expected))
-        written = values.copy()
-        written[given] = value
-        x[ours] = draw.placed(value) if isinstance(value, np.ndarray) and draw.rng.random() < 0.7 else value
-        same(x, written)
-        same(found, np.asarray(expected))  # what was read before does not change
-        same(kept, values)
+        read_and_write(Draw((seed, case)))
+
+
+def on_ranks(seeds: range) -> None:
+    for seed in seeds:
+        read_and_write(Draw((seed, "ranks"), mw.world_size()))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reading_and_writing_over_ranks(pool: Callable[[int], Pool], ranks: int) -> None:
+    pool(ranks).run(on_ranks, range(60))
+
+
+def test_an_ellipsis_parts_index_arrays_though_it_stands_for_no_dim() -> None:
+    a = np.arange(24.0).reshape(4, 3, 2)
+    same(XP.asarray(a)[:, 1, ..., [0, 1, 1]], a[:, 1, ..., [0, 1, 1]])
+    same(XP.asarray(a)[:, 1, [0, 1, 1]], a[:, 1, [0, 1, 1]])
 
 
 def moved(run: Any) -> int:

@@ -15,6 +15,7 @@ import torch
 import meshwise as mw
 from meshwise.arrays.sharding import sharding
 from tests.arrays.drawn import Draw, same
+from tests.pool import Pool
 
 XP = mw.array_namespace("3xcpu")
 
@@ -94,7 +95,7 @@ def halo(draw: Draw) -> None:
     x = draw.placed(values)
     before, after, wrap, dim = rng.randint(0, 4), rng.randint(0, 4), rng.random() < 0.5, x.sharding.dim
     found = draw.xp.halo(x, before, after, wrap=wrap)
-    for number, part in enumerate(found):
+    for (number, _), part in zip(x.space.local(x.sharding), found, strict=True):
         if dim is None:
             assert np.array_equal(part, values)
             continue
@@ -201,6 +202,17 @@ CASES: list[Callable[[Draw], None]] = [
 def test_as_numpy(case: Callable[[Draw], None]) -> None:
     for seed in range(25):
         case(Draw((case.__name__, seed)))
+
+
+def on_ranks(seeds: range) -> None:
+    for seed in seeds:
+        for case in CASES:
+            case(Draw((case.__name__, seed), mw.world_size()))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_over_ranks_as_numpy(pool: Callable[[int], Pool], ranks: int) -> None:
+    pool(ranks).run(on_ranks, range(100, 104))
 
 
 def moved(run: Callable[[], Any]) -> int:
@@ -338,3 +350,25 @@ def test_places_in_another_order() -> None:
     x = grid(5, 2, sharding((2, 0, 1), 0, (1, 4, 0)))
     same(x[::-1] + x, (np.arange(10.0).reshape(5, 2)[::-1] + np.arange(10.0).reshape(5, 2)))
     assert XP.flip(XP.flip(x)).sharding == x.sharding
+
+
+def test_the_spellings_of_numpy() -> None:
+    a = np.arange(12.0).reshape(3, 4)
+    x = XP.asarray(a)
+    same(XP.roll(x, 1, 0), np.roll(a, 1, 0))
+    same(XP.flip(x, 1), np.flip(a, 1))
+    same(XP.stack([x, x], 1), np.stack([a, a], 1))
+    same(XP.expand_dims(x, 0), np.expand_dims(a, 0))
+    same(XP.diff(x, 2, 0), np.diff(a, 2, 0))
+    same(XP.take(x, [2, 0], 0), np.take(a, [2, 0], 0))
+    same(x.repeat(2, axis=0), a.repeat(2, axis=0))
+    same(x.transpose(1, 0), a.transpose(1, 0))
+    same(x.reshape((2, -1)), a.reshape((2, -1)))
+    same(x.swapaxes(0, 1), a.swapaxes(0, 1))
+    same(x.ravel(), a.ravel())
+    same(x.flatten(), a.flatten())
+    assert [float(row.sum()) for row in x] == [row.sum() for row in a]
+    assert 5.0 in x
+    assert 50.0 not in x
+    with pytest.raises(TypeError, match="without dims"):
+        iter(XP.asarray(1.0))

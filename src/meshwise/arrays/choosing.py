@@ -38,7 +38,7 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Array:
     return Array(tuple(parts), placed, shape, dtype, condition.space)
 
 
-def take(x: Array, indices: Any, /, *, axis: int | None = None) -> Array:
+def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
     """The entries of a dim that the indices name, in their shape. What moves is as in `x[indices]`."""
     if axis is None:
         if len(x.shape) != 1:
@@ -53,7 +53,7 @@ def take(x: Array, indices: Any, /, *, axis: int | None = None) -> Array:
     return arranged(found, [*range(depth, depth + dim), *range(depth), *range(depth + dim, len(found.shape))])
 
 
-def take_along_axis(x: Array, indices: Array, /, *, axis: int = -1) -> Array:
+def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
     """Of each row along a dim the entries that its row of indices names.
 
     Lower bound, and moved: the indices that do not lie with their rows; along the divided dim as in `x[indices]`.
@@ -80,12 +80,12 @@ def take_along_axis(x: Array, indices: Array, /, *, axis: int = -1) -> Array:
     return made(parts, placed, x, shape)
 
 
-def tril(x: Array, /, *, k: int = 0) -> Array:
+def tril(x: Array, /, k: int = 0) -> Array:
     """The matrices with zeros above diagonal number `k`. Moves nothing."""
     return _triangle("tril", x, k)
 
 
-def triu(x: Array, /, *, k: int = 0) -> Array:
+def triu(x: Array, /, k: int = 0) -> Array:
     """The matrices with zeros below diagonal number `k`. Moves nothing."""
     return _triangle("triu", x, k)
 

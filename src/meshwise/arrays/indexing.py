@@ -70,29 +70,22 @@ class Region:
 
 def region(x: Array, cuts: Sequence[Cut]) -> Region:
     """The views of its parts that a cut of each dim leaves: what is written there is written into `x`."""
-    placed, here = x.sharding, list(zip(x.space.local(x.sharding), x.parts, strict=True))
+    keys, placed, shape, flipped = _plan(x.sharding, tuple(cuts))
+    if len(keys) == len(x.parts):
+        views = [part[key] for part, key in zip(x.parts, keys, strict=True)]
+    else:
+        here = zip(x.parts, x.space.local(x.sharding), strict=True)
+        views = [part[keys[number]] for part, (number, _) in here if number in keys]  # type: ignore[index]
+    return Region(views, placed, shape, flipped)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(placed: Sharding, cuts: tuple[Cut, ...]) -> Any:
+    """For each part what of it is cut out; how that lies; its shape; the dims that are then in descending order."""
     kept = [each for each in cuts if isinstance(each, range)]
+    shape = tuple(len(each) for each in kept)
     flipped = tuple(dim for dim, each in enumerate(kept) if each.step < 0)
     ascending = [each[::-1] if isinstance(each, range) and each.step < 0 else each for each in cuts]
-    keys = [each if isinstance(each, int) else slice(each.start, each.stop, each.step) for each in ascending]
-    shape = tuple(len(each) for each in kept)
-    dim = placed.dim
-    if dim is None:
-        return Region([part[tuple(keys)] for _, part in here], placed, shape, flipped)
-    wanted, below = ascending[dim], sum(isinstance(each, range) for each in cuts[:dim])
-    views = []
-    if isinstance(wanted, int):
-        holder = max(k for k, begin in enumerate(placed.offsets) if begin <= wanted and placed.sizes[k])
-        for (number, _), part in here:
-            if number == holder:
-                views.append(part[(*keys[:dim], wanted - placed.offsets[holder], *keys[dim + 1 :])])
-        return Region(views, sharding((placed.places[holder],)), shape, flipped)
-    local = [_within(wanted, begin, size) for begin, size in zip(placed.offsets, placed.sizes, strict=True)]
-    for (number, _), part in here:
-        views.append(part[(*keys[:dim], slice(local[number].start, local[number].stop, wanted.step), *keys[dim + 1 :])])
-    return Region(views, sharding(placed.places, below, tuple(map(len, local))), shape, flipped)
-
-
 def _within(entries: range, begin: int, size: int) -> range:
     """Those of the entries that lie in a part of `size` from `begin`, counted from there. entries: ascending."""
     first = max(0, -(-(begin - entries.start) // entries.step))

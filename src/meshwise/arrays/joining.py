@@ -23,7 +23,7 @@ from meshwise.arrays.sharding import sharding
 from meshwise.arrays.views import axis_of, made
 
 
-def concat(arrays: Sequence[Array], /, *, axis: int | None = 0) -> Array:
+def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
     """Arrays one after another along a dim; None: flattened first.
 
     The result is divided as the longest of them; along `axis`, each place has as many entries as it had of all.
@@ -42,7 +42,7 @@ def concat(arrays: Sequence[Array], /, *, axis: int | None = 0) -> Array:
     return joined([whole(x, dim) for x in given], dim, "concat")
 
 
-def stack(arrays: Sequence[Array], /, *, axis: int = 0) -> Array:
+def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
     """Arrays one after another along a new dim. Arrays that are divided alike stay so: nothing moves."""
     given = _of_one_type("stack", arrays)
     if len({x.shape for x in given}) > 1:
@@ -51,21 +51,21 @@ def stack(arrays: Sequence[Array], /, *, axis: int = 0) -> Array:
     return joined([whole(expand_dims(x, axis=dim), dim) for x in given], dim, "stack")
 
 
-def unstack(x: Array, /, *, axis: int = 0) -> tuple[Array, ...]:
+def unstack(x: Array, /, axis: int = 0) -> tuple[Array, ...]:
     """The entries of a dim, an array each: those of a divided dim lie where they lay."""
     dim = axis_of(axis, len(x.shape), "unstack")
     whole = [range(length) for length in x.shape]
     return tuple(cut(x, [*whole[:dim], at, *whole[dim + 1 :]]) for at in range(x.shape[dim]))
 
 
-def flip(x: Array, /, *, axis: int | Sequence[int] | None = None) -> Array:
+def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
     """Entries in the other order, along dims or all. Nothing moves: the places of a divided dim are in the other order,
     too."""
     given = range(len(x.shape)) if axis is None else [axis] if isinstance(axis, int) else axis
     return flipped(x, sorted({axis_of(each, len(x.shape), "flip") for each in given}))
 
 
-def roll(x: Array, /, shift: int | Sequence[int], *, axis: int | Sequence[int] | None = None) -> Array:
+def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Array:
     """Entries moved on by `shift` along a dim, those that fall off at the end come in again at the start; None: of the
     flattened array. It stays divided as it is: of each part the entries that pass its end move."""
     if axis is None:
@@ -101,7 +101,7 @@ def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
     return x
 
 
-def repeat(x: Array, repeats: Any, /, *, axis: int | None = None) -> Array:
+def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
     """Each entry of a dim so many times, next to itself; None: of the flattened array. Nothing moves but an array of
     numbers of times, to where `x` is divided; its sum is waited for."""
     x = flat(x) if axis is None else x
@@ -129,7 +129,7 @@ def repeat(x: Array, repeats: Any, /, *, axis: int | None = None) -> Array:
 
 
 def diff(
-    x: Array, /, *, axis: int = -1, n: int = 1, prepend: Array | None = None, append: Array | None = None
+    x: Array, /, n: int = 1, axis: int = -1, *, prepend: Array | None = None, append: Array | None = None
 ) -> Array:
     """Differences of neighbours along a dim, `n` times over. Moved: one entry at each border of two parts, a time."""
     dim = axis_of(axis, len(x.shape), "diff")

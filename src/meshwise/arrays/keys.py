@@ -39,7 +39,7 @@ ADVANCED = -1
 def read_key(given: Any, shape: Shape) -> Key:
     """The key of an array of this shape. IndexError for what cannot be one."""
     items = [_item(each) for each in (given if isinstance(given, tuple) else (given,))]
-    items = _without_ellipsis(items, len(shape), given)
+    items = _with_all_dims(items, len(shape))
     advanced = any(_is_array(item) for item in items)
     cuts: list[Cut] = []
     arrays: list[tuple[int, Array | Tensor]] = []
@@ -47,6 +47,8 @@ def read_key(given: Any, shape: Shape) -> Key:
     places: list[int] = []
     for at, item in enumerate(items):
         dim = len(cuts)
+        if item is Ellipsis:
+            continue
         if item is None:
             out.append(None)
         elif isinstance(item, slice):
@@ -102,7 +104,8 @@ def _is_array(item: Any) -> bool:
     return isinstance(item, Array | Tensor)
 
 
-def _without_ellipsis(items: list[Any], ndim: int, given: Any) -> list[Any]:
+def _with_all_dims(items: list[Any], ndim: int) -> list[Any]:
+    """With a slice for each dim that is not named. An ellipsis stays: it parts the arrays at its sides."""
     used = sum(_dims_of(item) for item in items)
     at = [k for k, item in enumerate(items) if item is Ellipsis]
     if len(at) > 1:
@@ -110,7 +113,7 @@ def _without_ellipsis(items: list[Any], ndim: int, given: Any) -> list[Any]:
     if used > ndim:
         raise IndexError(f"too many indices: an array of {ndim} dims, indexed in {used}.")
     where = at[0] if at else len(items)
-    return [*items[:where], *[slice(None)] * (ndim - used), *items[where + len(at) :]]
+    return [*items[: where + len(at)], *[slice(None)] * (ndim - used), *items[where + len(at) :]]
 
 
 def _dims_of(item: Any) -> int:

@@ -56,7 +56,7 @@ def moveaxis(x: Array, source: int | Sequence[int], destination: int | Sequence[
     return arranged(x, order)
 
 
-def expand_dims(x: Array, /, *, axis: int | Sequence[int] = 0) -> Array:
+def expand_dims(x: Array, /, axis: int | Sequence[int] = 0) -> Array:
     """New dims of length 1 at these positions of the result."""
     given = [axis] if isinstance(axis, int) else list(axis)
     ndim = len(x.shape) + len(given)

@@ -24,7 +24,7 @@ from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 from meshwise.arrays.views import made, size_of, taken
 
 
-def reshape(x: Array, /, shape: Shape | int, *, copy: bool | None = None) -> Array:
+def reshape(x: Array, /, shape: Shape | int, copy: bool | None = None) -> Array:
     """The elements in row-major order in another shape; one length may be -1. See the top of the file for what moves.
 
     copy: True for memory of its own at once. ValueError with copy=False where elements move or are put in order.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshwise.arrays import choosing, indexing, joining, layout, reshaping
@@ -56,16 +56,30 @@ def flattened(x: Array, /) -> Array:
     return reshaping.reshape(x, (-1,), copy=True)
 
 
+def iterated(x: Array, /) -> Iterator[Array]:
+    """`for row in x`: the entries of the first dim, where they lie."""
+    if not x.shape:
+        raise TypeError("iteration over an array without dims: write x[...] or float(x).")
+    return iter(joining.unstack(x))
+
+
+def contains(x: Array, value: Any, /) -> bool:
+    """`value in x`: whether any element equals it. Waits for the answer."""
+    return bool((x == value).any())
+
+
 METHODS: dict[str, Callable[..., Any]] = {
     "__getitem__": get_item,
     "__setitem__": set_item,
+    "__iter__": iterated,
+    "__contains__": contains,
     "reshape": reshaped,
     "transpose": transposed,
     "flatten": flattened,
     "ravel": reshaping.flat,
     "squeeze": layout.squeeze,
-    "repeat": lambda x, repeats, axis=None: joining.repeat(x, repeats, axis=axis),
-    "take": lambda x, indices, axis=None: choosing.take(x, indices, axis=axis),
+    "repeat": joining.repeat,
+    "take": choosing.take,
     "nonzero": indexing.nonzero,
     "swapaxes": lambda x, one, other: layout.moveaxis(x, (one, other), (other, one)),
 }

@@ -172,7 +172,9 @@ def begin_send(tensor: Tensor, target: int, group: Group) -> Callable[[], None]:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of `tensor`, flat; of a copy where its elements do not lie one after the other in memory."""
-    return _contiguous(tensor.detach()).reshape(-1).view(torch.uint8)
+    flat = _contiguous(tensor.detach()).reshape(-1)
+    # One element is contiguous to torch whatever its stride, but not to `view`.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def _along_a_chain(buffer: Tensor, source: int, group: Group) -> None:
