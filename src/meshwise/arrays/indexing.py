@@ -8,6 +8,7 @@ the array is divided along the mask's first dim; else the mask to all places, or
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,21 +72,34 @@ class Region:
 def region(x: Array, cuts: Sequence[Cut]) -> Region:
     """The views of its parts that a cut of each dim leaves: what is written there is written into `x`."""
     keys, placed, shape, flipped = _plan(x.sharding, tuple(cuts))
-    if len(keys) == len(x.parts):
-        views = [part[key] for part, key in zip(x.parts, keys, strict=True)]
-    else:
-        here = zip(x.parts, x.space.local(x.sharding), strict=True)
-        views = [part[keys[number]] for part, (number, _) in here if number in keys]  # type: ignore[index]
-    return Region(views, placed, shape, flipped)
+    here = zip(x.space.local(x.sharding), x.parts, strict=True)
+    return Region([part[keys[number]] for (number, _), part in here if number in keys], placed, shape, flipped)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(placed: Sharding, cuts: tuple[Cut, ...]) -> Any:
-    """For each part what of it is cut out; how that lies; its shape; the dims that are then in descending order."""
+def _plan(
+    placed: Sharding, cuts: tuple[Cut, ...]
+) -> tuple[dict[int, tuple[int | slice, ...]], Sharding, Shape, tuple[int, ...]]:
+    """What is cut out of each part, by its number; how that lies; its shape; its dims that are wanted descending."""
     kept = [each for each in cuts if isinstance(each, range)]
     shape = tuple(len(each) for each in kept)
     flipped = tuple(dim for dim, each in enumerate(kept) if each.step < 0)
     ascending = [each[::-1] if isinstance(each, range) and each.step < 0 else each for each in cuts]
+    whole = tuple(each if isinstance(each, int) else slice(each.start, each.stop, each.step) for each in ascending)
+    dim = placed.dim
+    if dim is None:
+        return dict.fromkeys(range(len(placed.places)), whole), placed, shape, flipped
+    before, wanted, after = whole[:dim], ascending[dim], whole[dim + 1 :]
+    if isinstance(wanted, int):
+        holder = max(k for k, begin in enumerate(placed.offsets) if begin <= wanted and placed.sizes[k])
+        key = (*before, wanted - placed.offsets[holder], *after)
+        return {holder: key}, sharding((placed.places[holder],)), shape, flipped
+    local = [_within(wanted, begin, size) for begin, size in zip(placed.offsets, placed.sizes, strict=True)]
+    keys = {k: (*before, slice(own.start, own.stop, own.step), *after) for k, own in enumerate(local)}
+    below = sum(isinstance(each, range) for each in cuts[:dim])
+    return keys, sharding(placed.places, below, tuple(map(len, local))), shape, flipped
+
+
 def _within(entries: range, begin: int, size: int) -> range:
     """Those of the entries that lie in a part of `size` from `begin`, counted from there. entries: ascending."""
     first = max(0, -(-(begin - entries.start) // entries.step))
@@ -104,7 +118,7 @@ def cut(x: Array, cuts: Sequence[Cut]) -> Array:
 
 def flipped(x: Array, dims: Sequence[int]) -> Array:
     """The entries of these dims in the other order. Along the divided one the places are in the other order, too."""
-    parts, placed = [part.flip(*dims) for part in x.parts], x.sharding
+    parts, placed = [part.flip(tuple(dims)) for part in x.parts], x.sharding
     if placed.dim in dims:
         parts.reverse()
         placed = sharding(placed.places[::-1], placed.dim, placed.sizes[::-1])

@@ -6,8 +6,9 @@ common shape, at the place of the first where they stand side by side, else in f
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,29 @@ ADVANCED = -1
 
 def read_key(given: Any, shape: Shape) -> Key:
     """The key of an array of this shape. IndexError for what cannot be one."""
-    items = [_item(each) for each in (given if isinstance(given, tuple) else (given,))]
+    if not isinstance(given, tuple):
+        given = (given,)
+    try:
+        return _read_basic(tuple([_BASIC[type(each)](each) for each in given]), shape)
+    except (KeyError, TypeError):  # arrays, or what an index of NumPy or of ours stands for
+        return _read([_item(each) for each in given], shape)
+
+
+_BASIC: dict[type, Callable[[Any], Any]] = {
+    int: lambda each: each,
+    slice: lambda each: (each.start, each.stop, each.step),
+    type(None): lambda each: each,
+    type(...): lambda each: each,
+}
+"""Keys without arrays, as what can be kept by: slices cannot."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_basic(given: tuple[Any, ...], shape: Shape) -> Key:
+    return _read([slice(*each) if isinstance(each, tuple) else each for each in given], shape)
+
+
+def _read(items: list[Any], shape: Shape) -> Key:
     items = _with_all_dims(items, len(shape))
     advanced = any(_is_array(item) for item in items)
     cuts: list[Cut] = []
