@@ -188,3 +188,30 @@ def test_what_cannot_be_is_one_sentence() -> None:
     ]:
         with pytest.raises(error, match=words):
             wrong()
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "and"])
+@pytest.mark.parametrize("other", [2, "same", "row"])
+def test_in_place_is_what_numpy_does(name: str, other: Any) -> None:
+    dtype = np.int64 if name in ("lshift", "and") else np.float64
+    values = np.arange(1, 16).reshape(5, 3).astype(dtype)
+    given: Any = {"same": values[::-1] % 3 + 1, "row": values[:1] % 3 + 1}.get(other, other)
+    x = XP.asarray(values)
+    copy, alias = XP.asarray(x, copy=True), x
+    changed = getattr(x, f"__i{name}__")(given if other == 2 else XP.asarray(given))
+    same(alias, getattr(values.copy(), f"__i{name}__")(given))
+    same(copy, values)
+    assert changed is x
+
+
+def test_in_place_uses_the_memory_that_is_there_and_writes_into_no_others() -> None:
+    x = XP.ones(1000)
+    before = [part.data_ptr() for part in x.shards]
+    x += XP.ones(1000)
+    x *= 3
+    assert [part.data_ptr() for part in x.shards] == before
+    shown = x[:900]
+    x += 1
+    assert float(shown.max()) == 6
+    x += x
+    assert float(x.max()) == 14

@@ -74,3 +74,25 @@ def test_a_value_that_one_rank_reads_ends_the_run_with_its_line(processes: None,
     assert ended.returncode != 0
     told = " ".join((ended.stdout + ended.stderr).split())
     assert "Ranks parted: rank 0 came to sum at alone.py:4; rank 1 " in told
+
+
+def dtensors_both_ways() -> list[Any]:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    xp, mesh = mw.array_namespace(), init_device_mesh("cpu", (2,))
+    values = np.arange(15.0).reshape(5, 3)
+    x = xp.asarray(values, sharding=xp.shard(0, sizes=[1, 4]))
+    made = x.to_dtensor(mesh)
+    there = [isinstance(made, DTensor), np.array_equal(made.full_tensor().numpy(), values), tuple(made.shape)]
+    for placement in (Shard(0), Shard(1), Replicate()):
+        given = distribute_tensor(torch.from_numpy(values), mesh, [placement])
+        back = xp.from_dtensor(given)
+        there += [np.array_equal(back.numpy(), values), back.shards[0].data_ptr() == given.to_local().data_ptr()]
+    return there
+
+
+def test_dtensors_both_ways(pool: Callable[[int], Pool]) -> None:
+    for found in pool(2).run(dtensors_both_ways):
+        assert found == [True, True, (5, 3)] + [True] * 6

@@ -6,7 +6,7 @@ NumPy's are arrays without dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -99,7 +99,21 @@ def binary(
         return _in_general(name, op, takes, result, (x1, x2))
 
     BINARY.append(name)
+    rule.op, rule.takes, rule.numbers = op, takes, numbers and result is None  # type: ignore[attr-defined]
     return _named(name, rule)
+
+
+def terms_of_same(rule: Any, x: Array, other: Any) -> Sequence[Any] | None:
+    """The right operands of `rule` for the parts of `x`, where the result has its shape, dtype and placement and may be
+    written over it; None where that is not sure."""
+    if x.dtype not in getattr(rule, "takes", ()):
+        return None
+    if type(other) is Array:
+        alike = other.sharding == x.sharding and other.shape == x.shape and other.space == x.space
+        return other.parts if alike and other.dtype is x.dtype else None
+    if rule.numbers and type(other) in PYTHON and of_scalar(other, x.dtype, x.space.default_float) is x.dtype:
+        return (other,) * len(x.parts)
+    return None
 
 
 _TOGETHER: dict[tuple[torch.dtype, torch.dtype], torch.dtype | None] = {}

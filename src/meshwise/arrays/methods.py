@@ -16,7 +16,7 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.creation import Placement, asarray
 from meshwise.arrays.elementwise import NoArrayGiven
 from meshwise.arrays.moves import reshard
-from meshwise.arrays.views import own
+from meshwise.compat.sharing import is_shared
 
 BINARY = {
     "add": "add",
@@ -68,6 +68,11 @@ def in_place(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
     apply = operator(rule)
 
     def change(self: Array, other: Any) -> Any:
+        terms = elementwise.terms_of_same(rule, self, other)
+        if terms is not None and not any(map(is_shared, self.parts)):
+            for mine, term in zip(self.parts, terms, strict=True):
+                rule.op(mine, term, out=mine)  # type: ignore[attr-defined]
+            return self
         new = apply(self, other)
         if new is NotImplemented:
             return new
@@ -75,10 +80,7 @@ def in_place(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
             raise ValueError(f"in place on shape {self.shape}: the result has shape {new.shape}. Write x = x + y.")
         if new.dtype is not self.dtype:
             raise TypeError(f"in place on {self.dtype}: the result is {new.dtype}. Write x = x + y.")
-        there = reshard(new, self.sharding, rule.__name__)
-        own(self)
-        for mine, part in zip(self.parts, there.parts, strict=True):
-            mine.copy_(part)
+        self.parts = reshard(new, self.sharding, rule.__name__).parts
         return self
 
     return change

@@ -18,6 +18,7 @@ from meshwise.arrays import (
     casting,
     counting,
     creation,
+    dtensor,
     dtypes,
     elementwise,
     files,
@@ -37,6 +38,7 @@ from meshwise.arrays.random import Random
 from meshwise.arrays.sharding import Layout, as_layout
 from meshwise.arrays.space import Space, find_space
 from meshwise.spec.errors import UsageError, nearest
+from meshwise.spec.machine import Machine
 
 RULES: list[dict[str, Callable[..., Any]]] = [
     elementwise.FUNCTIONS,
@@ -55,6 +57,7 @@ MAKERS: list[dict[str, Callable[..., Any]]] = [
     interop.MAKERS,
     spellings.MAKERS,
     files.MAKERS,
+    dtensor.MAKERS,
 ]
 """Functions whose first parameter is the space."""
 EXTENSIONS = numerics.EXTENSIONS
@@ -114,8 +117,15 @@ class Namespace(Names):
             spellings.as_ufunc(self, name, names[name])
         self.mgrid, self.ogrid = spellings.Grid(self, sparse=False), spellings.Grid(self, sparse=True)
 
-    def shard(self, dim: int = 0, sizes: Sequence[int] | None = None, weights: Sequence[float] | None = None) -> Layout:
-        """A dim divided over the devices: in parts that differ by at most one, of these sizes, or by these weights."""
+    def shard(
+        self, dim: int = 0, sizes: Sequence[int] | None = None, weights: Sequence[float] | Machine | None = None
+    ) -> Layout:
+        """A dim divided over the devices: in parts that differ by at most one, of these sizes, or by these weights.
+
+        weights: a number for each device, or a machine (`mw.find_machine()`, a measured one), for its memory's speed.
+        """
+        if isinstance(weights, Machine):
+            weights = self.space.speeds(weights)
         return as_layout(self.space.places, dim, sizes, weights)
 
     def __array_namespace_info__(self) -> casting.Info:
@@ -197,5 +207,5 @@ methods.install({"__array_namespace__": of_array, "astype": casting.astype, **in
 KNOWN = {name: rule for table in RULES for name, rule in table.items()}
 KNOWN |= {other: KNOWN[name] for other, name in spellings.ALIASES.items() if name in KNOWN}
 methods.install(interop.numpy_functions(KNOWN), {})
-methods.install(spellings.METHODS, spellings.PROPERTIES)
+methods.install(spellings.METHODS | dtensor.METHODS, spellings.PROPERTIES)
 methods.install(shapes.METHODS, shapes.PROPERTIES)

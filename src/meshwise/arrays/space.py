@@ -15,6 +15,7 @@ import torch
 from meshwise.arrays.sharding import Layout, Shape, Sharding, evenly, fitting, sharding
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import UsageError
+from meshwise.spec.machine import Machine
 from meshwise.transfer.devices import as_device, open_devices
 from meshwise.workers.join import join, rank_context
 
@@ -71,6 +72,19 @@ class Space:
             known = ", ".join(self.names)
             raise UsageError(f"device {name!r}: this namespace has {known}. Use one of them, or {ALL!r}.")
         return alike[0]
+
+    def speeds(self, machine: Machine) -> list[float]:
+        """Bytes per second of each place's memory, measured or else nominal. UsageError where they are not known."""
+        known = {device.name: device.memory_rate or device.memory_bandwidth for device in machine.devices}
+        pairs = zip(self.devices, self.names, strict=True)
+        found = [known.get(str(device)) or known.get(name) for device, name in pairs]
+        if not all(found):
+            missing = ", ".join(name for name, rate in zip(self.names, found, strict=True) if not rate)
+            raise UsageError(
+                f"weights of machine {machine.name!r}: it has no memory speed of {missing}. Measure it with "
+                "`meshwise bench`, or give a number for each device."
+            )
+        return [rate for rate in found if rate]
 
     def device_name(self, placed: Sharding) -> str:
         """The standard's `x.device`."""

@@ -1,0 +1,69 @@
+"""Arrays over ranks and torch's DTensor, both ways, without a copy where their parts are alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import refuse_gradients
+from meshwise.arrays.moves import agreed, replicate, reshard
+from meshwise.arrays.sharding import sharding
+from meshwise.arrays.space import Space
+from meshwise.spec.errors import UsageError
+
+
+def to_dtensor(x: Array, mesh: DeviceMesh, /) -> DTensor:
+    """`x` as a DTensor on a mesh of one axis over all ranks: divided along the same dim, or replicated.
+
+    Parts are laid out as `torch.chunk` cuts, which DTensor assumes of them; nothing moves where they are so.
+    """
+    _check(x.space, mesh, "to_dtensor")
+    if x.sharding.dim is None:
+        whole = replicate(x, operation="to_dtensor").parts[0]
+        return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+    dim, ranks = x.sharding.dim, len(x.space.places)
+    each = -(-x.shape[dim] // ranks)
+    sizes = tuple(max(0, min(each, x.shape[dim] - each * rank)) for rank in range(ranks))
+    own = reshard(x, sharding(x.space.places, dim, sizes), "to_dtensor").parts[0].contiguous()
+    stride = tuple(_stride(x.shape))
+    return DTensor.from_local(own, mesh, [Shard(dim)], run_check=False, shape=torch.Size(x.shape), stride=stride)
+
+
+def from_dtensor(space: Space, x: Any, /) -> Array:
+    """An array of a DTensor on a mesh of one axis over all ranks, whose parts it shares."""
+    if not isinstance(x, DTensor):
+        raise UsageError(f"from_dtensor of {type(x).__name__}: give a DTensor, or write xp.asarray.")
+    refuse_gradients("from_dtensor", x.requires_grad)
+    _check(space, x.device_mesh, "from_dtensor")
+    (placement,) = x.placements
+    own, shape = x.to_local(), tuple(x.shape)
+    if placement.is_replicate():
+        return Array((own,), sharding(space.places), shape, x.dtype, space)
+    if type(placement) is not Shard:
+        raise UsageError(f"from_dtensor of {placement}: neither divided nor replicated. Write x.redistribute first.")
+    dim = placement.dim % len(shape)
+    sizes = agreed(space, [own.shape[dim]], "from_dtensor")
+    return Array((own,), sharding(space.places, dim, tuple(sizes)), shape, x.dtype, space)
+
+
+def _check(space: Space, mesh: DeviceMesh, verb: str) -> None:
+    if not space.over_ranks:
+        raise UsageError(f"{verb} in one process: a DTensor lies on the ranks of a run. Write x.shards, or x.torch().")
+    if mesh.ndim != 1 or mesh.mesh.flatten().tolist() != list(space.places):
+        raise UsageError(f"{verb}: the mesh must have one axis over all {len(space.places)} ranks, in their order.")
+
+
+def _stride(shape: tuple[int, ...]) -> list[int]:
+    """Of a contiguous tensor."""
+    strides = [1]
+    for length in reversed(shape[1:]):
+        strides.insert(0, strides[0] * max(length, 1))
+    return strides[: len(shape)]
+
+
+METHODS = {"to_dtensor": to_dtensor}
+MAKERS = {"from_dtensor": from_dtensor}
