@@ -203,7 +203,7 @@ def test_statistics_that_a_subclass_computes_itself_are_refused_by_name(pool: An
         assert text.startswith("batch norm blocks.0.1 is a OwnStatistics, which computes its statistics itself")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 def test_a_scripted_batch_norm_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.BatchNorm1d(3)))
     with pytest.raises(PlanError, match="batch norm 1 is TorchScript"):

@@ -91,7 +91,7 @@ class Group:
     def fill(self, index: int) -> None:
         """Let the parameter take part in the reduction with a gradient of zero."""
         whole = self._group.fsdp_params[index]._unsharded_param
-        whole.grad = torch.zeros_like(whole)
+        whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
 
     def gather_as_stored(self, indices: Collection[int]) -> None:
         """Parameters at `indices` are gathered as they are stored, whatever the policy says of the others."""
@@ -100,6 +100,9 @@ class Group:
 
     def in_one_dtype(self) -> None:
         """Bring what waits to be reduced to the dtype in which it is reduced."""
+        if hasattr(self._group, "_set_unsharded_grad_dtypes"):  # torch 2.15
+            self._group._set_unsharded_grad_dtypes(defer_upcast=False)
+            return
         for part in self._group.fsdp_params:
             part.accumulate_unsharded_grad_if_needed()
             part.to_accumulated_grad_if_needed()
@@ -120,6 +123,10 @@ class Group:
             empty(held)
             found.append((held, modules, seen))
             self._group.fsdp_params.remove(part)
+        if hasattr(self._group, "_init_reduce_scatter_param_order"):  # torch 2.15
+            wider = self._group._fsdp_params_with_wider_grad_dtype
+            wider[:] = [part for part in wider if part in self._group.fsdp_params]
+            self._group._init_reduce_scatter_param_order()
         return found
 
     def reduce_now(self) -> None:
