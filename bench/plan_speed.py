@@ -2,7 +2,8 @@
 
     python bench/plan_speed.py [--minutes 5] [--sample 20] [--only trace|tables|many]
 
-    trace     Llama-3-8B on 64 ranks, all blocks: the first time in a process, and again (imports not counted)
+    trace     Llama-3-8B on 64 ranks, as `meshwise plan` traces it: the first time in a process, and again (imports not
+              counted); and all blocks
     tables    `mw.plan` of Llama 3 1B and 8B on 8xH100 in a new process: seconds to the first table and to the end,
               imports counted
     many      plans of Llama-3-70B on 512 H100 that differ in mesh, microbatch, recompute and schedule, for so many
@@ -33,20 +34,27 @@ GOALS = {"trace": 4.0, "first table": 15.0, "table": 60.0, "1,000 plans": 60.0, 
 
 
 def trace_of_8b() -> dict[str, Any]:
-    """Seconds of a trace of all 32 blocks."""
+    """Seconds of what stands for a trace of all 32 blocks, and of that trace."""
     import transformers  # noqa: F401
     from llamas import llama_8b
 
     import meshwise as mw
+    from meshwise.rehearsal.from_few import Tracer
     from meshwise.rehearsal.trace import trace
 
-    seconds = []
-    for _ in range(3):
+    plan = mw.Plan(shard=64, precision="bf16")
+
+    def timed(call: Callable[[], Any]) -> tuple[float, Any]:
         began = time.perf_counter()
-        found = trace(llama_8b, mw.Plan(shard=64, precision="bf16"))
-        seconds.append(time.perf_counter() - began)
+        found = call()
+        return time.perf_counter() - began, found
+
+    tracer = Tracer(llama_8b)
+    seconds = [timed(lambda: tracer(plan, "gpu"))[0] for _ in range(3)]
+    whole, found = timed(lambda: trace(llama_8b, plan))
     launches = sum(1 for _ in found[0].step.launches)
-    return {"plan": "shard=64 precision=bf16", "first": seconds[0], "again": seconds[1:], "launches": launches}
+    told = {"first": seconds[0], "again": seconds[1:], "all blocks": whole, "launches": launches}
+    return {"plan": "shard=64 precision=bf16"} | told
 
 
 def tables(size: str, began: float) -> dict[str, Any]:
@@ -64,59 +72,70 @@ def tables(size: str, began: float) -> dict[str, Any]:
     )
     return {
         "first table": shown[0],
+        "shown": shown,
         "end": time.time() - began,
-        "plans": len(found.found.estimates),
+        "plans": [str(each.plan) for each in found.found.estimates],
+        "refused": Counter(each.why for each in found.found.refused),
         "left": len(found.found.left),
         "best": str(found.found.estimates[0].plan),
-        "whole": sum(not each.rough for each in found.found.estimates),
     }
 
 
 def many(minutes: float, sample: int, seed: int) -> dict[str, Any]:
-    """Plans a minute, and how far rough estimates are from those of the whole model."""
+    """Plans a minute, bounds included, and how far estimates are from those of traces of the whole model."""
     from llamas import llama_70b
 
     from meshwise.machine.words import machine_from_words
-    from meshwise.rehearsal.estimator import estimator
-    from meshwise.rehearsal.straight import Rough
-    from meshwise.spec.errors import MeshwiseError
+    from meshwise.rehearsal.bounds import Bounds
+    from meshwise.rehearsal.estimator import estimator, rehearser
+    from meshwise.rehearsal.from_few import Tracer
+    from meshwise.rehearsal.search import search
+    from meshwise.rehearsal.trace import trace
+
+    class Whole(Tracer):
+        def __call__(self, plan: Any, kind: str, speeds: Any = ()) -> Any:
+            return trace(self.job, plan, kind, speeds)
 
     machine = machine_from_words("64x8xH100@400Gb")
-    whole = estimator(llama_70b, machine)
-    rough = Rough(llama_70b, machine, None, whole)
+    program = Tracer(llama_70b)
+    bounds, rehearse = Bounds(program, machine, None), rehearser(program, machine)
     plans = _plans(llama_70b.batch_size)
     random.Random(seed).shuffle(plans)
-    began, taken, found, kinds = time.perf_counter(), [], {}, Counter[str]()
-    for plan in plans:
-        if time.perf_counter() - began > minutes * 60:
-            break
+    taken: list[float] = []
+
+    def estimate(plan: Any) -> Any:
         start = time.perf_counter()
         try:
-            found[plan] = rough(plan)
-            kinds["rough" if found[plan].rough else "whole"] += 1
-        except MeshwiseError:
-            kinds["refused"] += 1
-        taken.append(time.perf_counter() - start)
-    seconds = time.perf_counter() - began
-    compared = [_compared(plan, found[plan], whole) for plan in [p for p in found if found[p].rough][:sample]]
+            found = rehearse(plan)
+        finally:
+            taken.append(time.perf_counter() - start)
+        bounds.learn(found)
+        return found.estimate
+
+    found = search(plans, estimate, minutes * 60, bounds=bounds)
+    done = len(plans) - len(found.left)
+    whole = estimator(Whole(llama_70b), machine)
+    compared = [_compared(each.plan, each, whole) for each in found.estimates[:sample]]
     return {
         "of": len(plans),
-        "plans": dict(kinds),
-        "seconds": seconds,
-        "plans a minute": len(taken) / seconds * 60,
-        "1,000 plans": 1000 * seconds / max(len(taken), 1),
+        "rehearsed": len(found.estimates),
+        "refused": Counter(each.why for each in found.refused),
+        "left": len(found.left),
+        "seconds": found.seconds,
+        "1,000 plans": 1000 * found.seconds / max(done, 1),
         "median of one": statistics.median(taken),
+        "most of one": max(taken),
         "compared": compared,
     }
 
 
-def _compared(plan: Any, rough: Any, whole: Callable[[Any], Any]) -> dict[str, Any]:
+def _compared(plan: Any, found: Any, whole: Callable[[Any], Any]) -> dict[str, Any]:
     start = time.perf_counter()
     other = whole(plan)
     pairs = {
-        "seconds": (rough.seconds and rough.seconds.value, other.seconds and other.seconds.value),
-        "allocated": (rough.memory.allocated, other.memory.allocated),
-        "total": (rough.memory.total.value, other.memory.total.value),
+        "seconds": (found.seconds and found.seconds.value, other.seconds and other.seconds.value),
+        "allocated": (found.memory.allocated, other.memory.allocated),
+        "total": (found.memory.total.value, other.memory.total.value),
     }
     off = {name: one / two - 1 if one and two else None for name, (one, two) in pairs.items()}
     return {"plan": str(plan), "took": time.perf_counter() - start} | off

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from itertools import groupby
 
 import pytest
 
 from meshwise.jobs.registry import find_job
+from meshwise.rehearsal.places import OutOfTime, Places, until
 from meshwise.rehearsal.trace import trace
 from meshwise.rehearsal.work import MAIN
 from meshwise.spec.plan import Plan
@@ -48,3 +50,10 @@ def test_stages_know_the_microbatch_whose_backward_it_is() -> None:
     assert [number for phase, _, number in first if phase == "backward"] == [0, 1, 2, 3]
     assert first[:3] == [("forward", "0", 0), ("forward", "0", 1), ("backward", "0", 0)]
     assert {block for _, block, _ in first} == {"0"} and {block for _, block, _ in last} == {"2", "4"}
+
+
+def test_a_rehearsal_over_its_time_ends_where_a_phase_begins() -> None:
+    places = Places()
+    with pytest.raises(OutOfTime), until(time.monotonic() - 1):
+        places.span("forward")
+    places.span("forward")

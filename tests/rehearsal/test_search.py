@@ -9,7 +9,8 @@ import pytest
 
 from meshwise.rehearsal.edits import edits
 from meshwise.rehearsal.estimate import Estimate, Memory, Range
-from meshwise.rehearsal.search import confirmed, search
+from meshwise.rehearsal.places import OutOfTime
+from meshwise.rehearsal.search import SLOWER, search
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 
@@ -62,44 +63,6 @@ def test_memory_is_saved_until_a_plan_fits_and_the_rest_is_left():
     assert found.estimates[0].memory.verdict == "fits"
 
 
-def test_the_first_of_rough_plans_is_confirmed_and_so_is_a_faster_one_that_may_fit():
-    rough = {Plan(): (3.0, 50), Plan(data=2): (2.0, 95), Plan(shard=2): (1.0, 105), Plan(tensor=2): (0.5, 300)}
-    whole = {Plan(): (3.1, 50), Plan(data=2): (2.1, 80), Plan(shard=2): (1.1, 120)}
-    asked = []
-
-    def confirm(plan):
-        asked.append(plan)
-        return estimate(plan, *whole[plan])
-
-    def roughly(plan):
-        return replace(estimate(plan, *rough[plan]), rough=True)
-
-    found = confirmed(search(list(rough), roughly, 60), confirm, 60, lambda found: None)
-    assert asked == [Plan(), Plan(shard=2), Plan(data=2)]  # the first, and those that are faster and may fit
-    assert [each.plan for each in found.estimates][:2] == [Plan(data=2), Plan()]
-    assert [each.plan for each in found.estimates if each.rough] == [Plan(tensor=2)]
-
-
-def test_a_rough_plan_that_the_whole_model_refuses_is_refused():
-    def confirm(plan):
-        if plan == Plan(data=2):
-            raise PlanError("no")
-        return estimate(plan, 2.0, 50)
-
-    rough = search([Plan(), Plan(data=2)], lambda plan: replace(estimate(plan, 3 - plan.data, 50), rough=True), 60)
-    found = confirmed(rough, confirm, 60, lambda found: None)
-    assert [each.plan for each in found.estimates] == [Plan()]
-    assert [each.why for each in found.refused] == ["no"]
-
-
-def test_without_time_the_first_is_confirmed_all_the_same():
-    rough = search([Plan(), Plan(data=2)], lambda plan: replace(estimate(plan, 1, 50), rough=True), 0.0)
-    shown = []
-    found = confirmed(rough, lambda plan: estimate(plan, 1, 60), 0.0, shown.append)
-    assert [(each.plan, each.rough) for each in found.estimates] == [(Plan(), False)]
-    assert shown == [found]
-
-
 def test_without_time_one_plan_is_rehearsed_all_the_same():
     found = search([Plan(), Plan(data=2)], lambda plan: estimate(plan, 1.0, 50), 0.0)
     assert [each.plan for each in found.estimates] == [Plan()]
@@ -130,3 +93,55 @@ def test_edits_are_priced_against_the_plan():
         ({"recompute": "full"}, -20, 0.25),
         ({"data": 1, "shard": 2}, -70, 1.0),
     ]
+
+
+def test_a_plan_whose_rehearsal_is_over_its_time_is_left():
+    def rehearse(plan):
+        if plan.data == 2:
+            raise OutOfTime
+        return estimate(plan, 1.0, 50)
+
+    found = search([Plan(), Plan(data=2)], rehearse, 60)
+    assert found.left == (Plan(data=2),)
+    assert not found.refused
+
+
+class Given:
+    """Bounds by hand: memory by plan, and seconds."""
+
+    def __init__(self, large=(), seconds=None):
+        self._large, self._seconds = large, seconds or {}
+
+    def too_large(self, plan):
+        return "too large" if plan in self._large else ""
+
+    def seconds(self, plan):
+        return self._seconds.get(plan, 0.0)
+
+
+def test_what_cannot_fit_is_not_rehearsed_but_what_saves_its_memory_is():
+    asked = []
+
+    def rehearse(plan):
+        asked.append(plan)
+        return estimate(plan, 1.0, 50)
+
+    bounds = Given(large=[Plan(data=2)])
+    saves = {Plan(data=2): [Plan(data=2, zero1=True)]}
+    found = search([Plan(data=2), Plan(shard=2)], rehearse, 60, savers=lambda plan: saves.get(plan, []), bounds=bounds)
+    assert asked == [Plan(shard=2), Plan(data=2, zero1=True)]
+    assert [(each.plan, each.why) for each in found.refused] == [(Plan(data=2), "too large")]
+
+
+def test_where_no_plan_can_fit_one_is_rehearsed_all_the_same():
+    plans = [Plan(data=2), Plan(data=4)]
+    found = search(plans, lambda plan: estimate(plan, 1.0, 500), 60, bounds=Given(large=plans))
+    assert [each.plan for each in found.estimates] == [Plan(data=2)]
+    assert [each.plan for each in found.refused] == [Plan(data=4)]
+
+
+def test_what_cannot_be_the_fastest_is_not_rehearsed():
+    bounds = Given(seconds={Plan(data=2): 0.5, Plan(): 1.5})
+    found = search([Plan(data=2), Plan()], lambda plan: estimate(plan, 1.0, 50), 60, bounds=bounds)
+    assert [each.plan for each in found.estimates] == [Plan(data=2)]
+    assert [each.why for each in found.refused] == [SLOWER]

@@ -14,23 +14,22 @@ from tempfile import TemporaryDirectory
 
 from meshwise.api.machines import find_machine
 from meshwise.api.plan_options import PlanOptions
-from meshwise.compat.fake import FakeTensors
 from meshwise.equivalence.scratch_files import scratch_files
 from meshwise.jobs.registry import find_job
 from meshwise.jobs.script import run_script_file
-from meshwise.parallel.batch_norm import normalises
+from meshwise.rehearsal.bounds import Bounds
 from meshwise.rehearsal.candidates import Space, candidates, savers
 from meshwise.rehearsal.estimate import FITS, UNKNOWN, Estimate
 from meshwise.rehearsal.estimator import Rehearsed, kind_of, rehearser, works_of
 from meshwise.rehearsal.explain import Explanation, explain
+from meshwise.rehearsal.from_few import Tracer
 from meshwise.rehearsal.memory_parts import MemoryParts, memory_parts
 from meshwise.rehearsal.prediction import prediction
 from meshwise.rehearsal.scripts import Script, known_script
-from meshwise.rehearsal.search import Search, confirmed, search
-from meshwise.rehearsal.straight import Rough
+from meshwise.rehearsal.search import Search, search
 from meshwise.rehearsal.views.plan_page import plan_page
 from meshwise.rehearsal.views.plan_text import plans_text
-from meshwise.spec.errors import MeshwiseError, PlanError, UsageError
+from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.machine import Machine
 from meshwise.spec.options import refuse_options_of_jobs, takes
 from meshwise.spec.plan import Plan
@@ -46,11 +45,7 @@ ROOMY = 0.5
 """Of a device: what would save memory is not rehearsed of a plan that needs less; --memory asks for it."""
 EDITS = 10.0
 """Seconds at most for what would change the one plan that was asked about."""
-SEARCHING = 0.7
-"""Of the time: for rough estimates. What is left is for confirming them."""
 _NOTHING = Search((), (), (), 0.0)
-_Ways = tuple[Callable[[Plan], Estimate], Callable[[Plan], Estimate]]
-"""To estimate a plan: roughly, and wholly."""
 
 
 @dataclass(frozen=True)
@@ -124,17 +119,25 @@ def plan_options(options: PlanOptions) -> Plans:
 
 
 def _planned(options: PlanOptions, machine: Machine, job: Job | Script) -> Plans:
-    rehearse = _Kept(rehearser(job, machine, options.cap))
-    estimate = functools.cache(lambda plan: rehearse(plan).estimate)
+    program = job if isinstance(job, Script) else Tracer(job)
+    rehearse = _Kept(rehearser(program, machine, options.cap))
+    bounds = None if isinstance(program, Script) else Bounds(program, machine, options.cap)
+
+    @functools.cache
+    def estimate(plan: Plan) -> Estimate:
+        found = rehearse(plan)
+        if bounds is not None:
+            bounds.learn(found)
+        return found.estimate
+
+    space = functools.cache(lambda: _space(program, machine, options))
     plans = Plans(job.name, job.batch_size, machine, _NOTHING, price=options.price)
-    rough = estimate if isinstance(job, Script) else functools.cache(Rough(job, machine, options.cap, estimate))
     if isinstance(job, Script):
         plans = replace(plans, batch_option="a loader with the batch_size")
     if options.fits is not None or options.memory:
-        found = _judged(machine, options, (rough, estimate), _space(job, machine, options))
-        plans = replace(plans, found=found, one=True)
+        plans = replace(plans, found=_judged(machine, options, estimate, space), one=True)
     else:
-        plans = replace(plans, found=_searched(plans, _space(job, machine, options), options, (rough, estimate)))
+        plans = replace(plans, found=_searched(plans, space(), options, estimate, bounds))
     plans = replace(plans, steps=options.steps or _steps(job), first=rehearse.kept(plans.found.estimates[0].plan))
     return _in_detail(plans, options, rehearse)
 
@@ -159,12 +162,15 @@ class _Kept:
         return self._best if self._best is not None and self._best.estimate.plan == plan else None
 
 
-def _space(job: Job | Script, machine: Machine, options: PlanOptions) -> Space:
-    counts = options.counts(len(machine.devices))
-    return Space(counts, _per_host(machine), job.batch_size, options.settings, options.allow, _has_batch_norms(job))
+def _space(program: Tracer | Script, machine: Machine, options: PlanOptions) -> Space:
+    counts, batch = options.counts(len(machine.devices)), program.batch_size
+    norms = program.batch_norms if isinstance(program, Script) else program.model.batch_norms
+    return Space(counts, _per_host(machine), batch, options.settings, options.allow, norms)
 
 
-def _searched(plans: Plans, space: Space, options: PlanOptions, ways: _Ways) -> Search:
+def _searched(
+    plans: Plans, space: Space, options: PlanOptions, estimate: Callable[[Plan], Estimate], bounds: Bounds | None
+) -> Search:
     asked = candidates(space)
     most = max(space.devices)
     if not asked:
@@ -173,19 +179,12 @@ def _searched(plans: Plans, space: Space, options: PlanOptions, ways: _Ways) -> 
             f"{' with ' + ' '.join(options.settings) if options.settings else ''}. "
             f"Use {plans.batch_option} {_multiple(plans.batch, most)}, or fewer devices: --devices 1..{most}."
         )
-    rough, whole = ways
 
     def show(part: Search) -> None:
         options.show(replace(plans, found=part))
 
-    def cheaper(plan: Plan) -> list[Plan]:
-        memory = rough(plan).memory
-        roomy = memory.capacity is None or memory.total.high < ROOMY * memory.capacity
-        return [] if roomy else savers(plan, space)
-
-    seconds = options.seconds * (SEARCHING if rough is not whole else 1)
-    found = search(asked, rough, seconds, savers=cheaper, show=show)
-    found = confirmed(found, whole, options.seconds, show)
+    cheaper = functools.partial(savers, space=space)
+    found = search(asked, estimate, options.seconds, savers=cheaper, show=show, bounds=bounds, roomy=ROOMY)
     if not found.estimates:
         raise PlanError(
             f"none of {len(found.refused)} plans can run. The first, {found.refused[0].plan}: {found.refused[0].why}"
@@ -205,7 +204,6 @@ def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Re
         )
     chosen = estimates[number - 1]
     whole = rehearse(chosen.plan)
-    chosen = whole.estimate if chosen.rough else chosen
     if options.memory:
         traced = next(one for one in whole.traces if one.step.rank == chosen.memory.rank)
         first, step = works_of(traced, whole.prices)
@@ -225,7 +223,9 @@ def _steps(job: Job | Script) -> int | None:
     return -(-open_data(job, job.data(), "training set").samples // job.batch_size) * job.epochs
 
 
-def _judged(machine: Machine, options: PlanOptions, ways: _Ways, space: Space) -> Search:
+def _judged(
+    machine: Machine, options: PlanOptions, estimate: Callable[[Plan], Estimate], space: Callable[[], Space]
+) -> Search:
     """The plan that was asked about, and behind it what it would be with one thing changed: where it does not fit, or
     its memory was asked for."""
     given = Plan() if options.fits is None else options.fits
@@ -233,12 +233,12 @@ def _judged(machine: Machine, options: PlanOptions, ways: _Ways, space: Space) -
     asked = plan_from_settings(options.settings, asked)
     if asked.devices > len(machine.devices):
         raise PlanError(f"{asked} needs {asked.devices} devices; machine '{machine.name}' has {len(machine.devices)}.")
-    found = search([asked], ways[1], options.seconds)
+    found = search([asked], estimate, options.seconds)
     if found.refused:
         raise PlanError(found.refused[0].why)
     first = found.estimates[0]
     if first.memory.verdict != FITS or options.memory:
-        found = search([asked], ways[0], min(options.seconds, EDITS), savers=lambda plan: savers(plan, space))
+        found = search([asked], estimate, min(options.seconds, EDITS), savers=lambda plan: savers(plan, space()))
     others = tuple(each for each in found.estimates if each.plan != asked)
     return replace(found, estimates=(first, *others))
 
@@ -269,22 +269,6 @@ def _run_aside(folder: Path, script: Path, arguments: Sequence[str]) -> None:
 
 def _per_host(machine: Machine) -> int:
     return max(1, len(machine.devices) // max(1, len(machine.hosts)))
-
-
-def _has_batch_norms(job: Job | Script) -> bool:
-    if isinstance(job, Script):
-        return job.batch_norms
-    with FakeTensors(lambda func, args, kwargs, run: run(), stands_for_real=True):
-        try:
-            model = job.model()
-        except MeshwiseError:
-            raise
-        except Exception as error:
-            raise UsageError(
-                f"job '{job.name}': its model does not build on fake tensors, which have shapes and no values: "
-                f"{str(error).splitlines()[0]}. Compute this value without torch (numpy, math)."
-            ) from error
-    return any(map(normalises, model.modules()))
 
 
 def _multiple(batch: int, devices: int) -> int:

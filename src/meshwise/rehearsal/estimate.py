@@ -57,7 +57,7 @@ class Estimate:
     """One plan on one machine. seconds: of a step; None where the machine's speed is not known, with `unknown` why.
     parts: seconds of the step by what the slowest rank does in them. notes: what the plan says of the program. samples:
     of the global batch. balanced: shares of the batch with which unequal devices would compute as long as each other;
-    empty where all are alike. rough: from rehearsals of some of the blocks, not of all."""
+    empty where all are alike."""
 
     plan: Plan
     memory: Memory
@@ -67,7 +67,6 @@ class Estimate:
     notes: tuple[str, ...] = ()
     samples: int = 0
     balanced: tuple[float, ...] = ()
-    rough: bool = False
 
     @property
     def rate(self) -> float | None:

@@ -5,7 +5,6 @@ Tested in tests/rehearsal/test_estimate.py.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,12 +12,13 @@ from meshwise.rehearsal.allocator import device_total, reserved_on
 from meshwise.rehearsal.breakdown import breakdown, slowest_rank
 from meshwise.rehearsal.constants import FIGURES
 from meshwise.rehearsal.estimate import Estimate, Memory, Range
+from meshwise.rehearsal.from_few import Tracer
 from meshwise.rehearsal.measured import prices_here
 from meshwise.rehearsal.memory import memory_curve, with_inside
 from meshwise.rehearsal.prices import Prices, missing, speed_of
 from meshwise.rehearsal.scripts import Script, trace_script
 from meshwise.rehearsal.simulate import Step, simulate
-from meshwise.rehearsal.trace import Trace, trace
+from meshwise.rehearsal.trace import Trace
 from meshwise.rehearsal.work import Work
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
@@ -44,26 +44,25 @@ def kind_of(machine: Machine) -> str:
     return "cpu" if machine.devices[0].kind == "cpu" else "gpu"
 
 
-def estimator(job: Job | Script, machine: Machine, cap: int | None = None) -> Callable[[Plan], Estimate]:
+def estimator(job: Job | Tracer | Script, machine: Machine, cap: int | None = None) -> Callable[[Plan], Estimate]:
     """What estimates plans of this job on this machine. cap: bytes that a step may take of a device, where that is less
     than it has."""
     rehearse = rehearser(job, machine, cap)
     return lambda plan: rehearse(plan).estimate
 
 
-def rehearser(job: Job | Script, machine: Machine, cap: int | None = None) -> Callable[[Plan], Rehearsed]:
+def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = None) -> Callable[[Plan], Rehearsed]:
     """As `estimator`, with all that an estimate was made of."""
     described = Prices(machine)
     kind = kind_of(machine)
-    if isinstance(job, Job):  # its data is opened once, for all plans and stages, and read without processes of its own
-        job = replace(job, data=functools.cache(job.data), loader_workers=0)
+    program = Tracer(job) if isinstance(job, Job) else job
     speeds = [speed_of(device) for device in machine.devices]
 
     def rehearse(plan: Plan) -> Rehearsed:
         own = speeds[: plan.devices] if len(set(speeds)) > 1 else ()
-        traces = trace(job, plan, kind, own) if isinstance(job, Job) else trace_script(job, plan, kind, own)
+        traces = trace_script(program, plan, kind, own) if isinstance(program, Script) else program(plan, kind, own)
         steps = [each.step for each in traces]
-        notes, samples = steps[0].notes, job.batch_size
+        notes, samples = steps[0].notes, program.batch_size
         used = replace(machine, devices=machine.devices[: plan.devices])  # their workers share the cores of a host
         prices = prices_here(used, steps, MEASURE) if kind == "cpu" else described
         memory = max((memory_of(each, prices, cap) for each in traces), key=lambda memory: memory.filled)

@@ -7,9 +7,11 @@ Tested in tests/rehearsal/test_places.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -18,6 +20,22 @@ from meshwise.compat.loss_graph import next_node, node_under_way
 from meshwise.parallel.blocks import blocks_of
 from meshwise.timeline.recorder import Recorder
 from meshwise.timeline.spans import stage_and_microbatch
+
+_until: list[float] = []
+
+
+class OutOfTime(BaseException):
+    """A rehearsal is over its time. Not an Exception: the program's own handlers let it pass."""
+
+
+@contextlib.contextmanager
+def until(moment: float) -> Iterator[None]:
+    """Raises OutOfTime in the body where a forward, backward or optimizer step begins later, by `time.monotonic`."""
+    _until.append(moment)
+    try:
+        yield
+    finally:
+        _until.pop()
 
 
 class Places(Recorder):
@@ -39,6 +57,8 @@ class Places(Recorder):
 
     def span(self, kind: str, name: str = "", **more: Any) -> Any:
         if kind in ("forward", "backward", "optimizer"):
+            if _until and time.monotonic() > _until[-1]:
+                raise OutOfTime
             self._name = name
             self._inside = self._last = ""  # also where a stage has left its forward in the midst of a block
         if kind == "optimizer":

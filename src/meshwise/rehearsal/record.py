@@ -50,6 +50,8 @@ TAKES_MEMORY = {
 }
 """Operators that launch nothing, though they give a tensor that is no view."""
 ON_HOST = {"cpu", "meta"}
+READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2"}
+"""Operators that tell the program values, or give a tensor whose size depends on them."""
 
 
 class Record:
@@ -61,6 +63,7 @@ class Record:
         self.events: list[Event] = []
         self.places = Places()
         self.beside = Beside()
+        self.reads_values = False
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._alive: dict[int, Allocate] = {}
         self._categories: dict[int, str] = {}
@@ -77,6 +80,8 @@ class Record:
         """`compat.fake.Handler`: run an operator, and note it."""
         if func is torch.ops.aten.add.Tensor and sums_in_place(args):
             func = run.func = torch.ops.aten.add_.Tensor
+        if self.phase in ("forward", "backward") and _tells_values(func, args):
+            self.reads_values = True
         out = run()
         if out is NotImplemented:  # of a DTensor: its own operators on its part come next
             return out
@@ -246,6 +251,11 @@ def _collective(moved: Moved) -> Collective | None:
         ends = dist.get_rank(), ranks[moved.peer]
         ranks = ends if moved.kind == "send" else ends[::-1]
     return Collective(moved.kind, sum(tensor.nbytes for tensor in moved.tensors), ranks, _word(moved.tensors[0]))
+
+
+def _tells_values(func: Any, args: tuple[Any, ...]) -> bool:
+    name = operator_name(func)
+    return name in READS or (name == "index" and any(tensor.dtype == torch.bool for tensor in tensors_in(args)))
 
 
 def _word(tensor: Tensor) -> str:

@@ -1,22 +1,27 @@
 """Search: rehearse one plan after the other, the likely best first, for as long as there is time.
 
 A plan that cannot run is refused with the reason of `parallel`, and so are those that cut the model in the same way.
+What cannot fit, or be the fastest, by a bound is not rehearsed.
 
 Tested in tests/rehearsal/test_search.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from meshwise.rehearsal.bounds import Bounds
 from meshwise.rehearsal.estimate import FITS, TOO_CLOSE, TOO_LARGE, Estimate
+from meshwise.rehearsal.places import OutOfTime, until
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.plan import Plan
 
 Rehearse = Callable[[Plan], Estimate]
+SLOWER = "slower than the first even at the peak rate of its devices"
 
 
 @dataclass(frozen=True)
@@ -44,86 +49,110 @@ def search(
     *,
     savers: Callable[[Plan], Sequence[Plan]] = lambda plan: (),
     show: Callable[[Search], None] = lambda found: None,
+    bounds: Bounds | None = None,
+    roomy: float = 0.0,
 ) -> Search:
     """Rehearse `plans` in their order until `seconds` are over; at least one is.
 
     savers: what a plan that does not fit would be with less memory, the cheapest first: rehearsed until one fits.
-    What would be saved of the best plan is rehearsed at the end, while there is time. show: called after each with
-    what is known so far.
+    What would be saved of the best plan is rehearsed at the end, while there is time, unless it needs less than
+    `roomy` of a device. show: called after each with what is known so far. bounds: plans that cannot fit, or cannot be
+    the fastest, are refused by them.
     """
-    begun = time.monotonic()
-    estimates: dict[Plan, Estimate] = {}
-    refused: dict[Plan, str] = {}
-    cannot: set[Plan] = set()  # of those, what `parallel` refused
+    going = _Searching(plans, rehearse, seconds, show, bounds)
+    for plan in itertools.takewhile(lambda plan: not going.late, plans):
+        estimate = going.tried(plan)
+        if estimate is not None and estimate.balanced and not plan.shares and not going.late:
+            going.tried(replace(plan, shares=estimate.balanced))
+    if not going.estimates and going.too_large:  # how much too large, and what would help
+        going.tried(going.too_large[0], bounded=False)
+    over = [each.plan for each in going.found().estimates if each.memory.verdict in (TOO_LARGE, TOO_CLOSE)]
+    for plan in dict.fromkeys([*over, *going.too_large]):  # now the best first
+        if not going.late:
+            going.saved(savers(plan), until=True)
+    best = next(iter(going.found().estimates), None)
+    if best is not None and best.seconds is not None and _needs(best, roomy):
+        going.saved(savers(best.plan), until=False)
+    return going.found()
 
-    def late() -> bool:
-        return bool(estimates) and time.monotonic() - begun > seconds
 
-    def found() -> Search:
-        ranked = sorted(estimates.values(), key=lambda estimate: estimate.rank_key)
-        no = tuple(Refused(plan, why) for plan, why in refused.items())
-        left = tuple(plan for plan in plans if plan not in estimates and plan not in refused)
-        return Search(tuple(ranked), no, left, time.monotonic() - begun)
+class _Searching:
+    """A search under way."""
 
-    def tried(plan: Plan) -> Estimate | None:
-        """Its estimate; None for one that is refused."""
-        if plan not in estimates and plan not in refused:
-            why = next((why for other, why in refused.items() if other in cannot and _cut_alike(plan, other)), "")
-            try:
-                if why:
-                    raise PlanError(why)
-                estimates[plan] = rehearse(plan)
-            except PlanError as error:
-                refused[plan] = str(error)
-                cannot.add(plan)
-            except UsageError as error:  # of the program, whatever the plan: said at once
-                if not estimates:
-                    raise
-                refused[plan] = str(error)
-            show(found())
-        return estimates.get(plan)
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        rehearse: Rehearse,
+        seconds: float,
+        show: Callable[[Search], None],
+        bounds: Bounds | None,
+    ) -> None:
+        self._plans, self._rehearse, self._show, self._bounds = plans, rehearse, show, bounds
+        self._begun, self._seconds = time.monotonic(), seconds
+        self.estimates: dict[Plan, Estimate] = {}
+        self._refused: dict[Plan, str] = {}
+        self._cannot: set[Plan] = set()  # of those, what `parallel` refused
+        self.too_large: list[Plan] = []  # and what the bound of memory did
 
-    def saved(plan: Plan, until: bool) -> None:
-        for cheaper in savers(plan):
-            if late() or ((other := tried(cheaper)) is not None and until and other.memory.verdict == FITS):
+    @property
+    def late(self) -> bool:
+        return bool(self.estimates) and time.monotonic() - self._begun > self._seconds
+
+    def found(self) -> Search:
+        """What is known so far."""
+        ranked = sorted(self.estimates.values(), key=lambda estimate: estimate.rank_key)
+        no = tuple(Refused(plan, why) for plan, why in self._refused.items())
+        left = tuple(plan for plan in self._plans if plan not in self.estimates and plan not in self._refused)
+        return Search(tuple(ranked), no, left, time.monotonic() - self._begun)
+
+    def tried(self, plan: Plan, bounded: bool = True) -> Estimate | None:
+        """Its estimate; None for one that is refused. bounded: also by the bounds."""
+        if plan in self.estimates or (plan in self._refused and bounded):
+            return self.estimates.get(plan)
+        alike = (why for other, why in self._refused.items() if other in self._cannot and _cut_alike(plan, other))
+        try:
+            if why := next(alike, ""):
+                raise PlanError(why)
+            if bounded and (why := self._out_of_bounds(plan)):
+                self._refused[plan] = why
+            else:
+                with until(self._begun + self._seconds) if self.estimates else contextlib.nullcontext():
+                    self.estimates[plan] = self._rehearse(plan)
+                self._refused.pop(plan, None)
+        except OutOfTime:
+            return None
+        except PlanError as error:
+            self._refused[plan] = str(error)
+            self._cannot.add(plan)
+        except UsageError as error:  # of the program, whatever the plan: said at once
+            if not self.estimates:
+                raise
+            self._refused[plan] = str(error)
+        self._show(self.found())
+        return self.estimates.get(plan)
+
+    def _out_of_bounds(self, plan: Plan) -> str:
+        if self._bounds is None:
+            return ""
+        if why := self._bounds.too_large(plan):
+            self.too_large.append(plan)
+            return why
+        fitting = [
+            each.seconds.value for each in self.estimates.values() if each.seconds and each.memory.verdict == FITS
+        ]
+        return SLOWER if fitting and self._bounds.seconds(plan) > min(fitting) else ""
+
+    def saved(self, cheaper: Sequence[Plan], until: bool) -> None:
+        """Rehearse what saves memory. until: until one fits."""
+        for plan in cheaper:
+            if self.late or ((other := self.tried(plan)) is not None and until and other.memory.verdict == FITS):
                 return
 
-    for plan in itertools.takewhile(lambda plan: not late(), plans):
-        if (estimate := tried(plan)) is not None and estimate.balanced and not plan.shares and not late():
-            tried(replace(plan, shares=estimate.balanced))
-    for estimate in found().estimates:  # now the best first
-        if estimate.memory.verdict in (TOO_LARGE, TOO_CLOSE) and not late():
-            saved(estimate.plan, until=True)
-    if estimates and found().estimates[0].seconds is not None:
-        saved(found().estimates[0].plan, until=False)
-    return found()
 
-
-def confirmed(found: Search, whole: Rehearse, seconds: float, show: Callable[[Search], None]) -> Search:
-    """The search with its first plan rehearsed whole, where it is rough, and, until `seconds` of it are over, faster
-    ones that may fit. show: as in `search`."""
-    begun = time.monotonic() - found.seconds
-    while (rough := _to_confirm(found.estimates, time.monotonic() - begun > seconds)) is not None:
-        estimates, refused = [each for each in found.estimates if each is not rough], found.refused
-        try:
-            estimates.append(whole(rough.plan))
-        except (PlanError, UsageError) as error:
-            refused = (*refused, Refused(rough.plan, str(error)))
-        ranked = tuple(sorted(estimates, key=lambda estimate: estimate.rank_key))
-        found = replace(found, estimates=ranked, refused=refused, seconds=time.monotonic() - begun)
-        show(found)
-    return found
-
-
-def _to_confirm(ranked: Sequence[Estimate], late: bool) -> Estimate | None:
-    """The estimate that has to be confirmed next, if any. ranked: the best first."""
-    if not ranked or ranked[0].rough:
-        return ranked[0] if ranked else None
-    if late or ranked[0].seconds is None:
-        return None
-    within = ranked[0].seconds.value
-    close = (each for each in ranked if each.rough and each.memory.verdict == TOO_CLOSE)
-    return next((each for each in close if each.seconds is not None and each.seconds.value < within), None)
+def _needs(estimate: Estimate, share: float) -> bool:
+    """Whether it needs so much of a device; of one whose size is not known nobody asks."""
+    memory = estimate.memory
+    return not share or (memory.capacity is not None and memory.total.high >= share * memory.capacity)
 
 
 def _cut_alike(plan: Plan, refused: Plan) -> bool:

@@ -52,10 +52,12 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank does in its first step, and in each later one."""
+    """What one rank does in its first step, and in each later one. reads_values: whether the model asks for a number in
+    its forward or backward, which may be of the batch."""
 
     first: Work
     step: Work
+    reads_values: bool = False
 
 
 def trace(job: Job, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
@@ -116,7 +118,7 @@ def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail) -
         finally:
             engine.close()
     first, step = (Work(rank, plan.devices, kind, held, events, tuple(notes), divided) for held, events in works)
-    return Trace(first, step)
+    return Trace(first, step, record.reads_values)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def plan_columns(plans: Any) -> dict[str, list[Cell]]:
     columns["step"] = ["unknown" if each.seconds is None else seconds_text(each.seconds.value) for each in shown]
     columns["80 % of cases"] = [_interval(each) for each in shown]
     columns["samples/s"] = ["" if not each.rate else rate_text(each.rate) for each in shown]
-    columns["memory"] = [("~" if each.rough else "") + bytes_text(each.memory.total.value) for each in shown]
+    columns["memory"] = [bytes_text(each.memory.total.value) for each in shown]
     columns[fits] = [each.memory.verdict for each in shown]
     if plans.price is not None:
         columns["cost"] = [_cost(plans, each) for each in shown]
@@ -124,8 +124,6 @@ def _below(plans: Any) -> list[Text]:
     lines += [Text(f"refused: {some(which)}: {why}", "dim") for why, which in list(reasons.items())[:MOST_REFUSED]]
     if found.left:
         lines.append(Text(f"not rehearsed, for want of time: {plural(len(found.left), 'plan')}. Use --seconds.", "dim"))
-    if not plans.one and any(each.rough for each in found.estimates):
-        lines.append(Text("~ from some of the blocks that are alike; the first plan was rehearsed with all.", "dim"))
     return lines + [Text(f"note: {note}", "dim") for note in (*first.notes, *plans.machine.warnings)]
 
 

@@ -1,0 +1,65 @@
+"""Bounds: what a plan takes at least, known before it is rehearsed.
+
+Memory: parameters, their gradients and the optimizer's state lie on the devices at once when the optimizer steps. Time:
+the operations of the model at the peak rate of the devices, with the bubble of the pipeline. The first is known from
+the model; state and operations from the first plan that was rehearsed.
+
+Tested in tests/rehearsal/test_bounds.py.
+"""
+
+from __future__ import annotations
+
+from meshwise.parallel.schedule import CHUNKS
+from meshwise.rehearsal.estimator import Rehearsed
+from meshwise.rehearsal.from_few import Tracer
+from meshwise.spec.machine import Machine
+from meshwise.spec.plan import Plan
+from meshwise.spec.units import bytes_text
+
+COMPUTED_IN = ("fp64", "fp32", "tf32", "bf16", "fp16")
+
+
+class Bounds:
+    """Of the plans of one job on one machine."""
+
+    def __init__(self, program: Tracer, machine: Machine, cap: int | None) -> None:
+        """cap: as in `estimator`."""
+        self._program = program
+        sizes = [device.memory for device in machine.devices]
+        self._room = None if None in sizes else max(size for size in sizes if size is not None)
+        self._room = cap if self._room is None or (cap is not None and cap < self._room) else self._room
+        peaks = [max((device.peak.get(word, 0.0) for word in COMPUTED_IN), default=0.0) for device in machine.devices]
+        self._peaks = peaks if all(peaks) else []
+        self._state = 0.0
+        self._flops = 0
+
+    def learn(self, found: Rehearsed) -> None:
+        """From the first plan in which every rank does an equal part and nothing twice: state for each byte of
+        parameters, and operations of a step."""
+        plan, work = found.estimate.plan, found.traces[0].step
+        simple = plan.devices == plan.data * plan.shard and plan.recompute == "none" and not plan.shares
+        if self._flops or plan.zero1 or plan.offload or not simple:
+            return
+        held = {
+            name: sum(one.size for one in work.held if one.category == name) for name in ("parameters", "optimizer")
+        }
+        self._state = held["optimizer"] / max(held["parameters"], 1)
+        self._flops = work.flops * plan.devices
+
+    def too_large(self, plan: Plan) -> str:
+        """Why it does not fit, whatever its activations take; empty where it may."""
+        if self._room is None or plan.offload or plan.param_dtype is not None:
+            return ""
+        ways = plan.shard * plan.tensor * plan.pipeline * plan.expert
+        model = self._program.model
+        state = model.parameters * self._state / (plan.data if plan.zero1 else 1)
+        if (model.parameters + model.trained + state) / ways <= self._room:
+            return ""
+        return f"parameters, gradients and the optimizer's state alone take more than {bytes_text(self._room)}"
+
+    def seconds(self, plan: Plan) -> float:
+        """Of a step, at least; 0 where nothing is known."""
+        if not self._peaks:
+            return 0.0
+        bubble = 1 + (plan.pipeline - 1) / (plan.accumulate * CHUNKS.get(plan.schedule, 1))
+        return self._flops * bubble / sum(self._peaks[: plan.devices])

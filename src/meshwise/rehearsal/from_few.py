@@ -1,0 +1,183 @@
+"""Traces of deep models from traces of few of their blocks, where blocks are alike: equal to those of the whole.
+
+Two models that differ by one block on each stage are traced, and the rest is replayed. Where that cannot be exact, all
+blocks are traced.
+
+Tested in tests/rehearsal/test_replay.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from meshwise.compat.fake import FakeTensors
+from meshwise.compat.tree import tensors_in
+from meshwise.parallel.batch_norm import normalises
+from meshwise.parallel.schedule import CHUNKS
+from meshwise.rehearsal.growth import Unlike
+from meshwise.rehearsal.replay import MICROBATCHES, Axis, lengthened
+from meshwise.rehearsal.shorter import Stretch, shortened, stretch_of
+from meshwise.rehearsal.trace import STEPS, Trace, trace
+from meshwise.rehearsal.work import Launch
+from meshwise.spec.errors import MeshwiseError, UsageError
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from meshwise.training.job import Job
+from meshwise.training.loop import open_data
+from meshwise.training.order import epoch_order, epoch_slices
+from meshwise.training.source import read_slices
+
+FEW = 3
+"""Groups of blocks of the shorter one, on each stage: the first and the last differ from those between. Where blocks
+communicate by themselves one more: a shard holds up to three at once, the one that runs, the next one's parameters and
+the gradients of the one before."""
+FEW_MICROBATCHES = 3
+"""Of the step of the shorter one: the first and the last differ from those between."""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """Of the groups of blocks on a stage: all of them, and those of the shorter one; and how many stages there are."""
+
+    own: int
+    few: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a model: its alike blocks, whether it has batch norms, bytes of its parameters, and of the trained ones."""
+
+    stretch: Stretch | None
+    batch_norms: bool
+    parameters: int
+    trained: int
+
+
+class Tracer:
+    """Traces a job's plans, as `trace` does."""
+
+    def __init__(self, job: Job) -> None:
+        """Its data is opened once, for all plans and stages, and read without processes of its own."""
+        self.job = replace(job, data=functools.cache(job.data), loader_workers=0)
+        self.batch_size = job.batch_size
+
+    def __call__(self, plan: Plan, kind: str, speeds: Sequence[Hashable] = ()) -> list[Trace]:
+        """Raises as `trace` does."""
+        few = microbatches_of(plan)
+        if few is not None and self._reads_alike(plan):
+            part = self.batch_size // plan.accumulate
+            with contextlib.suppress(MeshwiseError, Unlike):
+                short, long = (
+                    self._replayed(
+                        replace(self.job, batch_size=part * count), replace(plan, accumulate=count), kind, speeds
+                    )
+                    for count in (few, few + 1)
+                )
+                if not any(each.reads_values for each in short):  # others may have other values
+                    times = plan.accumulate - few
+                    return [lengthened(*two, times, MICROBATCHES) for two in zip(short, long, strict=True)]
+        return self._replayed(self.job, plan, kind, speeds)
+
+    def _replayed(self, job: Job, plan: Plan, kind: str, speeds: Sequence[Hashable]) -> list[Trace]:
+        """All blocks of all microbatches, from few blocks where that is exact."""
+        stretch = None
+        with contextlib.suppress(MeshwiseError):  # as the trace of the whole model will say
+            stretch = self.model.stretch
+        depth = None if stretch is None else depth_of(plan, stretch)
+        if stretch is not None and depth is not None:
+            with contextlib.suppress(MeshwiseError, Unlike):  # what the whole model says is what counts
+                short, long = (
+                    trace(shortened(job, stretch, count * depth.stages), plan, kind, speeds)
+                    for count in (depth.few, depth.few + 1)
+                )
+                axis = blocks_axis(stretch, depth)
+                times, buckets = depth.own - depth.few, "optimizer" in plan.offload
+                return [lengthened(*two, times, axis, buckets) for two in zip(short, long, strict=True)]
+        return trace(job, plan, kind, speeds)
+
+    def _reads_alike(self, plan: Plan) -> bool:
+        """Whether rank 0 has microbatches of the same sizes in its first steps."""
+        data = open_data(self.job, self.job.data(), "training set")
+        if data.samples < STEPS * self.batch_size or self.batch_size % (plan.replicas * plan.accumulate):
+            return False
+        order, world = epoch_order(self.job.seed, 0, data.samples), World(size=plan.replicas)
+        steps = itertools.islice(epoch_slices(order, self.batch_size, world, plan.accumulate), STEPS)
+        batches = (batch for step in steps for batch, _ in read_slices(data.read, step, 0))
+        return len({tuple((t.shape, t.dtype) for t in tensors_in(batch)) for batch in batches}) == 1
+
+    @functools.cached_property
+    def model(self) -> Facts:
+        """What is known of the model from its modules alone. Raises UsageError where it does not build."""
+        with FakeTensors(lambda func, args, kwargs, run: run(), stands_for_real=True):
+            try:
+                model = self.job.model()
+            except MeshwiseError:
+                raise
+            except Exception as error:
+                why = str(error).partition("\n")[0]
+                raise UsageError(
+                    f"job '{self.job.name}': its model does not build on fake tensors, which have shapes and no "
+                    f"values: {why}. Compute this value without torch (numpy, math)."
+                ) from error
+            stretch = None
+            with contextlib.suppress(Exception):  # modules of an unusual kind: the whole is traced
+                stretch = stretch_of(model) if self.job.stage_cost is None else None
+            sizes = [(p.nbytes, p.requires_grad) for p in model.parameters()]
+            trained = sum(size for size, learns in sizes if learns)
+            return Facts(stretch, any(map(normalises, model.modules())), sum(size for size, _ in sizes), trained)
+
+
+def microbatches_of(plan: Plan) -> int | None:
+    """How many are enough for the shorter one; None where nothing is gained by tracing few. A stage has up to as many
+    under way as there are stages."""
+    if plan.shares or plan.schedule not in ("gpipe", "1f1b"):
+        return None
+    few = FEW_MICROBATCHES + (plan.pipeline if plan.pipeline > 1 and plan.schedule == "1f1b" else 0)
+    return few if plan.accumulate > 2 * few + 1 else None
+
+
+def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
+    """None where nothing is gained by tracing few blocks, or stages would hold other ones."""
+    stages = plan.pipeline * CHUNKS.get(plan.schedule, 1) if plan.pipeline > 1 else 1
+    if (
+        isinstance(plan.recompute, tuple)
+        or plan.zero1
+        or (stages > 1 and not (stretch.is_whole and stretch.group == 1 and stretch.count % stages == 0))
+    ):
+        return None
+    own, few = stretch.count // stages, FEW + (plan.replicas > 1)
+    return Depth(own, few, stages) if own > 2 * few + 1 else None
+
+
+def blocks_axis(stretch: Stretch, depth: Depth) -> Axis:
+    """Blocks of the stretch have numbers, from the first of their stage on; the places in their group are alike."""
+    places = {name: place - stretch.start for place, name in enumerate(stretch.names)}
+
+    @functools.cache
+    def known(module: str) -> tuple[int, str]:
+        """The place of its block in the stretch, and what of its name lies behind the block's; -1 outside."""
+        name = module
+        while name and name not in places:
+            name = name.rpartition(".")[0]
+        place = places.get(name, -1)
+        return (place, module[len(name) :]) if 0 <= place < stretch.count * stretch.group else (-1, module)
+
+    def read(own: int, launch: Launch) -> tuple[Hashable, int | None]:
+        place, rest = known(launch.module)
+        if place < 0:
+            return (launch.module, launch.microbatch), None
+        stage, number = divmod(place // stretch.group, own)
+        return (stage, place % stretch.group, rest, launch.microbatch), number
+
+    def write(launch: Launch, number: int) -> tuple[str, int]:
+        place, rest = known(launch.module)
+        stage = place // stretch.group // (depth.few + 1)
+        whole = (stage * depth.own + number) * stretch.group + place % stretch.group
+        return stretch.names[stretch.start + whole] + rest, launch.microbatch
+
+    return Axis(functools.partial(read, depth.few), functools.partial(read, depth.few + 1), write)

@@ -1,0 +1,179 @@
+"""Growth: two sequences of which the longer one repeats some pieces once more, and what comes of repeating them again.
+
+The pieces are found from the two alone. A piece is one that lies directly behind an equal one: nothing else is taken
+for growth, and what does not come out as equal raises Unlike.
+
+Tested in tests/rehearsal/test_replay.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwise.rehearsal.work import Collective, Operation
+
+ENOUGH = 64
+"""Entries that tell how two sequences go on."""
+
+
+class Unlike(Exception):
+    """What is longer does not come from repeating pieces of what is shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of the longer sequence that the shorter one has not: `length` entries from `at` on. first, end: the
+    stretch in which every entry equals the one `length` before it. shift: length of all pieces before."""
+
+    at: int
+    length: int
+    first: int
+    end: int
+    shift: int
+
+
+class Pieces:
+    """All pieces, in their order."""
+
+    def __init__(self, short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]]) -> None:
+        """loosely: the same two, where entries that have grown themselves are equal too."""
+        self.all = tuple(_widened(_found(short, long, loosely), long))
+        self._firsts = [piece.first for piece in self.all]
+        self._ats = [piece.at for piece in self.all]
+
+    def around(self, place: int) -> Piece | None:
+        """The piece in whose stretch a place of the longer sequence lies."""
+        number = bisect_right(self._firsts, place) - 1
+        return self.all[number] if number >= 0 and place < self.all[number].end else None
+
+    def of(self, place: int) -> Piece | None:
+        """The piece that a place of the longer sequence belongs to."""
+        number = bisect_right(self._ats, place) - 1
+        piece = self.all[number] if number >= 0 else None
+        return piece if piece is not None and place < piece.at + piece.length else None
+
+    def shift(self, place: int) -> int:
+        """Entries of all pieces before a place that is of none."""
+        number = bisect_right(self._ats, place) - 1
+        return self.all[number].shift + self.all[number].length if number >= 0 else 0
+
+
+def _found(
+    short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]]
+) -> list[tuple[int, int]]:
+    """Where pieces were put in, and their lengths."""
+    found: list[tuple[int, int]] = []
+    one = other = 0
+    while other < len(long):
+        if one < len(short) and short[one] == long[other]:
+            one, other = one + 1, other + 1
+            continue
+        length = _put_in(short, long, loosely, one, other)
+        if length:
+            found.append((other, length))
+            other += length
+        else:
+            one, other = one + 1, other + 1
+    if one < len(short):
+        raise Unlike("the shorter one goes on")
+    return found
+
+
+def _put_in(
+    short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]], one: int, other: int
+) -> int:
+    """The length of the piece that begins at `other`; 0 where the entry has grown. What both go on with alike for
+    longer is taken. Raises Unlike where it is neither."""
+    left, right = loosely
+    most = min(len(long) - other - (len(left) - one), other)
+    options: list[tuple[int, int, int]] = []
+    if one == len(left):
+        options += [(0, 0, -most)] if most and len(long) == other + most and _repeats(long, other, most) else []
+    else:
+        options += [
+            (*_alike(short, long, loosely, one, other + length), -length)
+            for length in range(most + 1)
+            if right[other + length] == left[one] and (not length or _repeats(long, other, length))
+        ]
+    if not options:
+        raise Unlike(f"entry {other} of {len(long)}")
+    return -max(options)[2]
+
+
+def _alike(
+    short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]], one: int, other: int
+) -> tuple[int, int]:
+    """How many entries are equal from here on, and how many also where they have grown, at most as many as need to."""
+    left, right = loosely
+    equal = alike = 0
+    for mine, its in zip(range(one, one + ENOUGH), range(other, other + ENOUGH), strict=True):
+        if mine >= len(left) or its >= len(right) or left[mine] != right[its]:
+            break
+        equal, alike = equal + (short[mine] == long[its]), alike + 1
+    return equal, alike
+
+
+def _repeats(long: Sequence[int], place: int, length: int) -> bool:
+    return long[place - length] == long[place] and long[place - length : place] == long[place : place + length]
+
+
+def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Piece]:
+    """In the middle of the stretches in which they repeat."""
+    stretches = []
+    for place, length in found:
+        first, end = place - length, place + length
+        while first > 0 and long[first - 1] == long[first - 1 + length]:
+            first -= 1
+        while end < len(long) and long[end] == long[end - length]:
+            end += 1
+        stretches.append([place, length, first, end])
+    for before, behind in itertools.pairwise(stretches):
+        before[3] = min(before[3], behind[0] - behind[1])
+        behind[2] = max(behind[2], before[3])
+    pieces, shift = [], 0
+    for place, length, first, end in stretches:
+        if end < place + length:  # the next one begins in the midst of it
+            raise Unlike(f"two pieces at {place}")
+        pieces.append(Piece(first + (end - length - first) // 2, length, first, end, shift))
+        shift += length
+    return pieces
+
+
+def grown(short: Any, long: Any, times: int) -> Any:
+    """The value at `times` steps of growth, of those at none and at one: numbers grow by as much at each step, lists by
+    the same pieces. Raises Unlike for what grows otherwise."""
+    if short == long and type(short) is type(long):
+        return long
+    if type(short) is type(long) is int:
+        return short + times * (long - short)
+    if isinstance(short, Collective) and isinstance(long, Collective):
+        return replace(long, size=grown(short.size, long.size, times))
+    if isinstance(short, Operation) and isinstance(long, Operation) and short.name == long.name:
+        names = ("shapes", "dtypes", "flops", "read", "written")
+        values = {name: grown(getattr(short, name), getattr(long, name), times) for name in names}
+        call = ""
+        if short.call and long.call:
+            call = json.dumps(grown(json.loads(short.call), json.loads(long.call), times))
+        return replace(long, **values, call=call)
+    if type(short) is type(long) is dict and short.keys() == long.keys():
+        return {key: grown(short[key], long[key], times) for key in short}
+    if type(short) is type(long) and isinstance(short, list | tuple):
+        if len(short) == len(long):
+            return type(long)(grown(one, other, times) for one, other in zip(short, long, strict=True))
+        return type(long)(_longer(short, long, times))
+    raise Unlike(f"{short!r} becomes {long!r}")
+
+
+def _longer(short: Sequence[Any], long: Sequence[Any], times: int) -> list[Any]:
+    numbers: dict[Hashable, int] = {}
+    one, other = ([numbers.setdefault(json.dumps(each), len(numbers)) for each in given] for given in (short, long))
+    found, done = [], 0
+    for piece in Pieces(one, other, (one, other)).all:
+        found += [*long[done : piece.at], *(list(long[piece.at : piece.at + piece.length]) * times)]
+        done = piece.at + piece.length
+    return [*found, *long[done:]]

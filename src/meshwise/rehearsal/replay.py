@@ -1,0 +1,302 @@
+"""Replay: the work of many alike blocks, or of many microbatches, made of the works of few, event for event.
+
+Two works that differ by one block (or microbatch) are laid beside each other: the longer one has some pieces once more.
+They are put in again until there are as many as asked for. What an event refers to (the memory that it gives back, the
+launches that it waits for) moves with the pieces: forwards along them, or backwards, as from the piece before to the
+next. What does not follow so raises Unlike, and the whole model is traced.
+
+Tested in tests/rehearsal/test_replay.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwise.rehearsal.growth import Piece, Pieces, Unlike, grown
+from meshwise.rehearsal.trace import Trace
+from meshwise.rehearsal.work import Allocate, Collective, Event, Free, Launch, Operation
+
+_COUNT = re.compile(r"(?<= )\d+(?= )")
+Read = Callable[[Launch], tuple[Hashable, int | None]]
+"""Of a launch, what it has in common with those of another block (or microbatch), and its number, None outside."""
+
+NUMBERS = 1 << 16
+"""Bytes of a collective that may grow: one of a number of each parameter, as norms. What is larger is cut into buckets
+at some depth."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What there is more of. short, long: how to read the two. write: the module and the microbatch of a launch that is
+    alike, at another number."""
+
+    short: Read
+    long: Read
+    write: Callable[[Launch, int], tuple[str, int]]
+
+
+def _by_microbatch(launch: Launch) -> tuple[Hashable, int | None]:
+    return launch.module, launch.microbatch if launch.microbatch >= 0 else None
+
+
+MICROBATCHES = Axis(_by_microbatch, _by_microbatch, lambda launch, number: (launch.module, number))
+
+
+def lengthened(short: Trace, long: Trace, times: int, axis: Axis, buckets: bool = False) -> Trace:
+    """The trace that is `times` steps longer than `short`, of which `long` is one. Raises Unlike where it is not known.
+
+    Storages have other numbers than a trace of the whole would give them. buckets: the optimizer takes parameters by
+    buckets of some size, so that a launch on more parameters is cut at some depth.
+    """
+    numbers: dict[Hashable, int] = {}
+    one, other = _Row(short, axis.short, numbers), _Row(long, axis.long, numbers)
+    first_held, first, held, step = map(tuple, _Longer(one, other, times, axis, buckets).sections())
+    notes = tuple(_notes(short.step.notes, long.step.notes, times))
+    return Trace(
+        replace(long.first, held=first_held, events=first, notes=notes),
+        replace(long.step, held=held, events=step, notes=notes),
+        long.reads_values,
+    )
+
+
+class _Row:
+    """A trace as one row: of each entry its event, a number that is equal for equal ones, one that is also equal for
+    those that have grown, its block or microbatch, and the earlier entries that it refers to."""
+
+    def __init__(self, trace: Trace, read: Read, numbers: dict[Hashable, int]) -> None:
+        self.events: list[Event | None] = []
+        self.keys: list[int] = []
+        self.loose: list[int] = []
+        self.at: list[int | None] = []
+        self.refers: list[tuple[int, ...]] = []
+        self.starts: list[int] = []
+        self._numbers, self._whats, streams = numbers, dict[int, int](), dict[str, int]()
+        last: dict[int, int] = {}
+        sections: Sequence[Sequence[Event]] = (trace.first.held, trace.first.events, trace.step.held, trace.step.events)
+        for section, events in enumerate(sections):
+            self._add(None, ("section", section), ("section", section), None, ())
+            start = len(self.events)
+            self.starts.append(start)
+            for event in events:
+                if isinstance(event, Launch):
+                    what, (place, number) = event.what, read(event)
+                    stream = streams.setdefault(event.stream, len(streams))
+                    common = "launch", stream, event.phase, place, event.blocks
+                    loose: Hashable = what.name if isinstance(what, Operation) else self._what(what)
+                    if isinstance(what, Collective) and event.phase == "optimizer" and what.size <= NUMBERS:
+                        loose = what.kind, what.ranks, what.dtype
+                    key = *common, self._what(what), len(event.after)
+                    self._add(event, key, (*common, loose), number, tuple(start + place for place in event.after))
+                elif isinstance(event, Allocate):
+                    before = last.get(event.storage)
+                    stream = streams.setdefault(event.stream, len(streams))
+                    own = "allocate", event.category, event.on_host, stream, before is None
+                    last[event.storage] = len(self.events)
+                    self._add(event, (*own, event.size), own, None, () if before is None else (before,))
+                else:
+                    before = last[event.storage]
+                    self._add(event, ("free", self.keys[before]), ("free", self.loose[before]), None, (before,))
+
+    def _what(self, what: Any) -> int:
+        """Its number: one object is many launches."""
+        found = self._whats.get(id(what))
+        if found is None:
+            found = self._whats[id(what)] = self._numbers.setdefault(what, len(self._numbers))
+        return found
+
+    def _add(
+        self, event: Event | None, key: Hashable, loose: Hashable, number: int | None, refers: tuple[int, ...]
+    ) -> None:
+        self.events.append(event)
+        self.keys.append(self._numbers.setdefault(key, len(self._numbers)))
+        self.loose.append(self._numbers.setdefault(loose, len(self._numbers)))
+        self.at.append(number)
+        self.refers.append(refers)
+
+
+@dataclass(slots=True)
+class _Moved:
+    """How a number goes on: `start` at the first copy of its piece, `slope` more at each later one."""
+
+    start: int
+    slope: int = 0
+
+
+class _Longer:
+    """The longer row, entry by entry."""
+
+    def __init__(self, short: _Row, long: _Row, times: int, axis: Axis, buckets: bool) -> None:
+        self.short, self.long, self.times, self.axis, self.buckets = short, long, times, axis, buckets
+        self.pieces = Pieces(short.keys, long.keys, (short.loose, long.loose))
+        self.keys: list[int] = []
+        self.storages: list[int] = []
+        self.alive: set[int] = set()
+        self.start = self.next = 0
+
+    def sections(self) -> list[list[Any]]:
+        """The events: what is held and what happens, in the first step and in a later one."""
+        found: list[list[Any]] = []
+        for event in self._events():
+            if event is None:
+                self.start = len(self.keys)
+                found.append([])
+                if len(found) == 3:
+                    self.alive.clear()
+            else:
+                found[-1].append(event)
+        return found
+
+    def _events(self) -> Iterator[Event | None]:
+        begin, shift = 0, 0
+        for piece in (*self.pieces.all, None):
+            end = len(self.long.events) if piece is None else piece.at
+            for place in range(begin, end):
+                yield self._fixed(place, place - shift)
+            if piece is None:
+                return
+            yield from self._copies(piece)
+            begin, shift = end + piece.length, shift + piece.length
+
+    def _fixed(self, place: int, before: int) -> Event | None:
+        """The event of an entry that both rows have. before: its place in the shorter one."""
+        event, times = self.long.events[place], self.times
+        if event is None:
+            return self._put(place, None, (), None)
+        refers = self._fixed_refers(place, before)
+        number, old = self.long.at[place], self.short.at[before]
+        if number is not None and old is not None:
+            number = old + times * (number - old)
+        if self.long.keys[place] != self.short.keys[before]:
+            if self.buckets:
+                raise Unlike("a launch on more parameters")
+            event = _grown(self.short.events[before], event, times)
+        return self._put(place, event, refers, number)
+
+    def _fixed_refers(self, place: int, before: int) -> list[int]:
+        one, other = self.short.refers[before], self.long.refers[place]
+        if len(one) == len(other):
+            return [self._fixed_refer(old, new) for old, new in zip(one, other, strict=True)]
+        found: list[int] = []  # it waits for something of each piece
+        rest = list(one)
+        for new in other:
+            piece = self.pieces.of(new)
+            if piece is not None:
+                found += range(
+                    new + (self.times - 1) * piece.shift,
+                    new + (self.times - 1) * piece.shift + self.times * piece.length,
+                    piece.length,
+                )
+            elif new - self.pieces.shift(new) in rest:
+                old = new - self.pieces.shift(new)
+                rest.remove(old)
+                found.append(old + self.times * (new - old))
+            else:
+                raise Unlike("waits")
+        if rest:
+            raise Unlike("waits")
+        return found
+
+    def _fixed_refer(self, old: int, new: int) -> int:
+        piece, moved = self.pieces.around(new), new - old
+        if moved not in ((self.pieces.shift(new),) if piece is None else (piece.shift, piece.shift + piece.length)):
+            raise Unlike("what an entry refers to moves in another way")
+        return old + self.times * moved
+
+    def _copies(self, piece: Piece) -> Iterator[Event | None]:
+        ways = [self._ways(piece, place) for place in range(piece.at, piece.at + piece.length)]
+        for copy in range(self.times):
+            for offset, (refers, number) in enumerate(ways):
+                place = piece.at + offset
+                own = [way.start + copy * way.slope for way in refers]
+                yield self._put(
+                    place, self.long.events[place], own, None if number is None else number.start + copy * number.slope
+                )
+
+    def _ways(self, piece: Piece, place: int) -> tuple[list[_Moved], _Moved | None]:
+        """Of an entry of a piece: how what it refers to goes on from copy to copy, and its block or microbatch."""
+        if self.long.events[place] is None:
+            raise Unlike("a section is no piece")
+        beside = [
+            (other, way)
+            for other, way in ((place - piece.length, -1), (place + piece.length, 1))
+            if piece.first <= other < piece.end
+        ]
+        number, slope = self.long.at[place], 0
+        if number is not None:
+            slope = self._slope([(way, self.long.at[other]) for other, way in beside], number, 1)
+        refers = []
+        for which, refer in enumerate(self.long.refers[place]):
+            around = self.pieces.around(refer)
+            length = around.length if around is not None else 0
+            others = [(way, self.long.refers[other][which]) for other, way in beside]
+            if around is not None:  # of a copy at the end of its stretch what lies beside the other stretch
+                others = [(way, other) for way, other in others if self.pieces.around(other) is around]
+            own = self._slope(others, refer, length)
+            shift = self.pieces.shift(refer) if around is None else around.shift + (length if own < 0 else 0)
+            if around is not None and not own:
+                raise Unlike("all copies refer to one of them")
+            refers.append(_Moved(refer + (self.times - 1) * shift, own))
+        at = None if number is None else _Moved(number + (self.times - 1 if slope < 0 else 0), slope)
+        return refers, at
+
+    def _slope(self, beside: Sequence[tuple[int, int | None]], value: int, length: int) -> int:
+        """From one copy to the next: forwards by `length`, backwards, or not at all, as both neighbours say."""
+        slopes = {None if other is None else way * (other - value) for way, other in beside}
+        if len(slopes) != 1 or (slope := slopes.pop()) is None or abs(slope) not in (0, length):
+            raise Unlike("copies refer to others in other ways")
+        return slope
+
+    def _put(self, place: int, event: Event | None, refers: Sequence[int], number: int | None) -> Event | None:
+        """The event with what it refers to now."""
+        for old, new in zip(self.long.refers[place], refers, strict=False):
+            if not 0 <= new < len(self.keys) or (
+                len(refers) == len(self.long.refers[place]) and self.keys[new] != self.long.keys[old]
+            ):
+                raise Unlike("what is referred to is something else")
+        own = len(self.keys)
+        self.keys.append(self.long.keys[place])
+        self.storages.append(-1)
+        if isinstance(event, Launch):
+            module, microbatch = event.module, event.microbatch
+            if number is not None:
+                module, microbatch = self.axis.write(event, number)
+            after = tuple(sorted(refer - self.start for refer in refers))
+            return Launch(event.what, event.stream, event.phase, module, microbatch, after, event.blocks)
+        if event is None:
+            return None
+        if refers:
+            storage = self.storages[refers[0]]
+        else:
+            storage, self.next = self.next, self.next + 1
+        self.storages[own] = storage
+        if isinstance(event, Allocate):
+            if storage in self.alive:
+                raise Unlike("memory is taken twice")
+            self.alive.add(storage)
+            return Allocate(storage, event.size, event.category, event.on_host, event.stream)
+        if storage not in self.alive:
+            raise Unlike("memory is given back twice")
+        self.alive.remove(storage)
+        return Free(storage)
+
+
+def _grown(short: Event | None, long: Event, times: int) -> Event:
+    if isinstance(short, Launch) and isinstance(long, Launch):
+        what = grown(short.what, long.what, times)
+        if isinstance(what, Collective) and what.size > NUMBERS:
+            raise Unlike("a collective grows")
+        return replace(long, what=what)
+    if isinstance(short, Allocate) and isinstance(long, Allocate):
+        return replace(long, size=grown(short.size, long.size, times))
+    return long
+
+
+def _notes(short: Sequence[str], long: Sequence[str], times: int) -> Iterator[str]:
+    """Those that are alike, but for whole numbers of something; what else has changed is left out."""
+    for one, other in zip(short, long, strict=False):
+        (old, before), (new, now) = (([int(n) for n in _COUNT.findall(t)], _COUNT.sub("{}", t)) for t in (one, other))
+        if before == now and "{}" not in one:
+            yield before.format(*grown(old, new, times))

@@ -1,0 +1,296 @@
+"""Traces replayed from few blocks, against those of all of them: equal event for event."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from meshwise.jobs.gpt import Gpt, GptSize
+from meshwise.jobs.registry import find_job
+from meshwise.rehearsal import from_few
+from meshwise.rehearsal.from_few import FEW, Tracer, depth_of
+from meshwise.rehearsal.growth import Pieces, Unlike, grown
+from meshwise.rehearsal.shorter import Stretch
+from meshwise.rehearsal.trace import trace
+from meshwise.rehearsal.work import Allocate, Launch, Operation
+from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
+from meshwise.training.job import Job
+
+LAYERS = 2 * FEW + 4
+
+
+class Block(nn.Module):
+    def __init__(self, width, number=0, window=0):
+        super().__init__()
+        self.norm, self.window = nn.LayerNorm(width), window
+        self.wide, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        given = x if not self.window else x.roll(self.window, 1)
+        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(given))))
+
+
+class Blocks(nn.Module):
+    def __init__(self, make, count, width):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(512, width), nn.Linear(width, 512)
+        self.blocks = nn.ModuleList(make(number) for number in range(count))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+DATA = (torch.zeros(96, 16, dtype=torch.int64),)
+
+
+def adamw(**how):
+    return functools.partial(torch.optim.AdamW, lr=1e-3, **how)
+
+
+def made(model, **changes):
+    def loss(model, batch):
+        given = model(batch[0])
+        return nn.functional.cross_entropy(given.flatten(0, 1), batch[0].flatten())
+
+    usual = {"name": "deep", "model": model, "loss": loss, "optimizer": adamw(), "data": DATA, "batch_size": 16}
+    return Job(**usual | changes)
+
+
+def blocks(layers=LAYERS, make=Block, width=2048, **changes):
+    return made(lambda: Blocks(lambda number: make(width, number), layers, width), **changes)
+
+
+def grouped(layers=LAYERS, **changes):
+    """Three blocks that look beside them, and one that does not."""
+    return blocks(4 * layers, lambda width, number: Block(width, window=(number + 1) % 4 and 1), **changes)
+
+
+def encoder(layers=LAYERS, **changes):
+    def model():
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        parts = [nn.Embedding(512, 64), nn.TransformerEncoder(layer, layers), nn.Linear(64, 512)]
+        return nn.Sequential(*parts)
+
+    return made(model, **changes)
+
+
+def llama(layers=LAYERS, **changes):
+    transformers = pytest.importorskip("transformers")
+
+    def model():
+        sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
+        settings = transformers.LlamaConfig(**sizes, vocab_size=512, num_hidden_layers=layers, use_cache=False)
+        return transformers.LlamaForCausalLM(settings)
+
+    def loss(model, batch):
+        return model(input_ids=batch[0], labels=batch[0]).loss
+
+    return made(model, loss=loss, **changes)
+
+
+def bert(layers=LAYERS, **changes):
+    transformers = pytest.importorskip("transformers")
+
+    def model():
+        sizes = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256, "vocab_size": 512}
+        return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, num_hidden_layers=layers))
+
+    def loss(model, batch):
+        return model(input_ids=batch[0], labels=batch[0]).loss
+
+    return made(model, loss=loss, **changes)
+
+
+def gpt(layers=LAYERS, **changes):
+    sizes = GptSize(layers, 1024, 8, 4, 4096, context=128)
+    documents = torch.zeros(64, 128, dtype=torch.int64)
+    return replace(find_job("gpt"), model=lambda: Gpt(sizes), data=(documents, documents), **changes)
+
+
+def told(traced):
+    """The events of a trace, with storages and streams numbered as they come."""
+    storages, streams, found = {}, {}, []
+    for events in (traced.first.held, traced.first.events, traced.step.held, traced.step.events):
+        found.append("section")
+        for event in events:
+            if isinstance(event, Launch):
+                found.append(replace(event, stream=streams.setdefault(event.stream, len(streams))))
+                continue
+            number = storages.setdefault(event.storage, len(storages))
+            if isinstance(event, Allocate):
+                stream = streams.setdefault(event.stream, len(streams))
+                found.append((number, event.size, event.category, event.on_host, stream))
+            else:
+                found.append(number)
+    return found
+
+
+def both(monkeypatch, job, plan, kind="gpu"):
+    """What the tracer gives, the trace of the whole, and the jobs that the tracer has traced."""
+    whole, asked = trace(job, plan, kind), []
+
+    def traced(job, *others):
+        asked.append(job)
+        return trace(job, *others)
+
+    monkeypatch.setattr(from_few, "trace", traced)
+    found = Tracer(job)(plan, kind)
+    return found, whole, asked
+
+
+def check_equal(found, whole):
+    assert len(found) == len(whole)
+    for one, other in zip(found, whole, strict=True):
+        assert (one.step.rank, one.step.ranks, one.step.kind) == (other.step.rank, other.step.ranks, other.step.kind)
+        assert set(one.step.notes) <= set(other.step.notes)
+        mine, real = told(one), told(other)
+        assert next((pair for pair in zip(mine, real, strict=False) if pair[0] != pair[1]), None) is None
+        assert len(mine) == len(real)
+
+
+def pieces(short, long):
+    return [(piece.at, piece.length) for piece in Pieces(short, long, (short, long)).all]
+
+
+def test_pieces_are_found_where_they_repeat():
+    assert pieces([1, 2, 3, 2, 3, 4], [1, 2, 3, 2, 3, 2, 3, 4]) == [(3, 2)]
+    assert pieces([1, 2, 2, 3, 5, 5, 6], [1, 2, 2, 2, 3, 5, 5, 5, 6]) == [(2, 1), (6, 1)]
+    assert pieces([7, 1, 2, 1, 2, 1, 3], [7, 1, 2, 1, 2, 1, 2, 1, 3]) == [(3, 2)]  # what follows begins as a piece does
+    assert pieces([1, 2], [1, 2]) == []
+
+
+@pytest.mark.parametrize(("short", "long"), [([1, 2], [1, 3, 2]), ([1, 2, 3], [1, 2]), ([1, 1, 2], [1, 1, 3])])
+def test_what_does_not_repeat_is_no_piece(short, long):
+    with pytest.raises(Unlike):
+        pieces(short, long)
+
+
+def test_what_grows_grows_on_by_as_much():
+    assert grown(10, 14, 5) == 30
+    assert grown((1, (2, 3), (2, 3), 4), (1, (2, 3), (2, 3), (2, 3), 4), 3) == (1, *((2, 3),) * 5, 4)
+    one = Operation("aten.stack", ((), ()), ("fp32",) * 2, 0, 8, 8, '["aten.stack", [[{"a": 1}, {"a": 1}]]]')
+    more = Operation(
+        "aten.stack", ((),) * 3, ("fp32",) * 3, 0, 12, 12, '["aten.stack", [[{"a": 1}, {"a": 1}, {"a": 1}]]]'
+    )
+    most = grown(one, more, 10)
+    assert (most.shapes, most.read) == (((),) * 12, 48)
+    assert most.call.count("a") == 14
+    for short, long in (("a", "b"), (1, "a"), ((1, 2), (1, 5, 2)), ({"a": 1}, {"b": 1})):
+        with pytest.raises(Unlike):
+            grown(short, long, 3)
+
+
+def test_depth_is_that_of_stages():
+    whole = Stretch(tuple(f"b{n}" for n in range(24)), 0, 1, 24, (nn.Linear,))
+    assert depth_of(Plan(), whole).own == 24
+    assert depth_of(Plan(pipeline=2, accumulate=2), whole).own == 12
+    assert depth_of(Plan(pipeline=8, accumulate=8), whole) is None  # three blocks each: nothing is gained
+    assert depth_of(Plan(zero1=True, data=2), whole) is None  # parameters are dealt out by their sizes
+    assert depth_of(Plan(recompute=("b3",)), whole) is None
+    part = Stretch(whole.names, 1, 1, 23, whole.kinds)
+    assert depth_of(Plan(), part).own == 23
+    assert depth_of(Plan(pipeline=2, accumulate=2), part) is None  # a stage would hold another number of them
+
+
+shallow = functools.partial(blocks, 2)
+SHARDED = Plan(shard=4, precision="bf16")
+QUICK = [
+    (blocks, Plan(), "gpu", {"clip_norm": 1.0}),
+    (blocks, Plan(data=2, precision="bf16"), "gpu", {}),
+    (blocks, Plan(recompute="selective"), "cpu", {"optimizer": adamw(fused=True)}),
+    (blocks, SHARDED, "gpu", {"optimizer": adamw(fused=True), "clip_norm": 1.0}),
+    (encoder, Plan(), "gpu", {}),
+    (shallow, Plan(accumulate=8), "gpu", {}),
+]
+SLOW = [
+    (blocks, Plan(shard=2, recompute="full"), "gpu", {"optimizer": adamw(foreach=True), "clip_norm": 1.0}),
+    (blocks, Plan(offload=("optimizer",)), "gpu", {}),
+    (blocks, Plan(offload=("activations",)), "gpu", {}),
+    (blocks, Plan(data=2, accumulate=2, precision="bf16"), "gpu", {"clip_norm": 1.0}),
+    (blocks, Plan(data=2, tensor=2), "gpu", {"clip_norm": 1.0}),
+    (blocks, Plan(data=2), "cpu", {}),
+    (blocks, Plan(shard=2, accumulate=10), "gpu", {}),
+    (functools.partial(blocks, 20), Plan(pipeline=2, accumulate=4), "gpu", {}),
+    (functools.partial(blocks, 20), Plan(pipeline=2, shard=2, accumulate=4, schedule="gpipe"), "gpu", {}),
+    (functools.partial(blocks, 4), Plan(pipeline=2, accumulate=12), "gpu", {"batch_size": 24, "data": DATA}),
+    (grouped, Plan(shard=2), "gpu", {}),
+    (grouped, Plan(), "cpu", {}),
+    (llama, SHARDED, "gpu", {}),
+    (llama, Plan(tensor=2), "gpu", {}),
+    (llama, Plan(data=2), "cpu", {}),
+    (bert, Plan(shard=2, recompute="full"), "gpu", {}),
+    (gpt, Plan(shard=2), "gpu", {}),
+    (gpt, Plan(), "cpu", {}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")  # of a module that copies another one
+@pytest.mark.parametrize(
+    ("make", "plan", "kind", "changes"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_a_replayed_trace_is_that_of_the_whole_event_for_event(monkeypatch, make, plan, kind, changes):
+    found, whole, traced = both(monkeypatch, make(**changes), plan, kind)
+    assert whole[0].step.events and len(traced) in (2, 4)
+    check_equal(found, whole)
+
+
+REFUSED = [
+    (functools.partial(blocks, width=64), Plan(data=2), "several blocks share a bucket"),
+    (functools.partial(blocks, width=64), Plan(offload=("optimizer",)), "the state of all lies in one bucket, of few"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+@pytest.mark.parametrize(("make", "plan"), [case[:2] for case in REFUSED], ids=[case[2] for case in REFUSED])
+def test_what_is_not_alike_at_every_depth_is_traced_whole(monkeypatch, make, plan):
+    found, whole, traced = both(monkeypatch, make(), plan)
+    assert len(traced) == 3  # two short ones, and the whole
+    check_equal(found, whole)
+
+
+def test_microbatches_of_a_model_that_reads_values_are_all_traced(monkeypatch):
+    def loss(model, batch):
+        scale = 2.0 if (batch[0] == 0).all() else 1.0
+        return model(batch[0]).square().mean() * scale
+
+    found, whole, traced = both(monkeypatch, shallow(loss=loss), Plan(accumulate=8))
+    assert len(traced) == 3
+    check_equal(found, whole)
+
+
+def test_a_model_that_cannot_be_made_shorter_is_traced_whole(monkeypatch):
+    class Counts(nn.Module):
+        """Its model looks how many blocks it has, in a way that a shorter one has not."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x).flatten()[: x.numel()].view_as(x), x.sum()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Counts() for _ in range(12))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x, _ = block(x)
+            return x
+
+    job = made(Model, loss=lambda model, batch: model(batch[0]).mean(), data=(torch.zeros(8, 8),), batch_size=4)
+    found, whole, traced = both(monkeypatch, job, Plan())
+    assert len(traced) == 2
+    check_equal(found, whole)
+
+
+def test_a_plan_that_cannot_run_is_refused_as_the_whole_model_refuses_it():
+    with pytest.raises(PlanError):
+        Tracer(encoder(12))(Plan(expert=2, data=1), "gpu")
