@@ -47,7 +47,10 @@ def _cumulative(x: Array, axis: int | None, dtype: Any, include_initial: bool, n
     held, first = x.sharding, 1 if name == "cumulative_prod" else 0
     scan = _products if first else _sums
     parts = [part.to(inner) for part in x.parts]
-    parts = _chained(x, parts, axis, scan, name) if held.dim == axis else [scan(part, axis, None)[0] for part in parts]
+    if held.dim == axis:
+        parts = _chained(x, parts, axis, (scan, inner), name)
+    else:
+        parts = [scan(part, axis, None)[0] for part in parts]
     shape = x.shape
     if include_initial:
         shape = (*shape[:axis], shape[axis] + 1, *shape[axis + 1 :])
@@ -69,12 +72,11 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int64 if dtype in WHOLE else dtype
 
 
-def _chained(x: Array, parts: list[Tensor], axis: int, scan: Any, name: str) -> list[Tensor]:
-    """The parts in their order, each from what comes before it."""
-    held, space = x.sharding, x.space
+def _chained(x: Array, parts: list[Tensor], axis: int, how: tuple[Any, torch.dtype], name: str) -> list[Tensor]:
+    """The parts in their order, each from what comes before it. how: the scan of a part, and its dtype."""
+    (scan, dtype), held, space = how, x.sharding, x.space
     here = {part: at for at, (part, _) in enumerate(space.local(held))}
     slab = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
-    dtype = parts[0].dtype if parts else x.dtype
     before: int | None = None
     carry: Tensor | None = None
     for k, place in enumerate(held.places):

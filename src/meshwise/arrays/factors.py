@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.array import Array
+from meshwise.arrays.indexing import counted
 from meshwise.arrays.lanes import fullest
-from meshwise.arrays.moves import Piece, agreed, exchange, reshard
+from meshwise.arrays.moves import Piece, exchange, reshard
 from meshwise.arrays.sharding import evenly, sharding
 
 Own = dict[int, Tensor]
@@ -52,7 +53,7 @@ class _Moves:
     def check(self, bad: Own, why: str) -> None:
         """LinAlgError on all places if the status of any part is not 0. Waits for it."""
         told = [int(bad[k]) if k in bad else 0 for k in self.here]
-        if any(agreed(self.x.space, told, self.name)):
+        if any(counted(self.x, self.held, told)):
             raise np.linalg.LinAlgError(f"{self.name}: {why}")
 
 

@@ -133,8 +133,8 @@ def along(x: Array, name: str, axis: int, n: int | None, norm: str, avoid: Seque
         return _vector(x, name, axis, n, norm)
     function = partial(getattr(torch.fft, name), n=n, dim=axis, norm=norm)
     parts = tuple(_checked(function, part, axis) for part in x.parts)
-    length = parts[0].shape[axis]
-    return Array(parts, x.sharding, (*x.shape[:axis], length, *x.shape[axis + 1 :]), parts[0].dtype, x.space)
+    length, dtype = _result(name, x.shape[axis], n, x.dtype)
+    return Array(parts, x.sharding, (*x.shape[:axis], length, *x.shape[axis + 1 :]), dtype, x.space)
 
 
 def _apart(x: Array, axis: int, avoid: Sequence[int], name: str) -> Array:

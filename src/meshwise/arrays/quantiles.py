@@ -115,14 +115,14 @@ def _of_all(x: Array, at: Tensor) -> Tensor:
     """The elements of `_ranks` of all of a split array, in the host's memory."""
     space, held, length = x.space, x.sharding, math.prod(x.shape)
     sizes = tuple(math.prod(held.part_shape(x.shape, k)) for k in range(len(held.places)))
-    flat = sharding(held.places, 0, sizes)
-    parts = [order(part.reshape(-1))[0] for part in x.parts]
+    parts = tuple(order(part.reshape(-1))[0] for part in x.parts)
+    line = Array(parts, sharding(held.places, 0, sizes), (length,), x.dtype, space)
     asked = _ranks(at, length).tolist()
     ranks = sorted({rank for each in asked for rank in (each, each + 1)})
-    before = dict(zip(ranks, cuts(space, flat, parts, ranks), strict=True))
+    before = dict(zip(ranks, cuts(line, ranks), strict=True))
     owner = [next(k for k in range(len(sizes)) if before[r + 1][k] > before[r][k]) for r in asked]
     wanted = [[before[r][k] for r, own in zip(asked, owner, strict=True) if own == k] for k in range(len(sizes))]
-    read = [iter(values) for values in picked(space, flat, parts, wanted)]
+    read = [iter(values) for values in picked(line, wanted)]
     return torch.stack([next(read[own]) for own in owner])
 
 
@@ -140,7 +140,10 @@ def topk(x: Array, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
     values = [part.narrow(axis, 0, min(k, part.shape[axis])) for part, _ in own]
     where = [at.narrow(axis, 0, min(k, at.shape[axis])) for _, at in own]
     if held.dim != axis:
-        return TopK(*(Array(tuple(each), held, shape, each[0].dtype, x.space) for each in (values, where)))
+        found, at = (
+            Array(tuple(each), held, shape, kind, x.space) for each, kind in ((values, x.dtype), (where, torch.int64))
+        )
+        return TopK(found, at)
     begins = [held.offsets[part] for part, _ in x.space.local(held)]
     sizes = tuple(min(k, size) for size in held.sizes)
     lies, candidates = sharding(held.places, axis, sizes), (*shape[:axis], sum(sizes), *shape[axis + 1 :])

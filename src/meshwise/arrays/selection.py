@@ -15,8 +15,7 @@ from torch import Tensor
 
 from meshwise.arrays.array import Array
 from meshwise.arrays.reading import to_host
-from meshwise.arrays.sharding import Sharding, sharding
-from meshwise.arrays.space import Space
+from meshwise.arrays.sharding import sharding
 
 SAMPLES = 512  # of all parts for a cut and a round
 FEWEST_A_PART = 8  # so that a round narrows, however many parts there are
@@ -74,13 +73,12 @@ def _tally(parts: Tensor, count: int) -> list[int]:
     return [int(n) for n in torch.bincount(parts, minlength=count)]
 
 
-def cuts(
-    space: Space, held: Sharding, parts: Sequence[Tensor], ranks: Sequence[int], *, descending: bool = False
-) -> list[list[int]]:
-    """For each rank r: how many elements of each sorted part are among the first r of all. Waits for the parts.
+def cuts(x: Array, ranks: Sequence[int], *, descending: bool = False) -> list[list[int]]:
+    """For each rank r: how many elements of each part are among the first r of all. Waits for the parts.
 
-    parts: 1-d, those that are here, each sorted by `order`; `held.sizes` are the lengths of all.
+    x: a vector of which each part is sorted by `order`.
     """
+    held = x.sharding
     windows = [_Window([0] * len(held.sizes), list(held.sizes), rank) for rank in ranks]
     while True:
         for window in windows:
@@ -91,7 +89,7 @@ def cuts(
         if not todo:
             return [window.low for window in windows]
         asked = [[at for window in todo for at in window.positions(part)] for part in range(len(held.sizes))]
-        read = picked(space, held, parts, asked)
+        read = picked(x, asked)
         taken = [0] * len(asked)
         for window in todo:
             step = window.step
@@ -104,12 +102,11 @@ def cuts(
             window.narrow(torch.cat(owners)[order(torch.cat(samples), descending=descending)[1]], step)
 
 
-def picked(space: Space, held: Sharding, parts: Sequence[Tensor], asked: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+def picked(x: Array, asked: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """The elements at these positions of each part, in the host's memory; over ranks on all of them. Waits for them."""
-    here = zip(parts, space.local(held), strict=True)
+    here = zip(x.parts, x.space.local(x.sharding), strict=True)
     chosen = tuple(part[torch.tensor(asked[k], dtype=torch.int64)] for part, (k, _) in here)
     counts = tuple(map(len, asked))
-    dtype = parts[0].dtype  # over ranks too each place has a part, if of no elements
-    lies = sharding(held.places, 0, counts)
-    values: tuple[Tensor, ...] = to_host(Array(chosen, lies, (sum(counts),), dtype, space), "samples").split(counts)
+    lies = sharding(x.sharding.places, 0, counts)
+    values: tuple[Tensor, ...] = to_host(Array(chosen, lies, (sum(counts),), x.dtype, x.space), "samples").split(counts)
     return values

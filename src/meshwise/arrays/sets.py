@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.array import Array
-from meshwise.arrays.moves import Piece, agreed, exchange, reshard
+from meshwise.arrays.indexing import counted
+from meshwise.arrays.moves import Piece, exchange, reshard
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.selection import order
 from meshwise.arrays.sharding import evenly, sharding
@@ -52,7 +53,9 @@ def unique_all(x: Array, /) -> UniqueAll:
     Each nan is an element of its own. Waits for the values: the shapes depend on them.
     """
     found = _found(x, "unique_all", indices=True)
-    return UniqueAll(_values(found), _picked(found, found.sorted.indices), _inverse(x, found), _counts(found))
+    return UniqueAll(
+        _values(found), _picked(found, found.sorted.indices, torch.int64), _inverse(x, found), _counts(found)
+    )
 
 
 def unique_inverse(x: Array, /) -> UniqueInverse:
@@ -75,7 +78,7 @@ def unique_values(x: Array, /) -> Array:
 @dataclass(frozen=True)
 class _Found:
     """A flat array sorted. begins: of each part that is here, which elements differ from the one before them.
-    counts: of every part, how many do. first: of every part, where the first such is, or its length."""
+    counts: of every part, how many do. first: of every part, where the first such is, if any."""
 
     flat: Array
     sorted: SortedParts
@@ -96,10 +99,9 @@ def _found(x: Array, name: str, *, indices: bool = False, alone: bool = False) -
     flat = flattened(x, name)
     if alone:
         kept = [_unique(part) for part in flat.parts]
-        sizes = tuple(agreed(flat.space, [len(part) for part in kept], name))
+        sizes = tuple(counted(flat, flat.sharding, [len(part) for part in kept]))
         flat = Array(tuple(kept), sharding(flat.sharding.places, 0, sizes), (sum(sizes),), x.dtype, x.space)
     done = sort_parts(flat, name, indices=indices)
-    space = flat.space
     before = _lasts(flat, done.values, name)
     begins = []
     for values, last in zip(done.values, before, strict=True):
@@ -107,11 +109,9 @@ def _found(x: Array, name: str, *, indices: bool = False, alone: bool = False) -
         if last is not None and len(values):
             new[:1] = values[:1] != last
         begins.append(new)
-    told = []
-    for new in begins:
-        told += [int(new.sum()), int(new.to(torch.uint8).argmax()) if bool(new.any()) else len(new)]
-    told = agreed(space, told, name)
-    return _Found(flat, done, begins, told[::2], told[1::2], name)
+    counts = counted(flat, flat.sharding, [int(new.sum()) for new in begins])
+    first = counted(flat, flat.sharding, [int(new.to(torch.uint8).argmax()) if len(new) else 0 for new in begins])
+    return _Found(flat, done, begins, counts, first, name)
 
 
 def _begins(values: Tensor) -> Tensor:
@@ -157,12 +157,12 @@ def _lasts(flat: Array, values: Sequence[Tensor], name: str) -> list[Tensor | No
     return [came.get(k) for k, _ in flat.space.local(flat.sharding)]
 
 
-def _picked(found: _Found, parts: Sequence[Tensor]) -> Array:
-    return found.spread([part[new] for part, new in zip(parts, found.begins, strict=True)], parts[0].dtype)
+def _picked(found: _Found, parts: Sequence[Tensor], dtype: torch.dtype) -> Array:
+    return found.spread([part[new] for part, new in zip(parts, found.begins, strict=True)], dtype)
 
 
 def _values(found: _Found) -> Array:
-    return _picked(found, found.sorted.values)
+    return _picked(found, found.sorted.values, found.flat.dtype)
 
 
 def _counts(found: _Found) -> Array:
@@ -187,7 +187,7 @@ def _inverse(x: Array, found: _Found) -> Array:
         numbers.append(torch.empty_like(own).index_put_((merge,), own))
     back = [[row[j] for row in done.sent] for j in range(len(held.places))]
     parts = []
-    for came, local in zip(swapped(flat, back, numbers, found.name), done.local, strict=True):
+    for came, local in zip(swapped(flat, back, numbers, torch.int64, found.name), done.local, strict=True):
         own = torch.cat(came)
         parts.append(torch.empty_like(own).index_put_((local,), own))
     return _shaped(Array(tuple(parts), held, flat.shape, torch.int64, space), x)

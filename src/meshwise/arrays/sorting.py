@@ -79,21 +79,23 @@ def sort_parts(x: Array, name: str, *, descending: bool = False, indices: bool =
     space, held = x.space, x.sharding
     alone = [order(part, 0, descending) for part in x.parts]
     own = [values for values, _ in alone]
-    found = cuts(space, held, own, held.offsets[1:], descending=descending)
+    found = cuts(Array(tuple(own), held, x.shape, x.dtype, space), held.offsets[1:], descending=descending)
     ends = zip(*found, held.sizes, strict=True)
     sent = [[b - a for a, b in pairwise((0, *each))] for each in ends]
-    merged = [order(torch.cat(came), 0, descending) for came in swapped(x, sent, own, name)]
+    merged = [order(torch.cat(came), 0, descending) for came in swapped(x, sent, own, x.dtype, name)]
     where = []
     if indices:
         small = torch.int32 if max(held.sizes) < 2**31 else torch.int64
-        lists = swapped(x, sent, [at.to(small) for _, at in alone], name)
+        lists = swapped(x, sent, [at.to(small) for _, at in alone], small, name)
         for came, (_, at) in zip(lists, merged, strict=True):
             globally = [piece.to(torch.int64) + begin for piece, begin in zip(came, held.offsets, strict=True)]
             where.append(torch.cat(globally)[at])
     return SortedParts([values for values, _ in merged], where, [at for _, at in alone], [at for _, at in merged], sent)
 
 
-def swapped(x: Array, sizes: Sequence[Sequence[int]], parts: Sequence[Tensor], name: str) -> list[list[Tensor]]:
+def swapped(
+    x: Array, sizes: Sequence[Sequence[int]], parts: Sequence[Tensor], dtype: torch.dtype, name: str
+) -> list[list[Tensor]]:
     """For each part that is here, what comes to it from each part, in their order.
 
     parts: vectors, one a part of `x`; `sizes[k][j]` entries of part k, in the order of j, go to part j.
@@ -103,7 +105,7 @@ def swapped(x: Array, sizes: Sequence[Sequence[int]], parts: Sequence[Tensor], n
     for (k, _), part in zip(space.local(x.sharding), parts, strict=True):
         segments.update({(k, j): piece for j, piece in enumerate(part.split(list(sizes[k])))})
     pieces = [
-        Piece(places[k], places[j], (k, j), (sizes[k][j],), parts[0].dtype, segments.get((k, j)))
+        Piece(places[k], places[j], (k, j), (sizes[k][j],), dtype, segments.get((k, j)))
         for j in range(len(places))
         for k in range(len(places))
         if sizes[k][j]
