@@ -215,3 +215,18 @@ def test_in_place_uses_the_memory_that_is_there_and_writes_into_no_others() -> N
     assert float(shown.max()) == 6
     x += x
     assert float(x.max()) == 14
+
+
+def test_what_torch_does_otherwise_than_numpy() -> None:
+    z = np.array([complex(-np.inf, 1), 2 + 1j, complex(0, np.inf)])
+    same(XP.asarray(z) + XP.asarray(z), z + z)
+    same(XP.asarray(z) - 1.5, z - 1.5)
+    same(1j + XP.asarray(z), 1j + z)
+    whole = np.array([7, -7, 5])
+    same(XP.asarray(whole) // XP.asarray([2, 0, -2]), [3, 0, -3])
+    same(XP.asarray(whole) % XP.asarray([2, 0, -2]), [1, 0, -1])
+    same(7 % XP.asarray([2, 0, 4]), [1, 0, 3])
+    same(XP.asarray(whole) - True, whole - True)
+    same(XP.sign(XP.asarray([np.nan, -2.0])), [np.nan, -1.0])
+    with pytest.raises(TypeError, match="subtract of bool"):
+        XP.asarray([True]) - XP.asarray([False])

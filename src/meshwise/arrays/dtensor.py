@@ -1,12 +1,13 @@
-"""Arrays over ranks and torch's DTensor, both ways, without a copy where their parts are alike."""
+"""Arrays over ranks and torch's DTensor, both ways, without a copy where their parts are alike.
+
+DTensor is imported where it is used: it takes a second, which every start of a program would pay.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import refuse_gradients
@@ -15,12 +16,18 @@ from meshwise.arrays.sharding import sharding
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
 
 def to_dtensor(x: Array, mesh: DeviceMesh, /) -> DTensor:
     """`x` as a DTensor on a mesh of one axis over all ranks: divided along the same dim, or replicated.
 
     Parts are laid out as `torch.chunk` cuts, which DTensor assumes of them; nothing moves where they are so.
     """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     _check(x.space, mesh, "to_dtensor")
     if x.sharding.dim is None:
         whole = replicate(x, operation="to_dtensor").parts[0]
@@ -35,6 +42,8 @@ def to_dtensor(x: Array, mesh: DeviceMesh, /) -> DTensor:
 
 def from_dtensor(space: Space, x: Any, /) -> Array:
     """An array of a DTensor on a mesh of one axis over all ranks, whose parts it shares."""
+    from torch.distributed.tensor import DTensor, Shard
+
     if not isinstance(x, DTensor):
         raise UsageError(f"from_dtensor of {type(x).__name__}: give a DTensor, or write xp.asarray.")
     refuse_gradients("from_dtensor", x.requires_grad)

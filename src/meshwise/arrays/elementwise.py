@@ -37,6 +37,7 @@ NUMBERS = INTEGERS | FLOATS
 REALS = FLOATS - COMPLEXES
 ORDERED = WHOLE | REALS
 PYTHON = (bool, int, float, complex)
+NUMERIC = (int, float, complex)
 HOST = torch.device("cpu")
 
 
@@ -72,8 +73,14 @@ def binary(
     result: torch.dtype | None = None,
     *,
     numbers: bool = True,
+    otherwise: tuple[frozenset[torch.dtype], Op] | None = None,
 ) -> Rule:
-    """A function of two arrays, or of one and a number. numbers: `op` takes a Python number on its right."""
+    """A function of two arrays, or of one and a number. numbers: `op` takes a Python number on its right. otherwise:
+    dtypes that another operator is for."""
+    at_once = takes - otherwise[0] if otherwise else takes
+
+    def choose(dtype: torch.dtype) -> Op:
+        return op if otherwise is None or dtype not in otherwise[0] else otherwise[1]
 
     def rule(x1: Any, x2: Any, /) -> Array:
         if type(x1) is Array:
@@ -82,24 +89,24 @@ def binary(
                 if placed is x2.sharding and x1.shape == x2.shape and x1.space is x2.space:
                     if dtype is not x2.dtype:
                         dtype = _together(dtype, x2.dtype)  # type: ignore[assignment]
-                    if dtype in takes:
+                    if dtype in at_once:
                         parts = tuple([op(a, b) for a, b in zip(x1.parts, x2.parts)])  # noqa: B905 equal by sharding
                         return Array(parts, placed, x1.shape, result or dtype, x1.space)
-            elif numbers and type(x2) in PYTHON:
+            elif numbers and type(x2) in NUMERIC:
                 dtype = x1.dtype
-                if dtype in takes and of_scalar(x2, dtype, x1.space.default_float) is dtype:
+                if dtype in at_once and of_scalar(x2, dtype, x1.space.default_float) is dtype:
                     parts = tuple([op(part, x2) for part in x1.parts])
                     return Array(parts, x1.sharding, x1.shape, result or dtype, x1.space)
-        elif type(x2) is Array and type(x1) in PYTHON:
+        elif type(x2) is Array and type(x1) in NUMERIC:
             dtype = x2.dtype
-            if dtype in takes and of_scalar(x1, dtype, x2.space.default_float) is dtype:
+            if dtype in at_once and of_scalar(x1, dtype, x2.space.default_float) is dtype:
                 number = torch.scalar_tensor(x1, dtype=dtype, device=HOST)
                 parts = tuple([op(number, part) for part in x2.parts])
                 return Array(parts, x2.sharding, x2.shape, result or dtype, x2.space)
-        return _in_general(name, op, takes, result, (x1, x2))
+        return _in_general(name, choose, takes, result, (x1, x2))
 
     BINARY.append(name)
-    rule.op, rule.takes, rule.numbers = op, takes, numbers and result is None  # type: ignore[attr-defined]
+    rule.op, rule.takes, rule.numbers = op, at_once, numbers and result is None  # type: ignore[attr-defined]
     return _named(name, rule)
 
 
@@ -111,7 +118,7 @@ def terms_of_same(rule: Any, x: Array, other: Any) -> Sequence[Any] | None:
     if type(other) is Array:
         alike = other.sharding == x.sharding and other.shape == x.shape and other.space == x.space
         return other.parts if alike and other.dtype is x.dtype else None
-    if rule.numbers and type(other) in PYTHON and of_scalar(other, x.dtype, x.space.default_float) is x.dtype:
+    if rule.numbers and type(other) in NUMERIC and of_scalar(other, x.dtype, x.space.default_float) is x.dtype:
         return (other,) * len(x.parts)
     return None
 
@@ -130,9 +137,13 @@ def _together(one: torch.dtype, other: torch.dtype) -> torch.dtype | None:
 
 
 def _in_general(
-    name: str, op: Op, takes: frozenset[torch.dtype], result: torch.dtype | None, given: tuple[Any, ...]
+    name: str,
+    choose: Callable[[torch.dtype], Op],
+    takes: frozenset[torch.dtype],
+    result: torch.dtype | None,
+    given: tuple[Any, ...],
 ) -> Array:
-    """Operands of any placement and dtype, of which at least one is an array."""
+    """Operands of any placement and dtype, of which at least one is an array. choose: the operator for a dtype."""
     arrays = operands(name, given)
     real = [x for x in arrays if isinstance(x, Array)]
     space = real[0].space
@@ -149,6 +160,7 @@ def _in_general(
     every = [
         next(here) if isinstance(x, Array) else [torch.tensor(x, dtype=dtype, device="cpu")] * count for x in arrays
     ]
+    op = choose(dtype)
     made = tuple(op(*terms) for terms in zip(*every, strict=True))
     return Array(made, placed, shape, result or dtype, space)
 
@@ -194,6 +206,22 @@ def _sign(part: Tensor) -> Tensor:
     return torch.where(part.isnan(), part, signs) if part.is_floating_point() else signs
 
 
+def _by_parts(op: Op) -> Op:
+    """A sum of complex numbers: torch's own multiplies the second by 1, which makes nan of an infinity."""
+
+    def of_parts(a: Tensor, b: Tensor) -> Tensor:
+        if a.dim() and b.dim():
+            return torch.view_as_complex(op(torch.view_as_real(a), torch.view_as_real(b)))
+        return torch.complex(op(a.real, b.real), op(a.imag, b.imag))  # a number of the host
+
+    return of_parts
+
+
+def _by_no_zero(op: Op) -> Op:
+    """A division of integers in which by zero is 0, as in NumPy: torch's raises on a CPU, and is arbitrary on a GPU."""
+    return lambda a, b: op(a, b + (b == 0)) * (b != 0)
+
+
 def _to_real(op: Op) -> Rule:
     """abs, real and imag: of complex numbers the result is of the type of their parts."""
 
@@ -229,12 +257,13 @@ _named("abs", _to_real(lambda part: part.clone() if part.dtype is BOOL else torc
 _named("real", _to_real(lambda part: torch.real(part).clone()))
 _named("imag", _to_real(lambda part: torch.imag(part).clone() if part.is_complex() else torch.zeros_like(part)))
 
-binary("add", torch.add, ANY)
-binary("subtract", torch.sub, NUMBERS)
+binary("add", torch.add, ANY, otherwise=(COMPLEXES, _by_parts(torch.add)))
+binary("subtract", torch.sub, NUMBERS, otherwise=(COMPLEXES, _by_parts(torch.sub)))
 binary("multiply", torch.mul, ANY)
 binary("divide", torch.div, FLOATS)
-binary("floor_divide", torch.floor_divide, INTEGERS | REALS)
-binary("remainder", torch.remainder, INTEGERS | REALS)
+for _name in ("floor_divide", "remainder"):
+    _op = getattr(torch, _name)
+    binary(_name, _op, INTEGERS | REALS, otherwise=(INTEGERS, _by_no_zero(_op)))
 binary("pow", torch.pow, NUMBERS)
 for _name in ("atan2", "hypot", "logaddexp", "copysign", "nextafter"):
     binary(_name, getattr(torch, _name), REALS, numbers=False)
