@@ -82,7 +82,7 @@ def real_of_nan(part: Tensor) -> Tensor:
 def _spread(part: Tensor, axes: tuple[int, ...], keepdims: bool) -> tuple[Tensor, Tensor]:
     """The mean of a part over axes, and the sum of the squared distances from it, in the part's dtype."""
     if not axes:
-        return part, torch.zeros_like(part.real if part.is_complex() else part)
+        return part, (part - part).abs()  # nan of nan
     centre = part.mean(axes, keepdim=True)
     squares = (part - centre).abs().square().sum(axes, keepdim=keepdims)
     return centre.reshape(squares.shape), squares
