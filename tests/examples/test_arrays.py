@@ -57,6 +57,10 @@ def test_heat_moves_two_rows_at_each_border_a_step(places: str, monkeypatch: pyt
         found = heat.heat(xp, start, 10)
     np.testing.assert_allclose(found.numpy(), heat.heat(np, start, 10), rtol=0, atol=1e-15)
     assert moved(log) == 10 * (len(xp.devices) - 1) * 2 * 18 * 8
+    with mw.comm_log() as log:
+        found = heat.heat_with_halos(xp, start, 10)
+    np.testing.assert_allclose(found.numpy(), heat.heat(np, start, 10), rtol=0, atol=1e-14)
+    assert moved(log) == 10 * (len(xp.devices) - 1) * 2 * 20 * 8
 
 
 @pytest.mark.parametrize("places", PLACES)
