@@ -205,6 +205,9 @@ def test_a_view_is_an_array_of_its_own() -> None:
     spread = XP.broadcast_to(XP.arange(3), (4, 3))
     spread[0] = 9
     same(spread, np.array([[9, 9, 9], [0, 1, 2], [0, 1, 2], [0, 1, 2]]))
+    spread = XP.broadcast_to(XP.arange(3), (4, 3))
+    spread += 1
+    same(spread, np.broadcast_to(np.arange(1, 4), (4, 3)))
     alone = torch.zeros(3)
     assert not is_shared(alone)
     view = alone[1:]

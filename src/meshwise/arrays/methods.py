@@ -16,7 +16,7 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.creation import Placement, asarray
 from meshwise.arrays.elementwise import NoArrayGiven
 from meshwise.arrays.moves import reshard
-from meshwise.compat.sharing import is_shared
+from meshwise.arrays.views import alone
 
 BINARY = {
     "add": "add",
@@ -69,7 +69,7 @@ def in_place(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
 
     def change(self: Array, other: Any) -> Any:
         terms = elementwise.terms_of_same(rule, self, other)
-        if terms is not None and not any(map(is_shared, self.parts)):
+        if terms is not None and alone(self):
             for mine, term in zip(self.parts, terms, strict=True):
                 rule.op(mine, term, out=mine)  # type: ignore[attr-defined]
             return self

@@ -6,6 +6,7 @@ open `mw.comm_log`. Over ranks every rank makes the same list of pieces, so that
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.array import Array
-from meshwise.arrays.sharding import Shape, Sharding, overlaps, sharding
+from meshwise.arrays.sharding import Shape, Sharding, Slices, overlaps, sharding
 from meshwise.arrays.space import Space
 from meshwise.transfer import collectives
 from meshwise.transfer.comm_log import OPEN, note
@@ -101,12 +102,7 @@ def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool
     if held is wanted or held == wanted:
         return Array(tuple(map(torch.clone, x.parts)), wanted, shape, x.dtype, space) if own else x
     here = {part: at for at, (part, _) in enumerate(space.local(held))}
-    plan = list(overlaps(shape, held, wanted))
-    whole = set()
-    for source, target, _, within in plan:
-        stays = held.places[source] == wanted.places[target]
-        if not (own and stays) and _covers(within, wanted.part_shape(shape, target)):
-            whole.add(target)
+    plan, whole = _plan(shape, held, wanted, own)
     made: dict[int, Tensor] = {}
     for part, place in space.local(wanted):
         if part not in whole:
@@ -121,6 +117,20 @@ def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool
     arrived = exchange(space, pieces, operation)
     parts = [made[part] if part in made else arrived[part] for part, _ in space.local(wanted)]
     return Array(tuple(parts), wanted, shape, x.dtype, space)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    shape: Shape, held: Sharding, wanted: Sharding, own: bool
+) -> tuple[list[tuple[int, int, Slices, Slices]], set[int]]:
+    """What `overlaps` gives; and the parts that are taken whole from another, so that they need no memory first."""
+    plan = list(overlaps(shape, held, wanted))
+    whole = set()
+    for source, target, _, within in plan:
+        stays = held.places[source] == wanted.places[target]
+        if not (own and stays) and _covers(within, wanted.part_shape(shape, target)):
+            whole.add(target)
+    return plan, whole
 
 
 def _covers(within: tuple[slice, ...], shape: Shape) -> bool:

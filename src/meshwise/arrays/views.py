@@ -29,11 +29,13 @@ def taken(view: Tensor) -> Tensor:
 
 def own(x: Array) -> None:
     """Before `x` is written: no other array, and no element of its own, has the memory of its parts."""
-    if any(is_shared(part) or _repeats(part) for part in x.parts):
-        x.parts = tuple(
-            part.clone(memory_format=torch.contiguous_format) if is_shared(part) or _repeats(part) else part
-            for part in x.parts
-        )
+    if not alone(x):
+        x.parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in x.parts)
+
+
+def alone(x: Array) -> bool:
+    """Whether no other array, and no element of its own, has the memory of its parts."""
+    return not any(is_shared(part) or _repeats(part) for part in x.parts)
 
 
 def _repeats(part: Tensor) -> bool:
