@@ -134,7 +134,9 @@ def test_creation_is_placed_and_right() -> None:
     same(XP.linspace(0, 1, 7), np.linspace(0, 1, 7))
     same(XP.linspace(0, 1, 7, endpoint=False), np.linspace(0, 1, 7, endpoint=False))
     same(XP.eye(4, 5, k=1, sharding=XP.shard(1)), np.eye(4, 5, k=1))
+    same(XP.eye(2, k=-(2**70)), np.zeros((2, 2)))
     same(XP.full((2, 3), 7), np.full((2, 3), 7))
+    same(XP.full_like(XP.ones((2, 3)), 7), np.full_like(np.ones((2, 3)), 7))
     same(XP.zeros_like(XP.ones((2, 3), sharding=XP.shard(1))), np.zeros((2, 3)))
     assert XP.zeros_like(XP.ones((2, 3), sharding=XP.shard(1))).sharding.dim == 1
     assert XP.zeros((4, 4), device="cpu:1").device == "cpu:1"

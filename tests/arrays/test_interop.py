@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import meshwise as mw
+from meshwise.arrays.gathering import GatherWarning
 
 XP = mw.array_namespace("2xcpu")
 
@@ -22,15 +23,29 @@ def test_what_lies_on_one_place_is_shared() -> None:
     assert back.device == "cpu:0"
 
 
-def test_what_lies_on_several_is_gathered_or_refused_never_a_part() -> None:
+def test_of_what_lies_on_several_all_is_gathered_never_a_part() -> None:
     x = XP.arange(5)
     assert np.asarray(x).tolist() == [0, 1, 2, 3, 4]
-    for ask in (lambda: torch.from_dlpack(x), lambda: x.__dlpack_device__()):
-        with pytest.raises(BufferError, match=r"dim 0 over cpu:0 \(3\), cpu:1 \(2\): it is not one piece of memory"):
-            ask()
+    with pytest.warns(GatherWarning, match="__dlpack__ has no rule"):
+        copy = torch.from_dlpack(x)
+    assert copy.tolist() == [0, 1, 2, 3, 4]
+    copy[0] = 7
+    assert (int(x[0]), x.device) == (0, "all")
     assert not hasattr(x, "__cuda_array_interface__")
     with pytest.raises(ValueError, match="it has to be copied"):
         np.asarray(x, copy=False)
+    with mw.guard("error"), pytest.raises(mw.UsageError, match=r"gathers 16 B, which mw.guard"):
+        torch.from_dlpack(x)
+
+
+def test_what_must_not_be_copied_moves_to_one_place_itself() -> None:
+    x = XP.arange(5)
+    with mw.guard("allow"):
+        shared = np.from_dlpack(x, copy=False)
+    assert x.device == "cpu:0"
+    assert shared.ctypes.data == x.shards[0].data_ptr()
+    y = XP.arange(5)
+    assert XP.from_dlpack(y, copy=False, device=y.device) is y
 
 
 def test_numpys_operators_and_functions_become_ours() -> None:
@@ -56,7 +71,7 @@ def test_another_dtype(dtype: Any) -> None:
 
 def test_the_namespace_says_what_it_has() -> None:
     info = XP.ones(3).__array_namespace__().__array_namespace_info__()
-    assert info.devices() == ["cpu:0", "cpu:1", "all"]
+    assert info.devices() == ("cpu:0", "cpu:1", "all")
     assert info.default_dtypes()["real floating"] is torch.float64
     assert set(info.dtypes(kind=("bool", "complex floating"))) == {"bool", "complex64", "complex128"}
     assert XP.finfo(XP.complex64).eps == np.finfo(np.float32).eps

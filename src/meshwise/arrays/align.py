@@ -23,8 +23,8 @@ Held = tuple[Shape, Sharding, int]
 
 def broadcast_shape(name: str, shapes: Sequence[Shape]) -> Shape:
     """The shape that these broadcast to. ValueError where they do not."""
-    if len(set(shapes)) == 1:
-        return shapes[0]
+    if len(set(shapes)) < 2:
+        return shapes[0] if shapes else ()
     dims = max(map(len, shapes))
     found = []
     for at in range(-dims, 0):

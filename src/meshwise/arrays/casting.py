@@ -93,9 +93,9 @@ class Info:
         """All devices: arrays are divided along their first dim."""
         return ALL if len(self._space.names) > 1 else self._space.names[0]
 
-    def devices(self) -> list[str]:
+    def devices(self) -> tuple[str, ...]:
         """The devices by their names, and `all`."""
-        return [*self._space.names, *([ALL] if len(self._space.names) > 1 else [])]
+        return (*self._space.names, *([ALL] if len(self._space.names) > 1 else []))
 
     def default_dtypes(self, *, device: Any = None) -> dict[str, torch.dtype]:
         """The data types of what is made of Python's numbers."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays import dtypes
-from meshwise.arrays.align import common_space
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import as_dtype
 from meshwise.arrays.moves import reshard
@@ -69,7 +68,8 @@ def asarray(
 
 def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, copy: bool | None) -> Array:
     """`asarray` of an array of the same namespace."""
-    placed = x.sharding if device is None and wanted is None else x.space.placed(x.shape, device, wanted)
+    stays = wanted is None and device in (None, x.space.device_name(x.sharding))
+    placed = x.sharding if stays else x.space.placed(x.shape, device, wanted)
     cast = dtype is not None and dtype is not x.dtype
     if copy is False and (cast or placed != x.sharding):
         raise ValueError("asarray(copy=False) with another dtype or placement: it has to copy. Leave copy out.")
@@ -240,28 +240,35 @@ def eye(
 ) -> Array:
     """A matrix with ones on its diagonal number `k`, and zeros elsewhere."""
     kind = space.default_float if dtype is None else as_dtype(dtype)
+    n_cols = n_rows if n_cols is None else n_cols
+    k = max(-n_rows, min(k, n_cols))  # torch's integers have 64 bits
 
     def part(own: Shape, where: tuple[slice, ...], at: torch.device) -> Tensor:
         rows, columns = (torch.arange(each.start, each.stop, device=at) for each in where)
         ones: Tensor = rows[:, None] + k == columns
         return ones.to(kind)
 
-    return made(space, (n_rows, n_rows if n_cols is None else n_cols), kind, (device, sharding), part)
+    return made(space, (n_rows, n_cols), kind, (device, sharding), part)
+
+
+def full_like(
+    space: Space, x: Any, /, fill_value: Any, dtype: Any = None, *, device: Any = None, sharding: Placement = None
+) -> Array:
+    """As `full`, in the shape, dtype and placement of `x`."""
+    x = x if isinstance(x, Array) else asarray(space, x)
+    kept = x.sharding if device is None and sharding is None else sharding
+    return full(x.space, x.shape, fill_value, dtype or x.dtype, device=device, sharding=kept)
 
 
 def _like(make: Callable[..., Array]) -> Callable[..., Array]:
     """`zeros_like` of `zeros` and so on: where and as `x` lies, if nothing else is said."""
 
     def made_like(
-        space: Space, x: Any, /, *given: Any, dtype: Any = None, device: Any = None, sharding: Placement = None
+        space: Space, x: Any, /, dtype: Any = None, *, device: Any = None, sharding: Placement = None
     ) -> Array:
         x = x if isinstance(x, Array) else asarray(space, x)
-        common_space(make.__name__, [x])
-        values, rest = (given[:1], given[1:]) if make is full else ((), given)
-        if device is None and sharding is None:
-            sharding = x.sharding
-        kind = dtype or (rest[0] if rest else x.dtype)
-        return make(x.space, x.shape, *values, kind, device=device, sharding=sharding)
+        kept = x.sharding if device is None and sharding is None else sharding
+        return make(x.space, x.shape, dtype or x.dtype, device=device, sharding=kept)
 
     made_like.__name__ = made_like.__qualname__ = f"{make.__name__}_like"
     made_like.__doc__ = f"As `{make.__name__}`, in the shape, dtype and placement of `x`."
@@ -270,5 +277,6 @@ def _like(make: Callable[..., Array]) -> Callable[..., Array]:
 
 CREATION: dict[str, Callable[..., Array]] = {"asarray": asarray, "arange": arange, "linspace": linspace, "eye": eye}
 """The functions that make arrays of a namespace, by name: their first parameter is its space."""
-for _make in (empty, full, zeros, ones):
+CREATION |= {"full": full, "full_like": full_like}
+for _make in (empty, zeros, ones):
     CREATION |= {_make.__name__: _make, f"{_make.__name__}_like": _like(_make)}

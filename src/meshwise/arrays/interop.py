@@ -1,7 +1,7 @@
 """Arrays beside those of other libraries: DLPack, NumPy's own functions, the CUDA array interface.
 
-What lies on one place is shared without a copy; what lies on several is gathered where NumPy asks for values
-(`np.asarray(x)`), and refused where memory is asked for (`__dlpack__`): take `x.shards` there, or `x.to_device`.
+What lies on one place is shared without a copy; of what lies on several others get all, gathered, and never a part. For
+a part each: `x.shards`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from meshwise.arrays import reading
 from meshwise.arrays.array import Array
 from meshwise.arrays.creation import asarray
 from meshwise.arrays.dtypes import refuse_gradients
+from meshwise.arrays.gathering import gathered
 from meshwise.arrays.moves import agreed
 from meshwise.arrays.sharding import sharding
 from meshwise.arrays.space import Space
@@ -24,24 +26,30 @@ from meshwise.transfer.devices import device_of
 from meshwise.transfer.interop import from_array
 
 
-def only_part(x: Array, what: str) -> Tensor:
-    """The one tensor of what lies on one place here. BufferError where there are more."""
-    if not x.sharding.single or not x.parts:
-        raise BufferError(
-            f"{what} of an array with {reading.where(x)}: it is not one piece of memory. Take x.shards, or "
-            "x.to_device(device)."
-        )
-    return x.parts[0]
-
-
-def dlpack(x: Array, /, **how: Any) -> Any:
-    """The standard's `x.__dlpack__()`: no copy. BufferError where the array lies on several places."""
-    return only_part(x, "__dlpack__").__dlpack__(**how)
+def dlpack(
+    x: Array,
+    /,
+    *,
+    stream: Any = None,
+    max_version: tuple[int, int] | None = None,
+    dl_device: Any = None,
+    copy: bool | None = None,
+) -> Any:
+    """The standard's `x.__dlpack__()`: without a copy where the array lies on one place. Else all of it is gathered on
+    the first, which is told, or refused, as `mw.guard` says; if it must not be copied, the array itself moves there."""
+    whole = x if x.sharding.single else gathered(x, "__dlpack__")
+    if copy is False and whole is not x:
+        x.parts, x.sharding = whole.parts, whole.sharding
+    if not whole.parts:
+        raise BufferError(f"__dlpack__ of an array with {reading.where(x)}, another rank's. Write x.torch().")
+    given = {"stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy}
+    return whole.parts[0].__dlpack__(**{name: value for name, value in given.items() if value is not None})
 
 
 def dlpack_device(x: Array, /) -> Any:
-    """The standard's `x.__dlpack_device__()`."""
-    return only_part(x, "__dlpack_device__").__dlpack_device__()
+    """The standard's `x.__dlpack_device__()`: of the first place."""
+    device = x.space.devices[x.sharding.places[0] if not x.space.over_ranks else x.space.here[0]]
+    return torch.empty(0, device=device).__dlpack_device__()
 
 
 def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | None = None) -> Array:
