@@ -18,7 +18,7 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import FLOATS
 from meshwise.arrays.lanes import axis_of, freed
 from meshwise.arrays.reductions import as_array, as_axes, left, reduced_shape
-from meshwise.arrays.selection import cuts, order, picked
+from meshwise.arrays.selection import cuts, order, picked, sort_values
 from meshwise.arrays.sharding import sharding
 
 METHODS = ("linear", "lower", "higher", "midpoint", "nearest")
@@ -115,7 +115,7 @@ def _of_all(x: Array, at: Tensor) -> Tensor:
     """The elements of `_ranks` of all of a split array, in the host's memory."""
     space, held, length = x.space, x.sharding, math.prod(x.shape)
     sizes = tuple(math.prod(held.part_shape(x.shape, k)) for k in range(len(held.places)))
-    parts = tuple(order(part.reshape(-1))[0] for part in x.parts)
+    parts = tuple(sort_values(part.reshape(-1)) for part in x.parts)
     line = Array(parts, sharding(held.places, 0, sizes), (length,), x.dtype, space)
     asked = _ranks(at, length).tolist()
     ranks = sorted({rank for each in asked for rank in (each, each + 1)})

@@ -19,9 +19,9 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.indexing import counted
 from meshwise.arrays.moves import Piece, exchange, reshard
 from meshwise.arrays.reductions import as_array
-from meshwise.arrays.selection import order
+from meshwise.arrays.selection import sort_values
 from meshwise.arrays.sharding import evenly, sharding
-from meshwise.arrays.sorting import SortedParts, sort_parts, swapped
+from meshwise.arrays.sorting import SortedParts, indices, sort_parts, swapped
 
 
 class UniqueAll(NamedTuple):
@@ -52,15 +52,14 @@ def unique_all(x: Array, /) -> UniqueAll:
 
     Each nan is an element of its own. Waits for the values: the shapes depend on them.
     """
-    found = _found(x, "unique_all", indices=True)
-    return UniqueAll(
-        _values(found), _picked(found, found.sorted.indices, torch.int64), _inverse(x, found), _counts(found)
-    )
+    found = _found(x, "unique_all", where=True)
+    first = _picked(found, indices(found.flat, found.sorted, found.name), torch.int64)
+    return UniqueAll(_values(found), first, _inverse(x, found), _counts(found))
 
 
 def unique_inverse(x: Array, /) -> UniqueInverse:
     """The different elements of `x`, sorted, and which of them each element of `x` is. Waits for the values."""
-    found = _found(x, "unique_inverse")
+    found = _found(x, "unique_inverse", where=True)
     return UniqueInverse(_values(found), _inverse(x, found))
 
 
@@ -93,7 +92,7 @@ class _Found:
         return Array(tuple(parts), lies, (sum(self.counts),), dtype, self.flat.space)
 
 
-def _found(x: Array, name: str, *, indices: bool = False, alone: bool = False) -> _Found:
+def _found(x: Array, name: str, *, where: bool = False, alone: bool = False) -> _Found:
     """alone: only the values are asked for, so that what one place has twice need not move."""
     x = as_array(name, x)
     flat = flattened(x, name)
@@ -101,7 +100,7 @@ def _found(x: Array, name: str, *, indices: bool = False, alone: bool = False) -
         kept = [_unique(part) for part in flat.parts]
         sizes = tuple(counted(flat, flat.sharding, [len(part) for part in kept]))
         flat = Array(tuple(kept), sharding(flat.sharding.places, 0, sizes), (sum(sizes),), x.dtype, x.space)
-    done = sort_parts(flat, name, indices=indices)
+    done = sort_parts(flat, name, where=where)
     before = _lasts(flat, done.values, name)
     begins = []
     for values, last in zip(done.values, before, strict=True):
@@ -122,7 +121,7 @@ def _begins(values: Tensor) -> Tensor:
 
 
 def _unique(part: Tensor) -> Tensor:
-    values = order(part)[0]
+    values = sort_values(part)
     return values[_begins(values)]
 
 

@@ -21,7 +21,7 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.lanes import axis_of, freed
 from meshwise.arrays.moves import Piece, exchange, reshard
 from meshwise.arrays.reductions import as_array
-from meshwise.arrays.selection import cuts, order
+from meshwise.arrays.selection import cuts, merge, merge_values, order, sort_values
 
 
 def sort(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
@@ -43,7 +43,10 @@ def _along(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Arr
         if all(length == 1 for length in others):
             return _vector(x, axis, descending, wanted, name)
         x = freed(x, {axis}, name)
-    parts = tuple(order(part, axis, descending)[wanted] for part in x.parts)
+    if not wanted and len(x.shape) == 1:
+        parts = tuple(sort_values(part, descending) for part in x.parts)
+    else:
+        parts = tuple(order(part, axis, descending)[wanted] for part in x.parts)
     return reshard(Array(parts, x.sharding, x.shape, dtype, x.space), held, name)
 
 
@@ -51,8 +54,8 @@ def _vector(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Ar
     """The only lane of a split dim."""
     flat = tuple(part.reshape(-1) for part in x.parts)
     line = Array(flat, x.sharding.along(0), (x.shape[axis],), x.dtype, x.space)
-    found = sort_parts(line, name, descending=descending, indices=bool(wanted))
-    parts = found.indices if wanted else found.values
+    done = sort_parts(line, name, descending=descending, where=bool(wanted))
+    parts = indices(line, done, name) if wanted else done.values
     here = x.space.local(x.sharding)
     shaped = (part.reshape(x.sharding.part_shape(x.shape, k)) for part, (k, _) in zip(parts, here, strict=True))
     return Array(tuple(shaped), x.sharding, x.shape, torch.int64 if wanted else x.dtype, x.space)
@@ -62,35 +65,46 @@ def _vector(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Ar
 class SortedParts:
     """A split vector sorted, lying as it did. Of the parts that are here, in their order:
 
-    values: sorted. indices: where each was in the vector (empty if not asked for). local: where each element of the
-    part, sorted alone, was in it. merge: where each element was among those that came, part after part.
-    sent[k][j]: how many elements went from part k to part j.
+    values: sorted. local: where each element of the part, sorted alone, was in it. merge: where each element was among
+    those that came, part after part. Both are empty if not asked for. sent[k][j]: how many elements went from part k to
+    part j.
     """
 
     values: list[Tensor]
-    indices: list[Tensor]
     local: list[Tensor]
     merge: list[Tensor]
     sent: list[list[int]]
 
 
-def sort_parts(x: Array, name: str, *, descending: bool = False, indices: bool = False) -> SortedParts:
-    """Sort a vector that is split."""
+def sort_parts(x: Array, name: str, *, descending: bool = False, where: bool = False) -> SortedParts:
+    """Sort a vector that is split. where: tell where elements were, too."""
     space, held = x.space, x.sharding
-    alone = [order(part, 0, descending) for part in x.parts]
-    own = [values for values, _ in alone]
+    local: list[Tensor] = []
+    if where:
+        alone = [order(part, 0, descending) for part in x.parts]
+        own, local = [values for values, _ in alone], [at for _, at in alone]
+    else:
+        own = [sort_values(part, descending) for part in x.parts]
     found = cuts(Array(tuple(own), held, x.shape, x.dtype, space), held.offsets[1:], descending=descending)
     ends = zip(*found, held.sizes, strict=True)
     sent = [[b - a for a, b in pairwise((0, *each))] for each in ends]
-    merged = [order(torch.cat(came), 0, descending) for came in swapped(x, sent, own, x.dtype, name)]
-    where = []
-    if indices:
-        small = torch.int32 if max(held.sizes) < 2**31 else torch.int64
-        lists = swapped(x, sent, [at.to(small) for _, at in alone], small, name)
-        for came, (_, at) in zip(lists, merged, strict=True):
-            globally = [piece.to(torch.int64) + begin for piece, begin in zip(came, held.offsets, strict=True)]
-            where.append(torch.cat(globally)[at])
-    return SortedParts([values for values, _ in merged], where, [at for _, at in alone], [at for _, at in merged], sent)
+    came = swapped(x, sent, own, x.dtype, name)
+    if not where:
+        return SortedParts([merge_values(runs, descending) for runs in came], local, [], sent)
+    merged = [merge(runs, descending) for runs in came]
+    return SortedParts([values for values, _ in merged], local, [at for _, at in merged], sent)
+
+
+def indices(x: Array, done: SortedParts, name: str) -> list[Tensor]:
+    """Where each element of the sorted vector was in `x`, of the parts that are here."""
+    held = x.sharding
+    small = torch.int32 if max(held.sizes) < 2**31 else torch.int64
+    came = swapped(x, done.sent, [at.to(small) for at in done.local], small, name)
+    found = []
+    for lists, at in zip(came, done.merge, strict=True):
+        globally = [part.to(torch.int64) + begin for part, begin in zip(lists, held.offsets, strict=True)]
+        found.append(torch.cat(globally)[at])
+    return found
 
 
 def swapped(
