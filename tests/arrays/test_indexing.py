@@ -112,6 +112,14 @@ def test_an_ellipsis_parts_index_arrays_though_it_stands_for_no_dim() -> None:
     same(XP.asarray(a)[:, 1, [0, 1, 1]], a[:, 1, [0, 1, 1]])
 
 
+def test_one_entry_is_the_same_in_either_direction() -> None:
+    a = np.arange(10.0).reshape(1, 10)
+    x = XP.asarray(a)
+    same(x[0::-1, ::-1], a[0::-1, ::-1])
+    x[[0], ::-1] = XP.arange(10.0)
+    same(x, np.arange(10.0)[None, ::-1])
+
+
 def moved(run: Any) -> int:
     with mw.comm_log() as log:
         run()
@@ -174,6 +182,9 @@ def test_of_an_entry_that_is_written_twice_the_last_value_stays() -> None:
         x = XP.zeros(7, sharding=layout)
         x[[1, 6, 1, 1, 6]] = XP.asarray([1.0, 2, 3, 4, 5])
         same(x, np.array([0, 4.0, 0, 0, 0, 0, 5]))
+        columns = XP.asarray([[0, 1, 5], [5, 6, 6]], sharding=XP.shard(1))
+        x[columns] = XP.asarray([[1.0, 2, 3], [4, 5, 6]])
+        same(x, np.array([1, 2.0, 0, 0, 0, 4, 6]))
 
 
 def test_programs_write_through_slices_of_the_array_itself() -> None:

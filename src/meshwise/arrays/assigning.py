@@ -179,7 +179,7 @@ def _put(
     less = tuple(rest.index(dim) for dim in flips)
     placed = target.sharding
     if placed.dim in dims:
-        asked = ask(target, dims, indices)
+        asked = ask(target, dims, indices, in_order=True)
         if isinstance(value, Number):
             store(target, target.parts, asked, value)
             return

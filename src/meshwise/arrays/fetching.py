@@ -23,7 +23,7 @@ from meshwise.arrays.layout import spread
 from meshwise.arrays.moves import Piece, agreed, exchange, replicate
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 from meshwise.arrays.space import Space
-from meshwise.arrays.views import made, size_of
+from meshwise.arrays.views import first_divided, made, size_of
 
 OPERATION = "index"
 
@@ -60,8 +60,11 @@ def common_shape(indices: Sequence[Array | Tensor]) -> Shape:
         raise IndexError(str(error)) from error
 
 
-def ask(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> Asked:
-    """Read index arrays for these dims of `x`. IndexError where they do not broadcast."""
+def ask(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor], *, in_order: bool = False) -> Asked:
+    """Read index arrays for these dims of `x`. IndexError where they do not broadcast.
+
+    in_order: the parts of the indices follow each other in row-major order, so that it is known which comes last.
+    """
     places = x.sharding.places
     everywhere = sharding(places)
     lengths = [x.shape[dim] for dim in dims]
@@ -77,7 +80,9 @@ def ask(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> A
         placed = largest.sharding
         if placed.dim is not None:
             repeats = largest.shape[placed.dim] != shape[placed.dim + grown]
-            placed = evenly(shape[0], places) if repeats else placed.along(placed.dim + grown)
+            placed = first_divided(shape, places) if repeats else placed.along(placed.dim + grown)
+            if in_order and placed.dim is not None and size_of(shape[: placed.dim]) > 1:
+                placed = first_divided(shape, placed.places)
     flat = _flat([spread(each, shape, placed, OPERATION) for each in arrays], lengths)
     every = {}
     if not divided:

@@ -23,7 +23,7 @@ from meshwise.arrays.keys import ADVANCED, Cut, Key, read_key
 from meshwise.arrays.layout import arranged
 from meshwise.arrays.moves import agreed, reshard
 from meshwise.arrays.sharding import Shape, Sharding, sharding
-from meshwise.arrays.views import made, taken
+from meshwise.arrays.views import first_divided, made, taken
 
 
 def get_item(x: Array, given: Any, /) -> Array:
@@ -83,8 +83,8 @@ def _plan(
     """What is cut out of each part, by its number; how that lies; its shape; its dims that are wanted descending."""
     kept = [each for each in cuts if isinstance(each, range)]
     shape = tuple(len(each) for each in kept)
-    flipped = tuple(dim for dim, each in enumerate(kept) if each.step < 0)
-    ascending = [each[::-1] if isinstance(each, range) and each.step < 0 else each for each in cuts]
+    flipped = tuple(dim for dim, each in enumerate(kept) if each.step < 0 and len(each) > 1)
+    ascending = [_ascending(each) for each in cuts]
     whole = tuple(each if isinstance(each, int) else slice(each.start, each.stop, each.step) for each in ascending)
     dim = placed.dim
     if dim is None:
@@ -98,6 +98,16 @@ def _plan(
     keys = {k: (*before, slice(own.start, own.stop, own.step), *after) for k, own in enumerate(local)}
     below = sum(isinstance(each, range) for each in cuts[:dim])
     return keys, sharding(placed.places, below, tuple(map(len, local))), shape, flipped
+
+
+def _ascending(each: Cut) -> Cut:
+    """The same entries in ascending order. Ranges of the same entries are equal, and may be taken for each other: of
+    fewer than two the step says nothing."""
+    if isinstance(each, int):
+        return each
+    if len(each) < 2:
+        return range(each.start, each.start + len(each))
+    return each[::-1] if each.step < 0 else each
 
 
 def _within(entries: range, begin: int, size: int) -> range:
@@ -170,7 +180,7 @@ def masked(x: Array, dim: int, mask: Array) -> Array:
         )
     inside = x.sharding.dim is not None and dim <= x.sharding.dim < dim + depth
     if inside and math.prod(x.shape[dim : x.sharding.dim]) != 1:
-        x = reshard(x, first_divided(x, dim), OPERATION)
+        x = reshard(x, first_divided(x.shape, x.sharding.places, dim), OPERATION)
     placed = x.sharding
     own = placed.along(placed.dim - dim) if inside and placed.dim is not None else sharding(placed.places)
     there = reshard(mask, own, OPERATION)
@@ -183,14 +193,6 @@ def masked(x: Array, dim: int, mask: Array) -> Array:
     if placed.dim is not None:
         placed = placed.along(order.index(placed.dim) - depth + 1)
     return made(parts, placed, x, [max(counted(x, placed, [len(part) for part in parts])), *rest])
-
-
-def first_divided(x: Array, dim: int) -> Sharding:
-    """`x` divided along the first dim from `dim` on that has more than one entry, over its places."""
-    while x.shape[dim] == 1 and dim + 1 < len(x.shape):
-        dim += 1
-    each, more = divmod(x.shape[dim], len(x.sharding.places))
-    return sharding(x.sharding.places, dim, tuple(each + (k < more) for k in range(len(x.sharding.places))))
 
 
 def counted(x: Array, placed: Sharding, here: Sequence[int]) -> list[int]:
@@ -210,7 +212,7 @@ def nonzero(x: Array, /) -> tuple[Array, ...]:
     mask = made([part != 0 for part in x.parts], x.sharding, x, x.shape)
     mask.dtype = torch.bool
     if mask.sharding.dim is not None and math.prod(x.shape[: mask.sharding.dim]) != 1:
-        mask = reshard(mask, first_divided(mask, 0), "nonzero")
+        mask = reshard(mask, first_divided(mask.shape, mask.sharding.places), "nonzero")
     placed = mask.sharding
     found = [part.nonzero(as_tuple=True) for part in mask.parts]
     lengths = counted(mask, placed, [len(each[0]) for each in found])

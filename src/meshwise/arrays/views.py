@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.array import Array
-from meshwise.arrays.sharding import Shape, Sharding
+from meshwise.arrays.sharding import Shape, Sharding, evenly
 from meshwise.compat.sharing import is_shared
 
 SMALL = 4
@@ -53,6 +53,13 @@ def axis_of(axis: int, ndim: int, what: str) -> int:
     if not -ndim <= axis < ndim:
         raise IndexError(f"{what}(axis={axis}) of an array of {ndim} dims: use {-ndim} to {ndim - 1}.")
     return int(axis) % ndim
+
+
+def first_divided(shape: Shape, places: tuple[int, ...], dim: int = 0) -> Sharding:
+    """Divided over the places along the first dim from `dim` on that has more than one entry: in row-major order."""
+    while shape[dim] == 1 and dim + 1 < len(shape):
+        dim += 1
+    return evenly(shape[dim], places, dim)
 
 
 def size_of(shape: Shape) -> int:
