@@ -93,7 +93,11 @@ class Unfit(Exception):
 
 def _compare(found: Pair, where: str, single: bool = False) -> None:
     """single: it comes of values in single precision."""
-    wanted, got = np.asarray(found.np), found.xp.numpy()
+    wanted, x = np.asarray(found.np), found.xp
+    parts = [x.sharding.part_shape(x.shape, part) for part, _ in x.space.local(x.sharding)]
+    assert [tuple(part.shape) for part in x.parts] == parts, f"{where}: parts are not as {x.sharding} says"
+    assert all(part.dtype is x.dtype for part in x.parts), f"{where}: parts have another dtype than {x.dtype}"
+    got = x.numpy()
     assert found.xp.shape == wanted.shape == got.shape, f"{where}: shape {got.shape}, NumPy has {wanted.shape}"
     assert got.dtype == wanted.dtype, f"{where}: {got.dtype}, NumPy has {wanted.dtype}"
     if wanted.dtype.kind in "biu":

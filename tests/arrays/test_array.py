@@ -64,6 +64,15 @@ def test_reductions(name: str, axis: Any, keepdims: bool, layout: Any) -> None:
     same(found, getattr(np, name)(values, axis=axis, keepdims=keepdims))
 
 
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_a_reduction_whose_result_is_empty(places: int) -> None:
+    xp = mw.array_namespace(f"{places}xcpu")
+    x = xp.asarray(np.zeros((2, 0, 4)), sharding=xp.shard(2))
+    for name in ("max", "min", "any", "sum", "mean", "var", "argmax"):
+        found = getattr(xp, name)(x, axis=2)
+        assert found.shape == found.numpy().shape == (2, 0)
+
+
 def test_a_reduction_moves_partial_results_only() -> None:
     x = XP.ones((6, 5))
     with mw.comm_log() as log:

@@ -74,11 +74,11 @@ def reduced(
 ) -> Array:
     """`x` reduced over axes. reduce: of a part, and of partial results stacked along dim 0.
 
-    of_empty: `reduce` takes a part without elements; else such parts are left out.
+    of_empty: `reduce` takes a part without entries along the axes; else such parts are left out.
     """
     part_reduce, partial_reduce = reduce
     shape = reduced_shape(x.shape, axes, keepdims)
-    parts = [_of_part(part_reduce, part, axes, keepdims) for part in x.parts if of_empty or part.numel()]
+    parts = [_of_part(part_reduce, part, axes, keepdims) for part in x.parts if of_empty or _has_some(part, axes)]
     placed = x.sharding
     if placed.dim not in axes:
         if len(parts) < len(x.parts):  # an empty part of a divided dim that stays
@@ -99,9 +99,14 @@ def _of_part(reduce: Reduce, part: Tensor, axes: tuple[int, ...], keepdims: bool
     return made
 
 
+def _has_some(part: Tensor, axes: tuple[int, ...]) -> bool:
+    """Each result of a reduction over axes is of one element or more."""
+    return all(part.shape[axis] for axis in axes)
+
+
 def _with_empty(x: Array, axes: tuple[int, ...], keepdims: bool, dtype: torch.dtype, reduce: Reduce) -> list[Tensor]:
     def one(part: Tensor) -> Tensor:
-        if part.numel():
+        if _has_some(part, axes):
             return _of_part(reduce, part, axes, keepdims)
         return torch.empty(reduced_shape(tuple(part.shape), axes, keepdims), dtype=dtype, device=part.device)
 
