@@ -244,6 +244,9 @@ def test_keys_that_cannot_be(key: Any, what: str) -> None:
         x[key]
     with pytest.raises(IndexError, match=what):
         x[key] = 1
+    for layout in (XP.shard(1), XP.single(0)):
+        with pytest.raises(IndexError, match=what):
+            x.reshard(layout)[key] = XP.ones(5)
 
 
 def test_values_that_cannot_be() -> None:

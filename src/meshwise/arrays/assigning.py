@@ -24,7 +24,7 @@ from meshwise.arrays.keys import ADVANCED, Key, read_key
 from meshwise.arrays.layout import arranged, spread, squeeze
 from meshwise.arrays.moves import reshard
 from meshwise.arrays.sharding import Shape, Sharding, sharding
-from meshwise.arrays.views import made, own
+from meshwise.arrays.views import made, own, undivided
 
 Number = bool | int | float | complex
 Value = Number | Array | Tensor
@@ -174,6 +174,7 @@ def _put(
     flips: Sequence[int],
 ) -> None:
     """Write what index arrays name. key: None where the value's dims are turned already."""
+    target = undivided(target)
     rest = [dim for dim in range(len(target.shape)) if dim not in dims]
     tail = tuple(target.shape[dim] for dim in rest)
     less = tuple(rest.index(dim) for dim in flips)
@@ -206,4 +207,5 @@ def _put(
         flat = torch.zeros_like(where[0])
         for entry, length in zip(where, turned.shape, strict=False):
             flat = flat * length + torch.where(entry < 0, entry + length, entry)
-        turned[where] = part[last_of_each(flat)]
+        size = math.prod(turned.shape[: len(dims)])
+        turned[where] = part[last_of_each(flat.clamp(0, max(size - 1, 0)), size)]  # torch refuses what is out of bounds

@@ -158,10 +158,10 @@ def route(x: Array, asked: Asked) -> Routes:
     for (part, place), flat in zip(space.local(placed), asked.flat, strict=True):
         entry = torch.div(flat, below, rounding_mode="floor") % x.shape[held.dim or 0] if flat.numel() else flat
         owners = torch.where(flat < 0, len(held.places), _owners(entry, held))
-        order = torch.argsort(owners, stable=True)
-        orders.append(order)
-        sorts[part] = flat[order]
-        own[place] = torch.bincount(owners, minlength=len(held.places) + 1).tolist()
+        each = [(owners == number).nonzero().reshape(-1) for number in range(len(held.places) + 1)]
+        orders.append(torch.cat(each))
+        sorts[part] = flat[orders[-1]]
+        own[place] = list(map(len, each))
     rows = agreed(space, [count for place in space.here for count in own[place]], OPERATION)
     table = [rows[k : k + len(held.places) + 1] for k in range(0, len(rows), len(held.places) + 1)]
     if any(row[-1] for row in table):
@@ -194,7 +194,9 @@ def fetch(x: Array, asked: Asked) -> Array:
         turned = part.permute(*asked.dims, *rest)
         for t in range(len(placed.places)):
             if routes.counts[t][s]:
-                rows[t, s] = turned[_local(x, asked, s, routes.requests[t, s])]
+                where = _local(x, asked, s, routes.requests[t, s])
+                # index_select takes one index only, five times as fast as what takes several
+                rows[t, s] = turned.index_select(0, where[0]) if len(where) == 1 else turned[where]
     pieces = [
         Piece(place, placed.places[t], (t, s), (routes.counts[t][s], *tail), x.dtype, rows.get((t, s)))
         for t in range(len(placed.places))
@@ -207,7 +209,7 @@ def fetch(x: Array, asked: Asked) -> Array:
         got = [arrived[t, s] for s in range(len(held.places)) if routes.counts[t][s]]
         out = torch.empty((len(order), *tail), dtype=x.dtype, device=space.devices[place])
         if got:
-            out[order] = torch.cat(got) if len(got) > 1 else got[0]
+            out.index_copy_(0, order, torch.cat(got) if len(got) > 1 else got[0])
         parts.append(out.view((*placed.part_shape(asked.shape, t), *tail)))
     return made(parts, placed, x, (*asked.shape, *tail))
 
@@ -241,7 +243,8 @@ def store(x: Array, views: Sequence[Tensor], asked: Asked, values: Array | compl
         where = _local(x, asked, s, numbers)
         turned = view.permute(*asked.dims, *rest)
         if isinstance(values, Array):
-            turned[where] = torch.cat([arrived[t, s] for t in from_parts])[last_of_each(numbers)]
+            size = math.prod(x.shape[dim] for dim in asked.dims)
+            turned[where] = torch.cat([arrived[t, s] for t in from_parts])[last_of_each(numbers, size)]
         else:
             turned[where] = values  # type: ignore[assignment]  # torch takes complex numbers, too
 
@@ -252,8 +255,13 @@ def _local(x: Array, asked: Asked, part: int, numbers: Tensor) -> tuple[Tensor, 
     return _coordinates(numbers, [x.shape[dim] for dim in asked.dims], at, offset)
 
 
-def last_of_each(numbers: Tensor) -> Tensor:
-    """For each entry, where its number stands last: writing those values, one that is named twice gets the last."""
+def last_of_each(numbers: Tensor, size: int) -> Tensor:
+    """For each entry, where its number, from 0 to below `size`, stands last: writing those values, one that is named
+    twice gets the last."""
+    if size <= 8 * len(numbers):  # then a table of all numbers costs less than sorting those that are there
+        last = torch.zeros(size, dtype=torch.int64, device=numbers.device)
+        at = torch.arange(len(numbers), device=numbers.device)
+        return last.scatter_reduce_(0, numbers, at, "amax")[numbers]
     order = torch.argsort(numbers, stable=True)
     ordered = numbers[order]
     return order[torch.searchsorted(ordered, numbers.contiguous(), right=True) - 1]

@@ -23,7 +23,7 @@ from meshwise.arrays.keys import ADVANCED, Cut, Key, read_key
 from meshwise.arrays.layout import arranged
 from meshwise.arrays.moves import agreed, reshard
 from meshwise.arrays.sharding import Shape, Sharding, sharding
-from meshwise.arrays.views import first_divided, made, taken
+from meshwise.arrays.views import first_divided, made, taken, undivided
 
 
 def get_item(x: Array, given: Any, /) -> Array:
@@ -154,6 +154,7 @@ def as_indices(dims: Sequence[int], arrays: Sequence[Array | Tensor]) -> tuple[t
 
 def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> Array:
     """(common shape of the indices, other dims of `x`): the entries of `dims` that the indices name."""
+    x = undivided(x)
     if x.sharding.dim in dims:
         return fetch(x, ask(x, dims, indices))
     rest = [dim for dim in range(len(x.shape)) if dim not in dims]

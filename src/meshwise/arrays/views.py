@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.array import Array
-from meshwise.arrays.sharding import Shape, Sharding, evenly
+from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 from meshwise.compat.sharing import is_shared
 
 SMALL = 4
@@ -46,6 +46,15 @@ def _repeats(part: Tensor) -> bool:
 def made(parts: list[Tensor], placed: Sharding, x: Array, shape: Shape | list[int]) -> Array:
     """An array of these parts, of the dtype and the space of `x`."""
     return Array(tuple(parts), placed, tuple(shape), x.dtype, x.space)
+
+
+def undivided(x: Array) -> Array:
+    """What is divided over one place lies there whole."""
+    return (
+        x
+        if x.sharding.dim is None or not x.sharding.single
+        else made(list(x.parts), sharding(x.sharding.places), x, x.shape)
+    )
 
 
 def axis_of(axis: int, ndim: int, what: str) -> int:
