@@ -279,3 +279,42 @@ def test_under_strict_virtual_devices() -> None:
         b[b == 1] = 8
         same(x, b)
         same(xp.reshape(xp.roll(x, 2, axis=0), (5, 6)), np.roll(b, 2, axis=0).reshape(5, 6))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+def test_unsigned_integers_that_torch_moves_few_of(dtype: Any) -> None:
+    a = np.arange(12, dtype=dtype).reshape(3, 4) + np.iinfo(dtype).max - dtype(20)
+    x, above = XP.asarray(a), XP.asarray(a > a[1, 1])
+    for found, expected in [
+        (x[::-1, [0, 2]], a[::-1, [0, 2]]),
+        (x[XP.asarray([2, 0])], a[[2, 0]]),
+        (x[above], a[a > a[1, 1]]),
+        (XP.flip(x), np.flip(a)),
+        (XP.roll(x, 1, 0), np.roll(a, 1, 0)),
+        (XP.tril(x), np.tril(a)),
+        (XP.take_along_axis(x, XP.asarray([[2, 0, 1, 1]]), axis=0), np.take_along_axis(a, np.array([[2, 0, 1, 1]]), 0)),
+        (XP.concat([x, x]), np.concatenate([a, a])),
+        (XP.repeat(x, XP.asarray([1, 0, 2]), axis=0), np.repeat(a, [1, 0, 2], axis=0)),
+        (XP.where(above, x, XP.zeros_like(x)), np.where(a > a[1, 1], a, dtype(0))),
+    ]:
+        same(found, np.asarray(expected))
+    assert [len(each) for each in XP.nonzero(x)] == [12, 12]
+    for key, value in [((0, 1), 7), (slice(1, 3), a[:2]), ([0, 2], a[1]), (a > a[2, 2], np.iinfo(dtype).max)]:
+        x[XP.asarray(key) if isinstance(key, np.ndarray) else key] = value
+        a[key] = value
+        same(x, a)
+    x[1] = XP.asarray([1, 2, 3, 4])
+    assert x[1].numpy().tolist() == [1, 2, 3, 4]
+
+
+def test_masks_without_elements_and_without_dims() -> None:
+    x = XP.zeros((0, 1))
+    same(x[XP.zeros((0, 0), dtype=bool)], np.zeros((0, 1))[np.zeros((0, 0), bool)])
+    flag = XP.asarray(False)
+    flag[flag] = True
+    flag[XP.asarray(True)] = XP.asarray(True)
+    same(flag, np.array(True))
+    y = XP.arange(3)
+    y[XP.asarray(True)] = 5
+    same(y[XP.asarray(False)], np.arange(3)[False])
+    same(y, np.full(3, 5))

@@ -24,7 +24,7 @@ from meshwise.arrays.keys import ADVANCED, Key, read_key
 from meshwise.arrays.layout import arranged, spread, squeeze
 from meshwise.arrays.moves import reshard
 from meshwise.arrays.sharding import Shape, Sharding, sharding
-from meshwise.arrays.views import made, own, undivided
+from meshwise.arrays.views import SIGNED, as_bits, made, own, undivided
 
 Number = bool | int | float | complex
 Value = Number | Array | Tensor
@@ -37,10 +37,11 @@ def set_item(x: Array, given: Any, value: Any, /) -> None:
     value = _value(x, value)
     own(x)
     where = region(x, key.cuts)
-    target = made(where.views, where.placed, x, where.shape)
+    target = as_bits(made(where.views, where.placed, x, where.shape))
+    value = _bits_of(value, x.dtype)
     if not key.arrays:
         if isinstance(value, Number):
-            for view in where.views:
+            for view in target.parts:
                 view.fill_(value)
         else:
             _copy(target, _turned(value, key, (), where.shape, where.flipped))
@@ -70,6 +71,20 @@ def _value(x: Array, value: Any) -> Value:
         )
     checked: Array | Tensor = value
     return checked
+
+
+def _bits_of(value: Value, dtype: torch.dtype) -> Value:
+    """A value for an array of this dtype as what `as_bits` makes of it."""
+    kind = SIGNED.get(dtype)
+    if kind is None:
+        return value
+    if isinstance(value, Array):
+        return as_bits(
+            Array(tuple(part.to(dtype) for part in value.parts), value.sharding, value.shape, dtype, value.space)
+        )
+    if isinstance(value, Tensor):
+        return value.to(dtype).view(kind)
+    return torch.tensor(value, dtype=dtype).view(kind).item()
 
 
 def _number(dtype: torch.dtype, value: Number) -> Number:
@@ -145,7 +160,7 @@ def _set_masked(target: Array, dim: int, mask: Array, value: Value, key: Key, fl
     turned = [part.permute(order) for part in target.parts]
     if isinstance(value, Number):
         for view, here in zip(turned, shown, strict=True):
-            view.masked_fill_(here.view(*here.shape, *[1] * (view.ndim - depth)), value)
+            view.masked_fill_(here.view((*here.shape, *[1] * (view.ndim - depth))), value)
         return
     rest = tuple(target.shape[each] for each in order[depth:])
     sizes = counted(target, placed, [int(here.sum()) for here in shown])

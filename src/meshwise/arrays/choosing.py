@@ -15,7 +15,7 @@ from meshwise.arrays.indexing import pick
 from meshwise.arrays.keys import on_host
 from meshwise.arrays.layout import arranged, broadcast_to, spread
 from meshwise.arrays.sharding import sharding
-from meshwise.arrays.views import axis_of, made
+from meshwise.arrays.views import axis_of, by_bits, made
 
 
 def where(condition: Any, x1: Any, x2: Any, /) -> Array:
@@ -38,6 +38,7 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Array:
     return Array(tuple(parts), placed, shape, dtype, condition.space)
 
 
+@by_bits
 def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
     """The entries of a dim that the indices name, in their shape. What moves is as in `x[indices]`."""
     if axis is None:
@@ -53,6 +54,7 @@ def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
     return arranged(found, [*range(depth, depth + dim), *range(depth), *range(depth + dim, len(found.shape))])
 
 
+@by_bits
 def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
     """Of each row along a dim the entries that its row of indices names.
 
@@ -80,11 +82,13 @@ def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
     return made(parts, placed, x, shape)
 
 
+@by_bits
 def tril(x: Array, /, k: int = 0) -> Array:
     """The matrices with zeros above diagonal number `k`. Moves nothing."""
     return _triangle("tril", x, k)
 
 
+@by_bits
 def triu(x: Array, /, k: int = 0) -> Array:
     """The matrices with zeros below diagonal number `k`. Moves nothing."""
     return _triangle("triu", x, k)

@@ -132,7 +132,10 @@ def _together(one: torch.dtype, other: torch.dtype) -> torch.dtype | None:
         return _TOGETHER[one, other]
     except KeyError:
         dtype = promoted(one, other)
-        found = dtype if torch.promote_types(one, other) is dtype else None
+        try:
+            found = dtype if torch.promote_types(one, other) is dtype else None
+        except RuntimeError:  # of uint16, uint32 and uint64 torch knows none
+            found = None
         return _TOGETHER.setdefault((one, other), found)
 
 

@@ -23,9 +23,10 @@ from meshwise.arrays.keys import ADVANCED, Cut, Key, read_key
 from meshwise.arrays.layout import arranged
 from meshwise.arrays.moves import agreed, reshard
 from meshwise.arrays.sharding import Shape, Sharding, sharding
-from meshwise.arrays.views import first_divided, made, taken, undivided
+from meshwise.arrays.views import as_bits, by_bits, first_divided, made, taken, undivided
 
 
+@by_bits
 def get_item(x: Array, given: Any, /) -> Array:
     """`x[given]`: an array of its own."""
     key = read_key(given, x.shape)
@@ -210,7 +211,7 @@ def nonzero(x: Array, /) -> tuple[Array, ...]:
     """
     if not x.shape:
         raise ValueError("nonzero of an array without dims: write xp.reshape(x, (1,)) first.")
-    mask = made([part != 0 for part in x.parts], x.sharding, x, x.shape)
+    mask = made([part != 0 for part in as_bits(x).parts], x.sharding, x, x.shape)
     mask.dtype = torch.bool
     if mask.sharding.dim is not None and math.prod(x.shape[: mask.sharding.dim]) != 1:
         mask = reshard(mask, first_divided(mask.shape, mask.sharding.places), "nonzero")

@@ -20,7 +20,7 @@ from meshwise.arrays.layout import expand_dims, spread
 from meshwise.arrays.reshaping import flat, reshape
 from meshwise.arrays.runs import Run, intervals, joined, whole
 from meshwise.arrays.sharding import sharding
-from meshwise.arrays.views import axis_of, made
+from meshwise.arrays.views import axis_of, by_bits, made
 
 
 def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
@@ -51,6 +51,7 @@ def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
     return joined([whole(expand_dims(x, axis=dim), dim) for x in given], dim, "stack")
 
 
+@by_bits
 def unstack(x: Array, /, axis: int = 0) -> tuple[Array, ...]:
     """The entries of a dim, an array each: those of a divided dim lie where they lay."""
     dim = axis_of(axis, len(x.shape), "unstack")
@@ -58,6 +59,7 @@ def unstack(x: Array, /, axis: int = 0) -> tuple[Array, ...]:
     return tuple(cut(x, [*whole[:dim], at, *whole[dim + 1 :]]) for at in range(x.shape[dim]))
 
 
+@by_bits
 def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
     """Entries in the other order, along dims or all. Nothing moves: the places of a divided dim are in the other order,
     too."""
@@ -65,6 +67,7 @@ def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
     return flipped(x, sorted({axis_of(each, len(x.shape), "flip") for each in given}))
 
 
+@by_bits
 def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Array:
     """Entries moved on by `shift` along a dim, those that fall off at the end come in again at the start; None: of the
     flattened array. It stays divided as it is: of each part the entries that pass its end move."""
@@ -87,6 +90,7 @@ def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | No
     return x
 
 
+@by_bits
 def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
     """The array so many times along each dim. Along the divided one each place has as many times what it had."""
     times = [repetitions] if isinstance(repetitions, int) else list(repetitions)
@@ -101,6 +105,7 @@ def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
     return x
 
 
+@by_bits
 def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
     """Each entry of a dim so many times, next to itself; None: of the flattened array. Nothing moves but an array of
     numbers of times, to where `x` is divided; its sum is waited for."""

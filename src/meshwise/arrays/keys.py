@@ -81,8 +81,11 @@ def _read(items: list[Any], shape: Shape) -> Key:
             cuts.append(_entry(item, shape[dim], dim))
             places.extend([at] if advanced else [])
         else:
+            covered = _covered(item, shape, dim)
+            if item.dtype is torch.bool and tuple(item.shape) != tuple(covered):  # an empty mask: nothing is true in it
+                item = torch.zeros(tuple(item.shape), dtype=torch.bool)
             arrays.append((dim, item))
-            cuts.extend(range(length) for length in _covered(item, shape, dim))
+            cuts.extend(range(length) for length in covered)
             places.append(at)
     if advanced:
         together = places[-1] - places[0] == len(places) - 1
@@ -155,7 +158,7 @@ def _covered(item: Array | Tensor, shape: Shape, dim: int) -> Sequence[int]:
     if item.dtype is not torch.bool:
         return shape[dim : dim + 1]
     covered = shape[dim : dim + len(item.shape)]
-    if tuple(item.shape) != tuple(covered):
+    if any(own not in (0, length) for own, length in zip(item.shape, covered, strict=True)):
         raise IndexError(
             f"a mask of shape {tuple(item.shape)} for dims of shape {tuple(covered)}: shapes must be equal."
         )

@@ -7,7 +7,10 @@ copy all of it.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +58,38 @@ def undivided(x: Array) -> Array:
         if x.sharding.dim is None or not x.sharding.single
         else made(list(x.parts), sharding(x.sharding.places), x, x.shape)
     )
+
+
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""The types of which torch moves few, and those of the same bits, of which it moves all."""
+
+
+def as_bits(x: Array) -> Array:
+    """An array whose elements only move, in a type that torch can move; `as_before` undoes it."""
+    kind = SIGNED.get(x.dtype)
+    return x if kind is None else Array(tuple(part.view(kind) for part in x.parts), x.sharding, x.shape, kind, x.space)
+
+
+def as_before(x: Array, dtype: torch.dtype) -> Array:
+    """The elements of what `as_bits` gave, in their own type."""
+    if x.dtype is dtype:
+        return x
+    return Array(tuple(part.view(dtype) for part in x.parts), x.sharding, x.shape, dtype, x.space)
+
+
+def by_bits(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that only moves elements of its first array, for unsigned integers, too."""
+
+    @functools.wraps(rule)
+    def call(x: Array, /, *given: Any, **named: Any) -> Any:
+        if x.dtype not in SIGNED:
+            return rule(x, *given, **named)
+        found = rule(as_bits(x), *given, **named)
+        return (
+            tuple(as_before(each, x.dtype) for each in found) if isinstance(found, tuple) else as_before(found, x.dtype)
+        )
+
+    return call
 
 
 def axis_of(axis: int, ndim: int, what: str) -> int:
