@@ -129,7 +129,7 @@ def _made(state: State, shape: tuple[int, ...] | None = None, dtype: str | None 
     state.single = state.single or values.dtype in (np.float32, np.complex64)
     placed = state.sharding(shape)
     state.said.append(f"{values.dtype}{shape} {placed}")
-    return Pair(values.copy(), state.xp.asarray(values, sharding=placed))
+    return Pair(np.array(values), state.xp.asarray(values, sharding=placed))
 
 
 def _kind(pair: Pair, kinds: str) -> None:
@@ -291,8 +291,7 @@ def _take(state: State, x: Pair) -> Pair:
 
 
 def _assign(state: State, x: Pair) -> Pair:
-    _dims(x, 1)
-    one, other = x.np.copy(), state.xp.asarray(x.xp, copy=True)
+    one, other = np.array(x.np), state.xp.asarray(x.xp, copy=True)
     key = _key(state, x.np.shape)
     part = one[key]
     way = state.draw.choice(["scalar", "array", "own", "add", "mask"])
@@ -310,7 +309,7 @@ def _assign(state: State, x: Pair) -> Pair:
         _kind(x, "iufc")
         one[key] += 2
         other[key] += 2
-    elif len(one) > 1:  # a shifted slice of itself
+    elif one.ndim and len(one) > 1:  # a shifted slice of itself
         one[1:], other[1:] = one[:-1].copy(), other[:-1]
     return Pair(one, other)
 
