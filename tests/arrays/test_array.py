@@ -237,6 +237,7 @@ def test_what_torch_does_otherwise_than_numpy() -> None:
     same(XP.asarray(whole) // XP.asarray([2, 0, -2]), [3, 0, -3])
     same(XP.asarray(whole) % XP.asarray([2, 0, -2]), [1, 0, -1])
     same(7 % XP.asarray([2, 0, 4]), [1, 0, 3])
+    same(XP.signbit(XP.asarray([-0.0, 0.0, 4.0]) % XP.asarray([2.0, -2.0, -2.0])), [False, True, True])
     same(XP.asarray(whole) - True, whole - True)
     same(XP.sign(XP.asarray([np.nan, -2.0])), [np.nan, -1.0])
     with pytest.raises(TypeError, match="subtract of bool"):

@@ -225,6 +225,14 @@ def _by_no_zero(op: Op) -> Op:
     return lambda a, b: op(a, b + (b == 0)) * (b != 0)
 
 
+def _remainder(a: Tensor, b: Tensor) -> Tensor:
+    """Of the sign of the divisor, zeros too."""
+    if not a.is_floating_point():
+        return _by_no_zero(torch.remainder)(a, b)
+    rest = torch.remainder(a, b)
+    return torch.where(rest == 0, torch.copysign(rest, b), rest)
+
+
 def _to_real(op: Op) -> Rule:
     """abs, real and imag: of complex numbers the result is of the type of their parts."""
 
@@ -264,9 +272,8 @@ binary("add", torch.add, ANY, otherwise=(COMPLEXES, _by_parts(torch.add)))
 binary("subtract", torch.sub, NUMBERS, otherwise=(COMPLEXES, _by_parts(torch.sub)))
 binary("multiply", torch.mul, ANY)
 binary("divide", torch.div, FLOATS)
-for _name in ("floor_divide", "remainder"):
-    _op = getattr(torch, _name)
-    binary(_name, _op, INTEGERS | REALS, otherwise=(INTEGERS, _by_no_zero(_op)))
+binary("floor_divide", torch.floor_divide, INTEGERS | REALS, otherwise=(INTEGERS, _by_no_zero(torch.floor_divide)))
+binary("remainder", torch.remainder, INTEGERS | REALS, otherwise=(INTEGERS | REALS, _remainder))
 binary("pow", torch.pow, NUMBERS)
 for _name in ("atan2", "hypot", "logaddexp", "copysign", "nextafter"):
     binary(_name, getattr(torch, _name), REALS, numbers=False)
