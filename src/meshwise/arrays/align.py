@@ -56,12 +56,16 @@ def aligned(
     onto: where the result must lie, if that is given.
     """
     common_space(name, arrays)
-    shape = broadcast_shape(name, [x.shape for x in arrays])
-    placed, wanted = plan(shape, tuple((x.shape, x.sharding, x.dtype.itemsize) for x in arrays), onto)
+    shape, placed, wanted = _planned(name, tuple([(x.shape, x.sharding, x.dtype.itemsize) for x in arrays]), onto)
     return shape, placed, [reshard(x, each, name).parts for x, each in zip(arrays, wanted, strict=True)]
 
 
 @functools.lru_cache(maxsize=4096)
+def _planned(name: str, held: tuple[Held, ...], onto: Sharding | None) -> tuple[Shape, Sharding, tuple[Sharding, ...]]:
+    shape = broadcast_shape(name, [own for own, _, _ in held])
+    return shape, *plan(shape, held, onto)
+
+
 def plan(shape: Shape, held: tuple[Held, ...], onto: Sharding | None = None) -> tuple[Sharding, tuple[Sharding, ...]]:
     """Where a result of this shape lies, and how each operand is laid out for it."""
     found = [onto] if onto is not None else [each for each in (_grown(shape, *one) for one in held) if each]

@@ -158,22 +158,24 @@ def _in_general(
             dtype = of_scalar(x, dtype, space.default_float)
     dtype = _lifted(name, dtype, takes, space.default_float)
     shape, placed, parts = aligned(name, real)
-    here = iter([[part.to(dtype) for part in own] for own in parts])
-    count = len(parts[0])
+    cast = [own if x.dtype is dtype else [part.to(dtype) for part in own] for x, own in zip(real, parts, strict=True)]
+    here, count = iter(cast), len(parts[0])
     every = [
-        next(here) if isinstance(x, Array) else [torch.tensor(x, dtype=dtype, device="cpu")] * count for x in arrays
+        next(here) if type(x) is Array else (torch.scalar_tensor(x, dtype=dtype, device=HOST),) * count for x in arrays
     ]
-    op = choose(dtype)
-    made = tuple(op(*terms) for terms in zip(*every, strict=True))
+    made = tuple(map(choose(dtype), *every))
     return Array(made, placed, shape, result or dtype, space)
 
 
 def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
     """Arrays and Python numbers as they are. NoArrayGiven for what the namespace may make an array of."""
+    some = False
     for value in given:
-        if type(value) is not Array and type(value) not in PYTHON:
+        if type(value) is Array:
+            some = True
+        elif type(value) not in PYTHON:
             raise NoArrayGiven(f"{name} of {type(value).__name__}: no array. Write xp.asarray(value) first.")
-    if not any(type(value) is Array for value in given):
+    if not some:
         raise NoArrayGiven(f"{name} of Python numbers: give an array, or write xp.asarray(value).")
     return list(given)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,7 @@ EXPLAINED: list[object] = []
 """Not empty while `mw.explain` runs: what would move is told, and stays."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What goes from one place to another. tensor: its values, None where the source is not here. into: where it is
     written at its target, if there is memory for it already; a piece that stays at its place is copied only there."""
 
@@ -101,36 +100,45 @@ def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool
     held, space, shape = x.sharding, x.space, x.shape
     if held is wanted or held == wanted:
         return Array(tuple(map(torch.clone, x.parts)), wanted, shape, x.dtype, space) if own else x
-    here = {part: at for at, (part, _) in enumerate(space.local(held))}
-    plan, whole = _plan(shape, held, wanted, own)
+    steps, whole = _plan(shape, held, wanted, own)
+    parts: Sequence[Tensor | None] = x.parts
+    if space.over_ranks:
+        here = {part: tensor for (part, _), tensor in zip(space.local(held), x.parts, strict=True)}
+        parts = [here.get(part) for part in range(len(held.places))]
     made: dict[int, Tensor] = {}
     for part, place in space.local(wanted):
         if part not in whole:
             made[part] = torch.empty(wanted.part_shape(shape, part), dtype=x.dtype, device=space.devices[place])
     pieces = []
-    for source, target, theirs, ours in plan:
-        tensor = x.parts[here[source]][theirs] if source in here else None
-        into = made[target][ours] if target in made else None
-        size = tuple(each.stop - each.start for each in ours)
-        ends = held.places[source], wanted.places[target]
-        pieces.append(Piece(*ends, target, size, x.dtype, tensor, into))
+    for source, target, size, theirs, ours in steps:
+        tensor, into = parts[source], made.get(target)
+        if tensor is not None and theirs is not None:
+            tensor = tensor[theirs]
+        if into is not None and ours is not None:
+            into = into[ours]
+        pieces.append(Piece(held.places[source], wanted.places[target], target, size, x.dtype, tensor, into))
     arrived = exchange(space, pieces, operation)
-    parts = [made[part] if part in made else arrived[part] for part, _ in space.local(wanted)]
-    return Array(tuple(parts), wanted, shape, x.dtype, space)
+    laid = tuple([made[part] if part in made else arrived[part] for part, _ in space.local(wanted)])
+    return Array(laid, wanted, shape, x.dtype, space)
 
 
-@functools.lru_cache(maxsize=1024)
-def _plan(
-    shape: Shape, held: Sharding, wanted: Sharding, own: bool
-) -> tuple[list[tuple[int, int, Slices, Slices]], set[int]]:
+Step = tuple[int, int, Shape, Slices | None, Slices | None]
+"""The part that holds a piece, the one that wants it, its shape, its slices in the one and in the other; None: all."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(shape: Shape, held: Sharding, wanted: Sharding, own: bool) -> tuple[list[Step], set[int]]:
     """What `overlaps` gives; and the parts that are taken whole from another, so that they need no memory first."""
-    plan = list(overlaps(shape, held, wanted))
+    steps: list[Step] = []
     whole = set()
-    for source, target, _, within in plan:
-        stays = held.places[source] == wanted.places[target]
-        if not (own and stays) and _covers(within, wanted.part_shape(shape, target)):
+    for source, target, theirs, ours in overlaps(shape, held, wanted):
+        all_of_source = _covers(theirs, held.part_shape(shape, source))
+        all_of_target = _covers(ours, wanted.part_shape(shape, target))
+        size = tuple(each.stop - each.start for each in ours)
+        steps.append((source, target, size, None if all_of_source else theirs, None if all_of_target else ours))
+        if all_of_target and not (own and held.places[source] == wanted.places[target]):
             whole.add(target)
-    return plan, whole
+    return steps, whole
 
 
 def _covers(within: tuple[slice, ...], shape: Shape) -> bool:

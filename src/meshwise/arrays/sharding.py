@@ -25,6 +25,18 @@ class Sharding:
     dim: int | None = None
     sizes: tuple[int, ...] = ()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.places, self.dim, self.sizes))
+
+    @functools.cached_property
+    def numbered(self) -> tuple[tuple[int, int], ...]:
+        """(number of the part, its place) of all parts."""
+        return tuple(enumerate(self.places))
+
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each part begins along `dim`."""

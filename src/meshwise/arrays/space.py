@@ -48,7 +48,9 @@ class Space:
 
     def local(self, placed: Sharding) -> Sequence[tuple[int, int]]:
         """(number of the part, its place) of the parts that are here, in the order of `Array.parts`."""
-        return [(part, place) for part, place in enumerate(placed.places) if place in self.here]
+        if not self.over_ranks:
+            return placed.numbered
+        return [(part, place) for part, place in placed.numbered if place in self.here]
 
     def placed(self, shape: Shape, device: Any = None, wanted: Layout | Sharding | None = None) -> Sharding:
         """Where an array of this shape lies: as wanted, on the device that is named, or divided along its first dim."""
