@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -104,6 +104,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
             patch.object(_Backend, "_get_sequence_number_for_group", lambda backend: 0),  # the fake one does not count
             patch.object(dist, "all_gather_object", _of_all),
             patch.object(dist, "broadcast_object_list", lambda box, **others: None),
+            patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
             patch.object(_sharding_prop, "detect_fake_mode", lambda *inputs: fake.plain_mode()),
             patch.multiple(DeviceMesh, **{name: _on_real(name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)}),
         ):
@@ -116,6 +117,25 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
                 _clear_sharding_prop_cache()
     finally:
         sys.excepthook = hook  # torch's names a rank in each line of a traceback
+
+
+class _Chunks(Sequence[Tensor]):
+    """`torch.chunk` with empty ones up to `count`, each made where it is asked for: FSDP2 looks at two of them."""
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, count, dim
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: Any) -> Any:
+        length = self._tensor.size(self._dim)
+        size = -(-length // self._count)
+        if not 0 <= place < self._count:
+            raise IndexError(place)
+        if place and place * size >= length:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, place * size, min(size, length - place * size))
 
 
 def _of_all(parts: list[Any], value: Any, group: Any = None) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwise.rehearsal.growth import Piece, Pieces, Unlike, grown
 from meshwise.rehearsal.trace import Trace
@@ -117,8 +117,7 @@ class _Row:
         self.refers.append(refers)
 
 
-@dataclass(slots=True)
-class _Moved:
+class _Moved(NamedTuple):
     """How a number goes on: `start` at the first copy of its piece, `slope` more at each later one."""
 
     start: int
@@ -206,14 +205,14 @@ class _Longer:
         return old + self.times * moved
 
     def _copies(self, piece: Piece) -> Iterator[Event | None]:
-        ways = [self._ways(piece, place) for place in range(piece.at, piece.at + piece.length)]
+        places = range(piece.at, piece.at + piece.length)
+        ways = [(place, self.long.events[place], *self._ways(piece, place)) for place in places]
         for copy in range(self.times):
-            for offset, (refers, number) in enumerate(ways):
-                place = piece.at + offset
-                own = [way.start + copy * way.slope for way in refers]
-                yield self._put(
-                    place, self.long.events[place], own, None if number is None else number.start + copy * number.slope
-                )
+            outer = copy in (0, self.times - 1)  # those between refer to what lies between
+            for place, event, refers, number in ways:
+                own = [start + copy * slope for start, slope in refers]
+                at = None if number is None else number.start + copy * number.slope
+                yield self._put(place, event, own, at, outer)
 
     def _ways(self, piece: Piece, place: int) -> tuple[list[_Moved], _Moved | None]:
         """Of an entry of a piece: how what it refers to goes on from copy to copy, and its block or microbatch."""
@@ -249,38 +248,42 @@ class _Longer:
             raise Unlike("copies refer to others in other ways")
         return slope
 
-    def _put(self, place: int, event: Event | None, refers: Sequence[int], number: int | None) -> Event | None:
-        """The event with what it refers to now."""
-        for old, new in zip(self.long.refers[place], refers, strict=False):
-            if not 0 <= new < len(self.keys) or (
-                len(refers) == len(self.long.refers[place]) and self.keys[new] != self.long.keys[old]
-            ):
+    def _put(
+        self, place: int, event: Event | None, refers: Sequence[int], number: int | None, check: bool = True
+    ) -> Event | None:
+        """The event with what it refers to now. check: that it is what it was."""
+        keys, key = self.keys, self.long.keys[place]
+        if check and refers:
+            old = self.long.refers[place]
+            of = [self.long.keys[each] for each in old] if len(old) == len(refers) else None
+            if min(refers) < 0 or max(refers) >= len(keys) or (of and of != [keys[each] for each in refers]):
                 raise Unlike("what is referred to is something else")
-        own = len(self.keys)
-        self.keys.append(self.long.keys[place])
-        self.storages.append(-1)
-        if isinstance(event, Launch):
-            module, microbatch = event.module, event.microbatch
-            if number is not None:
-                module, microbatch = self.axis.write(event, number)
-            after = tuple(sorted(refer - self.start for refer in refers))
-            return Launch(event.what, event.stream, event.phase, module, microbatch, after, event.blocks)
-        if event is None:
-            return None
+        keys.append(key)
+        kind = type(event)
+        if kind is Launch or event is None:
+            self.storages.append(-1)
+            if event is None or (number is None and not refers):
+                return event
+            return self._launch(event, refers, number)
         if refers:
             storage = self.storages[refers[0]]
         else:
             storage, self.next = self.next, self.next + 1
-        self.storages[own] = storage
+        self.storages.append(storage)
+        if (storage in self.alive) is (kind is Allocate):
+            raise Unlike("memory is taken or given back twice")
         if isinstance(event, Allocate):
-            if storage in self.alive:
-                raise Unlike("memory is taken twice")
             self.alive.add(storage)
             return Allocate(storage, event.size, event.category, event.on_host, event.stream)
-        if storage not in self.alive:
-            raise Unlike("memory is given back twice")
         self.alive.remove(storage)
         return Free(storage)
+
+    def _launch(self, event: Any, refers: Sequence[int], number: int | None) -> Launch:
+        module, microbatch = event.module, event.microbatch
+        if number is not None:
+            module, microbatch = self.axis.write(event, number)
+        after = tuple(sorted(refer - self.start for refer in refers))
+        return Launch(event.what, event.stream, event.phase, module, microbatch, after, event.blocks)
 
 
 def _grown(short: Event | None, long: Event, times: int) -> Event:
