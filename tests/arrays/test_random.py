@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshwise as mw
-from meshwise.arrays.philox import bits, words
+from meshwise.arrays.philox import bits, bits_at, words
 
 XP = mw.array_namespace("3xcpu")
 LAYOUTS = [XP.shard(0), XP.shard(1), XP.shard(0, sizes=[0, 6, 1]), XP.shard(1, sizes=[1, 0, 3]), XP.replicated()]
@@ -78,7 +78,12 @@ def test_a_seed_begins_anew() -> None:
 
 def test_blocks_and_odd_beginnings_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = bits(0, 100, 1, 2, torch.device("cpu"))
-    monkeypatch.setattr("meshwise.arrays.philox.BLOCK", 7)
     for first, count in [(0, 100), (3, 20), (4, 1), (99, 1)]:
         part = bits(first, count, 1, 2, torch.device("cpu"))
         assert all(torch.equal(a, b[first : first + count]) for a, b in zip(part, whole, strict=True))
+    index = torch.tensor([99, 0, 7, 8])
+    assert all(torch.equal(a, b[index]) for a, b in zip(bits_at(index, 1, 2), whole, strict=True))
+    expected = [XP.random.default_rng(1).random((7, 5), sharding=layout).numpy() for layout in LAYOUTS[:2]]
+    monkeypatch.setattr("meshwise.arrays.random.BLOCKS", {"cpu": 4})
+    for layout, values in zip(LAYOUTS[:2], expected, strict=True):
+        assert (XP.random.default_rng(1).random((7, 5), sharding=layout).numpy() == values).all()

@@ -13,8 +13,6 @@ _LOW = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
-BLOCK = 1 << 15
-"""Counts that are turned into bits at a time on a CPU, so that they stay in its cache."""
 
 
 def words(low: Tensor, high: Tensor, stream: int, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -41,14 +39,15 @@ def bits(first: int, count: int, stream: int, key: int, device: torch.device) ->
     Two elements share a count: the even one has its first two words, the odd one the other two.
     """
     begin, end = first // 2, (first + count + 1) // 2
-    upper = torch.empty(2 * (end - begin), dtype=torch.int64, device=device)
-    lower = torch.empty_like(upper)
-    step = BLOCK if device.type == "cpu" else max(end - begin, 1)
-    for at in range(begin, end, step):
-        counts = torch.arange(at, min(at + step, end), dtype=torch.int64, device=device)
-        a, b, c, d = words(counts & _LOW, (counts >> 32) & _LOW, stream, key)
-        place = slice(2 * (at - begin), 2 * (at - begin + len(counts)))
-        upper[place] = torch.stack([a, c], 1).view(-1)
-        lower[place] = torch.stack([b, d], 1).view(-1)
+    counts = torch.arange(begin, end, dtype=torch.int64, device=device)
+    a, b, c, d = words(counts & _LOW, (counts >> 32) & _LOW, stream, key)
     skip = first - 2 * begin
+    upper, lower = torch.stack([a, c], 1).view(-1), torch.stack([b, d], 1).view(-1)
     return upper[skip : skip + count], lower[skip : skip + count]
+
+
+def bits_at(index: Tensor, stream: int, key: int) -> tuple[Tensor, Tensor]:
+    """(upper, lower) 32 bits of the elements of these indices, in any order."""
+    counts, odd = index >> 1, (index & 1).bool()
+    a, b, c, d = words(counts & _LOW, (counts >> 32) & _LOW, stream, key)
+    return torch.where(odd, c, a), torch.where(odd, d, b)

@@ -4,7 +4,6 @@ nothing else: the same numbers on any number of devices, on a CPU as on a GPU.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import secrets
@@ -17,7 +16,7 @@ from torch import Tensor
 from meshwise.arrays.array import Array
 from meshwise.arrays.creation import Placement, as_shape, asarray, made
 from meshwise.arrays.dtypes import as_dtype, limits
-from meshwise.arrays.philox import bits
+from meshwise.arrays.philox import bits, bits_at
 from meshwise.arrays.sharding import Shape
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
@@ -127,7 +126,7 @@ class Generator:
         def draw(upper: Tensor, lower: Tensor) -> Tensor:
             if count < 2**31:
                 return ((upper * count + (lower * count >> 32)) >> 32).add_(begin).to(kind)
-            return ((upper & 0x7FFFFFFF) << 32 | lower).remainder_(count).add_(begin).to(kind)
+            return _whole(upper, lower).remainder_(count).add_(begin).to(kind)
 
         return self._drawn(size, kind, (device, sharding), draw)
 
@@ -135,10 +134,9 @@ class Generator:
         """The whole numbers below `x` in a random order. One place, over ranks each, finds the order of all."""
         if not isinstance(x, int):
             raise UsageError("permutation of an array: write x[xp.random.permutation(len(x))].")
-        stream = next(self._streams)
         at = self._space.devices[self._space.here[0]]
-        upper, lower = bits(0, x, stream, self.key, at)
-        order = torch.argsort((upper & 0x7FFFFFFF) << 32 | lower, stable=True)
+        keys = draw_part((x,), (slice(0, x),), at, (next(self._streams), self.key), _whole)
+        order = torch.argsort(keys, stable=True)
         return asarray(self._space, order, device=device, sharding=sharding, copy=True)
 
     def _float(self, dtype: Any) -> torch.dtype:
@@ -149,31 +147,47 @@ class Generator:
 
     def _drawn(self, size: Any, dtype: torch.dtype, placement: tuple[Any, Placement], draw: Draw) -> Array:
         shape = () if size is None else as_shape(size)
-        stream = next(self._streams)
+        source = next(self._streams), self.key
 
         def part(own: Shape, where: tuple[slice, ...], at: torch.device) -> Tensor:
-            return draw_part(shape, where, at, functools.partial(bits, stream=stream, key=self.key, device=at), draw)
+            return draw_part(shape, where, at, source, draw)
 
         return made(self._space, shape, dtype, placement, part)
 
 
-def draw_part(
-    shape: Shape,
-    where: tuple[slice, ...],
-    at: torch.device,
-    of: Callable[[int, int], tuple[Tensor, Tensor]],
-    draw: Draw,
-) -> Tensor:
-    """The values of a part: its elements are runs in the order of the whole array's."""
+BLOCKS = {"cpu": 1 << 15}
+"""Elements that are drawn at a time, by the kind of device: their words stay in a processor's cache, and take little
+memory on a GPU."""
+
+
+def draw_part(shape: Shape, where: tuple[slice, ...], at: torch.device, source: tuple[int, int], draw: Draw) -> Tensor:
+    """The values of a part: runs of elements, in the order of the whole array's. source: stream and key."""
     own = tuple(each.stop - each.start for each in where)
-    divided = [dim for dim in range(len(shape)) if own[dim] != shape[dim]]
-    after = math.prod(shape[divided[0] :]) if divided else math.prod(shape)
-    first = where[divided[0]].start * math.prod(shape[divided[0] + 1 :]) if divided else 0
-    length = math.prod(own[divided[0] :]) if divided else after
-    runs = math.prod(shape[: divided[0]]) if divided else 1
-    if not math.prod(own):
-        return draw(*of(0, 0)).reshape(own)
-    return torch.cat([draw(*of(run * after + first, length)) for run in range(runs)]).reshape(own)
+    divided = next((dim for dim in range(len(shape)) if own[dim] != shape[dim]), 0)
+    size, after = math.prod(own), math.prod(shape[divided:])
+    first = where[divided].start * math.prod(shape[divided + 1 :]) if shape else 0
+    length, block = math.prod(own[divided:]), BLOCKS.get(at.type, 1 << 23)
+    made_of: Tensor | None = None
+    for begin in range(0, max(size, 1), block):
+        count = min(block, size - begin)
+        if length == size:
+            words = bits(first + begin, count, *source, at)
+        else:
+            number = torch.arange(begin, begin + count, dtype=torch.int64, device=at)
+            words = bits_at(number // length * after + first + number % length, *source)
+        values = draw(*words)
+        if count == size:
+            return values.reshape(own)
+        if made_of is None:
+            made_of = torch.empty(size, dtype=values.dtype, device=at)
+        made_of[begin : begin + count] = values
+    assert made_of is not None
+    return made_of.view(own)
+
+
+def _whole(upper: Tensor, lower: Tensor) -> Tensor:
+    """63 bits as a number that is not negative."""
+    return (upper & 0x7FFFFFFF) << 32 | lower
 
 
 def _uniform(upper: Tensor, lower: Tensor, dtype: torch.dtype) -> Tensor:
