@@ -42,6 +42,7 @@ def drawn(
 Space.placed = drawn  # type: ignore[method-assign]
 xp: Any = mw.array_namespace(f"{PLACES}xcpu")
 if os.environ.get("GUARD") == "error":
-    mw.guard("error").__enter__()
+    guard = mw.guard("error")  # kept: it ends with the object
+    guard.__enter__()
 globals().update({name: getattr(xp, name) for name in dir(xp) if not name.startswith("__") or "array_api" in name})
 __array_namespace_info__ = xp.__array_namespace_info__

@@ -222,6 +222,15 @@ def _by_parts(op: Op) -> Op:
     return of_parts
 
 
+def _also_infinite(op: Op, other: Op) -> Op:
+    """Of complex numbers that are not finite torch's own makes nan in both parts; `other` is as exact for these."""
+
+    def of_part(part: Tensor) -> Tensor:
+        return torch.where(torch.isfinite(part), op(part), other(part)) if part.is_complex() else op(part)
+
+    return of_part
+
+
 def _by_no_zero(op: Op) -> Op:
     """A division of integers in which by zero is 0, as in NumPy: torch's raises on a CPU, and is arbitrary on a GPU."""
     return lambda a, b: op(a, b + (b == 0)) * (b != 0)
@@ -248,10 +257,12 @@ def _to_real(op: Op) -> Rule:
 
 for _name, _op in {
     **{name: getattr(torch, name) for name in ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh")},
-    **{name: getattr(torch, name) for name in ("exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal")},
+    **{name: getattr(torch, name) for name in ("exp", "log", "log10", "log2", "reciprocal")},
     **{name: getattr(torch, name) for name in ("sin", "sinh", "sqrt", "tan", "tanh")},
 }.items():
     unary(_name, _op, FLOATS)
+unary("expm1", _also_infinite(torch.expm1, lambda part: torch.exp(part) - 1), FLOATS)
+unary("log1p", _also_infinite(torch.log1p, torch.log), FLOATS)
 for _name in ("ceil", "floor", "trunc"):
     unary(_name, _rounding(getattr(torch, _name)), INTEGERS | REALS)
 unary("round", _round, NUMBERS)
