@@ -288,6 +288,11 @@ def test_halo_moves_the_neighbours_rows() -> None:
     assert moved(lambda: XP.halo(x, 1, 1, wrap=True)) == 6 * 4 * 8
     uneven = grid(9, 4, XP.shard(0, sizes=[8, 1, 0]))
     assert moved(lambda: XP.halo(uneven, 2, 2)) == (1 + 2) * 4 * 8  # an empty part needs none
+    for layout in (XP.shard(0), XP.single(), XP.shard(0, sizes=[0, 9, 0])):
+        x = grid(9, 4, layout)
+        for part in XP.halo(x, 1, 0):
+            part += 100  # is not the array's
+        same(x, np.arange(36.0).reshape(9, 4))
 
 
 def test_what_is_repeated_goes_to_each_place() -> None:

@@ -21,6 +21,7 @@ from meshwise.arrays.reshaping import flat, reshape
 from meshwise.arrays.runs import Run, intervals, joined, whole
 from meshwise.arrays.sharding import sharding
 from meshwise.arrays.views import axis_of, by_bits, made
+from meshwise.compat.sharing import is_shared
 
 
 def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
@@ -157,14 +158,15 @@ def halo(
     """The parts that are here, each with the last `before` entries ahead of it and the first `after` behind it.
 
     dim: the divided one. wrap: entries ahead of the first are the last ones, as in a ring; else the parts at the ends
-    have only what there is. Moved: those entries, from as many places as hold them; an empty part gets none.
+    have only what there is. Moved: those entries, from as many places as hold them; an empty part gets none. What is
+    given has memory of its own.
     """
     dim = x.sharding.dim if dim is None else axis_of(dim, len(x.shape), "halo")
     if min(before, after) < 0:
         raise ValueError(f"halo({before}, {after}): widths must be 0 or more.")
     lies, length = x.sharding, 0 if dim is None else x.shape[dim]
     if dim is None or not length:
-        return x.parts
+        return tuple(part.clone() for part in x.parts)
     begins = lies.offsets if lies.dim == dim else (0,) * len(lies.places)
     sizes = lies.sizes if lies.dim == dim else (length,) * len(lies.places)
     runs, at = [whole(x, dim)], 0
@@ -178,7 +180,7 @@ def halo(
         wanted.append((place, low, high) if size else (place, begin + at, begin + at))
     if lies.dim not in (None, dim):
         raise ValueError(f"halo(dim={dim}) of an array divided along dim {lies.dim}: write x.reshard(xp.shard({dim})).")
-    return tuple(intervals(runs, dim, wanted, "halo"))
+    return tuple(part.clone() if is_shared(part) else part for part in intervals(runs, dim, wanted, "halo"))
 
 
 def _ring(x: Array, length: int, before: int) -> list[Run]:
