@@ -318,3 +318,44 @@ def test_masks_without_elements_and_without_dims() -> None:
     y[XP.asarray(True)] = 5
     same(y[XP.asarray(False)], np.arange(3)[False])
     same(y, np.full(3, 5))
+
+
+OWN: dict[str, Callable[[Any], Any]] = {
+    "[...]": lambda x: x[...],
+    "reshape": lambda x: x.reshape(2, 3),
+    "squeeze": XP.squeeze,
+    "permute_dims": lambda x: XP.permute_dims(x, (0, 1)),
+    "broadcast_to": lambda x: XP.broadcast_to(x, (2, 3)),
+    "broadcast_arrays": lambda x: XP.broadcast_arrays(x, x)[0],
+    "concat": lambda x: XP.concat([x]),
+    "roll": lambda x: XP.roll(x, 0, axis=0),
+    "tile": lambda x: XP.tile(x, (1, 1)),
+    "pad": lambda x: XP.pad(x, 0),
+    "diff": lambda x: XP.diff(x, n=0),
+    "conj": XP.conj,
+    "real": XP.real,
+    "positive": lambda x: +x,
+    "astype": lambda x: x.astype(x.dtype),
+    "take": lambda x: XP.take(x, [0, 1], axis=0),
+    "sum over no axis": lambda x: x.sum(axis=()),
+    "map_shards": lambda x: mw.map_shards(lambda part: part, x),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_result_is_an_array_of_its_own(name: str) -> None:
+    before = np.arange(6.0).reshape(2, 3)
+    for write in ("in place", "by key", "to its origin"):
+        x = XP.asarray(before)
+        y = OWN[name](x)
+        if write == "in place":
+            y += 1
+        elif write == "by key":
+            y[0] = 9
+        else:
+            kept = y.numpy()
+            x += 100
+            x[0] = 7
+            same(y, kept)
+            continue
+        same(x, before)

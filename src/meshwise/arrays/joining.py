@@ -20,7 +20,7 @@ from meshwise.arrays.layout import expand_dims, spread
 from meshwise.arrays.reshaping import flat, reshape
 from meshwise.arrays.runs import Run, intervals, joined, whole
 from meshwise.arrays.sharding import sharding
-from meshwise.arrays.views import axis_of, by_bits, made
+from meshwise.arrays.views import as_own, axis_of, by_bits, made
 from meshwise.compat.sharing import is_shared
 
 
@@ -82,7 +82,7 @@ def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | No
         raise ValueError(f"roll(shift={shift}, axis={axis}): give as many shifts as axes.")
     placed = x.sharding
     if not axes:
-        return cut(x, [range(length) for length in x.shape])
+        return as_own(x)
     for each, by in zip(axes, shifts, strict=True):
         dim = axis_of(each, len(x.shape), "roll")
         length = x.shape[dim]
@@ -100,10 +100,11 @@ def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
         raise ValueError(f"tile({tuple(times)}): a number of repetitions is below 0.")
     if len(times) > len(x.shape):
         x = expand_dims(x, axis=list(range(len(times) - len(x.shape))))
+    result = as_own(x)
     for dim, count in enumerate(times):
         if count != 1:
-            x = joined([whole(x, dim)] * count or [Run(x, 0, 0)], dim, "tile")
-    return x
+            result = joined([whole(result, dim)] * count or [Run(result, 0, 0)], dim, "tile")
+    return result
 
 
 @by_bits
@@ -149,7 +150,7 @@ def diff(
         after = cut(x, [*whole[:dim], range(min(1, length), length), *whole[dim + 1 :]])
         before = cut(x, [*whole[:dim], range(max(0, length - 1)), *whole[dim + 1 :]])
         x = ELEMENTWISE["not_equal" if x.dtype is torch.bool else "subtract"](after, before)
-    return x if n else cut(x, whole)
+    return x if n else as_own(x)
 
 
 def halo(
@@ -199,6 +200,7 @@ def pad(x: Array, pad_width: Any, mode: str = "constant", *, constant_values: An
         raise ValueError(f"pad(mode={mode!r}): write constant, edge, wrap, reflect or symmetric.")
     widths = np.broadcast_to(np.asarray(pad_width), (len(x.shape), 2)).tolist()
     values = np.broadcast_to(np.asarray(constant_values), (len(x.shape), 2)).tolist()
+    x = as_own(x)
     for dim, (before, after) in enumerate(widths):
         if before < 0 or after < 0:
             raise ValueError(f"pad({pad_width}): a width is below 0.")

@@ -42,10 +42,13 @@ def map_shards(
         if not own.numel() and dim is not None:
             results.append(None)
             continue
-        made = function(part, *(other(at) for other in rest))
+        inputs = [part, *(other(at) for other in rest)]
+        made = function(*inputs)
         several = isinstance(made, tuple)
         lead = 0 if dim is None else _ahead(x, at, before, wrap)
-        results.append([_cut(one, dim, own, part, lead) for one in (made if several else (made,))])
+        found = [_cut(one, dim, own, part, lead) for one in (made if several else (made,))]
+        # What is given back as it was given is an array's own tensor: the result needs another.
+        results.append([one.clone() if any(one is each for each in inputs) else one for one in found])
     arrays = _joined(x, results, placed)
     return tuple(arrays) if several or len(arrays) > 1 else arrays[0]
 

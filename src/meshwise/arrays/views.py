@@ -30,6 +30,11 @@ def taken(view: Tensor) -> Tensor:
     return view
 
 
+def as_own(x: Array) -> Array:
+    """The same elements as an array of its own: to a program a copy, whose memory is shared until one is written."""
+    return made([part.view_as(part) for part in x.parts], x.sharding, x, x.shape)
+
+
 def own(x: Array) -> None:
     """Before `x` is written: no other array, and no element of its own, has the memory of its parts."""
     if not alone(x):
