@@ -25,7 +25,7 @@ from torch import Tensor
 
 from meshwise.arrays.align import broadcast_shape, common_space
 from meshwise.arrays.array import Array
-from meshwise.arrays.dtypes import BOOL, result_type
+from meshwise.arrays.dtypes import BOOL, promoted
 from meshwise.arrays.moves import Piece, combined, elements_moved, exchange, reshard, stacked
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
@@ -63,7 +63,12 @@ class _Division:
 def matmul(x1: Array, x2: Array, /) -> Array:
     """The matrix product: of vectors, matrices, and stacks of matrices, whose leading dims are broadcast."""
     x1, x2 = as_array("matmul", x1), as_array("matmul", x2)
-    a, b = x1.shape, x2.shape
+    return product(x1, x2, _matmul_terms(x1.shape, x2.shape), torch.matmul, "matmul")
+
+
+@lru_cache(maxsize=1024)
+def _matmul_terms(a: Shape, b: Shape) -> Terms:
+    """The terms of a matrix product of these shapes. ValueError where there is none."""
     if not a or not b:
         raise ValueError(f"matmul of shapes {a} and {b}: both need at least one dim. Write x1 * x2.")
     if a[-1] != b[-2 if len(b) > 1 else 0]:
@@ -75,7 +80,7 @@ def matmul(x1: Array, x2: Array, /) -> Array:
     shape = stack + a[-2:-1] + (b[-1:] if len(b) > 1 else ())
     x = stack_labels(a[:-2], stack) + ((row, inner) if len(a) > 1 else (inner,))
     y = stack_labels(b[:-2], stack) + ((inner, column) if len(b) > 1 else (inner,))
-    return product(x1, x2, Terms(x, y, out, shape), torch.matmul, "matmul")
+    return Terms(x, y, out, shape)
 
 
 def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
@@ -133,10 +138,11 @@ def outer(x1: Array, x2: Array, /) -> Array:
 def product(x: Array, y: Array, terms: Terms, local: Local, operation: str) -> Array:
     """The product that `terms` describe, of dtype `result_type(x, y)`; `local` computes it of parts of that dtype."""
     space = common_space(operation, [x, y])
-    dtype = result_type(x, y)
+    dtype = promoted(x.dtype, y.dtype)
     if dtype is BOOL:
         raise TypeError(f"{operation} of bool arrays: it needs numbers. Cast one, as by xp.astype(x, xp.int64).")
-    compute = partial(_cast, local=local, dtype=dtype)
+    cast = dtype in UNMULTIPLIED or not x.dtype is y.dtype is dtype
+    compute = partial(_cast, local=local, dtype=dtype) if cast else local
     how = _divided(x.shape, y.shape, x.sharding, y.sharding, terms, x.dtype.itemsize, y.dtype.itemsize, dtype.itemsize)
     if how.result is not None:
         if _in_blocks(y, terms.y, how.y):
@@ -145,7 +151,9 @@ def product(x: Array, y: Array, terms: Terms, local: Local, operation: str) -> A
             terms = replace(terms, x=terms.y, y=terms.x)
             return _by_blocks(reshard(y, how.y, operation), x, terms, lambda b, a: compute(a, b), how.result, operation)
     x, y = reshard(x, how.x, operation), reshard(y, how.y, operation)
-    parts = [compute(a, b).to(dtype) for a, b in zip(x.parts, y.parts, strict=True)]
+    parts = [compute(a, b) for a, b in zip(x.parts, y.parts, strict=True)]
+    if dtype in UNMULTIPLIED:
+        parts = [part.to(dtype) for part in parts]
     if how.result is not None:
         return Array(tuple(parts), how.result, terms.shape, dtype, space)
     partials = stacked(x, how.x.places, parts, terms.shape, dtype)
@@ -224,7 +232,7 @@ def _by_blocks(x: Array, y: Array, terms: Terms, compute: Local, how: Sharding, 
                 found[0] += term
             else:
                 found.append(term)
-    dtype = result_type(x, y)
+    dtype = promoted(x.dtype, y.dtype)
     parts = tuple((found[0] if along is None else torch.cat(found, along)).to(dtype) for found in sums)
     return Array(parts, how, terms.shape, dtype, space)
 
