@@ -83,9 +83,7 @@ def test_what_the_tutorials_page_calls_not_there_is_this_and_no_more() -> None:
     """Who builds one of these takes its row back."""
     rows = [clause.partition(":")[0] for clause in not_yet(TUTORIALS.read_text(encoding="utf-8"))]
     assert [row for row in rows if row != '"Not yet" is meant plainly'] == [
-        "Shares weighted by the speed of unequal devices",
         "Going on without the device",
-        "Prediction and advice",
     ]
 
 
