@@ -43,6 +43,7 @@ for name, examples in {"quick": 10, "ci": 25, "suite": 400}.items():
 hypothesis.settings.load_profile("ci")  # --hypothesis-profile names another
 
 BUDGET = {
+    "arrays": 60,
     "cli": 30,
     "docs": 10,
     "equivalence": 60,

@@ -35,6 +35,10 @@ def test_what_reads_values_cannot_be_explained() -> None:
     x = XP.ones(6)
     with pytest.raises(mw.UsageError, match="reads values"):
         mw.explain(lambda: float(x.sum()))
+    with pytest.raises(mw.UsageError, match="its shape depends on them"):
+        mw.explain(lambda: XP.unique_values(x))
+    with pytest.raises(ValueError, match="do not broadcast"):
+        mw.explain(lambda: x + XP.ones(5))
     assert float(x.sum()) == 6
     with pytest.raises(mw.UsageError, match="reads no arrays"):
         mw.explain(lambda: 3)

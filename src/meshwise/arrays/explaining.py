@@ -124,7 +124,9 @@ def _moved(operation: Callable[[], Any]) -> CommLog:
             operation()
         if not all(math.isnan(move.seconds) for move in log):
             raise UsageError("explain: the operation moves tensors of its own. Explain what it does with arrays alone.")
-    except NEEDS_VALUES as error:
+    except (*NEEDS_VALUES, RuntimeError) as error:
+        if not isinstance(error, NEEDS_VALUES) and "numpy" not in str(error):
+            raise
         raise UsageError(
             "explain: the operation reads values, or its shape depends on them. Explain a part of it."
         ) from error
