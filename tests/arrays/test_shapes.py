@@ -1,6 +1,7 @@
 """Shapes changed, arrays joined, shifted and chosen from, as NumPy does it, however they lie; and the bytes it takes.
 
-Also for arrays/layout.py, arrays/runs.py, arrays/joining.py, arrays/reshaping.py, arrays/choosing.py.
+Also for arrays/layout.py, arrays/runs.py, arrays/numpy_shapes.py, arrays/joining.py, arrays/reshaping.py and
+arrays/choosing.py.
 """
 
 from __future__ import annotations
@@ -377,3 +378,28 @@ def test_the_spellings_of_numpy() -> None:
     assert 50.0 not in x
     with pytest.raises(TypeError, match="without dims"):
         iter(XP.asarray(1.0))
+
+
+def test_numpys_other_functions_of_shapes() -> None:
+    a = np.arange(24.0).reshape(6, 4) % 7
+    x, vector = XP.asarray(a, sharding=XP.shard(0, sizes=[0, 5, 1])), np.arange(5)
+    for sections in (4, [2, 2, 5], [1, -1]):
+        for one, expected in zip(XP.array_split(x, sections), np.array_split(a, sections), strict=True):
+            same(one, expected)
+    for one, expected in zip(XP.split(x, 2, axis=1), np.split(a, 2, axis=1), strict=True):
+        same(one, expected)
+    for name in ("atleast_1d", "atleast_2d", "atleast_3d"):
+        for values in (np.array(3.0), vector, a, a[None]):
+            same(getattr(XP, name)(XP.asarray(values)), getattr(np, name)(values))
+    for k in range(-2, 5):
+        same(XP.rot90(x, k), np.rot90(a, k))
+    same(XP.fliplr(x), np.fliplr(a))
+    same(XP.flipud(x), np.flipud(a))
+    same(XP.append(x, x[:1], axis=0), np.append(a, a[:1], axis=0))
+    same(XP.argwhere(x), np.argwhere(a))
+    same(XP.flatnonzero(x), np.flatnonzero(a))
+    same(XP.where(x)[1], np.where(a)[1])
+    same(XP.rollaxis(x, 1), np.rollaxis(a, 1))
+    same(XP.diff(XP.asarray(vector.astype(np.uint16)[::-1].copy())), np.diff(vector.astype(np.uint16)[::-1]))
+    with pytest.raises(ValueError, match="Use array_split"):
+        XP.split(x, 4)

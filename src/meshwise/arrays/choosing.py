@@ -11,16 +11,18 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import of_scalar, promoted
 from meshwise.arrays.elementwise import NoArrayGiven, is_python_number
 from meshwise.arrays.fetching import ask, fetch
-from meshwise.arrays.indexing import pick
+from meshwise.arrays.indexing import nonzero, pick
 from meshwise.arrays.keys import on_host
 from meshwise.arrays.layout import arranged, broadcast_to, spread
 from meshwise.arrays.sharding import sharding
 from meshwise.arrays.views import axis_of, by_bits, made
 
 
-def where(condition: Any, x1: Any, x2: Any, /) -> Array:
+def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
     """`x1` where the condition is true, else `x2`: arrays that broadcast, or numbers. What moves is as in elementwise
-    operations."""
+    operations. Of the condition alone, as `nonzero`."""
+    if x1 is None and x2 is None and isinstance(condition, Array):
+        return nonzero(condition)
     if not isinstance(condition, Array) or any(not isinstance(x, Array) and not is_python_number(x) for x in (x1, x2)):
         raise NoArrayGiven("where of what is no array: write xp.asarray(value) first.")
     arrays = [x for x in (x1, x2) if isinstance(x, Array)]

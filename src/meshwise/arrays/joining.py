@@ -20,7 +20,7 @@ from meshwise.arrays.layout import expand_dims, spread
 from meshwise.arrays.reshaping import flat, reshape
 from meshwise.arrays.runs import Run, intervals, joined, whole
 from meshwise.arrays.sharding import sharding
-from meshwise.arrays.views import as_own, axis_of, by_bits, made
+from meshwise.arrays.views import as_before, as_bits, as_own, axis_of, by_bits, made
 from meshwise.compat.sharing import is_shared
 
 
@@ -144,13 +144,14 @@ def diff(
         raise ValueError(f"diff(n={n}): it must be 0 or more.")
     if n and (prepend is not None or append is not None):
         x = concat([each for each in (prepend, x, append) if each is not None], axis=dim)
+    dtype, x = x.dtype, as_bits(x)
     whole = [range(length) for length in x.shape]
     for _ in range(n):
         length = x.shape[dim]
         after = cut(x, [*whole[:dim], range(min(1, length), length), *whole[dim + 1 :]])
         before = cut(x, [*whole[:dim], range(max(0, length - 1)), *whole[dim + 1 :]])
         x = ELEMENTWISE["not_equal" if x.dtype is torch.bool else "subtract"](after, before)
-    return x if n else as_own(x)
+    return as_before(x, dtype) if n else as_own(as_before(x, dtype))
 
 
 def halo(

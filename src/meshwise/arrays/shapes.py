@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshwise.arrays import choosing, indexing, joining, layout, reshaping
+from meshwise.arrays import choosing, indexing, joining, layout, numpy_shapes, reshaping
 from meshwise.arrays.array import Array
 from meshwise.arrays.assigning import set_item
 from meshwise.arrays.elementwise import NoArrayGiven
@@ -25,18 +25,22 @@ def _of_arrays(rule: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    rule.__name__: _of_arrays(rule)
-    for rule in (
-        *(layout.permute_dims, layout.matrix_transpose, layout.moveaxis, layout.expand_dims, layout.squeeze),
-        *(layout.broadcast_to, reshaping.reshape, indexing.nonzero, joining.unstack, joining.flip, joining.roll),
-        *(joining.tile, joining.repeat, joining.diff, joining.pad, joining.halo, choosing.take),
-        *(choosing.take_along_axis, choosing.tril, choosing.triu),
-    )
-} | {
-    rule.__name__: rule
-    for rule in (joining.concat, joining.stack, choosing.where, choosing.broadcast_arrays, choosing.meshgrid)
-}
+FUNCTIONS: dict[str, Callable[..., Any]] = (
+    {
+        rule.__name__: _of_arrays(rule)
+        for rule in (
+            *(layout.permute_dims, layout.matrix_transpose, layout.moveaxis, layout.expand_dims, layout.squeeze),
+            *(layout.broadcast_to, reshaping.reshape, indexing.nonzero, joining.unstack, joining.flip, joining.roll),
+            *(joining.tile, joining.repeat, joining.diff, joining.pad, joining.halo, choosing.take),
+            *(choosing.take_along_axis, choosing.tril, choosing.triu),
+        )
+    }
+    | {name: _of_arrays(rule) for name, rule in numpy_shapes.FUNCTIONS.items()}
+    | {
+        rule.__name__: rule
+        for rule in (joining.concat, joining.stack, choosing.where, choosing.broadcast_arrays, choosing.meshgrid)
+    }
+)
 
 
 def reshaped(x: Array, /, *shape: Any, **named: Any) -> Array:

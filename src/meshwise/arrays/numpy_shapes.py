@@ -1,0 +1,109 @@
+"""NumPy's functions of shapes and entries that the standard has not, made of those that it has: they move what these
+move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.indexing import cut, flipped, nonzero
+from meshwise.arrays.joining import concat
+from meshwise.arrays.layout import arranged, moveaxis, permute_dims
+from meshwise.arrays.reshaping import flat
+from meshwise.arrays.sharding import evenly
+from meshwise.arrays.views import as_own, axis_of
+
+
+def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
+    """The array cut along a dim: into so many parts, the first ones longer by one where need be, or ahead of entries."""
+    dim = axis_of(axis, len(x.shape), "array_split")
+    length = x.shape[dim]
+    if isinstance(sections, int):
+        if sections < 1:
+            raise ValueError(f"array_split into {sections} parts: give 1 or more.")
+        borders = list(evenly(length, tuple(range(sections))).offsets[1:])
+    else:
+        borders = [slice(0, int(border)).indices(length)[1] for border in sections]
+    whole = [range(each) for each in x.shape]
+    bounds = zip([0, *borders], [*borders, length], strict=True)
+    return [cut(x, [*whole[:dim], range(begin, max(begin, end)), *whole[dim + 1 :]]) for begin, end in bounds]
+
+
+def split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
+    """As `array_split`, into parts of one length. ValueError where there are none."""
+    dim = axis_of(axis, len(x.shape), "split")
+    if isinstance(sections, int) and sections > 0 and x.shape[dim] % sections:
+        raise ValueError(f"split of {x.shape[dim]} entries into {sections}: not parts of one length. Use array_split.")
+    return array_split(x, sections, axis=dim)
+
+
+def atleast_1d(x: Array, /) -> Array:
+    """The array; what has no dims with one."""
+    return as_own(x) if x.shape else arranged(x, [None])
+
+
+def atleast_2d(x: Array, /) -> Array:
+    """The array; a vector as a row."""
+    return as_own(x) if len(x.shape) > 1 else arranged(x, [None, 0] if x.shape else [None, None])
+
+
+def atleast_3d(x: Array, /) -> Array:
+    """The array; a vector as (1, n, 1), a matrix as (m, n, 1)."""
+    if len(x.shape) > 2:
+        return as_own(x)
+    orders: list[list[int | None]] = [[None, None, None], [None, 0, None], [0, 1, None]]
+    return arranged(x, orders[len(x.shape)])
+
+
+def fliplr(x: Array, /) -> Array:
+    """The columns in the other order."""
+    return flipped(x, [axis_of(1, len(x.shape), "fliplr")])
+
+
+def flipud(x: Array, /) -> Array:
+    """The rows in the other order."""
+    return flipped(x, [axis_of(0, len(x.shape), "flipud")])
+
+
+def rot90(x: Array, /, k: int = 1, axes: Sequence[int] = (0, 1)) -> Array:
+    """Turned by so many quarters in the plane of two dims, from the first towards the second."""
+    first, second = (axis_of(each, len(x.shape), "rot90") for each in axes)
+    order = list(range(len(x.shape)))
+    order[first], order[second] = second, first
+    turned = as_own(x)
+    if k % 4 in (2, 3):
+        turned = flipped(turned, [first, second])
+    return flipped(permute_dims(turned, order), [first]) if k % 2 else turned
+
+
+def append(x: Array, values: Array, /, axis: int | None = None) -> Array:
+    """Arrays after one another, flattened without an axis."""
+    return concat([x, values], axis=axis)
+
+
+def argwhere(x: Array, /) -> Array:
+    """The indices of what is not zero, a row for each."""
+    columns = [arranged(each, [0, None]) for each in nonzero(x)]
+    return concat(columns, axis=1)
+
+
+def flatnonzero(x: Array, /) -> Array:
+    """The indices of what is not zero in the flattened array."""
+    return nonzero(flat(x))[0]
+
+
+def rollaxis(x: Array, /, axis: int, start: int = 0) -> Array:
+    """A dim moved to ahead of `start`, as NumPy's."""
+    dim = axis_of(axis, len(x.shape), "rollaxis")
+    before = start + len(x.shape) if start < 0 else start
+    return moveaxis(x, dim, before - 1 if dim < before else before)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    rule.__name__: rule
+    for rule in (
+        *(array_split, split, atleast_1d, atleast_2d, atleast_3d, fliplr, flipud, rot90, append, argwhere),
+        *(flatnonzero, rollaxis),
+    )
+}
