@@ -16,7 +16,7 @@ from meshwise.arrays.views import as_own, axis_of
 
 
 def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
-    """The array cut along a dim: into so many parts, the first ones longer by one where need be, or ahead of entries."""
+    """The array cut along a dim: into so many parts, the first longer by one where need be, or ahead of entries."""
     dim = axis_of(axis, len(x.shape), "array_split")
     length = x.shape[dim]
     if isinstance(sections, int):
