@@ -18,7 +18,8 @@ from meshwise.arrays import stacks
 from tests.arrays.layouts import RNG, XP, drawn, layouts, moved, same
 
 LA = XP.linalg
-SHAPES = [(5, 5), (2, 3, 3), (1, 4, 4), (0, 2, 2), (1, 1)]
+SLOW = pytest.mark.slow
+SHAPES = [(5, 5), (2, 3, 3), (0, 2, 2)]
 NEAR = {"float32": 2e-3}
 
 
@@ -41,7 +42,15 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("shape, dtype", [*itertools.product(SHAPES, ["float64", "complex128"]), ((5, 5), "float32")])
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [
+        *itertools.product(SHAPES, ["float64", "complex128"]),
+        ((5, 5), "float32"),
+        ((1, 4, 4), "float64"),
+        ((1, 1), "float64"),
+    ],
+)
 def test_square_matrices(shape: Any, dtype: str) -> None:
     values, hermitian, near = squares(shape, dtype), positive(shape, dtype), NEAR.get(dtype, 1e-9)
     for how in layouts(shape):
@@ -67,7 +76,14 @@ def close(found: Any, expected: Any, near: float) -> None:
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize(
-    "one, other", [((5, 5), (5,)), ((5, 5), (5, 7)), ((2, 3, 3), (3,)), ((2, 3, 3), (2, 3, 4)), ((3, 3), (2, 3, 1))]
+    "one, other",
+    [
+        ((5, 5), (5,)),
+        ((5, 5), (5, 7)),
+        ((2, 3, 3), (3,)),
+        pytest.param((2, 3, 3), (2, 3, 4), marks=SLOW),
+        pytest.param((3, 3), (2, 3, 1), marks=SLOW),
+    ],
 )
 def test_solve(one: Any, other: Any) -> None:
     for dtype in ("float64", "complex128"):
@@ -80,7 +96,10 @@ def test_solve(one: Any, other: Any) -> None:
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
-@pytest.mark.parametrize("shape", [(12, 2), (2, 12), (4, 3), (2, 4, 3), (1, 12, 2), (7, 1), (4, 0)])
+@pytest.mark.parametrize(
+    "shape",
+    [(12, 2), (2, 12), (4, 3), (4, 0), *(pytest.param(each, marks=SLOW) for each in [(2, 4, 3), (1, 12, 2), (7, 1)])],
+)
 def test_orthogonal_factors(shape: Any, dtype: str) -> None:
     values, near = drawn(shape), NEAR.get(dtype, 1e-9)
     values = (values + 1j * drawn(shape) if dtype == "complex128" else values).astype(dtype)

@@ -127,3 +127,14 @@ def test_refusals() -> None:
         XP.quantile(x, 1.5)
     with pytest.raises(TypeError, match="at least one"):
         XP.median(XP.zeros((0,)))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
+def test_the_largest_and_smallest_unsigned_integers_are_found(dtype: str) -> None:
+    values = np.asarray([[7, 3, 200], [3, 255, 9], [255, 0, 1]], dtype=dtype)
+    values[1, 1] = np.iinfo(dtype).max
+    for how in layouts(values.shape):
+        x = XP.asarray(values, sharding=how)
+        for axis in (None, 0, 1):
+            same(XP.argmax(x, axis=axis), np.argmax(values, axis=axis))
+            same(XP.argmin(x, axis=axis), np.argmin(values, axis=axis))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from meshwise.arrays.array import Array
 from meshwise.spec.errors import UsageError
@@ -35,6 +36,7 @@ KINDS = {
     "complex floating": COMPLEX,
     "numeric": (*SIGNED, *UNSIGNED, *REAL, torch.float16, torch.bfloat16, *COMPLEX),
 }
+_COMPARABLE = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
@@ -73,6 +75,14 @@ def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
         return NAMES[np.promote_types(numpy_dtype(one), numpy_dtype(other)).name]
     except TypeError:
         return torch.promote_types(one, other)
+
+
+def comparable(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `dtype`, or as one in the same order, where torch compares and searches no values of it."""
+    values = values.to(dtype)
+    if dtype is torch.uint64:
+        return values.view(torch.int64) ^ torch.iinfo(torch.int64).min
+    return values.to(_COMPARABLE.get(dtype, dtype))
 
 
 def complex_of(dtype: torch.dtype) -> torch.dtype:

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.array import Array
-from meshwise.arrays.dtypes import result_type
+from meshwise.arrays.dtypes import comparable, result_type
 from meshwise.arrays.elementwise import NoArrayGiven, is_python_number
 from meshwise.arrays.moves import combined, elements_moved, reshard, stacked
 from meshwise.arrays.products import added
 from meshwise.arrays.sharding import evenly, sharding
 
 Look = Callable[[Tensor, Tensor], Tensor]  # (values, part of the table) -> the answers of this part, int64
-_KEYED = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | None = None) -> Array:
@@ -91,16 +90,8 @@ def _looked_up(values: Array, table: Array, look: Look, name: str, dtype: torch.
     return Array(tuple(part.to(dtype) for part in sums.parts), lies, shape, dtype, space)
 
 
-def _keyed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `dtype`, or as one in the same order that torch compares everywhere."""
-    values = values.to(dtype)
-    if dtype is torch.uint64:
-        return values.view(torch.int64) ^ torch.iinfo(torch.int64).min
-    return values.to(_KEYED.get(dtype, dtype))
-
-
 def _search(values: Tensor, table: Tensor, dtype: torch.dtype, side: str) -> Tensor:
-    v, t = _keyed(values, dtype).contiguous(), _keyed(table, dtype).contiguous()
+    v, t = comparable(values, dtype).contiguous(), comparable(table, dtype).contiguous()
     if not dtype.is_floating_point:
         return torch.searchsorted(t, v, side=side)
     numbers = (~t.isnan()).sum()
@@ -110,7 +101,7 @@ def _search(values: Tensor, table: Tensor, dtype: torch.dtype, side: str) -> Ten
 
 
 def _is_in(values: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-    v, t = _keyed(values, dtype), _keyed(table, dtype)
+    v, t = comparable(values, dtype), comparable(table, dtype)
     if not dtype.is_complex:
         return torch.isin(v, t).to(torch.int64)
     found = torch.zeros(v.shape, dtype=torch.bool, device=v.device)

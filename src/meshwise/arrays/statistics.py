@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwise.arrays.array import Array
 from meshwise.arrays.casting import astype
-from meshwise.arrays.dtypes import BOOL, COMPLEXES, FLOATS, real_of
+from meshwise.arrays.dtypes import BOOL, COMPLEXES, FLOATS, UNSIGNED, comparable, real_of
 from meshwise.arrays.moves import combined, reshard, stacked
 from meshwise.arrays.reductions import as_array, as_axes, left, reduced_shape, refuse_none, together, total
 from meshwise.arrays.sharding import Shape, sharding
@@ -105,6 +105,9 @@ def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor
         refuse_none(name, x, axes)
         if x.dtype in COMPLEXES:
             raise TypeError(f"{name} of {x.dtype}: complex numbers have no order. Write abs(x) or xp.real(x).")
+        if x.dtype in UNSIGNED:  # torch finds no place of the wide ones
+            keys = tuple(comparable(part, x.dtype) for part in x.parts)
+            x = Array(keys, x.sharding, x.shape, comparable(torch.zeros(0), x.dtype).dtype, x.space)
         shape, dim = reduced_shape(x.shape, axes, keepdims), x.sharding.dim
         found = [_first(pick, part, None if axis is None else axes[0], keepdims) for part in x.parts]
         if dim not in axes or x.sharding.single:
