@@ -56,6 +56,20 @@ def program(devices: str | None, blocks: bool) -> list[tuple[str, list[Any]]]:
     return read
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+def test_strict_virtual_devices_mix_nothing(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = program("3xcpu", False)
+    if blocks:
+        for module, name, value in ((products, "BLOCKS_FROM", 0), (fft, "LONG", 4), (selection, "SAMPLES", 8)):
+            monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(stacks, "LARGE", 0)
+    with mw.virtual_devices(3):
+        ours = program("3xcpu", False)
+    for (name, found), (_, values) in zip(ours, expected, strict=True):
+        for one, other in zip(found, values, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9, err_msg=name)
+
+
 @pytest.mark.parametrize("ranks, blocks", [(2, True), (3, False)])
 def test_ranks_compute_what_virtual_devices_do(pool: Callable[[int], Pool], ranks: int, blocks: bool) -> None:
     expected = program(f"{ranks}xcpu", False)
