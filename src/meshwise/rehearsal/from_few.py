@@ -133,12 +133,10 @@ class Tracer:
 
 
 def microbatches_of(plan: Plan) -> int | None:
-    """How many are enough for the shorter one; None where nothing is gained by tracing few. A stage has up to as many
-    under way as there are stages."""
-    if plan.shares or plan.schedule not in ("gpipe", "1f1b"):
-        return None
-    few = FEW_MICROBATCHES + (plan.pipeline if plan.pipeline > 1 and plan.schedule == "1f1b" else 0)
-    return few if plan.accumulate > 2 * few + 1 else None
+    """How many are enough for the shorter one; None where nothing is gained by tracing few, or where stages take turns
+    with them."""
+    few = FEW_MICROBATCHES
+    return few if plan.pipeline == 1 and not plan.shares and plan.accumulate > 2 * few + 1 else None
 
 
 def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
