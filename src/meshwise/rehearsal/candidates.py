@@ -43,7 +43,7 @@ class Space:
 
 
 def candidates(space: Space) -> list[Plan]:
-    """One plan of each mesh that divides the global batch: more devices first, then less splitting."""
+    """One plan of each mesh that divides the global batch: the least splitting of layers first, then of anything."""
     found: dict[Plan, None] = {}
     for count in sorted(space.devices, reverse=True):
         for mesh in _meshes(count, space.per_host):
@@ -111,7 +111,7 @@ def _divides(plan: Plan, batch: int) -> bool:
 
 def _order(plan: Plan) -> tuple[int, ...]:
     split = sum(getattr(plan, axis) > 1 for axis in AXES)
-    return split, plan.tensor * plan.pipeline, -plan.devices, plan.data
+    return plan.tensor * plan.pipeline, split, -plan.devices, plan.data
 
 
 def _powers(most: int) -> list[int]:
