@@ -203,6 +203,11 @@ def test_a_machine_prices_what_is_alike_once() -> None:
     assert 1 <= overlap_of(machine.devices[0], -1).compute < overlap_of(machine.devices[0]).compute
 
 
+def test_the_interval_is_never_narrower_than_what_no_price_knows() -> None:
+    step = step_of(work(computes()), overlap=None)
+    assert step.factors["step"] > 0.2 * step.seconds and step.high > 1.2 * step.seconds > 1.4 * step.low
+
+
 def test_the_interval_tells_what_overlap_may_cost() -> None:
     step = step_of(work(gathers((0, 1)), computes(), computes()), overlap=None)
     assert step.factors["overlap"] > 0 and step.high > step.seconds > step.low

@@ -93,6 +93,9 @@ FIGURES: Mapping[str, Figure] = {
     "gloo.step": Figure(150e-6, 2.0, f"{OURS}: one step of gloo over TCP"),
     "gloo.network": Figure(0.95, 1.15, "our measurement of gloo on links shaped to 200 Mbit/s by tc tbf"),
     "gloo.pairs": Figure(1.0, 1.6, f"{OURS}: a ring made of measured pairs"),
+    "step": Figure(
+        1.0, 1.25, "bench/pairs.py on four jobs, llm-foundry and lambda of the published runs: what no price knows of"
+    ),
     # What computing and communicating at once cost each other, as factors on the overlapped part.
     "overlap.compute.gpu": Figure(1.19, 1.1, _OVERLAP),
     "overlap.communication.gpu": Figure(1.15, 1.15, "Galvatron: 1.1 to 1.3"),

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from meshwise.rehearsal.constants import FIGURES
 from meshwise.rehearsal.costs import Cost, costs_of, items
 from meshwise.rehearsal.play import Done, play
 from meshwise.rehearsal.price import FACTORS
@@ -21,8 +22,9 @@ from meshwise.rehearsal.work import Work
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine
 
-OVERLAP = "overlap"
-"""A factor of the interval beside FACTORS: how much what overlaps slows each other."""
+OVERLAP, STEP = "overlap", "step"
+"""Factors of the interval beside FACTORS: how much what overlaps slows each other, and what a step takes that no price
+knows of."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def simulate(
             least, most = ({rank: overlap_of(devices[rank], way) for rank in costs} for way in (-1, 1))
             factors[OVERLAP] = max(_length(played({}, True, most)) - middle, 0.0)
             under.append(max(middle - _length(played({}, True, least)), 0.0))
+            factors[STEP] = seconds * (FIGURES["step"].spread - 1)
+            under.append(seconds * (1 - 1 / FIGURES["step"].spread))
         low, high = max(seconds - math.hypot(*under), 0.0), seconds + math.hypot(*factors.values())
     by_rank: dict[int, list[Done]] = {rank: [] for rank in costs}
     for one in done:

@@ -13,11 +13,13 @@ from meshwise.rehearsal.breakdown import KINDS
 from meshwise.rehearsal.estimate import FITS, Estimate
 from meshwise.rehearsal.explain import IDLE, LAUNCHES, TO_HOST, WAITING, Costly, Explanation
 from meshwise.rehearsal.price import COMPUTE, MEMORY
+from meshwise.rehearsal.simulate import STEP
 from meshwise.rehearsal.work import PHASES
 from meshwise.spec.plan_settings import settings_text
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, percent_text, seconds_text
 from meshwise.terminal.table import Cell, columns_lines, table_lines
 
+WORDS = {STEP: "what no price knows"}
 LIMITS = {
     COMPUTE: "the rate at which the device multiplies matrices",
     MEMORY: "the rate of the device's memory",
@@ -78,8 +80,8 @@ def limit_sentences(found: Explanation) -> list[str]:
         lines.append(f"Communication: {seconds_text(shown)} exposed, {seconds_text(hidden)} hidden under computing.")
     factors = sorted(((name, more) for name, more in found.factors.items() if more > 0), key=lambda one: -one[1])
     if factors:
-        told = ", ".join(f"{name} +{seconds_text(more)}" for name, more in factors[:3])
-        lines.append(f"The upper end of its interval comes from the prices of: {told}.")
+        told = ", ".join(f"{WORDS.get(name, name)} +{seconds_text(more)}" for name, more in factors[:3])
+        lines.append(f"The upper end of its interval comes from: {told}.")
     return lines
 
 
