@@ -292,3 +292,42 @@ def test_a_model_that_cannot_be_made_shorter_is_traced_whole(monkeypatch):
 def test_a_plan_that_cannot_run_is_refused_as_the_whole_model_refuses_it():
     with pytest.raises(PlanError):
         Tracer(encoder(12))(Plan(expert=2, data=1), "gpu")
+
+
+class Between(Blocks):
+    """It keeps, or uses, what one of its blocks gives, or gives another input to the second half of them."""
+
+    def __init__(self, what, make=Block):
+        super().__init__(lambda number: make(64, number), 12, 64)
+        self.what = what
+
+    def forward(self, tokens):
+        x, kept = self.embedding(tokens), []
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            kept += [x] * (self.what == "keeps" and number == 7)
+            x = x.exp() if self.what == "changes" and number == 7 else x
+            if self.what == "starts anew" and number == 5:
+                kept, x = [x], self.embedding(tokens)
+        return self.head(x + sum(each.sin() for each in kept))
+
+
+class Numbered(Block):
+    def __init__(self, width, number):
+        super().__init__(width)
+        self.layer_idx = number
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x.sin() if self.layer_idx % 6 == 5 else x
+
+
+BETWEEN = [(word, Block) for word in ("keeps", "changes", "starts anew")] + [("", Numbered)]
+
+
+@pytest.mark.parametrize(("what", "make"), BETWEEN, ids=["keeps", "changes", "starts anew", "by number"])
+def test_what_happens_at_one_block_alone_is_not_replayed(monkeypatch, what, make):
+    """Short models have it behind all their blocks, or not at all: their traces alone do not tell."""
+    found, whole, traced = both(monkeypatch, made(lambda: Between(what, make)), Plan())
+    assert len(traced) in (1, 2)  # at most one short one, which ends there, and the whole
+    check_equal(found, whole)

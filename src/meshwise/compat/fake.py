@@ -46,7 +46,7 @@ class FakeTensors(FakeTensorMode):
         """stands_for_real: its tensors are nothing that waits for its values: a program runs on them from its start."""
         super().__init__(allow_non_fake_inputs=True)
         self.handler, self.owner, self.stands_for_real = handler, owner, stands_for_real
-        self.inside = False
+        self.inside, self.calls = False, 0
         self.plain = dict(vars(self.from_tensor(torch.empty(0))))
         self.device_field = "_fake_device" if "_fake_device" in self.plain else "fake_device"
         self.usual = {*self.plain, "_is_param"}
@@ -107,6 +107,7 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
     if self.inside:  # an operator that another one is made of
         return call._run()
     self.inside = True
+    self.calls += 1
     try:
         with on_parts():  # below autograd, every tensor is what lies in memory
             return self.handler(func, args, kwargs or {}, call)
@@ -172,6 +173,11 @@ def rehearsing() -> bool:
     """Whether the program runs on fake tensors from its start to its end."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return getattr(mode, "stands_for_real", False)
+
+
+def calls_so_far() -> int:
+    """Operators on fake tensors since the mode began; 0 outside of one of ours."""
+    return getattr(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE), "calls", 0)
 
 
 def sums_in_place(args: tuple[Any, ...]) -> bool:

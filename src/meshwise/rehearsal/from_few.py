@@ -13,14 +13,16 @@ import functools
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from meshwise.compat.fake import FakeTensors
+from meshwise.compat.fake import FakeTensors, real_values
+from meshwise.compat.fake_values import fake_batch, fake_without_values
 from meshwise.compat.tree import tensors_in
 from meshwise.parallel.batch_norm import normalises
 from meshwise.parallel.schedule import CHUNKS
 from meshwise.rehearsal.growth import Unlike
 from meshwise.rehearsal.replay import MICROBATCHES, Axis, lengthened
-from meshwise.rehearsal.shorter import Stretch, shortened, stretch_of
+from meshwise.rehearsal.shorter import Heard, Stretch, shortened, stretch_of
 from meshwise.rehearsal.trace import STEPS, Trace, trace
 from meshwise.rehearsal.work import Launch
 from meshwise.spec.errors import MeshwiseError, UsageError
@@ -110,10 +112,20 @@ class Tracer:
         batches = (batch for step in steps for batch, _ in read_slices(data.read, step, 0))
         return len({tuple((t.shape, t.dtype) for t in tensors_in(batch)) for batch in batches}) == 1
 
+    def _batch(self) -> Any:
+        """The first one, on fake tensors."""
+        with real_values():
+            data = open_data(self.job, self.job.data(), "training set")
+            order = epoch_order(self.job.seed, 0, data.samples)
+            step = next(epoch_slices(order, self.batch_size, World()))
+            batch, _ = next(iter(read_slices(data.read, step, 0)))
+        return fake_batch(batch)
+
     @functools.cached_property
     def model(self) -> Facts:
         """What is known of the model from its modules alone. Raises UsageError where it does not build."""
-        with FakeTensors(lambda func, args, kwargs, run: run(), stands_for_real=True):
+        heard = Heard()
+        with FakeTensors(heard.on_operator, stands_for_real=True), fake_without_values():
             try:
                 model = self.job.model()
             except MeshwiseError:
@@ -126,7 +138,9 @@ class Tracer:
                 ) from error
             stretch = None
             with contextlib.suppress(Exception):  # modules of an unusual kind: the whole is traced
-                stretch = stretch_of(model) if self.job.stage_cost is None else None
+                if self.job.stage_cost is None:
+                    heard.forward(model, lambda: self.job.loss(model, self._batch()))
+                    stretch = stretch_of(model, heard.done)
             sizes = [(p.nbytes, p.requires_grad) for p in model.parameters()]
             trained = sum(size for size, learns in sizes if learns)
             return Facts(stretch, any(map(normalises, model.modules())), sum(size for size, _ in sizes), trained)

@@ -1,6 +1,7 @@
 """A job whose model has fewer of its blocks: where blocks are alike, a step of few says what a step of many takes.
 
-Blocks are alike whose modules have the same classes, settings, parameters and buffers, but for their own number. Of a
+Blocks are alike whose modules have the same classes, settings, parameters and buffers, but for their own number, and
+whose forwards are the same operators. Of a
 stretch of such blocks (or of groups of them, such as one with full attention after three with windows), all but the
 first few are never built, and hand on what they are given.
 
@@ -13,8 +14,9 @@ import contextlib
 import functools
 import itertools
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +24,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from meshwise.compat.fake import calls_so_far
 from meshwise.compat.tree import tensors_in
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
 from meshwise.training.job import Job
@@ -52,11 +55,40 @@ class Stretch:
         return self.count * self.group == len(self.names)
 
 
-def stretch_of(model: nn.Module) -> Stretch | None:
-    """The longest stretch of blocks that are alike; None where no two are."""
+class Heard:
+    """What each block does in a forward: the operators, what they are given."""
+
+    def __init__(self) -> None:
+        self.done: dict[str, list[object]] = defaultdict(list)
+        self._inside: list[str] = []
+
+    def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        """`compat.fake.Handler`."""
+        if self._inside:
+            plain = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, bool))
+            given = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_in((args, kwargs)))
+            self.done[self._inside[-1]].append((func, given, plain))
+        return run()
+
+    def forward(self, model: nn.Module, call: Callable[[], Any]) -> None:
+        """Note what `call` does in the blocks of `model`."""
+        hooks = []
+        for name, block in repeated_blocks(model) or blocks_of(model):
+            hooks += [
+                block.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)),
+                block.register_forward_hook(lambda *_: self._inside.pop() and None),
+            ]
+        call()
+        for hook in hooks:
+            hook.remove()
+
+
+def stretch_of(model: nn.Module, done: Mapping[str, object] | None = None) -> Stretch | None:
+    """The longest stretch of blocks that are alike; None where no two are. done: by block what it does in a forward."""
     blocks = repeated_blocks(model) or blocks_of(model)
+    done = done or {}
     held = Counter(id(p) for _, block in blocks for p in {id(p): p for p in block.parameters()}.values())
-    prints = [_print(block, held, number) for number, (_, block) in enumerate(blocks)]
+    prints = [(_print(block, held, number), done.get(name)) for number, (name, block) in enumerate(blocks)]
     best: tuple[int, int, int] | None = None
     for group in range(1, min(LONGEST_GROUP, len(blocks) // 2) + 1):
         for start, count in _stretches(prints, group):
@@ -136,7 +168,7 @@ def _short_model(build: Callable[[], nn.Module], stretch: Stretch, count: int) -
     for place in left_out:
         skipped = model.get_submodule(stretch.names[place])
         like = model.get_submodule(stretch.names[stretch.start + (place - stretch.start) % stretch.group])
-        vars(skipped).update(_settings(like) | {"_given": given})
+        vars(skipped).update(_settings(like) | {"_given": given, "_after": place - first})
     return model
 
 
@@ -157,9 +189,11 @@ class _Skipped(nn.Module):
     """Hands on what it is given, in the form in which the blocks before it gave theirs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        rest: tuple[Any, ...] | None = vars(self)["_given"].rest
+        own = vars(self)
+        given: _Given = own["_given"]
         first = next(tensors_in((args, kwargs)))
-        return first if rest is None else (first, *rest)
+        given.check(own["_after"], first, sys.getrefcount(first))
+        return first if given.rest is None else (first, *given.rest)
 
 
 class _Given:
@@ -167,6 +201,15 @@ class _Given:
 
     def __init__(self) -> None:
         self.rest: tuple[Any, ...] | None = None
+        self._before: tuple[object, ...] = ()
+
+    def check(self, after: int, tensor: Tensor, references: int) -> None:
+        """Raises Unlike where something is done, or kept, between two blocks that are left out: it would be done
+        behind those that are there. after: how many were left out before it."""
+        now = id(tensor), references, calls_so_far()
+        if after and now != self._before:
+            raise Unlike("the model does something between blocks")
+        self._before = now
 
     def note(self, block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         first = next(tensors_in((args, kwargs)), None)
