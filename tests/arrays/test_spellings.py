@@ -5,6 +5,7 @@ Also for arrays/counting.py.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -92,3 +93,101 @@ def test_ufuncs_reduce() -> None:
     assert XP.broadcast_shapes((2, 1), (3,)) == (2, 3)
     with pytest.raises(mw.UsageError, match="mgrid"):
         XP.mgrid[:]
+
+
+V = np.array([3.0, -1, 2, 7, 0, 5, 5])
+
+
+def given(values: Any) -> Any:
+    """In three parts, of which one is empty."""
+    values = np.asarray(values)
+    return XP.asarray(values, sharding=XP.shard(0, sizes=[len(values) // 3, 0, len(values) - len(values) // 3]))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda np, x: x == [3, -1, 2, 7, 0, 5, 4],  # was False
+        lambda np, x: [1, 2, 3, 4, 5, 6, 7] * x + (1,) * 7,
+        lambda np, x: np.maximum(x, [4, 0, 4, 0, 4, 0, 4]),
+        lambda np, x: np.where([True, False] * 3 + [True], x, 0),
+        lambda np, x: np.isin(x, [3, 5]),
+        lambda np, x: np.sum([x, x], axis=0),
+        lambda np, x: np.maximum.reduce([x, x[::-1]]),
+        lambda np, x: np.concatenate([x, [1, 2]]),
+        lambda np, x: np.append(x, 3),
+        lambda np, x: np.hstack([x, [1]]),
+        lambda np, x: np.repeat(x, [1, 0, 2, 1, 1, 1, 1]),
+        lambda np, x: x[True],  # had parts of another shape
+        lambda np, x: x[False],
+        lambda np, x: np.cumsum(x.reshape(7, 1) + x) + x.reshape(-1)[0],
+        lambda np, x: np.cumprod(x[:2]),
+        lambda np, x: np.sort(x.reshape(1, 7), axis=None),
+        lambda np, x: np.round(x / 3, 2),
+        lambda np, x: np.unique(x, return_counts=True)[1],
+        lambda np, x: np.unique(x, return_index=True, return_inverse=True)[2],
+        lambda np, x: np.clip(x, a_min=0, a_max=2),
+        lambda np, x: np.float_power(x.astype(int), -1)[:1],
+        lambda np, x: np.reciprocal(x[:2].astype(int)),  # was a float
+        lambda np, x: np.fabs(np.asarray([-128], dtype="int32")),
+        lambda np, x: np.clip(x.astype("uint8"), -1, 300),
+        lambda np, x: (x.astype("uint8") < 300) & (x.astype("int8") > -1000) & (x.astype("uint8") > -1),
+        lambda np, x: (x[:5].astype("int64") == 2**63) | (x[:5] == 2.0),
+        lambda np, x: (x[4:] + 0j) ** (x[4:] + 0j),  # was nan for 0 ** 0
+        lambda np, x: np.array([2**63, 1]),
+        lambda np, x: np.add(x, 2, out=np.zeros(7)),
+        lambda np, x: np.sqrt(x, where=x > 0, out=np.ones(7)),
+        lambda np, x: np.divide(1, x, out=np.zeros_like(x), where=x != 0),
+        lambda np, x: np.tensordot(x, x, 1),
+        lambda np, x: divmod(x, 2)[1] + divmod(20, x[:1])[0],
+    ],
+)
+def test_habits_of_numpys_programs(program: Callable[..., Any]) -> None:
+    with np.errstate(all="ignore"):
+        expected = np.asarray(program(np, V))
+    found = program(XP, given(V))
+    assert found.numpy().dtype == expected.dtype
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
+
+
+def test_out_is_what_comes_back_and_takes_no_other_kind() -> None:
+    x, out = given(V), XP.zeros(7)
+    assert XP.multiply(x, 2, out=out) is out
+    np.testing.assert_array_equal(out.numpy(), V * 2)
+    with pytest.raises(TypeError, match="into out of"):
+        XP.sqrt(x, out=XP.zeros(7, dtype=int))
+    with pytest.raises(mw.UsageError, match=r"xp\.where"):
+        XP.sqrt(x, where=x > 0)
+
+
+def test_copies_are_their_own_and_a_shape_that_is_set_holds() -> None:
+    x = given(V)
+    other, deep = copy.copy(x), copy.deepcopy(x)
+    x[0], other[1], deep[2] = 8, 9, 10
+    np.testing.assert_array_equal(x.numpy(), [8, *V[1:]])
+    np.testing.assert_array_equal(other.numpy(), [3, 9, *V[2:]])
+    np.testing.assert_array_equal((deep + x).numpy()[2:4], [12, 14])
+    z = given(np.arange(12.0))
+    z.shape = (3, -1)
+    np.testing.assert_array_equal(z.numpy(), np.arange(12.0).reshape(3, 4))
+    with pytest.raises(ValueError, match="reshape"):
+        z.shape = (5, 5)
+
+
+def test_numbers_are_written_and_rounded() -> None:
+    x = given(V)
+    assert f"{x[0]:.2f} {x.sum():g} {x[3].astype(int):3d}" == "3.00 21   7"
+    assert round(x[0] / 7, 3) == 0.429
+    assert f"{x}" == str(x)
+
+
+def test_what_is_no_number_is_one_sentence() -> None:
+    x = given(V)
+    with pytest.raises(TypeError, match="not numbers of one shape"):
+        x[0] = None
+    with pytest.raises(TypeError, match="not numbers of one shape"):
+        XP.asarray(["a"])
+    with pytest.raises(ValueError, match="bincount of -1"):
+        XP.bincount(XP.asarray([-1, 2]))
+    with pytest.raises(TypeError, match="exp2 of complex"):
+        XP.exp2(x + 1j)

@@ -18,16 +18,26 @@ class Array:
     parts: the tensors of the places that are here, in the order of `sharding.places`. In one process these are all.
     """
 
-    __slots__ = ("__weakref__", "dtype", "parts", "shape", "sharding", "space")
+    __slots__ = ("__weakref__", "_shape", "dtype", "parts", "sharding", "space")
 
     def __init__(
         self, parts: tuple[Tensor, ...], sharding: Sharding, shape: Shape, dtype: torch.dtype, space: Space
     ) -> None:
         self.parts = parts
         self.sharding = sharding
-        self.shape = shape
+        self._shape = shape
         self.dtype = dtype
         self.space = space
+
+    @property
+    def shape(self) -> Shape:
+        """The lengths of the dims."""
+        return self._shape
+
+    @shape.setter
+    def shape(self, wanted: Any) -> None:
+        found = self.reshape(wanted)
+        self.parts, self.sharding, self._shape = found.parts, found.sharding, found.shape
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -61,7 +61,10 @@ def _value(x: Array, value: Any) -> Value:
     elif isinstance(value, Number | np.generic):
         return _number(x.dtype, value.item() if isinstance(value, np.generic) else value)
     else:
-        host: Tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        values = value if isinstance(value, Tensor) else np.array(value)
+        if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
+            raise TypeError(f"assignment of {str(value)[:40]!r}: not numbers of one shape. Give numbers or lists.")
+        host: Tensor = values.detach().cpu() if isinstance(values, Tensor) else torch.from_numpy(values)
         if not host.ndim:
             return _number(x.dtype, host.item())
         value = host

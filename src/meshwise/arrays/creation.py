@@ -93,8 +93,9 @@ def _as_tensor(space: Space, obj: Any) -> Tensor:
         dtypes.refuse_gradients("asarray", tensor.requires_grad)
         return tensor.resolve_conj().resolve_neg()
     values = np.asarray(_read(obj))
-    if values.dtype == object:
+    if values.dtype.kind not in "biufc":
         raise TypeError(f"asarray of {type(obj).__name__}: not numbers of one shape. Give numbers or nested lists.")
+    values = values.view(values.dtype.name)  # of two types of the same name torch knows one
     tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
     if not _has_numpy(obj):
         if tensor.is_floating_point():
@@ -202,7 +203,7 @@ def linspace(
     start: Any,
     stop: Any,
     /,
-    num: int,
+    num: int = 50,
     *,
     dtype: Any = None,
     device: Any = None,

@@ -7,6 +7,7 @@ weak: they take the array's type. Arrays without dims promote as all arrays do, 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ KINDS = {
     "complex floating": COMPLEX,
     "numeric": (*SIGNED, *UNSIGNED, *REAL, torch.float16, torch.bfloat16, *COMPLEX),
 }
+WIDE = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+"""The unsigned types that torch has almost no kernels of, and the signed ones to calculate in."""
 _COMPARABLE = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
@@ -117,6 +120,13 @@ def limits(dtype: torch.dtype) -> tuple[int, int]:
     """The least and the greatest integer of a type."""
     info = torch.iinfo(dtype)
     return int(info.min), int(info.max)
+
+
+def compared(x: Any, dtype: torch.dtype) -> Any:
+    """An integer that the type has not as what compares with all of its values as it does."""
+    if type(x) is not int or dtype not in INTEGERS or limits(dtype)[0] <= x <= limits(dtype)[1]:
+        return x
+    return math.copysign(math.inf, x)
 
 
 def result_type(*given: Any) -> torch.dtype:

@@ -7,6 +7,7 @@ NumPy's are arrays without dims.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -19,11 +20,15 @@ from meshwise.arrays.dtypes import (
     COMPLEXES,
     FLOATS,
     INTEGERS,
+    UNSIGNED,
     WHOLE,
+    WIDE,
+    compared,
     of_scalar,
     promoted,
     real_of,
 )
+from meshwise.arrays.unsigned import of_wide
 
 Op = Callable[..., Tensor]
 Rule = Callable[..., Array]
@@ -54,6 +59,8 @@ def unary(name: str, op: Op, takes: frozenset[torch.dtype], result: torch.dtype 
     """A function of one array. takes: dtypes that `op` is for; integers become floats if it is not for them.
     result: the dtype of the result; None: that of the operand."""
 
+    wide = of_wide(name, op)
+
     def rule(x: Any, /) -> Array:
         if type(x) is not Array:
             raise NoArrayGiven(f"{name} of {type(x).__name__}: no array. Write xp.asarray(value) first.")
@@ -61,7 +68,8 @@ def unary(name: str, op: Op, takes: frozenset[torch.dtype], result: torch.dtype 
         if dtype not in takes:
             dtype = _lifted(name, dtype, takes, x.space.default_float)
             parts = tuple([part.to(dtype) for part in parts])
-        return Array(tuple([op(part) for part in parts]), x.sharding, x.shape, result or dtype, x.space)
+        run = wide if dtype in WIDE else op
+        return Array(tuple([run(part) for part in parts]), x.sharding, x.shape, result or dtype, x.space)
 
     return _named(name, rule)
 
@@ -77,9 +85,12 @@ def binary(
 ) -> Rule:
     """A function of two arrays, or of one and a number. numbers: `op` takes a Python number on its right. otherwise:
     dtypes that another operator is for."""
-    at_once = takes - otherwise[0] if otherwise else takes
+    at_once = (takes - otherwise[0] if otherwise else takes) - WIDE.keys()
+    wide = of_wide(name, otherwise[1] if otherwise and otherwise[0] & INTEGERS else op)
 
     def choose(dtype: torch.dtype) -> Op:
+        if dtype in WIDE:
+            return wide
         return op if otherwise is None or dtype not in otherwise[0] else otherwise[1]
 
     def rule(x1: Any, x2: Any, /) -> Array:
@@ -94,11 +105,15 @@ def binary(
                         return Array(parts, placed, x1.shape, result or dtype, x1.space)
             elif numbers and type(x2) in NUMERIC:
                 dtype = x1.dtype
+                if result is BOOL:
+                    x2 = compared(x2, dtype)
                 if dtype in at_once and of_scalar(x2, dtype, x1.space.default_float) is dtype:
                     parts = tuple([op(part, x2) for part in x1.parts])
                     return Array(parts, x1.sharding, x1.shape, result or dtype, x1.space)
         elif type(x2) is Array and type(x1) in NUMERIC:
             dtype = x2.dtype
+            if result is BOOL:
+                x1 = compared(x1, dtype)
             if dtype in at_once and of_scalar(x1, dtype, x2.space.default_float) is dtype:
                 number = torch.scalar_tensor(x1, dtype=dtype, device=HOST)
                 parts = tuple([op(number, part) for part in x2.parts])
@@ -153,6 +168,8 @@ def _in_general(
     dtype = real[0].dtype
     for x in real[1:]:
         dtype = promoted(dtype, x.dtype)
+    if result is BOOL:
+        arrays = [compared(x, dtype) for x in arrays]
     for x in arrays:
         if not isinstance(x, Array):
             dtype = of_scalar(x, dtype, space.default_float)
@@ -244,6 +261,11 @@ def _remainder(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(rest == 0, torch.copysign(rest, b), rest)
 
 
+def _power(a: Tensor, b: Tensor) -> Tensor:
+    """Of complex numbers to the power of 0 it is 1, of which torch's own makes nan where the base is 0."""
+    return torch.where(b == 0, torch.ones((), dtype=a.dtype), torch.pow(a, b)) if b.dim() else torch.pow(a, b)
+
+
 def _to_real(op: Op) -> Rule:
     """abs, real and imag: of complex numbers the result is of the type of their parts."""
 
@@ -257,7 +279,7 @@ def _to_real(op: Op) -> Rule:
 
 for _name, _op in {
     **{name: getattr(torch, name) for name in ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh")},
-    **{name: getattr(torch, name) for name in ("exp", "log", "log10", "log2", "reciprocal")},
+    **{name: getattr(torch, name) for name in ("exp", "log", "log10", "log2")},
     **{name: getattr(torch, name) for name in ("sin", "sinh", "sqrt", "tan", "tanh")},
 }.items():
     unary(_name, _op, FLOATS)
@@ -265,6 +287,7 @@ unary("expm1", _also_infinite(torch.expm1, lambda part: torch.exp(part) - 1), FL
 unary("log1p", _also_infinite(torch.log1p, torch.log), FLOATS)
 for _name in ("ceil", "floor", "trunc"):
     unary(_name, _rounding(getattr(torch, _name)), INTEGERS | REALS)
+unary("reciprocal", lambda part: 1 / part if part.dtype in FLOATS else part * (abs(part) == 1), NUMBERS)
 unary("round", _round, NUMBERS)
 unary("sign", _sign, NUMBERS)
 unary("square", torch.square, NUMBERS)
@@ -277,7 +300,7 @@ unary("isfinite", torch.isfinite, ANY, BOOL)
 unary("isinf", torch.isinf, ANY, BOOL)
 unary("isnan", torch.isnan, ANY, BOOL)
 unary("signbit", torch.signbit, ORDERED, BOOL)
-_named("abs", _to_real(lambda part: part.clone() if part.dtype is BOOL else torch.abs(part)))
+_named("abs", _to_real(lambda part: torch.abs(part) if part.dtype not in (BOOL, *UNSIGNED) else part.clone()))
 _named("real", _to_real(lambda part: torch.real(part).clone()))
 _named("imag", _to_real(lambda part: torch.imag(part).clone() if part.is_complex() else torch.zeros_like(part)))
 
@@ -287,7 +310,7 @@ binary("multiply", torch.mul, ANY)
 binary("divide", torch.div, FLOATS)
 binary("floor_divide", torch.floor_divide, INTEGERS | REALS, otherwise=(INTEGERS, _by_no_zero(torch.floor_divide)))
 binary("remainder", torch.remainder, INTEGERS | REALS, otherwise=(INTEGERS | REALS, _remainder))
-binary("pow", torch.pow, NUMBERS)
+binary("pow", torch.pow, NUMBERS, otherwise=(COMPLEXES, _power))
 for _name in ("atan2", "hypot", "logaddexp", "copysign", "nextafter"):
     binary(_name, getattr(torch, _name), REALS, numbers=False)
 for _name in ("maximum", "minimum"):
@@ -309,16 +332,19 @@ for _name, _op in {
     binary(_name, _op, ORDERED, BOOL)
 
 
-def clip(x: Array, /, min: Any = None, max: Any = None) -> Array:
+def clip(x: Array, /, min: Any = None, max: Any = None, *, a_min: Any = None, a_max: Any = None) -> Array:
     """The elements of `x`, those below `min` and above `max` replaced by these: numbers, or arrays that broadcast."""
-    (x, *_) = operands("clip", (x,))
+    (given, *_) = operands("clip", (x,))
+    x = given
+    min, max = a_min if min is None else min, a_max if max is None else max
     for bound, choose in ((min, "maximum"), (max, "minimum")):
-        if bound is not None:
+        beyond = type(bound) is int and compared(bound, x.dtype) == (-inf if choose == "maximum" else inf)
+        if bound is not None and not beyond:
             kept = x.dtype
             x = FUNCTIONS[choose](x, bound)
             if x.dtype is not kept:
                 x = Array(tuple(part.to(kept) for part in x.parts), x.sharding, x.shape, kept, x.space)
-    return x if min is not None or max is not None else FUNCTIONS["positive"](x)
+    return x if x is not given else FUNCTIONS["positive"](x)
 
 
 FUNCTIONS["clip"] = clip

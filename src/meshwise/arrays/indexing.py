@@ -23,7 +23,7 @@ from meshwise.arrays.keys import ADVANCED, Cut, Key, read_key
 from meshwise.arrays.layout import arranged
 from meshwise.arrays.moves import agreed, reshard
 from meshwise.arrays.sharding import Shape, Sharding, sharding
-from meshwise.arrays.views import as_bits, by_bits, first_divided, made, taken, undivided
+from meshwise.arrays.views import as_before, as_bits, by_bits, first_divided, made, taken, undivided
 
 
 @by_bits
@@ -34,8 +34,9 @@ def get_item(x: Array, given: Any, /) -> Array:
     if not key.arrays:
         return _shown(found, key, 0)
     dims_before = [sum(isinstance(each, range) for each in key.cuts[:dim]) for dim, _ in key.arrays]
-    if len(key.arrays) == 1 and key.arrays[0][1].dtype is torch.bool and isinstance(key.arrays[0][1], Array):
-        picked, depth = masked(found, dims_before[0], key.arrays[0][1]), 1
+    first = key.arrays[0][1]
+    if len(key.arrays) == 1 and first.dtype is torch.bool and (isinstance(first, Array) or not first.shape):
+        picked, depth = masked(found, dims_before[0], first), 1
     else:
         dims, indices = as_indices(dims_before, [array for _, array in key.arrays])
         picked = pick(found, dims, indices)
@@ -129,11 +130,12 @@ def cut(x: Array, cuts: Sequence[Cut]) -> Array:
 
 def flipped(x: Array, dims: Sequence[int]) -> Array:
     """The entries of these dims in the other order. Along the divided one the places are in the other order, too."""
-    parts, placed = [part.flip(tuple(dims)) for part in x.parts], x.sharding
+    bits, placed = as_bits(x), x.sharding
+    parts = [part.flip(tuple(dims)) for part in bits.parts]
     if placed.dim in dims:
         parts.reverse()
         placed = sharding(placed.places[::-1], placed.dim, placed.sizes[::-1])
-    return made(parts, placed, x, x.shape)
+    return as_before(made(parts, placed, bits, x.shape), x.dtype)
 
 
 def as_indices(dims: Sequence[int], arrays: Sequence[Array | Tensor]) -> tuple[tuple[int, ...], list[Array | Tensor]]:
@@ -171,7 +173,7 @@ def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> 
     return made(parts, placed, x, (*shape, *(x.shape[dim] for dim in rest)))
 
 
-def masked(x: Array, dim: int, mask: Array) -> Array:
+def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
     """(how many are true, other dims of `x`): what the mask shows of the dims from `dim` on. Waits for their number."""
     depth = len(mask.shape)
     if not depth:
@@ -180,6 +182,7 @@ def masked(x: Array, dim: int, mask: Array) -> Array:
             if bool(mask)
             else cut(arranged(x, [None, *range(len(x.shape))]), [range(0), *map(range, x.shape)])
         )
+    assert isinstance(mask, Array)  # of the host are those without dims alone
     inside = x.sharding.dim is not None and dim <= x.sharding.dim < dim + depth
     if inside and math.prod(x.shape[dim : x.sharding.dim]) != 1:
         x = reshard(x, first_divided(x.shape, x.sharding.places, dim), OPERATION)

@@ -12,6 +12,7 @@ import torch
 
 from meshwise.arrays.align import common_space
 from meshwise.arrays.array import Array
+from meshwise.arrays.creation import asarray
 from meshwise.arrays.dtypes import result_type
 from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
 from meshwise.arrays.elementwise import NoArrayGiven
@@ -112,6 +113,7 @@ def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
     """Each entry of a dim so many times, next to itself; None: of the flattened array. Nothing moves but an array of
     numbers of times, to where `x` is divided; its sum is waited for."""
     x = flat(x) if axis is None else x
+    repeats = asarray(x.space, repeats) if isinstance(repeats, list | tuple) else repeats
     dim = axis_of(axis or 0, len(x.shape), "repeat")
     placed, length = x.sharding, x.shape[dim]
     if isinstance(repeats, Array) and repeats.shape not in ((), (1,)):
@@ -246,7 +248,10 @@ def _of_one_type(name: str, arrays: Sequence[Array]) -> list[Array]:
     given = list(arrays)
     if not given:
         raise ValueError(f"{name} of no arrays: give at least one.")
-    if not all(isinstance(x, Array) for x in given):
+    space = next((x.space for x in given if isinstance(x, Array)), None)
+    if space is not None:
+        given = [x if isinstance(x, Array) else asarray(space, x) for x in given]
+    else:
         raise NoArrayGiven(f"{name} of {', '.join(type(x).__name__ for x in given)}: give arrays.")
     common_space(name, given)
     dtype = result_type(*given)

@@ -44,8 +44,8 @@ UNARY = {"neg": "negative", "pos": "positive", "abs": "abs", "invert": "bitwise_
 
 
 def of_this_space(x: Array, value: Any) -> Array | None:
-    """An operand of NumPy or torch as an array beside `x`; None for what is none."""
-    return asarray(x.space, value) if isinstance(value, np.ndarray | np.generic | Tensor) else None
+    """An operand of NumPy or torch, or a list, as an array beside `x`; None for what is none."""
+    return asarray(x.space, value) if isinstance(value, np.ndarray | np.generic | Tensor | list | tuple) else None
 
 
 def operator(rule: Callable[..., Array], *, reflected: bool = False) -> Callable[[Array, Any], Any]:

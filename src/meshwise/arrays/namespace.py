@@ -146,13 +146,38 @@ def _bound(space: Space, rule: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(rule)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if "out" in kwargs or (masks and "where" in kwargs):
+            return _into(call, args, kwargs)
         try:
             return rule(*args, **kwargs)
         except NoArrayGiven:
             made = _arrays_of(space, args)
-        return rule(*made, **kwargs)
+        try:
+            return rule(*made, **kwargs)
+        except NoArrayGiven:
+            if not any(isinstance(value, list | tuple) for value in made):
+                raise
+        return rule(*(creation.asarray(space, v) if isinstance(v, list | tuple) else v for v in made), **kwargs)
 
+    masks = rule in elementwise.FUNCTIONS.values()
     return call
+
+
+def _into(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """NumPy's `out=`: the result is written there; and of elementwise functions `where=`: only where that is true."""
+    out, shown = kwargs.pop("out", None), kwargs.pop("where", True)
+    found = call(*args, **kwargs)
+    if out is None and shown is True:
+        return found
+    if not isinstance(out, Array):
+        raise UsageError(
+            f"{call.__name__}(out={type(out).__name__}, where=...): give an array of this namespace as out, "
+            "or write xp.where(condition, result, otherwise)."
+        )
+    if not np.can_cast(dtypes.numpy_dtype(found.dtype), dtypes.numpy_dtype(out.dtype), "same_kind"):
+        raise TypeError(f"{call.__name__} into out of {out.dtype}: the result is {found.dtype}. Give such an array.")
+    out[...] = found if shown is True else found.__array_namespace__().where(shown, found, out)
+    return out
 
 
 def _arrays_of(space: Space, given: tuple[Any, ...]) -> list[Any]:

@@ -101,7 +101,7 @@ def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
     return product(x1, x2, terms, partial(_vecdot, axis=axis), "vecdot")
 
 
-def tensordot(x1: Array, x2: Array, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Array:
+def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Array:
     """The sum of products over pairs of axes: the last ones of `x1` with the first of `x2`, or those that are named."""
     x1, x2 = as_array("tensordot", x1), as_array("tensordot", x2)
     a, b = x1.shape, x2.shape

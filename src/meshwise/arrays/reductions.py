@@ -16,6 +16,7 @@ from meshwise.arrays.dtypes import BOOL, COMPLEXES, UNSIGNED, WHOLE, as_dtype
 from meshwise.arrays.elementwise import NoArrayGiven
 from meshwise.arrays.moves import combined, stacked
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
+from meshwise.arrays.unsigned import extreme as of_ordered
 
 Reduce = Callable[[Tensor, tuple[int, ...]], Tensor]
 """(tensor, dims) -> the tensor without these dims, which are at least one."""
@@ -157,7 +158,7 @@ def _calculated(dtype: torch.dtype) -> torch.dtype:
 
 
 def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
-    op = getattr(torch, torch_name)
+    op = of_ordered(getattr(torch, torch_name))
 
     def extreme(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
         x = as_array(name, x)

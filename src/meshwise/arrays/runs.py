@@ -15,7 +15,7 @@ from torch import Tensor
 from meshwise.arrays.array import Array
 from meshwise.arrays.moves import Piece, exchange, reshard
 from meshwise.arrays.sharding import Sharding, evenly, sharding
-from meshwise.arrays.views import made, taken
+from meshwise.arrays.views import SIGNED, made, taken
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _entries(part: Tensor, dim: int, start: int, count: int, step: int) -> Tenso
     last = start + step * (count - 1)
     low, high = min(start, last), max(start, last)
     found = part[(slice(None),) * dim + (slice(low, high + 1, abs(step)),)]
-    return found.flip(dim) if step < 0 else found
+    return found.view(SIGNED.get(found.dtype, found.dtype)).flip(dim).view(found.dtype) if step < 0 else found
 
 
 def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:

@@ -21,21 +21,23 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.lanes import axis_of, freed
 from meshwise.arrays.moves import Piece, exchange, reshard
 from meshwise.arrays.reductions import as_array
+from meshwise.arrays.reshaping import flat
 from meshwise.arrays.selection import cuts, merge, merge_values, order, sort_values
 
 
-def sort(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
-    """`x` sorted along `axis`; nan is greater than all numbers. It is always stable."""
+def sort(x: Array, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
+    """`x` sorted along `axis`, of None flattened; nan is greater than all numbers. It is always stable."""
     return _along(x, axis, descending, 0, "sort")
 
 
-def argsort(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
+def argsort(x: Array, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
     """Where along `axis` the elements of the sorted array are in `x`. It is always stable."""
     return _along(x, axis, descending, 1, "argsort")
 
 
-def _along(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Array:
+def _along(x: Array, axis: int | None, descending: bool, wanted: int, name: str) -> Array:
     x = as_array(name, x)
+    x, axis = (flat(x), 0) if axis is None else (x, axis)
     axis, dtype = axis_of(axis, x.shape, name), torch.int64 if wanted else x.dtype
     held = x.sharding
     if held.dim == axis:

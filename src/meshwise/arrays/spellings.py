@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
+from meshwise.arrays import elementwise
 from meshwise.arrays.array import Array
 from meshwise.arrays.creation import asarray
+from meshwise.arrays.dtypes import WHOLE, promoted
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
 
 ALIASES = {
     "absolute": "abs",
-    "fabs": "abs",
     "power": "pow",
     "true_divide": "divide",
     "mod": "remainder",
@@ -33,15 +34,10 @@ ALIASES = {
     "arctan2": "atan2",
     "conjugate": "conj",
     "invert": "bitwise_invert",
-    "rint": "round",
     "bitwise_not": "bitwise_invert",
     "left_shift": "bitwise_left_shift",
     "right_shift": "bitwise_right_shift",
     "concatenate": "concat",
-    "cumsum": "cumulative_sum",
-    "cumprod": "cumulative_prod",
-    "unique": "unique_values",
-    "float_power": "pow",
     "bool_": "bool",
     "double": "float64",
     "int_": "int64",
@@ -138,9 +134,9 @@ def column_stack(arrays: Any, /) -> Array:
 
 
 def _stacked(arrays: Any, grown: Callable[[Any, Array], Array], axis: int) -> Array:
-    every = [as_array("stack", x) for x in arrays]
-    xp = _names_of(every[0])
-    every = [grown(xp, x) for x in every]
+    first = next((x for x in arrays if isinstance(x, Array)), None)
+    xp = _names_of(as_array("stack", first))
+    every = [grown(xp, xp.asarray(x)) for x in arrays]
     joined: Array = xp.concat(every, axis=0 if axis == -1 and len(every[0].shape) == 1 else abs(axis))
     return joined
 
@@ -218,13 +214,18 @@ def nan_to_num(x: Any, /, nan: float = 0.0, posinf: float | None = None, neginf:
 def around(x: Any, /, decimals: int = 0) -> Any:
     """Rounded to so many decimals, halves to even."""
     x = as_array("round", x)
-    rounded = _names_of(x).round
-    return rounded(x * 10**decimals) / 10**decimals if decimals else rounded(x)
+    rounded = elementwise.FUNCTIONS["round"]
+    whole = x.dtype in WHOLE and decimals >= 0
+    return rounded(x * 10.0**decimals) / 10.0**decimals if decimals and not whole else rounded(x)
 
 
 def _of_floats(name: str, op: Callable[..., Any]) -> Callable[..., Array]:
     def rule(x: Any, /) -> Array:
         x = as_array(name, x)
+        if x.dtype.is_complex:
+            raise TypeError(
+                f"{name} of complex numbers: not defined for it. Write xp.abs(x) or xp.real(x) for a real one."
+            )
         x = x if x.dtype.is_floating_point else x.astype(x.space.default_float)
         return Array(tuple(op(part) for part in x.parts), x.sharding, x.shape, x.dtype, x.space)
 
@@ -237,36 +238,75 @@ def fill(x: Array, value: Any, /) -> None:
     x[...] = value
 
 
-def cumsum(x: Any, /, axis: int | None = None) -> Any:
+def cumsum(x: Any, /, axis: int | None = None, dtype: Any = None) -> Any:
     """The sums up to each element along an axis; of None in the flattened array."""
     x = as_array("cumsum", x)
-    return _names_of(x).cumulative_sum(x.reshape(-1) if axis is None else x, axis=axis or 0)
+    return _names_of(x).cumulative_sum(x.reshape(-1) if axis is None else x, axis=axis or 0, dtype=dtype)
+
+
+def cumprod(x: Any, /, axis: int | None = None, dtype: Any = None) -> Any:
+    """The products up to each element along an axis; of None in the flattened array."""
+    x = as_array("cumprod", x)
+    return _names_of(x).cumulative_prod(x.reshape(-1) if axis is None else x, axis=axis or 0, dtype=dtype)
+
+
+def float_power(x1: Any, x2: Any, /) -> Any:
+    """`x1 ** x2` in float64 at least."""
+    x1 = as_array("float_power", x1)
+    return x1.astype(promoted(x1.dtype, torch.float64)) ** x2
+
+
+def unique(
+    x: Any, /, return_index: bool = False, return_inverse: bool = False, return_counts: bool = False, axis: Any = None
+) -> Any:
+    """The distinct elements in ascending order; where asked for, where each is first, which each element is, how often
+    each is there."""
+    x = as_array("unique", x)
+    if axis is not None:
+        raise UsageError(f"unique(axis={axis}): rows are not compared. Without an axis it finds distinct elements.")
+    if not (return_index or return_inverse or return_counts):
+        return _names_of(x).unique_values(x)
+    values, *others = _names_of(x).unique_all(x)
+    asked = (return_index, return_inverse, return_counts)
+    return (values, *(each for each, wanted in zip(others, asked, strict=True) if wanted))
+
+
+def formatted(x: Array, how: str, /) -> str:
+    """What f-strings write: of an array without dims its number."""
+    return format(x.item() if how and not x.shape else str(x), how)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     rule.__name__: rule
     for rule in (
         *(dot, transpose, swapaxes, ravel, vstack, hstack, column_stack, isclose, allclose, array_equal, ptp),
-        *(average, trace, diagonal, diag, nan_to_num, around, cumsum),
+        *(average, trace, diagonal, diag, nan_to_num, around, cumsum, cumprod, float_power, unique),
+        *(_of_floats("fabs", torch.abs), _of_floats("rint", torch.round)),
         *(_of_floats("exp2", torch.exp2), _of_floats("deg2rad", torch.deg2rad), _of_floats("rad2deg", torch.rad2deg)),
         _of_floats("sinc", torch.sinc),
     )
 }
+FUNCTIONS["round"] = around
 MAKERS: dict[str, Callable[..., Any]] = {"array": array, "identity": identity, "logspace": logspace}
 METHODS: dict[str, Callable[..., Any]] = {
     "copy": lambda x: asarray(x.space, x, copy=True),
     "fill": fill,
     "dot": dot,
     "tolist": lambda x: x.numpy().tolist(),
-    "clip": lambda x, min=None, max=None: _names_of(x).clip(x, min, max),
+    "clip": lambda x, min=None, max=None, **how: _names_of(x).clip(x, min, max, **how),
     "round": around,
     "conj": lambda x: _names_of(x).conj(x),
     "trace": trace,
     "diagonal": diagonal,
     "ptp": ptp,
-    "cumsum": lambda x, axis=None: _names_of(x).cumulative_sum(
-        x if axis is not None else x.reshape(-1), axis=axis or 0
-    ),
+    "cumsum": cumsum,
+    "cumprod": cumprod,
+    "__copy__": lambda x: asarray(x.space, x, copy=True),
+    "__deepcopy__": lambda x, memo: asarray(x.space, x, copy=True),
+    "__format__": formatted,
+    "__round__": lambda x, decimals=None: round(x.item(), decimals),
+    "__divmod__": lambda x, other: (x // other, x % other),
+    "__rdivmod__": lambda x, other: (other // x, other % x),
     "argsort": lambda x, axis=-1: _names_of(x).argsort(x, axis=axis),
 }
 PROPERTIES: dict[str, Callable[[Array], Any]] = {

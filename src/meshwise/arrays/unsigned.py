@@ -1,0 +1,88 @@
+"""uint16, uint32 and uint64, of which torch keeps values and has almost no kernels: calculated in signed integers.
+
+The narrower two fit into a signed type of twice their width, which is cut to their bits afterwards. Of uint64 there is
+none: sums and products have the same bits signed, orders hold with the highest bit turned over, and the rest is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.dtypes import WIDE, comparable
+
+Op = Callable[..., Tensor]
+LOWEST = torch.iinfo(torch.int64).min
+
+
+def of_wide(name: str, op: Op) -> Op:
+    """`op` for one or two tensors of a wide unsigned type. The result is of that type, or of truth values."""
+    of_64 = _by_order(op) if name in _ORDERS else _OF_64.get(name, op)
+
+    def run(*given: Tensor) -> Tensor:
+        dtype = given[0].dtype
+        if dtype is not torch.uint64:
+            found = op(*(each.to(WIDE[dtype]) for each in given))
+            return found if found.dtype is torch.bool else found.to(dtype)
+        found = of_64(*(each.view(torch.int64) for each in given))
+        return found if found.dtype is torch.bool else found.view(dtype)
+
+    return run
+
+
+def extreme(op: Op) -> Op:
+    """A greatest or a least element over dims, also of wide unsigned integers."""
+
+    def run(part: Tensor, dims: tuple[int, ...]) -> Tensor:
+        if part.dtype not in WIDE:
+            return op(part, dims)
+        found = op(comparable(part, part.dtype), dims)
+        return (found ^ LOWEST).view(part.dtype) if part.dtype is torch.uint64 else found.to(part.dtype)
+
+    return run
+
+
+def _by_order(op: Op) -> Op:
+    """Of what has unsigned order. A comparison gives truth values, a choice one of the two."""
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        found = op(a ^ LOWEST, b ^ LOWEST)
+        return found if found.dtype is torch.bool else found ^ LOWEST
+
+    return run
+
+
+def _shifted(a: Tensor, by: Tensor | int) -> Tensor:
+    """To the right, zeros from the left."""
+    kept = (a >> by) & ~((LOWEST >> by) << 1)
+    return kept * ((by >= 0) & (by < 64)) if isinstance(by, Tensor) else kept
+
+
+def _divided(a: Tensor, b: Tensor) -> Tensor:
+    """By zero it is 0, as in NumPy. Half the dividend fits a signed integer: its quotient is twice too small, and lacks
+    at most one. A divisor above half the range goes in once or never."""
+    small = b.clamp(min=1)
+    near = torch.div(_shifted(a, 1), small, rounding_mode="trunc") << 1
+    near = near + ((a - near * small) ^ LOWEST).ge(small ^ LOWEST)
+    return (near * (b > 0)) + (b < 0) * (a ^ LOWEST).ge(b ^ LOWEST)
+
+
+def _power(a: Tensor, b: Tensor) -> Tensor:
+    """Odd numbers to the power of 2**62 are 1 in 64 bits, even ones 0 beyond a power of 63."""
+    return torch.pow(a, torch.where(b < 0, (b & (2**62 - 1)) + 2**62, b))
+
+
+_ORDERS = ("less", "less_equal", "greater", "greater_equal", "maximum", "minimum")
+_OF_64: dict[str, Op] = {
+    "abs": torch.clone,
+    "sign": lambda a: (a != 0).to(a.dtype),
+    "reciprocal": lambda a: (a == 1).to(a.dtype),
+    "signbit": lambda a: torch.zeros_like(a, dtype=torch.bool),
+    "bitwise_right_shift": _shifted,
+    "floor_divide": _divided,
+    "remainder": lambda a, b: (a - _divided(a, b) * b) * (b != 0),
+    "pow": _power,
+}
+"""Of the bits of uint64 as int64, which are to give those of the result."""
