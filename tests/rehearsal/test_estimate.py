@@ -11,9 +11,11 @@ import torch
 
 from meshwise.api.machines import find_machine
 from meshwise.jobs.registry import find_job
+from meshwise.rehearsal import estimator as estimator_module
 from meshwise.rehearsal.estimator import estimator
 from meshwise.rehearsal.trace import kinds_of_ranks
 from meshwise.spec.plan import Plan
+from meshwise.training.job import Job
 
 
 def test_a_gpu_that_is_not_here_has_time_and_memory():
@@ -26,6 +28,20 @@ def test_a_gpu_that_is_not_here_has_time_and_memory():
     assert two.memory.categories["parameters"] < 0.6 * one.memory.categories["parameters"]
     assert one.memory.verdict == "fits"
     assert not torch.accelerator.is_available() or torch.cuda.is_available()  # the fake one is gone
+
+
+@pytest.mark.parametrize(("machine", "said"), [("1xH100", True), ("1xcpu", False)])
+def test_recurrent_layers_that_are_taken_apart_are_said(machine, said, monkeypatch):
+    monkeypatch.setattr(estimator_module, "MEASURE", 0.0)
+    job = Job(
+        name="tagger",
+        model=lambda: torch.nn.LSTM(4, 4),
+        loss=lambda model, batch: model(batch[0])[0].square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+        data=(torch.zeros(8, 3, 4),),
+        batch_size=4,
+    )
+    assert any("cell by cell" in note for note in estimator(job, find_machine(machine))(Plan()).notes) is said
 
 
 def test_parts_add_up_to_the_step():

@@ -19,9 +19,10 @@ from meshwise.rehearsal.prices import Prices, missing, speed_of
 from meshwise.rehearsal.scripts import Script, trace_script
 from meshwise.rehearsal.simulate import Step, simulate
 from meshwise.rehearsal.trace import Trace
-from meshwise.rehearsal.work import Work
+from meshwise.rehearsal.work import Operation, Work
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
+from meshwise.spec.units import plural
 from meshwise.training.job import Job
 
 MEASURE = 5.0
@@ -62,7 +63,7 @@ def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = No
         own = speeds[: plan.devices] if len(set(speeds)) > 1 else ()
         traces = trace_script(program, plan, kind, own) if isinstance(program, Script) else program(plan, kind, own)
         steps = [each.step for each in traces]
-        notes, samples = steps[0].notes, program.batch_size
+        notes, samples = (*steps[0].notes, *_cells(steps[0])), program.batch_size
         used = replace(machine, devices=machine.devices[: plan.devices])  # their workers share the cores of a host
         prices = prices_here(used, steps, MEASURE) if kind == "cpu" else described
         memory = max((memory_of(each, prices, cap) for each in traces), key=lambda memory: memory.filled)
@@ -78,6 +79,17 @@ def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = No
         return Rehearsed(estimate, traces, prices, step)
 
     return rehearse
+
+
+def _cells(work: Work) -> tuple[str, ...]:
+    """What is to be known of recurrent layers on a GPU: fake tensors take them apart."""
+    cells = sum("_thnn_fused" in launch.what.name for launch in work.launches if isinstance(launch.what, Operation))
+    if work.kind == "cpu" or not cells:
+        return ()
+    return (
+        f"LSTM, GRU: rehearsed cell by cell ({plural(cells, 'cell')} in a step), where cuDNN computes a layer "
+        "at once: on the GPU they take less time than said here, and other memory.",
+    )
 
 
 def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...]:
