@@ -174,6 +174,34 @@ def test_copies_are_their_own_and_a_shape_that_is_set_holds() -> None:
         z.shape = (5, 5)
 
 
+def test_numpys_own_functions_write_and_refuse() -> None:
+    x, there = given(V), np.zeros(7)
+    there += x
+    np.testing.assert_array_equal(there, V)
+    assert np.add(x, 1, out=x) is x
+    np.testing.assert_array_equal(x.numpy(), V + 1)
+    with pytest.raises(TypeError, match="no such rule"):
+        np.linalg.norm(x)
+    with pytest.raises(TypeError, match=r"np\.add\.at of an array"):
+        np.add.at(x, [0], 1)
+    with pytest.raises(TypeError, match="into an array of int64"):
+        np.sqrt(x, out=np.zeros(7, dtype=np.int64))
+
+
+def test_types_shapes_and_placements_are_checked() -> None:
+    with pytest.raises(AttributeError):
+        given(V).dtype = XP.int32
+    for shape in (3.0, None, "3", (2.5, 1)):
+        with pytest.raises(TypeError, match="write an integer or a tuple"):
+            XP.zeros(shape)
+    assert XP.zeros(XP.asarray(3)).shape == (3,)
+    assert XP.zeros(np.array([2, 3])).shape == (2, 3)
+    with pytest.raises(mw.UsageError, match="sharding='rows'"):
+        XP.zeros(3, sharding="rows")
+    with pytest.raises(ValueError, match=r"scale=-1"):
+        XP.random.normal(0, -1, 3)
+
+
 def test_numbers_are_written_and_rounded() -> None:
     x = given(V)
     assert f"{x[0]:.2f} {x.sum():g} {x[3].astype(int):3d}" == "3.00 21   7"

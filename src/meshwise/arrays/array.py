@@ -18,7 +18,7 @@ class Array:
     parts: the tensors of the places that are here, in the order of `sharding.places`. In one process these are all.
     """
 
-    __slots__ = ("__weakref__", "_shape", "dtype", "parts", "sharding", "space")
+    __slots__ = ("__weakref__", "_dtype", "_shape", "parts", "sharding", "space")
 
     def __init__(
         self, parts: tuple[Tensor, ...], sharding: Sharding, shape: Shape, dtype: torch.dtype, space: Space
@@ -26,8 +26,13 @@ class Array:
         self.parts = parts
         self.sharding = sharding
         self._shape = shape
-        self.dtype = dtype
+        self._dtype = dtype
         self.space = space
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type: torch's, as `xp.float64`. It stays: `x.astype` makes another array."""
+        return self._dtype
 
     @property
     def shape(self) -> Shape:

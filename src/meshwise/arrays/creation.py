@@ -6,6 +6,7 @@ The first parameter of these functions is the space; the namespace fills it in.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -129,9 +130,17 @@ def made(space: Space, shape: Any, dtype: torch.dtype, placement: tuple[Any, Pla
     return Array(parts, placed, whole, dtype, space)
 
 
+def _lengths(shape: Any) -> Any:
+    """Of one length, or of what else has several."""
+    return shape if hasattr(shape, "__iter__") and getattr(shape, "shape", True) else (shape,)
+
+
 def as_shape(shape: Any) -> Shape:
     """A length or a sequence of lengths as a shape. ValueError for a negative one."""
-    lengths = tuple(int(n) for n in shape) if hasattr(shape, "__iter__") else (shape.__index__(),)
+    try:
+        lengths = tuple(map(operator.index, shape if isinstance(shape, tuple | list) else _lengths(shape)))
+    except TypeError as error:
+        raise TypeError(f"shape {shape!r}: write an integer or a tuple of integers.") from error
     if any(length < 0 for length in lengths):
         raise ValueError(f"shape {lengths}: a length is below 0.")
     return lengths

@@ -214,8 +214,7 @@ def nonzero(x: Array, /) -> tuple[Array, ...]:
     """
     if not x.shape:
         raise ValueError("nonzero of an array without dims: write xp.reshape(x, (1,)) first.")
-    mask = made([part != 0 for part in as_bits(x).parts], x.sharding, x, x.shape)
-    mask.dtype = torch.bool
+    mask = Array(tuple(part != 0 for part in as_bits(x).parts), x.sharding, x.shape, torch.bool, x.space)
     if mask.sharding.dim is not None and math.prod(x.shape[: mask.sharding.dim]) != 1:
         mask = reshard(mask, first_divided(mask.shape, mask.sharding.places), "nonzero")
     placed = mask.sharding

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwise.arrays import reading
 from meshwise.arrays.array import Array
 from meshwise.arrays.creation import asarray
-from meshwise.arrays.dtypes import refuse_gradients
+from meshwise.arrays.dtypes import as_dtype, numpy_dtype, refuse_gradients
 from meshwise.arrays.gathering import gathered
 from meshwise.arrays.moves import agreed
 from meshwise.arrays.sharding import sharding
@@ -126,13 +126,30 @@ def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Calla
 
     def ufunc(self: Array, called: Any, method: str, *given: Any, **kwargs: Any) -> Any:
         rule = functions.get(called.__name__)
+        (into,) = kwargs.pop("out", (None,))
         if method != "__call__" or rule is None or kwargs:
-            return NotImplemented
-        return rule(*(asarray(self.space, v) if isinstance(v, np.ndarray | np.generic) else v for v in given))
+            asked = (
+                f"np.{called.__name__}"
+                + ("" if method == "__call__" else f".{method}")
+                + "".join(f", {k}=" for k in kwargs)
+            )
+            raise TypeError(f"{asked} of an array of meshwise: no such rule. Write np.asarray(x) for its values.")
+        found = rule(*(asarray(self.space, v) if isinstance(v, np.ndarray | np.generic) else v for v in given))
+        if into is None:
+            return found
+        if not np.can_cast(numpy_dtype(found.dtype), numpy_dtype(as_dtype(into.dtype)), "same_kind"):
+            raise TypeError(
+                f"np.{called.__name__} into an array of {into.dtype}: the result is {found.dtype}. Cast it."
+            )
+        into[...] = found
+        return into
 
     def function(self: Array, called: Any, types: Any, args: Any, kwargs: Any) -> Any:
         rule = functions.get(called.__name__)
-        return NotImplemented if rule is None else rule(*args, **kwargs)
+        if rule is None:
+            name = f"{called.__module__}.{called.__name__}"
+            raise TypeError(f"{name} of an array of meshwise: no such rule. Write np.asarray(x) for its values.")
+        return rule(*args, **kwargs)
 
     return {"__array_ufunc__": ufunc, "__array_function__": function}
 

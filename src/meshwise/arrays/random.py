@@ -79,6 +79,8 @@ class Generator:
     ) -> Array:
         """Normal numbers of mean `loc` and standard deviation `scale`: the inverse of their distribution, of uniform
         ones in 53 bits."""
+        if scale < 0:
+            raise ValueError(f"normal(scale={scale}): a standard deviation is 0 or more.")
         kind = self._float(dtype)
 
         def draw(upper: Tensor, lower: Tensor) -> Tensor:

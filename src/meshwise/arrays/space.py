@@ -56,6 +56,8 @@ class Space:
         """Where an array of this shape lies: as wanted, on the device that is named, or divided along its first dim."""
         if isinstance(wanted, Layout):
             return self._known(wanted.of(shape))
+        if wanted is not None and not isinstance(wanted, Sharding):
+            raise UsageError(f"sharding={wanted!r}: write xp.shard(0), xp.replicated() or xp.single(0).")
         if wanted is not None:
             return self._known(fitting(wanted, shape))
         if device is not None and device != ALL:
