@@ -1,9 +1,10 @@
 """Random programs over arrays against NumPy (tests/arrays/programs.py), thousands of them.
 
-    python bench/array_programs.py [--programs 5000] [--poisoned] [--strict]
+    python bench/array_programs.py [--programs 5000] [--poisoned] [--strict] [--ranks 3]
 
 --poisoned: memory that nobody wrote has values that are noticed. --strict: on mw.virtual_devices, where what mixes
-devices is an error. A failure prints its seed, which is kept: `run(seed, places)` is the same program again.
+devices is an error. --ranks: on the ranks of a run, all of which run each program. A failure prints its seed, which is
+kept: `run(seed, places)` is the same program again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -23,6 +25,8 @@ from keep import RESULTS, keep
 
 import meshwise as mw
 from tests.arrays.programs import run
+from tests.arrays.test_over_ranks import programs_of_ranks
+from tests.pool import Pool
 
 _empty = torch.empty
 
@@ -39,8 +43,12 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=5000)
     parser.add_argument("--poisoned", action="store_true")
     parser.add_argument("--strict", action="store_true")
+    parser.add_argument("--ranks", type=int, default=0)
     asked = parser.parse_args()
     begun, failed, counts = time.monotonic(), {}, Counter[str]()
+    if asked.ranks:
+        on_ranks(asked.programs, asked.ranks)
+        return
     for seed in range(asked.programs):
         places = 1 + seed % 4
         with contextlib.ExitStack() as stack:
@@ -55,10 +63,26 @@ def main() -> None:
                 print(failed[seed], flush=True)
     way = "poisoned" if asked.poisoned else "strict" if asked.strict else "plain"
     print(f"{way}: {asked.programs - len(failed)} of {asked.programs} as NumPy, {time.monotonic() - begun:.0f} s")
+    kept(way, {"programs": asked.programs, "failed": failed, "operations": dict(counts)})
+
+
+def on_ranks(programs: int, ranks: int) -> None:
+    """The programs over ranks, as workers of this machine."""
+    begun, pool = time.monotonic(), Pool(ranks)
+    failed = [pool.run(programs_of_ranks, first, 100, timeout=500) for first in range(0, programs, 100)]
+    pool.close()
+    told = sorted({one for answers in failed for own in answers for one in own})
+    print("\n".join(each[:600] for each in told))
+    print(f"{ranks} ranks: {programs - len(told)} of {programs} as NumPy, {time.monotonic() - begun:.0f} s")
+    kept(f"{ranks} ranks", {"programs": programs, "failed": told})
+
+
+def kept(way: str, result: dict[str, Any]) -> None:
+    """Beside what was found in other ways."""
     path = RESULTS / "array_programs.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     before.pop("machine", None)
-    keep("array_programs", before | {way: {"programs": asked.programs, "failed": failed, "operations": dict(counts)}})
+    keep("array_programs", before | {way: result})
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ def seconds(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - begin) / CALLS
 
 
-def cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+def cases(devices: Any = "2xcpu") -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     """Name -> (the operation on arrays, the same torch calls on a list)."""
-    xp = mw.array_namespace("2xcpu")
+    xp = mw.array_namespace(devices)
     x, y = xp.ones(2000, dtype=xp.float32), xp.ones(2000, dtype=xp.float32)
     z = xp.ones(2000, dtype=xp.float64)
     xs, ys, zs = list(x.shards), list(y.shards), list(z.shards)

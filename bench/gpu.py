@@ -5,11 +5,12 @@
 Correctness on CUDA (losses of the built-in jobs against a plain loop on the same GPU, float32 without TF32), time and
 memory of the jobs, the cost of our step over a plain one, bf16 and fp16; plans of one device (precision, recompute,
 offload, compile) checked against the plain loop, with the peaks that were allocated and reserved; copies against plain
-CUDA events, and `meshwise bench` of all GPUs with its verdicts. Writes bench/results/gpu.json.
+CUDA events, and `meshwise bench` of all GPUs with its verdicts; arrays of one GPU as two places. Writes bench/results/gpu.json.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tempfile
 import time
@@ -41,6 +42,7 @@ from meshwise.training.order import epoch_order
 from meshwise.training.run_options import RunOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
+from arrays import cases, seconds
 from copies import on_gpus
 from overhead import measure
 
@@ -175,6 +177,30 @@ def preflight() -> dict[str, Any]:
     }
 
 
+def arrays() -> dict[str, Any]:
+    """One GPU as two places: microseconds of small operations beyond bare torch calls, and that nothing waits: torch
+    raises where the host does, until a value is read."""
+    places = ["cuda:0", "cuda:0"]
+    beyond = {
+        name: statistics.median((seconds(ours) - seconds(bare)) * 1e6 for _ in range(50))
+        for name, (ours, bare) in cases(places).items()
+    }
+    xp = mw.array_namespace(places)
+    x, y = xp.ones(20_000_000, dtype=xp.float32), xp.full(20_000_000, 2.0, dtype=xp.float32)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        begin = time.perf_counter()
+        for _ in range(100):
+            x = xp.sqrt(x * y) + 1
+        total = xp.sum(x[1:] - x[:-1])
+        enqueued = time.perf_counter() - begin
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    value = float(total)
+    return {"µs beyond": beyond, "enqueued": enqueued, "read": time.perf_counter() - begin, "value": value}
+
+
 def main() -> None:
     """Measure, print, keep."""
     if not torch.cuda.is_available():
@@ -190,6 +216,8 @@ def main() -> None:
         print(name, result[f"plans of {name}"], flush=True)
     result["timeline mnist-cnn"] = watched("mnist-cnn")
     result["copies"] = on_gpus(size=1 << 30)
+    result["arrays"] = arrays()
+    print("arrays", result["arrays"], flush=True)
     result["bench"] = preflight()
     (result["overhead mnist-cnn"],) = mw.launch(measure, "mnist-cnn", 1024, 200, devices="1xcuda")
     keep("gpu", result)

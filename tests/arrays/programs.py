@@ -53,10 +53,13 @@ class State:
         return self.xp.shard(dim, [b - a for a, b in zip([0, *cuts], [*cuts, shape[dim]], strict=True)])
 
 
-def run(seed: int, places: int) -> set[str]:
-    """Run one program; the operations that it had. AssertionError with the whole program where results differ."""
+def run(seed: int, places: int, over_ranks: bool = False) -> set[str]:
+    """Run one program; the operations that it had. AssertionError with the whole program where results differ.
+
+    over_ranks: on the ranks of this run, which all call it with the same seed.
+    """
     draw = Random(seed)
-    state = State(draw, mw.array_namespace(f"{places}xcpu"), places, [])
+    state = State(draw, mw.array_namespace(None if over_ranks else f"{places}xcpu"), places, [])
     pool = [_made(state) for _ in range(2)]
     used: set[str] = set()
     for _ in range(draw.randint(3, 12)):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import meshwise as mw
+from tests.arrays.programs import run
 from tests.pool import Pool
 
 
@@ -40,6 +41,22 @@ def test_ranks_compute_what_virtual_devices_do(pool: Callable[[int], Pool], rank
     for found in pool(ranks).run(program, None):
         assert len(found) == len(expected)
         assert all(map(equal, found, expected)), (found, expected)
+
+
+def programs_of_ranks(first: int, count: int) -> list[str]:
+    """What differs from NumPy in so many random programs, on this rank."""
+    found = []
+    for seed in range(first, first + count):
+        try:
+            run(seed, mw.world_size(), over_ranks=True)
+        except AssertionError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_programs_over_ranks_are_numpys(pool: Callable[[int], Pool], ranks: int) -> None:
+    assert pool(ranks).run(programs_of_ranks, 100 * ranks, 40) == [[]] * ranks
 
 
 def of_other_devices() -> str:
