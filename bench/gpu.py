@@ -5,7 +5,8 @@
 Correctness on CUDA (losses of the built-in jobs against a plain loop on the same GPU, float32 without TF32), time and
 memory of the jobs, the cost of our step over a plain one, bf16 and fp16; plans of one device (precision, recompute,
 offload, compile) checked against the plain loop, with the peaks that were allocated and reserved; copies against plain
-CUDA events, and `meshwise bench` of all GPUs with its verdicts; arrays of one GPU as two places. Writes bench/results/gpu.json.
+CUDA events, and `meshwise bench` of all GPUs with its verdicts; arrays of one GPU as two places. Writes
+bench/results/gpu.json.
 """
 
 from __future__ import annotations
