@@ -94,7 +94,7 @@ FIGURES: Mapping[str, Figure] = {
     "gloo.network": Figure(0.95, 1.15, "our measurement of gloo on links shaped to 200 Mbit/s by tc tbf"),
     "gloo.pairs": Figure(1.0, 1.6, f"{OURS}: a ring made of measured pairs"),
     "step": Figure(
-        1.0, 1.25, "bench/pairs.py on four jobs, llm-foundry and lambda of the published runs: what no price knows of"
+        1.0, 1.25, "bench/pairs.py on four of its jobs, and two sets of published runs: what no price knows"
     ),
     # What computing and communicating at once cost each other, as factors on the overlapped part.
     "overlap.compute.gpu": Figure(1.19, 1.1, _OVERLAP),
