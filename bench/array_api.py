@@ -1,10 +1,12 @@
 """The public array API suite (github.com/data-apis/array-api-tests), with every array split over virtual devices.
 
     python bench/array_api.py SUITE [--examples 100] [--places 2 3] [--passes one sharded guarded] [-k WORDS]
+                              [--kept FOLDER]
 
 SUITE: a clone of it with its submodule; its requirements and array-api-compat are installed. `one` is
 array_api_compat.torch on one device, what `sharded` is held against; `guarded` forbids hidden gathers
-(`mw.guard("error")`). Each pass has the same seed. Skips and expected failures count as failures.
+(`mw.guard("error")`). Each pass has the same seed. `--kept` goes on behind the passes that are in the folder: one
+takes half an hour and more with 100 examples. Skips and expected failures count as failures.
 
 Goals: every test that `one` passes passes sharded, and half of those that it fails; guarded, 85 % of the functions.
 """
@@ -66,6 +68,7 @@ def main() -> None:
     parser.add_argument("--places", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--passes", nargs="+", default=["one", "sharded", "guarded"])
     parser.add_argument("-k", dest="words", default="")
+    parser.add_argument("--kept", type=Path)
     asked = parser.parse_args()
     found: dict[str, dict[str, str]] = {}
     for name in asked.passes:
@@ -73,7 +76,14 @@ def main() -> None:
             begin = time.monotonic()
             module = "array_api_compat.torch" if name == "one" else "array_api_sharded"
             environment = {"PLACES": str(places)} | ({"GUARD": "error"} if name == "guarded" else {})
-            own = outcomes(asked.suite, module, asked.examples, asked.words, environment)
+            kept = asked.kept and asked.kept / f"{name}-{places}-{asked.examples}{asked.words}.json"
+            if kept and kept.exists():
+                own = json.loads(kept.read_text())
+            else:
+                own = outcomes(asked.suite, module, asked.examples, asked.words, environment)
+                if kept:
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    kept.write_text(json.dumps(own))
             passed = sum(value == "passed" for value in own.values())
             print(f"{name} {places}: {passed} of {len(own)} passed, {time.monotonic() - begin:.0f} s", flush=True)
             found[f"{name} {places}"] = own
@@ -83,22 +93,22 @@ def main() -> None:
     ).stdout.strip()
     one = found.get("one 1", {})
     for name, own in found.items():
-        kept = {"tests": len(own), "passed": sum(value == "passed" for value in own.values())}
+        row = {"tests": len(own), "passed": sum(value == "passed" for value in own.values())}
         if name.startswith("sharded") and one:
             lost = {test: own.get(test, "absent") for test in one if one[test] == "passed" != own.get(test)}
             gained = [test for test in one if one[test] != "passed" == own.get(test)]
             failing = sum(value != "passed" for value in one.values())
-            kept |= {"lost": lost, "gained": gained, "of those that one device fails": f"{len(gained)} of {failing}"}
+            row |= {"lost": lost, "gained": gained, "of those that one device fails": f"{len(gained)} of {failing}"}
             print(f"{name}: lost {len(lost)}, gained {len(gained)} of {failing}")
         if name.startswith("guarded"):
             groups: dict[str, list[str]] = defaultdict(list)
             for test, value in own.items():
                 groups[function_of(test)].append(value)
             gathers = sorted(key for key, values in groups.items() if any("gather" in value for value in values))
-            kept |= {"functions": len(groups), "with a hidden gather": gathers}
+            row |= {"functions": len(groups), "with a hidden gather": gathers}
             print(f"{name}: {len(groups) - len(gathers)} of {len(groups)} functions without a hidden gather")
-        kept["failed"] = {test: value for test, value in own.items() if value != "passed"}
-        result["passes"][name] = kept
+        row["failed"] = {test: value for test, value in own.items() if value != "passed"}
+        result["passes"][name] = row
     if not asked.words:
         keep("array_api", result)
     else:

@@ -32,6 +32,8 @@ from meshwise.spec.machine import Machine as Machine
 from meshwise.spec.plan import Plan as Plan
 from meshwise.timeline.run_report import Report as Report
 from meshwise.timeline.run_summary import RunSummary as RunSummary
+from meshwise.training.checkpoint import LoopState as LoopState
+from meshwise.training.checkpoint import checkpoint as checkpoint
 from meshwise.training.distribute import accumulate as accumulate
 from meshwise.training.distribute import backward as backward
 from meshwise.training.distribute import distribute as distribute

@@ -18,17 +18,18 @@ import typer
 from typer.core import TyperGroup
 
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
+from meshwise.spec.exit_codes import FAILED, MEANINGS
 from meshwise.spec.words import without_control
 from meshwise.terminal.screen import fitted
 
-COMMANDS = ("devices", "bench", "plan", "run", "predict", "check", "report", "runs")
+COMMANDS = ("devices", "bench", "plan", "run", "predict", "check", "report", "runs", "checkpoints", "weights")
 EXIT_CODES = {
-    "0": "done",
-    "1": "a worker failed or the loss is not finite: the culprit's rank and traceback are shown once; "
-    "bench: a path corrupts data; check: the plan differs; plan: no plan fits for certain",
-    "2": "what was asked cannot be done: one sentence says what to use instead",
+    **MEANINGS,
+    str(
+        FAILED
+    ): f"{MEANINGS[str(FAILED)]}: the culprit's rank and traceback are shown once; bench: a path corrupts data; "
+    "check: the plan differs; plan: no plan fits for certain",
     "3": "bench: a device or a path is far slower than its model usually is",
-    "129, 130, 143": "stopped by a closed terminal, Ctrl-C, SIGTERM; the state is saved",
 }
 
 
@@ -75,6 +76,8 @@ def _options(version: Annotated[bool, typer.Option("--version", help="print the 
 
 def main() -> None:
     """The command `meshwise`."""
+    if any(word.startswith("--nnodes") for word in sys.argv):  # else torch prints C++ frames for a connection that ends
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         code = app(sys.argv[1:], standalone_mode=False, prog_name="meshwise")
     except MeshwiseError as error:

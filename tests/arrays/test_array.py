@@ -86,6 +86,17 @@ def test_a_reduction_moves_partial_results_only() -> None:
     ]
 
 
+def test_a_sum_has_the_same_bits_while_somebody_watches_what_moves() -> None:
+    xp = mw.array_namespace("7xcpu")
+    for dtype in (xp.float32, xp.bfloat16, xp.complex64):
+        drawn = xp.random.default_rng(3).normal(0, 1, 1000)
+        x = drawn.reshard(xp.shard(0, weights=[5, 0, 1, 9, 2, 3, 4])).astype(dtype)
+        alone = complex(x.sum()), complex(x.mean())
+        with mw.comm_log() as log:
+            assert (complex(x.sum()), complex(x.mean())) == alone
+        assert len(log) > 0
+
+
 def test_of_equal_elements_the_first_is_the_greatest_and_nan_before_all() -> None:
     for values in ([1.0, 5, 5, 2, 5, 0, 5], [1.0, 5, np.nan, 2, np.nan, 0, 5]):
         assert int(XP.argmax(XP.asarray(values))) == np.argmax(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,20 @@ def test_a_value_that_one_rank_reads_ends_the_run_with_its_line(processes: None,
     assert ended.returncode != 0
     told = " ".join((ended.stdout + ended.stderr).split())
     assert "Ranks parted: rank 0 came to sum at alone.py:4; rank 1 " in told
+
+
+def read_by_dlpack() -> list[Any]:
+    import torch
+
+    xp = mw.array_namespace()
+    arrays = [xp.asarray(3.0), xp.arange(3, device="cpu:1"), xp.arange(3), xp.arange(3, sharding=xp.replicated())]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [torch.from_dlpack(x).tolist() for x in arrays]
+
+
+def test_dlpack_gives_all_of_an_array_on_each_rank(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(read_by_dlpack) == [[3.0, [0, 1, 2], [0, 1, 2], [0, 1, 2]]] * 2
 
 
 def dtensors_both_ways() -> list[Any]:

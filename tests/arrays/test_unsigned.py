@@ -60,3 +60,7 @@ def test_functions_and_reductions(dtype: str) -> None:
         array[2:5] -= 1
         array |= 1
     same(shown, changed)
+
+
+def test_large_integers_beside_small_ones_in_a_list_are_not_rounded() -> None:
+    assert XP.asarray([[2**63 + 1, 1]], dtype=XP.uint64).tolist() == [[2**63 + 1, 1]]

@@ -8,12 +8,16 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from meshwise import cli
+from meshwise.api.start import refuse_restarts
 from meshwise.jobs.mnist import MNIST
+from meshwise.spec.errors import UsageError
+from meshwise.training.run_options import RunOptions
 
 NEEDED = ("model", "loss", "optimizer", "data")
 JOB_FILE = """
@@ -237,3 +241,10 @@ def test_a_plan_that_is_a_pipe_is_not_waited_for(
     os.mkfifo("pipe.toml")
     code, said = command(["check", "mine.py:job", "--plan", "pipe.toml"], monkeypatch, capsys)
     assert code == 2 and "it is a pipe" in said
+
+
+@pytest.mark.parametrize("given", [{"restarts": 2}, {"restart_on": "exception"}, {"on_failure": "true"}])
+def test_restarts_where_nobody_starts_anything_again_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"on several machines: .* --resume RUN where its exit code is 85"):
+        refuse_restarts(RunOptions("mlp", **given), "on several machines")
+    refuse_restarts(RunOptions("mlp", restarts=0), "on several machines")

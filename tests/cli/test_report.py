@@ -141,6 +141,8 @@ def test_a_run_that_was_killed_has_a_report_that_says_who_was_cut_off(report: Re
         f"{job}:job",
         "--devices",
         "2xcpu",
+        "--restarts",
+        "0",
         "--out",
         str(tmp_path / "runs"),
     ]

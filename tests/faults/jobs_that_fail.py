@@ -1,5 +1,6 @@
 """Small jobs that fail in one way each, on rank 1 in step 5 unless they say otherwise."""
 
+import dataclasses
 import os
 import signal
 import sys
@@ -67,6 +68,10 @@ def wrong_shape(value):
     return torch.stack([value, value])
 
 
+def is_stopped(value):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def leaves_others_in_a_collective(value):
     time.sleep(1.0)  # the other rank is inside the all-reduce by now
     os._exit(0)
@@ -74,6 +79,7 @@ def leaves_others_in_a_collective(value):
 
 job_raises = make(raises)
 job_is_killed = make(is_killed)
+job_is_stopped = make(is_stopped)
 job_exits = make(exits)
 job_exits_everywhere = mw.Job(**{**vars(job_exits), "loss": lambda model, batch: sys.exit(0)})
 job_exits_at_once = make(exits_at_once)
@@ -83,3 +89,4 @@ job_wrong_shape = make(wrong_shape)
 job_leaves_others = make(leaves_others_in_a_collective)
 job_fine = make(lambda value: None, epochs=2, pause=0.0)
 job_long = make(lambda value: None, epochs=1000)
+job_long_with_loader_workers = dataclasses.replace(job_long, loader_workers=1)

@@ -21,11 +21,11 @@ MARK = "MESHWISE_TEST_RUN"
 class CommandRun:
     """`meshwise run …` in a process of its own, started at once."""
 
-    def __init__(self, *words: str, out: Path, fail_step: int = 5) -> None:
+    def __init__(self, *words: str, out: Path, fail_step: int = 5, **variables: str) -> None:
         self.mark = uuid.uuid4().hex
         self.log = out / "output.txt"
         out.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | {MARK: self.mark, "FAIL_STEP": str(fail_step)}
+        environment = os.environ | {MARK: self.mark, "FAIL_STEP": str(fail_step)} | variables
         environment.pop(LISTENS, None)  # the kept server's workers would not have the mark
         with self.log.open("wb") as log:
             command = [sys.executable, "-m", "meshwise", "run", *words]

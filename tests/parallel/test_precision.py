@@ -9,7 +9,7 @@ from torch import nn
 from meshwise.parallel.precision import cast_batch, computing, store_parameters
 from meshwise.spec.dtypes import dtypes_of
 from meshwise.spec.plan import PRECISIONS, Plan
-from meshwise.training.loop import loss_scaler
+from meshwise.training.job_start import loss_scaler
 
 COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 

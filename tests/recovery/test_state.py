@@ -138,12 +138,6 @@ def test_a_state_of_other_parameter_groups_is_told() -> None:
         unpack(make(Adam), pack(make(grouped)))
 
 
-@pytest.mark.parametrize("saved", [{"format": 99}, {}])
-def test_a_state_of_another_format_is_told(saved: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=f"has format {saved.get('format')}; this meshwise reads format 1"):
-        unpack(make(), saved)
-
-
 def test_a_scheduler_that_the_job_has_gained_starts_anew() -> None:
     saved, state = make(), make(scheduler=SCHEDULERS["multistep"])
     train(saved, 3)

@@ -35,16 +35,11 @@ def test_losses_are_weighted_means_and_written_when_they_are_gathered(log: Metri
     log.add(0, 1, losses(3.0, 6.0))
     log.add(0, 2, losses(4.0))
     assert log.last_loss is None and not (tmp_path / "metrics.jsonl").exists()
-    assert log.sync() is False
+    log.sync()
     assert log.losses == [5.0, 4.0] and log.last_loss == 4.0
     assert lines(tmp_path) == [{"epoch": 1, "step": 1, "loss": 5.0}, {"epoch": 1, "step": 2, "loss": 4.0}]
     log.sync()
     assert log.losses == [5.0, 4.0]  # each once
-
-
-def test_the_wish_to_stop_travels_with_the_losses(log: MetricsLog) -> None:
-    log.add(0, 1, losses(1.0))
-    assert log.sync(wants_stop=True) is True
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -17,6 +17,7 @@ from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.options import options_of, refuse_options_of_jobs
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml
+from meshwise.spec.saves import Saves
 from meshwise.training.run_options import PlanText, RunOptions
 
 FULL = RunOptions(
@@ -87,6 +88,10 @@ def test_what_is_given_goes_before_the_record(name: str) -> None:
         "exact_random": True,
         "plan": Plan(data=2),
         "seed": 0,
+        "restart_on": "exception",
+        "save_limit": "50GiB",
+        "on_nan": "skip",
+        "memory_limit": "8GiB",
     }
     given = {name: new.get(name, "other" if isinstance(getattr(FULL, name), str) else 1)}
     gone: Any = {"accumulate": None, "precision": None, "settings": ()} if name == "plan" else {}
@@ -158,11 +163,43 @@ def test_settings_and_a_plan_file_make_the_plan(tmp_path: Path) -> None:
     assert options.plan_on(8).data == 4 and RunOptions().resumed(recorded(options)) == options
 
 
-@pytest.mark.parametrize(("name", "option"), [("log_every", "--log-every 0"), ("save_every", "--save-every 0")])
+@pytest.mark.parametrize(
+    ("name", "option"), [("log_every", "--log-every 0"), ("save_every", "--save-every 0"), ("keep", "--keep 0")]
+)
 def test_every_no_step_is_refused(name: str, option: str) -> None:
     given: Any = {name: 0}
     with pytest.raises(UsageError, match=f"{option}: must be at least 1"):
         RunOptions(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "saves"),
+    [
+        ({}, Saves(None, None, 2, None)),
+        ({"save_every": 500}, Saves(500)),
+        ({"save_every": "500", "keep": 3}, Saves(500, None, 3)),
+        ({"save_every": "10min", "save_limit": "50GiB"}, Saves(None, 600.0, 2, 50 << 30)),
+        ({"save_every": "1h30min", "save_limit": "1.5 TB"}, Saves(None, 5400.0, 2, 1_500_000_000_000)),
+    ],
+)
+def test_a_state_is_saved_after_steps_or_time(given: Any, saves: Saves) -> None:
+    assert RunOptions(**given).saves == saves
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"save_every": "often"}, "--save-every often: is no duration"),
+        ({"save_every": "-5"}, "--save-every -5: must be at least 1"),
+        ({"save_every": "0s"}, "--save-every 0s: is no duration"),
+        ({"save_limit": "much"}, "--save-limit = 'much': not a number with a unit"),
+        ({"save_limit": "3 s"}, "a unit of seconds"),
+    ],
+)
+def test_a_time_or_a_size_that_is_none_is_refused(given: Any, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        RunOptions(**given)
+    assert says in str(caught.value)
 
 
 def test_a_field_of_the_plan_is_set_once() -> None:

@@ -1,4 +1,7 @@
-"""Whatever a job's data is, its batches are those of plain PyTorch, and its random draws those of its key."""
+"""Whatever a job's data is, its batches are those of plain PyTorch, and its random draws those of its key.
+
+Of training/job_data.py too.
+"""
 
 from __future__ import annotations
 

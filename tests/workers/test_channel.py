@@ -167,3 +167,18 @@ def test_a_token_is_sent_only_with_the_first_line(launcher: Launcher) -> None:
 
 def test_without_an_address_there_is_no_channel() -> None:
     assert connect({TOKEN: "secret"}, 0) is None
+
+
+def test_no_more_than_a_line_is_read_of_a_connection_that_has_not_shown_the_token(launcher: Launcher) -> None:
+    assert launcher.stranger(b"{" * (channel.MOST_HELLO + 1)) == b""
+    assert launcher.stranger(b'{"token": 7}\n') == b""
+    assert launcher.told.empty()
+
+
+def test_a_port_is_held_from_when_it_is_chosen() -> None:
+    with channel.listening("127.0.0.1") as server:
+        with pytest.raises(OSError):
+            socket.create_server(server.getsockname())
+        assert server.getsockname()[0] == "127.0.0.1"
+    with channel.listening() as everywhere, socket.create_connection(("127.0.0.1", everywhere.getsockname()[1])):
+        pass

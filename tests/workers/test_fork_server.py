@@ -81,8 +81,8 @@ def test_a_worker_has_its_own_environment_folder_session_and_random_numbers(
 
 
 def test_a_killed_worker_is_known_by_its_signal(processes: None) -> None:
-    with pytest.raises(WorkerFailed, match="rank 1 of 2 was killed by SIGTERM"):
-        launch(end, (signal.SIGTERM,), SLOTS)
+    with pytest.raises(WorkerFailed, match="rank 1 of 2 was killed by SIGABRT"):
+        launch(end, (signal.SIGABRT,), SLOTS)
 
 
 def test_a_launch_that_is_ended_leaves_no_worker(processes: None, tmp_path: Path) -> None:

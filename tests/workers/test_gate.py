@@ -146,7 +146,6 @@ def test_a_halt_before_the_first_step_stops_before_it() -> None:
 def test_without_a_channel_every_step_begins() -> None:
     gate = StepGate()
     assert all(gate.begin() for _ in range(100))
-    assert gate.wanted is False
 
 
 def test_a_stopped_loop_says_after_which_step() -> None:

@@ -3,6 +3,7 @@ from meshwise.api import bench as bench
 from meshwise.api import bench_hosts as bench_hosts
 from meshwise.api import check as check
 from meshwise.api import check_options as check_options
+from meshwise.api import checkpoints as checkpoints
 from meshwise.api import machines as machines
 from meshwise.api import plan as plan
 from meshwise.api import plan_options as plan_options
@@ -13,3 +14,4 @@ from meshwise.api import runs as runs
 from meshwise.api import script as script
 from meshwise.api import start as start
 from meshwise.api import supervise as supervise
+from meshwise.api import weights as weights

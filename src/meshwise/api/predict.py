@@ -16,12 +16,13 @@ from rich.console import Console
 from torch import nn
 
 from meshwise.api.start import worker_slots
-from meshwise.api.supervise import PRELOAD, SIGNALS, forwarded_signals
+from meshwise.api.supervise import PRELOAD, forwarded_signals
 from meshwise.jobs.registry import find_in_file, find_job
 from meshwise.machine.find import describe
 from meshwise.parallel.apply import check_fits
 from meshwise.records.folder import source_of
 from meshwise.spec.errors import UsageError
+from meshwise.spec.exit_codes import code_of_stop, stop_text
 from meshwise.spec.options import takes
 from meshwise.spec.units import plural, rate_text, seconds_text
 from meshwise.spec.world import World
@@ -33,8 +34,9 @@ from meshwise.training.predict_options import PredictOptions
 from meshwise.transfer.collectives import broadcast_object, everyone
 from meshwise.workers.channel import Message
 from meshwise.workers.environment import started_by_launcher
+from meshwise.workers.halt import Halt
 from meshwise.workers.join import join
-from meshwise.workers.launch import Halt, Listeners, launch
+from meshwise.workers.launch import Listeners, launch
 
 QUIET_SECONDS = 10
 """Without a line, before another says how far it is."""
@@ -94,9 +96,12 @@ def predict_with(options: PredictOptions, console: Console) -> tuple[Predictions
     found = Predictions(path=path, nan=tuple(facts["nan"]), **{key: facts[key] for key in keys})
     if facts["done"] < found.samples:
         where = "" if path is None else ". The same command goes on there"
-        word = SIGNALS.get(stopped, "a signal")
-        console.print(f"stopped by {word} after {facts['done']:,} of {found.samples:,} samples{where}", soft_wrap=True)
-        return found, 128 + (stopped or signal.SIGINT)
+        number = stopped or signal.SIGINT
+        console.print(
+            f"stopped by {stop_text(number)} after {facts['done']:,} of {found.samples:,} samples{where}",
+            soft_wrap=True,
+        )
+        return found, code_of_stop(number)
     console.print(summary(found), soft_wrap=True, markup=False, highlight=False)
     return found, 0
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,18 @@ from typing import Any
 from rich.console import Console
 
 from meshwise import api
-from meshwise.api.start import Program, Started, opened, record_blocks, start, supervised
+from meshwise.api.start import Program, Started, in_attempt, opened, record_blocks, refuse_restarts, start, supervised
 from meshwise.api.supervise import Viewer, summarise
 from meshwise.jobs.registry import find_job
 from meshwise.machine.find import find_devices
+from meshwise.machine.memory import cap_memory
 from meshwise.parallel.apply import check_fits
 from meshwise.records import folder as names
+from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.records.files import write_text
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
+from meshwise.spec.exit_codes import DONE, code_of_stop
 from meshwise.spec.json_values import json_value
 from meshwise.spec.options import takes
 from meshwise.spec.plan import Plan
@@ -40,9 +43,10 @@ from meshwise.training.session import program_ends
 from meshwise.transfer.collectives import broadcast_object, gather_objects
 from meshwise.workers.channel import Message
 from meshwise.workers.environment import started_by_launcher
-from meshwise.workers.join import join
+from meshwise.workers.join import join, rank_context
 from meshwise.workers.launch import Listeners
 from meshwise.workers.launch import launch as launch_workers
+from meshwise.workers.stopping import agree_to_stop, stop_after
 
 shown_by(RunSummary, summary_text)
 
@@ -92,20 +96,20 @@ def start_job(
 
     began: when the user asked for it (seconds since 1970), if that was earlier than now. starts: called once the
     options hold.
-    Returns the summary and the exit code: 0, or 128 and the number of the signal that stopped the run.
+    Returns the summary and the exit code: 0, or that of what stopped the run.
     """
     if options.resume is not None:
-        options = options.resumed(names.read_run(Path(options.resume)))
+        options = options.resumed(names.read_run(run_and_checkpoint(Path(options.resume))[0]))
     if options.job is None:
         raise UsageError("no job is given. Use meshwise run mnist-mlp, or meshwise run file.py:name.")
     if options.plan == AUTO:
         options = api.auto.with_plan(options, console)
     starts(options)
     if started_by_launcher():
-        return _run_joined(options, console), 0
+        return _run_joined(options, console)
     job = _job_of(options)  # here too: what is wrong is reported before any worker starts
     started = start(partial(_job_program, job, options), options, began or time.time())
-    results, code = supervised(started, console)
+    results, code = supervised(started, console, options.seconds_limit)
     if None in results:
         text = f"{job.name} called sys.exit(0) on every rank before its end: no weights were saved."
         if started.keeps_record:
@@ -118,7 +122,8 @@ def _job_program(job: Job, options: RunOptions, world: World) -> Program:
     plan = options.plan_on(world.size)
     check_fits(plan, world)  # before there is a folder
     record = {"request": options.record(), **predicted_of_run(options, job, plan)}
-    return Program(job.name, plan, partial(_job_in_worker, options), record)
+    again = partial(_job_again, options)
+    return Program(job.name, plan, partial(_job_in_worker, options), record, again=again)
 
 
 def predicted_of_run(options: RunOptions, job: Job, plan: Plan) -> dict[str, Any]:
@@ -136,7 +141,16 @@ def predicted_of_run(options: RunOptions, job: Job, plan: Plan) -> dict[str, Any
 
 def _job_in_worker(options: RunOptions, folder: Path) -> dict[str, Any]:
     record_blocks(options)
+    if options.memory_cap is not None:
+        cap_memory(rank_context().world.device, options.memory_cap)
     return run_job(_job_of(options), options, folder)
+
+
+def _job_again(options: RunOptions, folder: Path, plan: str = "") -> dict[str, Any]:
+    """From the newest saved state, or from the beginning where none was saved. plan: another one, as TOML."""
+    if plan:
+        options = replace(options, plan=PlanText(plan), settings=(), accumulate=None, precision=None)
+    return _job_in_worker(replace(options, resume=None if names.saved_step(folder) is None else folder), folder)
 
 
 def _job_of(options: RunOptions) -> Job:
@@ -156,23 +170,30 @@ def _finish(started: Started, results: Sequence[dict[str, Any]], console: Consol
     return summary
 
 
-def _run_joined(options: RunOptions, console: Console) -> RunSummary:
+def _run_joined(options: RunOptions, console: Console) -> tuple[RunSummary, int]:
     """Run in this process, one of those that torchrun, srun or mpirun started."""
     session = join()
     world, first = session.world, session.world.rank == 0
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, session.gate.want)
+    refuse_restarts(options, "under torchrun, srun or mpirun")
+    agree_to_stop(world, session.gate, interrupts=True)
+    if options.seconds_limit is not None:
+        stop_after(options.seconds_limit)
     job = _job_of(options)
     program = _job_program(job, options, world)
     slots = [WorkerSlot(world.kind, None, (), 1)] * world.size
-    mine = opened(program, options, slots, None, time.time()).folder if first else None
-    folder = broadcast_object(mine)
-    assert folder is not None
+    mine = opened(program, options, slots, None, time.time()) if first else None
+    restarts = broadcast_object(None if mine is None else mine.restarts)
+    assert restarts is not None
+    folder = restarts.folder
     record_blocks(options)
-    viewer = Viewer(LiveView(console), [f"rank {r}" for r in range(world.size)], live=False)
-    results = gather_objects(run_job(job, options, folder, viewer.send if first else None))
-    started = Started(program, folder, slots)
-    return _finish(started, results, console if first else Console(quiet=True), keep=first)
+    viewer = Viewer(LiveView(console), [f"rank {r}" for r in range(world.size)], live=False, restarts=restarts)
+    call = partial(run_job, job, options, send=viewer.send if first else None)
+    results = gather_objects(in_attempt(restarts.number, restarts.due(), call, folder))
+    started = Started(program, folder, slots, restarts)
+    summary = _finish(started, results, console if first else Console(quiet=True), keep=first)
+    if mine is not None and mine.lock is not None:
+        mine.lock.close()
+    return summary, code_of_stop(session.gate.signal) if results[0]["status"] == "stopped" else DONE
 
 
 def _joined(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -5,6 +5,7 @@ Tested in tests/cli, tests/workers/test_launchers.py and tests/faults.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -29,6 +30,7 @@ from meshwise.workers.environment import (
     EXACT_RANDOM,
     LOG,
     PLAN_FILE,
+    SAVES,
     derived_ranks,
     read_world,
     started_by_launcher,
@@ -70,7 +72,7 @@ def start_script(
         return 0
     starts(options)
     started = start(partial(_script_program, script, arguments, options), options, began or time.time())
-    _, code = supervised(started, console)
+    _, code = supervised(started, console, options.seconds_limit)
     report = report_of(read_timeline(started.folder), str(started.folder))
     lines = [report.verdict] if report.steps else []
     lines += [f"records     {started.folder}", f"more with   meshwise report {shlex.quote(str(started.folder))}"]
@@ -93,6 +95,9 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
         os.environ[PLAN_FILE] = str((folder / names.PLAN).resolve())
     if options.log:
         os.environ[LOG] = ",".join(options.log)
+    saves = {"every": options.save_every, "keep": options.keep, "limit": options.save_limit}
+    if any(saves.values()):
+        os.environ[SAVES] = json.dumps({name: value for name, value in saves.items() if value is not None})
     if options.exact_random:
         os.environ[EXACT_RANDOM] = "1"
     world = read_world(os.environ)

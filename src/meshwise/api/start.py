@@ -9,24 +9,33 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from meshwise import training
+from meshwise.api.restarts import Restarts
 from meshwise.api.supervise import supervise
 from meshwise.machine.find import describe, find_devices
 from meshwise.records import folder as names
+from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.records.files import write_text
+from meshwise.records.lock import FolderLock
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
+from meshwise.spec.faults import Fault, faults_of
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import PREDICTED, plan_to_toml
 from meshwise.spec.prediction import prediction_of, prediction_to_toml
 from meshwise.spec.world import World
-from meshwise.training.run_options import RunOptions
-from meshwise.workers.environment import BLOCKS
+from meshwise.training.run_options import RESTARTS, RunOptions
+from meshwise.workers.environment import ATTEMPT, BLOCKS, read_world
 from meshwise.workers.nodes import Nodes
+
+OWN_OPTIONS = ("job", "devices", "data", "log")
+"""Of each machine: where its files are, what it has."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,8 @@ class Program:
     """What a run runs.
 
     plan: None leaves it to a script. call: what each worker calls with the run folder. record: what run.json keeps.
-    sees_all: whether each worker sees the accelerators of all workers of its host, as under torchrun.
+    sees_all: whether each worker sees the accelerators of all workers of its host, as under torchrun. again: what each
+    worker calls after a restart; None for `call`, where the program restores its state itself.
     """
 
     name: str
@@ -42,20 +52,25 @@ class Program:
     call: Callable[[Path], Any]
     record: Mapping[str, Any]
     sees_all: bool = False
+    again: Callable[[Path], Any] | None = None
 
 
 @dataclass(frozen=True)
 class Started:
     """A program with its folder, and the workers and machines that it runs on.
 
-    before: the records of a resumed run as they were, for one that is refused.
+    before: the records of a resumed run as they were, for one that is refused. restarts: its attempts. lock: holds the
+    folder until it ends.
     """
 
     program: Program
     folder: Path
     slots: Sequence[WorkerSlot]
+    restarts: Restarts
     nodes: Nodes | None = None
     before: Mapping[Path, str] = field(default_factory=dict)
+    lock: FolderLock | None = None
+    hang_limit: float | None = None
 
     @property
     def keeps_record(self) -> bool:
@@ -65,11 +80,14 @@ class Started:
 
 def start(make: Callable[[World], Program], options: RunOptions, began: float) -> Started:
     """Meet the other machines, make the program for all devices together, and open its run folder."""
-    slots = worker_slots(options)
     several = options.nnodes != 1 or options.node_rank or options.rdzv
+    slots = worker_slots(options)
     nodes = options.rendezvous(len(slots)) if several else None
     size = nodes.size if nodes else len(slots)
     program = make(World(size=size, device=slots[0].device))
+    if nodes is not None:
+        given = {name: value for name, value in program.record.get("request", {}).items() if name not in OWN_OPTIONS}
+        nodes.compare({"job": Path(program.name).name, "plan": str(program.plan or ""), **given})
     if program.sees_all:
         every = tuple(slot.index for slot in slots if slot.index is not None)
         slots = [replace(slot, sees=every) for slot in slots]
@@ -86,6 +104,16 @@ def worker_slots(options: RunOptions) -> list[WorkerSlot]:
     return find_devices(parse_devices(f"{needs}x{kind}")) if kind == "cpu" or fewer else every
 
 
+def refuse_restarts(options: RunOptions, where: str) -> None:
+    """Raises UsageError for options of restarts where no launcher of ours starts anything again."""
+    for name in ("restarts", "restart_on", "on_failure"):
+        if getattr(options, name):
+            raise UsageError(
+                f"--{name.replace('_', '-')} {where}: meshwise starts nothing again there yet. Leave it out, and start "
+                "the command again with --resume RUN where its exit code is 85."
+            )
+
+
 def opened(
     program: Program, options: RunOptions, slots: Sequence[WorkerSlot], nodes: Nodes | None, began: float
 ) -> Started:
@@ -94,8 +122,11 @@ def opened(
     Machines that share a disk share the folder; the first of them keeps its run.json.
     """
     machine, out = nodes.node_rank if nodes else 0, Path(options.out)
+    if nodes:
+        refuse_restarts(options, "on several machines")
+    faults = faults_of(options.fault, nodes.size if nodes else len(slots))
     if options.resume is not None:
-        folder = Path(options.resume)
+        folder, _ = run_and_checkpoint(Path(options.resume))
     elif nodes is None or machine == 0:
         folder = names.create_run_folder(out, program.name)
     else:
@@ -103,8 +134,17 @@ def opened(
         folder.mkdir(parents=True, exist_ok=True)
     kept = [folder / name for name in (names.RUN, names.PLAN)] if options.resume is not None else []
     before = {path: path.read_text(encoding="utf-8") for path in kept if path.is_file()}
-    started = Started(program, folder, slots, nodes, before)
+    restarts = Restarts(
+        folder,
+        most=0 if nodes else RESTARTS if options.restarts is None else options.restarts,
+        exceptions=options.restart_on == "exception",
+        resumable=program.again is not None,
+        command=options.on_failure,
+        faults=faults,
+    )
+    started = Started(program, folder, slots, restarts, nodes, before, hang_limit=options.hang_seconds())
     if started.keeps_record:
+        started = replace(started, lock=FolderLock(folder))
         facts = {"job": program.name, "devices": [slot.name for slot in slots], "machine": machine}
         facts |= {
             "world": nodes.size if nodes else len(slots),
@@ -114,7 +154,7 @@ def opened(
         }
         if isinstance(options.job, str | Path):  # of a Job that is given the source is not known
             facts["source"] = names.source_of(str(options.job))
-        names.begin_session(folder, began, **facts)
+        restarts.number = names.begin_session(folder, began, restarts.record(), **facts)
     if program.plan is not None:  # on every machine: a script's workers read it in their own folder
         predicted = program.record.get(PREDICTED)
         table = prediction_to_toml(prediction_of(predicted)) if isinstance(predicted, Mapping) else ""
@@ -124,20 +164,48 @@ def opened(
     return started
 
 
-def supervised(started: Started, console: Console) -> tuple[list[Any], int]:
-    """Show what runs, and run it: the results in rank order, and the exit code."""
+def supervised(started: Started, console: Console, limit: float | None = None) -> tuple[list[Any], int]:
+    """Show what runs, and run it: the results in rank order, and the exit code. limit: seconds after which it stops."""
     program, slots = started.program, started.slots
     plan = "" if program.plan is None else f"{program.plan}  "
     line = f"{Path(program.name).name}  {plan}{describe(slots)}"
     console.print(line, soft_wrap=not console.is_terminal, markup=False, highlight=False)
-    folder, nodes = started.folder, started.nodes
+    nodes = started.nodes
     try:
-        return supervise(program.call, (folder,), slots, folder=folder, console=console, nodes=nodes)
+        return supervise(
+            partial(_task, started),
+            slots,
+            restarts=started.restarts,
+            console=console,
+            nodes=nodes,
+            hang_limit=started.hang_limit,
+            limit=limit,
+        )
     except WorkerFailed as error:
-        if error.exit_code == UsageError.exit_code and started.keeps_record:
+        refused = error.exit_code == UsageError.exit_code and started.restarts.attempt == 1
+        if refused and started.keeps_record:
             for path, text in started.before.items():  # refused: the run is what it was
                 write_text(path, text)
         raise
+    finally:
+        if started.lock is not None:
+            started.lock.close()
+
+
+def _task(started: Started) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What the workers of the next attempt call."""
+    program, restarts = started.program, started.restarts
+    call: Callable[..., Any] = program.call if restarts.attempt == 1 else program.again or program.call
+    call = partial(call, plan=restarts.plan) if restarts.plan else call
+    return in_attempt, (restarts.number, restarts.due(), call, started.folder)
+
+
+def in_attempt(number: int, faults: Sequence[Fault], call: Callable[[Path], Any], folder: Path) -> Any:
+    """In a worker: `call(folder)` in this attempt of the run, with the faults that it is to have."""
+    os.environ[ATTEMPT] = str(number)
+    if faults:
+        training.faults.arm(faults, read_world(os.environ).rank, folder)
+    return call(folder)
 
 
 def record_blocks(options: RunOptions) -> None:

@@ -9,15 +9,20 @@ import contextlib
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from meshwise.api.restarts import Restarts
 from meshwise.records import folder as names
+from meshwise.records.attempts import lost_texts
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
+from meshwise.spec.exit_codes import DONE, WARNINGS, stop_text
 from meshwise.terminal.screen import fitted
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
@@ -25,17 +30,31 @@ from meshwise.timeline.run_summary import RunSummary, WholeRun
 from meshwise.timeline.views.live_progress import LiveView, Progress
 from meshwise.timeline.views.summary_text import metric_text
 from meshwise.workers.channel import Message
-from meshwise.workers.launch import Halt, Listeners, launch
+from meshwise.workers.fork_server import Forks
+from meshwise.workers.halt import Halt
+from meshwise.workers.launch import Listeners, launch
 from meshwise.workers.nodes import Nodes
 
-SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", getattr(signal, "SIGHUP", 1): "a closed terminal"}
+STOPS = (signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []), *WARNINGS)
+"""Signals that stop all ranks after the same step."""
 
 
 class Viewer:
     """Turns the messages of a run into what a person sees."""
 
-    def __init__(self, view: LiveView, devices: Sequence[str], *, live: bool, halt: Halt | None = None) -> None:
+    def __init__(
+        self,
+        view: LiveView,
+        devices: Sequence[str],
+        *,
+        live: bool,
+        restarts: Restarts,
+        halt: Halt | None = None,
+        keeps: Path | None = None,
+    ) -> None:
+        """keeps: the run folder, where this machine keeps its record."""
         self._view, self._live, self._halt = view, live, halt
+        self._restarts, self._keeps = restarts, keeps
         self.stopped = ""
         self._devices = tuple(devices)
         self._memory: list[int | None] = [None] * len(devices)
@@ -45,6 +64,12 @@ class Viewer:
         kind = message["kind"]
         if kind == "began":
             self._job = message["job"]
+            if rank == 0:
+                self._keep(self._restarts.began(message["step"]))
+        elif kind == "stepped":
+            self._keep(self._restarts.stepped())
+        elif kind == "restores":
+            self._restarts.resumable, self._restarts.states = True, Path(message["folder"])
         elif kind == "memory" and rank < len(self._memory):
             self._memory[rank] = message["bytes"]
         elif kind == "log" or (kind == "progress" and self._live):
@@ -61,8 +86,12 @@ class Viewer:
         """Say once that the run is stopped, by what, and where it stood."""
         if not self.stopped:
             number = self._halt.signal if self._halt else signal.SIGINT
-            self.stopped = f"stopped by {SIGNALS.get(number, f'signal {number}')}{where}"
+            self.stopped = f"stopped by {stop_text(number)}{where}"
             self._view.print(self.stopped)
+
+    def _keep(self, facts: Mapping[str, Any]) -> None:
+        if facts and self._keeps is not None:
+            names.add_to_session(self._keeps, **facts)
 
     def send(self, kind: str, **facts: Any) -> None:
         """A message of this very process: for a run that joined another launcher."""
@@ -99,43 +128,69 @@ PRELOAD = ("meshwise.training.distribute", "meshwise.training.loop", "torch._dyn
 
 
 def supervise(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    task: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]],
     slots: Sequence[WorkerSlot],
     *,
-    folder: Path | None,
+    restarts: Restarts,
     console: Console,
     nodes: Nodes | None = None,
+    limit: float | None = None,
+    hang_limit: float | None = None,
 ) -> tuple[list[Any], int]:
-    """Launch `function` on the slots and show the run. Returns the results in rank order and the exit code.
+    """Launch `task` (a function and its arguments) on the slots, again where `restarts` allows it, and show the run.
+    Returns the results in rank order and the exit code.
 
-    run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails.
+    limit: seconds after which it stops at the end of a step.
+
+    run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails for good.
     """
-    halt = Halt()
-    keeps = folder if folder is not None and names.is_kept_by(folder, nodes.node_rank if nodes else 0) else None
-    with LiveView(console) as view, forwarded_signals(halt, view):
+    halt, folder, forks = Halt(), restarts.folder, Forks(PRELOAD, stays=True)
+    keeps = folder if names.is_kept_by(folder, nodes.node_rank if nodes else 0) else None
+    with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit):
         devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)]
-        viewer = Viewer(view, devices, live=view.draws, halt=halt)
-        listeners = Listeners(message=viewer.message, output=viewer.output)
+        viewer = Viewer(view, devices, live=view.draws, restarts=restarts, halt=halt, keeps=keeps)
+        listeners = Listeners(message=viewer.message, output=viewer.output, hang_limit=hang_limit)
+        started = partial(launch, folder=folder, listeners=listeners, nodes=nodes, halt=halt, preload=forks)
         try:
-            results = launch(
-                function, arguments, slots, folder=folder, listeners=listeners, nodes=nodes, halt=halt, preload=PRELOAD
-            )
-        except WorkerFailed as error:
-            if keeps:
-                names.end_session(keeps, "stopped" if error.rank is None else "failed", str(error))
-            raise
+            results = None
+            while results is None:
+                try:
+                    results = started(*task(), slots)
+                except WorkerFailed as error:
+                    _answer(error, restarts, keeps, view, asked_to_stop=halt.wanted.is_set())
+        finally:
+            forks.close()
+            restarts.close(view.print)
         stopped = halt.wanted.is_set()
         if stopped:
             viewer.stops()
     if keeps:
         names.end_session(keeps, "stopped" if stopped else "finished")
-    return results, 128 + halt.signal if stopped else 0
+    return results, halt.exit_code if stopped else DONE
+
+
+def _answer(
+    error: WorkerFailed, restarts: Restarts, keeps: Path | None, view: LiveView, *, asked_to_stop: bool
+) -> None:
+    """Keep how an attempt failed, and begin the next one; raises what ends the run."""
+    last = error if asked_to_stop else restarts.after(error)
+    if keeps:
+        facts = restarts.facts(error)
+        names.end_session(keeps, "stopped" if error.rank is None else "failed", str(last or error), **facts)
+    if error.rank is not None:
+        restarts.run_command(str(error), again=last is None)
+    if last is not None:
+        raise last
+    view.print(fitted(f"{error}\n{restarts.next()}", sys.stdout))
+    if keeps and restarts.plan:
+        restarts.keep_plan()
+    if keeps:
+        restarts.number = names.begin_session(keeps, time.time(), restarts.record())
 
 
 @contextlib.contextmanager
 def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a closed terminal stop all ranks after the same step; a second Ctrl-C ends them at once."""
+    """Each of STOPS stops all ranks after the same step, however often it comes; a second Ctrl-C ends them at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -143,12 +198,9 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         if halt.wanted.is_set() and number == signal.SIGINT:
             halt.at_once.set()
-        elif not halt.wanted.is_set():
-            halt.signal = number
-            halt.wanted.set()
+        halt.ask(number)
 
-    signals = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-    before = {number: signal.signal(number, stop) for number in signals}
+    before = {number: signal.signal(number, stop) for number in STOPS}
     try:
         yield
     finally:
@@ -183,6 +235,6 @@ def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[W
         verdict=report.verdict,
         memory=tuple(result["memory"] for result in results),
         folder=str(folder),
-        notes=tuple(first["notes"]),
+        notes=(*first["notes"], *lost_texts(timeline.facts)),
         whole=whole,
     )

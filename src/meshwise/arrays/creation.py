@@ -47,7 +47,7 @@ def asarray(
     wanted = None if dtype is None else as_dtype(dtype)
     if isinstance(obj, Array) and (obj.space is space or obj.space == space):
         return _again(obj, wanted, device, sharding, copy)
-    tensor = _as_tensor(space, obj)
+    tensor = _as_tensor(space, obj, wanted)
     wanted = wanted or tensor.dtype
     shape = tuple(tensor.shape)
     placed = space.placed(shape, device, sharding)
@@ -81,8 +81,8 @@ def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, 
     return x if placed == x.sharding and copy is not True else reshard(x, placed, "asarray", own=True)
 
 
-def _as_tensor(space: Space, obj: Any) -> Tensor:
-    """The values as a tensor, wherever they lie; Python's floats as the default float."""
+def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Tensor:
+    """The values as a tensor, wherever they lie; Python's floats as the default float. wanted: what it is to become."""
     if isinstance(obj, Array):
         raise UsageError(
             f"asarray of an array on {', '.join(obj.space.names)}: of another namespace. Write xp.asarray(x.numpy())."
@@ -93,7 +93,11 @@ def _as_tensor(space: Space, obj: Any) -> Tensor:
         tensor = from_array(obj)
         dtypes.refuse_gradients("asarray", tensor.requires_grad)
         return tensor.resolve_conj().resolve_neg()
-    values = np.asarray(_read(obj))
+    read = _read(obj)
+    values = np.asarray(read)
+    if wanted is torch.uint64 and values.dtype.kind == "f":  # NumPy takes 2**63 beside 1 for floats, and rounds it
+        whole = np.asarray(read, dtype=object)
+        values = whole.astype(np.uint64) if all(type(each) is int for each in whole.flat) else values
     if values.dtype.kind not in "biufc":
         raise TypeError(f"asarray of {type(obj).__name__}: not numbers of one shape. Give numbers or nested lists.")
     values = values.view(values.dtype.name)  # of two types of the same name torch knows one
@@ -241,10 +245,9 @@ def eye(
     space: Space,
     n_rows: int,
     n_cols: int | None = None,
-    /,
-    *,
     k: int = 0,
     dtype: Any = None,
+    *,
     device: Any = None,
     sharding: Placement = None,
 ) -> Array:

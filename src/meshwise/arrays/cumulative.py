@@ -16,10 +16,10 @@ from torch import Tensor
 
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import BOOL, UNSIGNED, WHOLE, as_dtype
-from meshwise.arrays.lanes import axis_of
 from meshwise.arrays.moves import Piece, exchange
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.sharding import sharding
+from meshwise.arrays.views import axis_of
 
 Carried = Callable[[Tensor | None], tuple[Tensor, Tensor]]
 """Of what comes before a part (None: nothing): the part's values, and what comes before the next."""
@@ -41,7 +41,7 @@ def _cumulative(x: Array, axis: int | None, dtype: Any, include_initial: bool, n
         if len(x.shape) != 1:
             raise ValueError(f"{name} of shape {x.shape}: say along which axis, as axis=0.")
         axis = 0
-    axis = axis_of(axis, x.shape, name)
+    axis = axis_of(axis, len(x.shape), name)
     kind = as_dtype(dtype) if dtype is not None else sum_dtype(x.dtype)
     inner = torch.int64 if kind in UNSIGNED or kind is BOOL else kind  # of which torch has all; equal modulo 2^64
     held, first = x.sharding, 1 if name == "cumulative_prod" else 0

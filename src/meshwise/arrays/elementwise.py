@@ -248,7 +248,7 @@ def _also_infinite(op: Op, other: Op) -> Op:
     return of_part
 
 
-def _by_no_zero(op: Op) -> Op:
+def by_no_zero(op: Op) -> Op:
     """A division of integers in which by zero is 0, as in NumPy: torch's raises on a CPU, and is arbitrary on a GPU."""
     return lambda a, b: op(a, b + (b == 0)) * (b != 0)
 
@@ -256,7 +256,7 @@ def _by_no_zero(op: Op) -> Op:
 def _remainder(a: Tensor, b: Tensor) -> Tensor:
     """Of the sign of the divisor, zeros too."""
     if not a.is_floating_point():
-        return _by_no_zero(torch.remainder)(a, b)
+        return by_no_zero(torch.remainder)(a, b)
     rest = torch.remainder(a, b)
     return torch.where(rest == 0, torch.copysign(rest, b), rest)
 
@@ -308,7 +308,7 @@ binary("add", torch.add, ANY, otherwise=(COMPLEXES, _by_parts(torch.add)))
 binary("subtract", torch.sub, NUMBERS, otherwise=(COMPLEXES, _by_parts(torch.sub)))
 binary("multiply", torch.mul, ANY)
 binary("divide", torch.div, FLOATS)
-binary("floor_divide", torch.floor_divide, INTEGERS | REALS, otherwise=(INTEGERS, _by_no_zero(torch.floor_divide)))
+binary("floor_divide", torch.floor_divide, INTEGERS | REALS, otherwise=(INTEGERS, by_no_zero(torch.floor_divide)))
 binary("remainder", torch.remainder, INTEGERS | REALS, otherwise=(INTEGERS | REALS, _remainder))
 binary("pow", torch.pow, NUMBERS, otherwise=(COMPLEXES, _power))
 for _name in ("atan2", "hypot", "logaddexp", "copysign", "nextafter"):

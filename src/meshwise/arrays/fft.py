@@ -24,11 +24,12 @@ from meshwise.arrays.creation import Placement, made
 from meshwise.arrays.dtypes import WHOLE, as_dtype, complex_of
 from meshwise.arrays.gathering import tell
 from meshwise.arrays.joining import roll
-from meshwise.arrays.lanes import axis_of, free_dim, fullest
+from meshwise.arrays.lanes import free_dim, fullest
 from meshwise.arrays.moves import reshard
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.sharding import evenly, sharding
 from meshwise.arrays.space import Space
+from meshwise.arrays.views import axis_of
 
 LONG = 1 << 22  # entries of a vector from which it is transformed in parts
 NORMS = ("backward", "ortho", "forward")
@@ -39,9 +40,9 @@ OF_REAL = {"rfft", "ihfft"}
 def _one(name: str) -> Callable[..., Array]:
     """A transform along one axis."""
 
-    def rule(x: Array, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
+    def rule(x: Array, /, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
         x = _floats(x, name, norm)
-        return along(x, name, axis_of(axis, x.shape, name), n, norm)
+        return along(x, name, axis_of(axis, len(x.shape), name), n, norm)
 
     rule.__name__ = rule.__qualname__ = name
     rule.__doc__ = f"`{name}` along `axis`, cut or padded with zeros to `n` entries first. norm: {', '.join(NORMS)}."
@@ -49,21 +50,21 @@ def _one(name: str) -> Callable[..., Array]:
 
 
 def fftn(
-    x: Array, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
+    x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
     """The transform along several axes, or all. s: lengths of the axes, cut or padded to; -1 as they are."""
     return _several(x, "fft", s, axes, norm)
 
 
 def ifftn(
-    x: Array, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
+    x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
     """The inverse transform along several axes, or all. s: lengths of the axes, cut or padded to; -1 as they are."""
     return _several(x, "ifft", s, axes, norm)
 
 
 def rfftn(
-    x: Array, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
+    x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
     """The transform of real values along several axes, or all; along the last it is `rfft`."""
     x = _floats(x, "rfft", norm)
@@ -73,7 +74,7 @@ def rfftn(
 
 
 def irfftn(
-    x: Array, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
+    x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
     """The inverse of `rfftn`. The last of `s`: how long the last axis becomes, 2 (length - 1) if not given."""
     x = _floats(x, "irfft", norm)
@@ -105,7 +106,7 @@ def _lengths(
     count = len(x.shape)
     if axes is None:
         axes = range(count) if s is None else range(count - len(s), count)
-    dims = [axis_of(axis, x.shape, name) for axis in axes]
+    dims = [axis_of(axis, len(x.shape), name) for axis in axes]
     lengths: list[int | None] = [None] * len(dims)
     if s is not None:
         lengths = [None if length == -1 else int(length) for length in s]
@@ -254,12 +255,12 @@ def _frequencies(space: Space, n: int, d: float, dtype: Any, placement: tuple[An
     return made(space, count, kind, placement, make)
 
 
-def fftshift(x: Array, /, *, axes: int | Sequence[int] | None = None) -> Array:
+def fftshift(x: Array, /, axes: int | Sequence[int] | None = None) -> Array:
     """The entry of frequency 0 moved to the middle of the axes, or of all."""
     return _shifted(as_array("fftshift", x), axes, 1)
 
 
-def ifftshift(x: Array, /, *, axes: int | Sequence[int] | None = None) -> Array:
+def ifftshift(x: Array, /, axes: int | Sequence[int] | None = None) -> Array:
     """The inverse of `fftshift`."""
     return _shifted(as_array("ifftshift", x), axes, -1)
 
@@ -272,6 +273,20 @@ def _shifted(x: Array, axes: int | Sequence[int] | None, sign: int) -> Array:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: _one(name) for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 }
+
+
+def _of_two(name: str, rule: Callable[..., Array]) -> Callable[..., Array]:
+    def transform(
+        x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] = (-2, -1), norm: str = "backward"
+    ) -> Array:
+        return rule(x, s=s, axes=axes, norm=norm)
+
+    transform.__name__ = transform.__qualname__ = name
+    transform.__doc__ = f"`{rule.__name__}` along the last two axes, or others."
+    return transform
+
+
 FUNCTIONS |= {rule.__name__: rule for rule in (fftn, ifftn, rfftn, irfftn, fftshift, ifftshift)}
+FUNCTIONS |= {name: _of_two(name, FUNCTIONS[f"{name[:-1]}n"]) for name in ("fft2", "ifft2", "rfft2", "irfft2")}
 MAKERS = {"fftfreq": fftfreq, "rfftfreq": rfftfreq}
 """Functions whose first parameter is the space."""

@@ -5,19 +5,15 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 from torch import Tensor
 
-from meshwise.arrays.align import common_space
 from meshwise.arrays.array import Array
 from meshwise.arrays.moves import elements_moved, replicate, reshard, to_single
-from meshwise.arrays.reductions import as_array
 from meshwise.arrays.sharding import Sharding, evenly, sharding
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError, check_known
@@ -38,7 +34,8 @@ class GatherWarning(UserWarning):
 def guard(mode: str) -> Iterator[None]:
     """What happens in the block where an operation would gather a whole array on one device without being asked to.
 
-    mode: `error` raises UsageError; `warn`, as outside of all blocks, tells it once an operation; `allow` is silent.
+    mode: `error` raises UsageError; `warn`, as outside of all blocks, tells it once an operation; `allow` is silent. It
+    holds in the thread that opened it: one that is started in the block opens its own.
     """
     check_known("mode", mode, MODES)
     token = _mode.set(mode)
@@ -87,34 +84,3 @@ def placed_as(whole: Tensor, place: int, space: Space, lies: Sharding, operation
         wanted = sharding(lies.places[:1])
     held = sharding(space.places if space.over_ranks else (place,))
     return reshard(Array((whole,), held, shape, whole.dtype, space), wanted, operation, own=wanted != held)
-
-
-def on_one_place(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors as one of arrays which gathers them. What it returns, a tensor or a tuple with tensors,
-    lies as the first array did."""
-    WITHOUT_RULE.add(name)
-
-    @functools.wraps(function)
-    def rule(x: Any, /, *given: Any, **kwargs: Any) -> Any:
-        x = as_array(name, x)
-        others = [each for each in (*given, *kwargs.values()) if isinstance(each, Array)]
-        space, place = common_space(name, [x, *others]), x.sharding.places[0]
-
-        def whole(value: Any) -> Any:
-            return gathered(value, name, place).parts[0] if isinstance(value, Array) else value
-
-        made = function(whole(x), *map(whole, given), **{key: whole(value) for key, value in kwargs.items()})
-
-        def placed(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            shared = any(value.untyped_storage().data_ptr() == part.untyped_storage().data_ptr() for part in x.parts)
-            return placed_as(value.clone() if shared else value, place, space, x.sharding, name)
-
-        if isinstance(made, tuple):
-            results = [placed(value) for value in made]
-            return type(made)(*results) if hasattr(made, "_fields") else tuple(results)
-        return placed(made)
-
-    rule.__name__ = rule.__qualname__ = name
-    return rule

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays import reading
+from meshwise.arrays.arguments import checked, told
 from meshwise.arrays.array import Array
-from meshwise.arrays.creation import asarray
+from meshwise.arrays.creation import CREATION, asarray
 from meshwise.arrays.dtypes import as_dtype, numpy_dtype, refuse_gradients
 from meshwise.arrays.gathering import gathered
 from meshwise.arrays.moves import agreed
 from meshwise.arrays.sharding import sharding
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
-from meshwise.transfer.devices import device_of
+from meshwise.transfer.devices import OPEN_DEVICES, device_of
 from meshwise.transfer.interop import from_array
 
 
@@ -36,12 +37,11 @@ def dlpack(
     copy: bool | None = None,
 ) -> Any:
     """The standard's `x.__dlpack__()`: without a copy where the array lies on one place. Else all of it is gathered on
-    the first, which is told, or refused, as `mw.guard` says; if it must not be copied, the array itself moves there."""
-    whole = x if x.sharding.single else gathered(x, "__dlpack__")
+    the first, over ranks on each, which is told, or refused, as `mw.guard` says; if it must not be copied, the array
+    itself moves there."""
+    whole = x if x.sharding.single and not x.space.over_ranks else gathered(x, "__dlpack__")
     if copy is False and whole is not x:
         x.parts, x.sharding = whole.parts, whole.sharding
-    if not whole.parts:
-        raise BufferError(f"__dlpack__ of an array with {reading.where(x)}, another rank's. Write x.torch().")
     given = {"stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy}
     return whole.parts[0].__dlpack__(**{name: value for name, value in given.items() if value is not None})
 
@@ -97,7 +97,8 @@ def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
 
 def as_numpy(x: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
     """`np.asarray(x)`: all values, shared where the array lies on one CPU place. Waits for them."""
-    if x.sharding.single and x.parts and x.parts[0].is_cpu and not copy and not x.space.over_ranks:
+    here = x.sharding.single and x.parts and x.parts[0].is_cpu and not x.space.over_ranks
+    if here and not copy and not OPEN_DEVICES:  # which are as far from the host as a GPU is
         found = from_array_of(x.parts[0])
     elif copy is False:
         raise ValueError(f"np.asarray(copy=False) of an array with {reading.where(x)}: it has to be copied.")
@@ -146,10 +147,15 @@ def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Calla
 
     def function(self: Array, called: Any, types: Any, args: Any, kwargs: Any) -> Any:
         rule = functions.get(called.__name__)
+        if called.__name__ in CREATION:
+            rule = checked(called.__name__, CREATION[called.__name__], self.space)
         if rule is None:
             name = f"{called.__module__}.{called.__name__}"
             raise TypeError(f"{name} of an array of meshwise: no such rule. Write np.asarray(x) for its values.")
-        return rule(*args, **kwargs)
+        try:
+            return rule(*args, **kwargs)
+        except TypeError as error:
+            raise told(error, f"np.{called.__name__}", rule) from None
 
     return {"__array_ufunc__": ufunc, "__array_function__": function}
 

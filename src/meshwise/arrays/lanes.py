@@ -12,13 +12,6 @@ from meshwise.arrays.moves import reshard
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
 
-def axis_of(axis: int, shape: Shape, asked: str) -> int:
-    """The axis counted from the front. IndexError where the shape has none such."""
-    if not -len(shape) <= axis < len(shape):
-        raise IndexError(f"{asked} along axis {axis}: shape {shape} has axes {-len(shape)} to {len(shape) - 1}.")
-    return int(axis) % len(shape)
-
-
 def free_dim(shape: Shape, taken: Collection[int]) -> int | None:
     """The dim to split instead of those that are taken: the longest other; None where all others are shorter than 2."""
     others = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] > 1]

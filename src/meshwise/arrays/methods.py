@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from meshwise.arrays import elementwise, reading, reductions, statistics
+from meshwise.arrays.arguments import checked, missing
 from meshwise.arrays.array import Array
 from meshwise.arrays.creation import Placement, asarray
 from meshwise.arrays.elementwise import NoArrayGiven
@@ -115,6 +116,13 @@ def size(x: Array) -> int:
     return int(np.prod(x.shape, dtype=np.int64))
 
 
+def no_such(x: Array, name: str) -> Any:
+    """What `x.name` says where there is none."""
+    if isinstance(own := Array.__dict__.get(name), property):
+        return own.fget(x)  # type: ignore[misc]  # it raises again what it had to say
+    raise AttributeError(missing("an array", name, (each for each in dir(Array) if each[0] != "_")))
+
+
 METHODS: dict[str, Callable[..., Any]] = {
     "reshard": resharded,
     "to_device": to_device,
@@ -128,6 +136,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "__index__": reading.as_index,
     "__repr__": reading.text,
     "__len__": length,
+    "__getattr__": no_such,
 }
 PROPERTIES: dict[str, Callable[[Array], Any]] = {
     "ndim": lambda x: len(x.shape),
@@ -142,7 +151,7 @@ PROPERTIES: dict[str, Callable[[Array], Any]] = {
 def install(methods: dict[str, Callable[..., Any]], properties: dict[str, Callable[[Array], Any]]) -> None:
     """Give `Array` these methods and properties."""
     for name, method in methods.items():
-        setattr(Array, name, method)
+        setattr(Array, name, method if name.startswith("__") else checked(f"x.{name}", method))
     for name, read in properties.items():
         setattr(Array, name, property(read, doc=read.__doc__))
 

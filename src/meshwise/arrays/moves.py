@@ -178,6 +178,11 @@ def stacked(x: Array, places: Sequence[int], parts: Sequence[Tensor], shape: Sha
     return Array(partials, sharding(tuple(places), 0, (1,) * len(places)), (len(places), *shape), dtype, x.space)
 
 
+def plainly(space: Space) -> bool:
+    """Places are memory of this process's host, and nobody watches what moves between them."""
+    return not (OPEN or OPEN_DEVICES or EXPLAINED or space.over_ranks or not space.on_host)
+
+
 def combined(
     partials: Array,
     reduce: Callable[[Tensor], Tensor],

@@ -22,6 +22,7 @@ from meshwise.arrays import (
     dtypes,
     elementwise,
     files,
+    grids,
     interop,
     methods,
     numerics,
@@ -29,15 +30,17 @@ from meshwise.arrays import (
     shapes,
     spellings,
     statistics,
+    ufuncs,
 )
 from meshwise.arrays.align import broadcast_shape
+from meshwise.arrays.arguments import checked, missing, told
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import as_dtype
 from meshwise.arrays.elementwise import NoArrayGiven
 from meshwise.arrays.random import Random
 from meshwise.arrays.sharding import Layout, as_layout
 from meshwise.arrays.space import Space, find_space
-from meshwise.spec.errors import UsageError, nearest
+from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine
 
 RULES: list[dict[str, Callable[..., Any]]] = [
@@ -47,6 +50,7 @@ RULES: list[dict[str, Callable[..., Any]]] = [
     casting.FUNCTIONS,
     shapes.FUNCTIONS,
     spellings.FUNCTIONS,
+    ufuncs.FUNCTIONS,
     counting.FUNCTIONS,
     files.FUNCTIONS,
     numerics.FUNCTIONS,
@@ -56,6 +60,7 @@ MAKERS: list[dict[str, Callable[..., Any]]] = [
     creation.CREATION,
     interop.MAKERS,
     spellings.MAKERS,
+    grids.MAKERS,
     files.MAKERS,
     dtensor.MAKERS,
 ]
@@ -86,8 +91,7 @@ class Names:
         self.__name__ = title
 
     def __getattr__(self, name: str) -> Any:
-        known = nearest(name, self.__dict__) if not name.startswith("_") else ""
-        raise AttributeError(f"{self.__name__} has no {name!r}.{known}")
+        raise AttributeError(missing(self.__name__, name, self.__dict__))
 
     def __repr__(self) -> str:
         return f"<{self.__name__}>"
@@ -97,15 +101,13 @@ class Namespace(Names):
     """The functions and data types of the Python array API on some devices. Made by `mw.array_namespace`."""
 
     def __init__(self, space: Space) -> None:
-        bound: dict[str, Any] = {
-            name: functools.partial(make, space) for table in MAKERS for name, make in table.items()
-        }
+        bound: dict[str, Any] = {name: checked(name, make, space) for table in MAKERS for name, make in table.items()}
         for table in RULES:
-            bound |= {name: _bound(space, rule) for name, rule in table.items()}
+            bound |= {name: _bound(space, rule, name) for name, rule in table.items()}
         for title, table in EXTENSIONS.items():
             makers = numerics.EXTENSION_MAKERS.get(title, {})
-            names = {name: functools.partial(make, space) for name, make in makers.items()}
-            bound[title] = Names(title, names | {name: _bound(space, rule) for name, rule in table.items()})
+            names = {name: checked(name, make, space) for name, make in makers.items()}
+            bound[title] = Names(title, names | {name: _bound(space, rule, name) for name, rule in table.items()})
         super().__init__(f"array namespace of {', '.join(space.names)}", PLAIN | bound)
         self.space = space
         self.devices = space.names
@@ -114,8 +116,9 @@ class Namespace(Names):
         names = self.__dict__
         names |= {other: names[name] for other, name in spellings.ALIASES.items() if name in names}
         for name in elementwise.BINARY:
-            spellings.as_ufunc(self, name, names[name])
-        self.mgrid, self.ogrid = spellings.Grid(self, sparse=False), spellings.Grid(self, sparse=True)
+            ufuncs.as_ufunc(self, name, names[name])
+        self.mgrid, self.ogrid = grids.Grid(self, sparse=False), grids.Grid(self, sparse=True)
+        self.r_, self.c_ = grids.Joined(self, columns=False), grids.Joined(self, columns=True)
 
     def shard(
         self, dim: int = 0, sizes: Sequence[int] | None = None, weights: Sequence[float] | Machine | None = None
@@ -141,7 +144,7 @@ class Namespace(Names):
         return Layout((self.space.place(place),))
 
 
-def _bound(space: Space, rule: Callable[..., Any]) -> Callable[..., Any]:
+def _bound(space: Space, rule: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A function of arrays that also takes NumPy's arrays and scalars, tensors, lists, or Python's numbers alone."""
 
     @functools.wraps(rule)
@@ -152,6 +155,11 @@ def _bound(space: Space, rule: Callable[..., Any]) -> Callable[..., Any]:
             return rule(*args, **kwargs)
         except NoArrayGiven:
             made = _arrays_of(space, args)
+        except TypeError as error:
+            found = told(error, name, rule)
+            if found is error:
+                raise
+            raise found from None
         try:
             return rule(*made, **kwargs)
         except NoArrayGiven:
@@ -230,6 +238,7 @@ VERSION = "2025.12"
 PLAIN["__array_api_version__"] = VERSION
 methods.install({"__array_namespace__": of_array, "astype": casting.astype, **interop.METHODS}, interop.PROPERTIES)
 KNOWN = {name: rule for table in RULES for name, rule in table.items()}
+KNOWN = {**numerics.EXTENSIONS["linalg"], **numerics.EXTENSIONS["fft"], **KNOWN}
 KNOWN |= {other: KNOWN[name] for other, name in spellings.ALIASES.items() if name in KNOWN}
 methods.install(interop.numpy_functions(KNOWN), {})
 methods.install(spellings.METHODS | dtensor.METHODS, spellings.PROPERTIES)

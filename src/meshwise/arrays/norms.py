@@ -19,13 +19,14 @@ from meshwise.arrays.products import UNMULTIPLIED
 from meshwise.arrays.reductions import as_array, as_axes
 from meshwise.arrays.sharding import sharding
 from meshwise.arrays.spectra import svdvals
-from meshwise.arrays.stacks import as_floats, as_matrices
+from meshwise.arrays.stacks import as_matrices
+from meshwise.arrays.statistics import as_floats
 
 
 def vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2) -> Array:
     """The norm of vectors along axes, or of all elements. ord: sum(abs(x)^ord)^(1/ord), inf, -inf, or 0 for a count."""
-    x = as_floats(as_array("vector_norm", x))
-    size = _mapped(x, torch.abs, real_of(x.dtype))
+    x = as_floats("vector_norm", x)
+    size = x if ord == 2 and not x.dtype.is_complex else _mapped(x, torch.abs, real_of(x.dtype))
     words: Any = {"axis": axis, "keepdims": keepdims}
     if math.isinf(ord):
         none = math.prod(x.shape[dim] for dim in as_axes("vector_norm", axis, len(x.shape))) == 0
@@ -46,13 +47,20 @@ def matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Arr
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
     if ord in (1, -1, math.inf, -math.inf):
         sums = reductions.total(_mapped(x, torch.abs, real_of(x.dtype)), axis=-2 if abs(ord) == 1 else -1)
-        found = reductions.FUNCTIONS["max" if ord > 0 else "min"](sums, axis=-1)
+        found = _extreme(sums, ord)
     elif ord in ("nuc", 2, -2):
-        reduce = reductions.total if ord == "nuc" else reductions.FUNCTIONS["max" if ord > 0 else "min"]
-        found = reduce(svdvals(x), axis=-1)
+        values = svdvals(x)
+        found = reductions.total(values, axis=-1) if ord == "nuc" else _extreme(values, ord)
     else:
         raise ValueError(f"matrix_norm with ord={ord!r}: it is one of 'fro', 'nuc', 1, -1, 2, -2, inf, -inf.")
     return layout.expand_dims(found, axis=(-2, -1)) if keepdims else found
+
+
+def _extreme(values: Array, ord: float) -> Array:
+    """The greatest of the last dim, the least where `ord` is below 0; of no values 0 is the greatest."""
+    if ord > 0 and not values.shape[-1]:
+        return reductions.total(values, axis=-1)
+    return reductions.FUNCTIONS["max" if ord > 0 else "min"](values, axis=-1)
 
 
 def diagonal(x: Array, /, *, offset: int = 0) -> Array:

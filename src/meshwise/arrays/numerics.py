@@ -5,7 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshwise.arrays import cumulative, fft, layout, lookup, norms, products, quantiles, sets, solving, sorting, spectra
+from meshwise.arrays import (
+    cumulative,
+    fft,
+    layout,
+    lookup,
+    nan_functions,
+    norms,
+    numpy_numbers,
+    numpy_products,
+    products,
+    quantiles,
+    sets,
+    solving,
+    sorting,
+    spectra,
+)
 from meshwise.arrays.methods import install_binary
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -15,6 +30,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **sets.FUNCTIONS,
     **lookup.FUNCTIONS,
     **quantiles.FUNCTIONS,
+    **nan_functions.FUNCTIONS,
+    **numpy_numbers.FUNCTIONS,
+    **numpy_products.FUNCTIONS,
 }
 EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "fft": fft.FUNCTIONS,
@@ -24,6 +42,7 @@ EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
         **solving.FUNCTIONS,
         **spectra.FUNCTIONS,
         **norms.FUNCTIONS,
+        **numpy_products.LINALG,
     },
 }
 """Functions of arrays in a namespace below."""

@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from meshwise.arrays.array import Array
+from meshwise.arrays.choosing import take
 from meshwise.arrays.indexing import cut, flipped, nonzero
 from meshwise.arrays.joining import concat
 from meshwise.arrays.layout import arranged, moveaxis, permute_dims
@@ -100,10 +103,69 @@ def rollaxis(x: Array, /, axis: int, start: int = 0) -> Array:
     return moveaxis(x, dim, before - 1 if dim < before else before)
 
 
+def insert(x: Array, at: Any, values: Any, /, axis: int | None = None) -> Array:
+    """`x` with values ahead of the entries that `at` names along a dim; None: of the flattened array. Reads `at`."""
+    x, dim = (flat(x), 0) if axis is None else (x, axis_of(axis, len(x.shape), "insert"))
+    xp = x.__array_namespace__()
+    added = xp.asarray(values).astype(x.dtype)
+    added = added.reshape((1,) * (len(x.shape) - len(added.shape)) + added.shape)
+    where = _where(at)
+    if not isinstance(where, slice) and where.ndim == 0:
+        added = moveaxis(added, 0, dim)
+        count = added.shape[dim]
+    else:
+        count = len(_named("insert", dim, lambda: np.insert(np.zeros(x.shape[dim]), where, 0))) - x.shape[dim]
+    added = xp.broadcast_to(added, (*x.shape[:dim], count, *x.shape[dim + 1 :]))
+    where = int(where) if not isinstance(where, slice) and where.ndim == 0 else where
+    length = x.shape[dim]
+    order = _named("insert", dim, lambda: np.insert(np.arange(length), where, np.arange(length, length + count)))
+    found: Array = take(concat([x, added], axis=dim), order, axis=dim)
+    return found
+
+
+def _where(at: Any) -> Any:
+    """What NumPy is to read: a slice, or numbers; those of an empty list are whole."""
+    found: Any = at if isinstance(at, slice) else np.asarray(at)
+    return found if isinstance(found, slice) or found.size else found.astype(np.int64)
+
+
+def _named(name: str, dim: int, call: Callable[[], Any]) -> Any:
+    """The order that NumPy finds, or its error with the name of the function that was called."""
+    try:
+        return call()
+    except (IndexError, ValueError) as error:
+        raise type(error)(f"{name} along axis {dim}: {str(error).replace('axis 0', 'the axis')}.") from None
+
+
+def delete(x: Array, at: Any, /, axis: int | None = None) -> Array:
+    """`x` without the entries that `at` names along a dim; None: of the flattened array. Reads `at`; moves nothing."""
+    x, dim = (flat(x), 0) if axis is None else (x, axis_of(axis, len(x.shape), "delete"))
+    where = _where(at)
+    kept = _named("delete", dim, lambda: np.delete(np.arange(x.shape[dim]), where))
+    found: Array = take(x, kept, axis=dim)
+    return found
+
+
+def _split_along(name: str, dim: int) -> Callable[..., list[Array]]:
+    def rule(x: Array, sections: int | Sequence[int], /) -> list[Array]:
+        return split(x, sections, axis=0 if name == "hsplit" and len(x.shape) == 1 else dim)
+
+    rule.__name__ = rule.__qualname__ = name
+    rule.__doc__ = f"As `split`, along dim {dim}."
+    return rule
+
+
+def extract(condition: Array, x: Any, /) -> Array:
+    """The elements of `x` where the condition is true."""
+    found: Array = condition.__array_namespace__().asarray(x)[condition]
+    return found
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     rule.__name__: rule
     for rule in (
         *(array_split, split, atleast_1d, atleast_2d, atleast_3d, fliplr, flipud, rot90, append, argwhere),
-        *(flatnonzero, rollaxis),
+        *(flatnonzero, rollaxis, insert, delete, extract),
     )
 }
+FUNCTIONS |= {name: _split_along(name, dim) for dim, name in enumerate(("vsplit", "hsplit", "dsplit"))}

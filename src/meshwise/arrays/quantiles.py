@@ -16,10 +16,11 @@ from torch import Tensor
 
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import FLOATS
-from meshwise.arrays.lanes import axis_of, freed
+from meshwise.arrays.lanes import freed
 from meshwise.arrays.reductions import as_array, as_axes, left, reduced_shape
 from meshwise.arrays.selection import cuts, order, picked, sort_values
 from meshwise.arrays.sharding import sharding
+from meshwise.arrays.views import axis_of
 
 METHODS = ("linear", "lower", "higher", "midpoint", "nearest")
 
@@ -132,7 +133,7 @@ def topk(x: Array, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
     Along a split dim each place sends no more than its own k, and those of one lane meet on one place.
     """
     x = as_array("topk", x)
-    axis = axis_of(axis, x.shape, "topk")
+    axis = axis_of(axis, len(x.shape), "topk")
     if not 0 <= k <= x.shape[axis]:
         raise ValueError(f"topk: {k} of {x.shape[axis]} elements. Ask for 0 to {x.shape[axis]}.")
     held, shape = x.sharding, (*x.shape[:axis], k, *x.shape[axis + 1 :])

@@ -10,9 +10,11 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from meshwise.arrays.arguments import missing
 from meshwise.arrays.array import Array
 from meshwise.arrays.creation import Placement, as_shape, asarray, made
 from meshwise.arrays.dtypes import as_dtype, limits
@@ -133,13 +135,54 @@ class Generator:
         return self._drawn(size, kind, (device, sharding), draw)
 
     def permutation(self, x: Any, *, device: Any = None, sharding: Placement = None) -> Array:
-        """The whole numbers below `x` in a random order. One place, over ranks each, finds the order of all."""
+        """The whole numbers below `x` in a random order, or the entries of an array. One place, over ranks each, finds
+        the order of all."""
         if not isinstance(x, int):
-            raise UsageError("permutation of an array: write x[xp.random.permutation(len(x))].")
+            entries = asarray(self._space, x, device=device, sharding=sharding)
+            found: Array = entries[self.permutation(len(entries))]
+            return found
         at = self._space.devices[self._space.here[0]]
         keys = draw_part((x,), (slice(0, x),), at, (next(self._streams), self.key), _whole)
         order = torch.argsort(keys, stable=True)
         return asarray(self._space, order, device=device, sharding=sharding, copy=True)
+
+    def shuffle(self, x: Array) -> None:
+        """The entries of `x` in a random order, in place."""
+        x[...] = self.permutation(x)
+
+    def choice(
+        self,
+        a: Any,
+        size: Any = None,
+        replace: bool = True,
+        p: Any = None,
+        *,
+        device: Any = None,
+        sharding: Placement = None,
+    ) -> Array:
+        """Entries of `a`, or whole numbers below it. replace: an entry may come again. p: how likely each is."""
+        count = a if isinstance(a, int) else len(a)
+        shape = () if size is None else as_shape(size)
+        placement: dict[str, Any] = {"device": device, "sharding": sharding}
+        if p is not None:
+            if not replace:
+                raise UsageError("choice(p=..., replace=False): no such rule. Draw with replacement, or without p.")
+            upto = np.cumsum(np.asarray(p, np.float64))
+            if upto.shape != (count,) or (np.diff(upto, prepend=0) < 0).any() or abs(upto[-1] - 1) > 1e-7:
+                raise ValueError(f"choice of {count} with p: give as many likelihoods, none below 0, of sum 1.")
+            where = self.random(shape, torch.float64, **placement)
+            index = where.__array_namespace__().searchsorted(asarray(self._space, upto / upto[-1]), where, side="right")
+        elif replace:
+            index = self.integers(0, count, shape, **placement)
+        else:
+            drawn = math.prod(shape)
+            if drawn > count:
+                raise ValueError(f"choice of {drawn} out of {count} without replacement: there are not as many.")
+            index = asarray(self._space, self.permutation(count)[:drawn].reshape(shape), **placement)
+        return index if isinstance(a, int) else asarray(self._space, a)[index]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(missing("random", name, (each for each in dir(type(self)) if each[0] != "_")))
 
     def _float(self, dtype: Any) -> torch.dtype:
         kind = self._space.default_float if dtype is None else as_dtype(dtype)

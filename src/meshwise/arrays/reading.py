@@ -54,13 +54,13 @@ def tensor(x: Array, device: Any = None) -> Tensor:
 
 def number(x: Array) -> Any:
     """The one element of `x` as a Python number. Waits for it. TypeError where it has more or none."""
-    if any(length != 1 for length in x.shape):
+    if x.shape and any(length != 1 for length in x.shape):
         raise TypeError(
             f"a Python number of an array of shape {x.shape}: it must have one element. Write x[0], x.sum()."
         )
     if x.space.over_ranks:
         return to_host(x, "number").item()
-    holder = next(part for part in x.parts if part.numel())
+    holder = next(part for part in x.parts if part.numel()) if x.shape else x.parts[0]
     return holder.item()
 
 
@@ -95,7 +95,7 @@ def as_complex(x: Array) -> complex:
 
 def as_bool(x: Array) -> bool:
     """`bool(x)`. ValueError where it has more elements than one."""
-    if any(length != 1 for length in x.shape):
+    if x.shape and any(length != 1 for length in x.shape):
         raise ValueError(f"the truth of an array of shape {x.shape} is not one. Write x.any() or x.all().")
     return bool(number(x))
 

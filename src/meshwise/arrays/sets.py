@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,9 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.indexing import counted
 from meshwise.arrays.moves import Piece, exchange, reshard
 from meshwise.arrays.reductions import as_array
+from meshwise.arrays.reshaping import reshape
 from meshwise.arrays.selection import sort_values
-from meshwise.arrays.sharding import evenly, sharding
+from meshwise.arrays.sharding import sharding
 from meshwise.arrays.sorting import SortedParts, indices, sort_parts, swapped
 
 
@@ -126,24 +126,13 @@ def _unique(part: Tensor) -> Tensor:
 
 
 def flattened(x: Array, name: str) -> Array:
-    """`x` in one dim, split; in the order of its elements."""
-    held = x.sharding
-    if held.dim is None:
-        held = sharding(held.places[:1])
-        return Array(
-            tuple(part.reshape(-1) for part in reshard(x, held, name).parts),
-            sharding(held.places, 0, (prod(x.shape),)),
-            (prod(x.shape),),
-            x.dtype,
-            x.space,
-        )
-    if any(length != 1 for length in x.shape[: held.dim]):
-        x = reshard(x, evenly(x.shape[0], held.places), name)
-    held = x.sharding
-    inner = prod(x.shape[(held.dim or 0) + 1 :])
-    sizes = tuple(size * inner for size in held.sizes)
-    parts = tuple(part.reshape(-1) for part in x.parts)
-    return Array(parts, sharding(held.places, 0, sizes), (prod(x.shape),), x.dtype, x.space)
+    """`x` in one dim, split; in the order of its elements. Of what lies on each place, that of the first."""
+    if x.sharding.dim is None:
+        x = reshard(x, sharding(x.sharding.places[:1]), name)
+    found = reshape(x, (-1,))
+    if found.sharding.dim is None:
+        found.sharding = sharding(found.sharding.places, 0, found.shape)
+    return found
 
 
 def _lasts(flat: Array, values: Sequence[Tensor], name: str) -> list[Tensor | None]:
@@ -189,24 +178,37 @@ def _inverse(x: Array, found: _Found) -> Array:
     for came, local in zip(swapped(flat, back, numbers, torch.int64, found.name), done.local, strict=True):
         own = torch.cat(came)
         parts.append(torch.empty_like(own).index_put_((local,), own))
-    return _shaped(Array(tuple(parts), held, flat.shape, torch.int64, space), x)
+    return reshape(Array(tuple(parts), held, flat.shape, torch.int64, space), x.shape)
 
 
-def _shaped(flat: Array, x: Array) -> Array:
-    """What `flattened` made one dim of, in the shape of `x` again, and lying so where that moves nothing."""
-    held, space = x.sharding, x.space
-    if held.dim is None:
-        parts = tuple(part.reshape(x.shape) for part in flat.parts)
-        return Array(parts, sharding(flat.sharding.places), x.shape, flat.dtype, space)
-    if any(length != 1 for length in x.shape[: held.dim]):
-        held = evenly(x.shape[0], held.places)
-    shapes = (held.part_shape(x.shape, k) for k, _ in space.local(held))
-    return Array(tuple(map(torch.reshape, flat.parts, shapes)), held, x.shape, flat.dtype, space)
+def _of_two(name: str, says: str, rule: Callable[[Any, Array, Array], Array]) -> Callable[..., Array]:
+    """A set function of two arrays, of whose distinct elements it gives some, in ascending order."""
+
+    def of_two(x1: Any, x2: Any, /) -> Array:
+        x1 = as_array(name, x1)
+        xp = x1.__array_namespace__()
+        return rule(xp, unique_values(x1), unique_values(xp.asarray(x2)))
+
+    of_two.__name__ = of_two.__qualname__ = name
+    of_two.__doc__ = f"The distinct elements of {says}, in ascending order."
+    return of_two
 
 
+def _either(xp: Any, a: Array, b: Array) -> Array:
+    """Those of one alone."""
+    return unique_values(xp.concat([a[~xp.isin(a, b)], b[~xp.isin(b, a)]]))
+
+
+OF_TWO = [
+    _of_two("union1d", "both", lambda xp, a, b: unique_values(xp.concat([a, b]))),
+    _of_two("intersect1d", "the first that are in the second", lambda xp, a, b: a[xp.isin(a, b)]),
+    _of_two("setdiff1d", "the first that are not in the second", lambda xp, a, b: a[~xp.isin(a, b)]),
+    _of_two("setxor1d", "one that are not in the other", _either),
+]
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "unique_all": unique_all,
     "unique_inverse": unique_inverse,
     "unique_counts": unique_counts,
     "unique_values": unique_values,
+    **{rule.__name__: rule for rule in OF_TWO},
 }

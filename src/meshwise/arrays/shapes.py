@@ -43,9 +43,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = (
 )
 
 
-def reshaped(x: Array, /, *shape: Any, **named: Any) -> Array:
+def reshaped(x: Array, /, *shape: Any, copy: bool | None = None) -> Array:
     """`x.reshape(2, 3)`, or with a shape, as `xp.reshape`."""
-    return reshaping.reshape(x, shape[0] if len(shape) == 1 else shape, **named)
+    return reshaping.reshape(x, shape[0] if len(shape) == 1 else shape, copy)
 
 
 def transposed(x: Array, /, *axes: Any) -> Array:

@@ -17,16 +17,15 @@ from torch import Tensor
 from meshwise.arrays import elementwise, factors, layout, products
 from meshwise.arrays.align import broadcast_shape
 from meshwise.arrays.array import Array, like
+from meshwise.arrays.casting import astype
 from meshwise.arrays.dtypes import real_of, result_type
 from meshwise.arrays.gathering import placed_as
 from meshwise.arrays.lanes import fullest
 from meshwise.arrays.moves import combined, reshard, stacked, to_single
 from meshwise.arrays.products import Terms, product
-from meshwise.arrays.reductions import as_array
 from meshwise.arrays.sharding import evenly, sharding
 from meshwise.arrays.stacks import (
     adjoint,
-    as_floats,
     as_matrices,
     called,
     is_large,
@@ -36,6 +35,7 @@ from meshwise.arrays.stacks import (
     one_matrix,
     with_stack,
 )
+from meshwise.arrays.statistics import as_floats
 
 
 class SlogDet(NamedTuple):
@@ -96,13 +96,13 @@ def solve(x1: Array, x2: Array, /) -> Array:
     A large divided matrix is factored by columns; the solution of few right-hand sides is split by rows then, of many
     by columns. Otherwise right-hand sides and stacks are solved where they lie, and the matrix comes to them.
     """
-    a, given = as_matrices("solve", x1, square=True), as_floats(as_array("solve", x2))
+    a, given = as_matrices("solve", x1, square=True), as_floats("solve", x2)
     if not given.shape or given.shape[-2 if len(given.shape) > 1 else 0] != a.shape[-1]:
         raise ValueError(f"solve of shapes {a.shape} and {given.shape}: the second needs {a.shape[-1]} rows.")
     b = layout.expand_dims(given, axis=-1) if len(given.shape) == 1 else given
     stack = broadcast_shape("solve", [a.shape[:-2], b.shape[:-2]])
     dtype = result_type(a, b)
-    a, b = _cast(a, dtype), _cast(b, dtype)
+    a, b = (astype(each, dtype, copy=False) for each in (a, b))
     if is_one_split(a) and is_large(a) and math.prod(stack) == 1:
         return _squeezed(_solved_by_columns(one_matrix(a), one_matrix(b)), given, stack)
     if math.prod(stack) == 1 and _rather_on_one(a, b):
@@ -177,10 +177,6 @@ def _identity(x: Array) -> Array:
 
 def _by_columns(x: Array, name: str) -> Array:
     return x if x.sharding.dim == 1 else reshard(x, evenly(x.shape[1], x.sharding.places, 1), name)
-
-
-def _cast(x: Array, dtype: torch.dtype) -> Array:
-    return x if x.dtype is dtype else Array(tuple(p.to(dtype) for p in x.parts), x.sharding, x.shape, dtype, x.space)
 
 
 def _squeezed(found: Array, given: Array, stack: tuple[int, ...]) -> Array:

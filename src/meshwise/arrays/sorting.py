@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.array import Array
-from meshwise.arrays.lanes import axis_of, freed
+from meshwise.arrays.lanes import freed
 from meshwise.arrays.moves import Piece, exchange, reshard
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.reshaping import flat
 from meshwise.arrays.selection import cuts, merge, merge_values, order, sort_values
+from meshwise.arrays.views import axis_of
 
 
 def sort(x: Array, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
@@ -38,7 +39,7 @@ def argsort(x: Array, /, axis: int | None = -1, *, descending: bool = False, sta
 def _along(x: Array, axis: int | None, descending: bool, wanted: int, name: str) -> Array:
     x = as_array(name, x)
     x, axis = (flat(x), 0) if axis is None else (x, axis)
-    axis, dtype = axis_of(axis, x.shape, name), torch.int64 if wanted else x.dtype
+    axis, dtype = axis_of(axis, len(x.shape), name), torch.int64 if wanted else x.dtype
     held = x.sharding
     if held.dim == axis:
         others = [length for dim, length in enumerate(x.shape) if dim != axis]

@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from meshwise.arrays import elementwise
 from meshwise.arrays.array import Array
 from meshwise.arrays.creation import asarray
 from meshwise.arrays.dtypes import WHOLE, promoted
+from meshwise.arrays.norms import diagonal, trace
+from meshwise.arrays.reading import number
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
@@ -47,23 +51,26 @@ ALIASES = {
     "ascontiguousarray": "asarray",
     "fmax": "maximum",
     "fmin": "minimum",
+    "fix": "trunc",
+    "row_stack": "vstack",
 }
 """NumPy's name -> the standard's, where they mean the same."""
-REDUCED = {
-    "add": "sum",
-    "multiply": "prod",
-    "maximum": "max",
-    "minimum": "min",
-    "logical_and": "all",
-    "logical_or": "any",
-}
-"""What `xp.add.reduce` and its like are."""
 
 
 def array(
-    space: Space, obj: Any, dtype: Any = None, *, copy: bool = True, device: Any = None, sharding: Any = None
+    space: Space,
+    obj: Any,
+    dtype: Any = None,
+    *,
+    copy: bool = True,
+    ndmin: int = 0,
+    device: Any = None,
+    sharding: Any = None,
 ) -> Array:
-    """As `asarray`, in memory of its own."""
+    """As `asarray`, in memory of its own; with dims of 1 in front, to `ndmin` dims at least."""
+    if ndmin:
+        found = asarray(space, obj, dtype)
+        obj = found.reshape((1,) * max(0, ndmin - len(found.shape)) + found.shape)
     return asarray(space, obj, dtype, device=device, sharding=sharding, copy=copy or None)
 
 
@@ -81,12 +88,6 @@ def logspace(space: Space, start: float, stop: float, num: int = 50, *, base: fl
 def _names_of(x: Any) -> Any:
     """The namespace of an array or a space."""
     return x.__array_namespace__() if isinstance(x, Array) else asarray(x, 0).__array_namespace__()
-
-
-def _outer(x1: Array, x2: Any, name: str) -> Any:
-    xp = _names_of(x1)
-    x2 = xp.asarray(x2)
-    return getattr(xp, name)(xp.reshape(x1, (*x1.shape, *(1,) * len(x2.shape))), x2)
 
 
 def dot(x1: Any, x2: Any, /) -> Any:
@@ -126,6 +127,11 @@ def vstack(arrays: Any, /) -> Any:
 def hstack(arrays: Any, /) -> Any:
     """Arrays beside each other; vectors after each other."""
     return _stacked(arrays, lambda xp, x: xp.reshape(x, (-1,)) if not x.shape else x, -1)
+
+
+def dstack(arrays: Any, /) -> Any:
+    """Arrays after each other along the third dim; vectors as (1, n, 1)."""
+    return _stacked(arrays, lambda xp, x: xp.atleast_3d(x), 2)
 
 
 def column_stack(arrays: Any, /) -> Array:
@@ -180,21 +186,6 @@ def average(x: Any, /, axis: Any = None, weights: Any = None) -> Any:
     return (x * w).sum(axis) / (w + x * 0).sum(axis)
 
 
-def trace(x: Any, /) -> Any:
-    """The sum over the diagonal of the last two dims."""
-    return diagonal(x).sum(-1)
-
-
-def diagonal(x: Any, /) -> Any:
-    """The diagonal of the last two dims."""
-    x = as_array("diagonal", x)
-    xp, (rows, columns) = _names_of(x), x.shape[-2:]
-    if rows > columns:
-        x = x[..., :columns, :]
-    kept = xp.where(xp.eye(x.shape[-2], columns, dtype=xp.bool, sharding=None), x, xp.asarray(0, dtype=x.dtype))
-    return xp.sum(kept, axis=-1, dtype=x.dtype)
-
-
 def diag(x: Any, /) -> Any:
     """The matrix with `x` on its diagonal; of a matrix its diagonal."""
     x = as_array("diag", x)
@@ -219,18 +210,22 @@ def around(x: Any, /, decimals: int = 0) -> Any:
     return rounded(x * 10.0**decimals) / 10.0**decimals if decimals and not whole else rounded(x)
 
 
-def _of_floats(name: str, op: Callable[..., Any]) -> Callable[..., Array]:
-    def rule(x: Any, /) -> Array:
-        x = as_array(name, x)
-        if x.dtype.is_complex:
-            raise TypeError(
-                f"{name} of complex numbers: not defined for it. Write xp.abs(x) or xp.real(x) for a real one."
-            )
-        x = x if x.dtype.is_floating_point else x.astype(x.space.default_float)
-        return Array(tuple(op(part) for part in x.parts), x.sharding, x.shape, x.dtype, x.space)
+def sort_in_place(x: Array, /, axis: int = -1) -> None:
+    """`x[...] = xp.sort(x)`."""
+    x[...] = _names_of(x).sort(x, axis=axis)
 
-    rule.__name__ = name
-    return rule
+
+def item(x: Array, /, *index: Any) -> Any:
+    """One element as a Python number: the only one, that of these indices, or of a number in the flattened array. Waits
+    for it."""
+    if not index:
+        return number(x)
+    if len(index) == 1 and not isinstance(index[0], tuple):
+        count = math.prod(x.shape)
+        if not hasattr(index[0], "__index__") or not -count <= index[0] < count:
+            raise IndexError(f"item({index[0]}) of an array of {count} elements: there is none of that number.")
+        return number(x[tuple(map(int, np.unravel_index(index[0] % count, x.shape)))])
+    return number(x[index[0] if len(index) == 1 else index])
 
 
 def fill(x: Array, value: Any, /) -> None:
@@ -276,17 +271,25 @@ def formatted(x: Array, how: str, /) -> str:
     return format(x.item() if how and not x.shape else str(x), how)
 
 
+def sized(x: Any, /, axis: int | None = None) -> Any:
+    """How many elements the array has, or entries along an axis."""
+    return as_array("size", x).size if axis is None else x.shape[axis]
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     rule.__name__: rule
     for rule in (
-        *(dot, transpose, swapaxes, ravel, vstack, hstack, column_stack, isclose, allclose, array_equal, ptp),
+        *(dot, transpose, swapaxes, ravel, vstack, hstack, column_stack, dstack, isclose, allclose, array_equal, ptp),
         *(average, trace, diagonal, diag, nan_to_num, around, cumsum, cumprod, float_power, unique),
-        *(_of_floats("fabs", torch.abs), _of_floats("rint", torch.round)),
-        *(_of_floats("exp2", torch.exp2), _of_floats("deg2rad", torch.deg2rad), _of_floats("rad2deg", torch.rad2deg)),
-        _of_floats("sinc", torch.sinc),
     )
 }
-FUNCTIONS["round"] = around
+FUNCTIONS |= {
+    "round": around,
+    "copy": lambda x: as_array("copy", x).copy(),
+    "ndim": lambda x: as_array("ndim", x).ndim,
+    "shape": lambda x: as_array("shape", x).shape,
+    "size": sized,
+}
 MAKERS: dict[str, Callable[..., Any]] = {"array": array, "identity": identity, "logspace": logspace}
 METHODS: dict[str, Callable[..., Any]] = {
     "copy": lambda x: asarray(x.space, x, copy=True),
@@ -302,6 +305,11 @@ METHODS: dict[str, Callable[..., Any]] = {
     "cumsum": cumsum,
     "cumprod": cumprod,
     "__copy__": lambda x: asarray(x.space, x, copy=True),
+    "sort": sort_in_place,
+    "conjugate": lambda x: _names_of(x).conj(x),
+    "searchsorted": lambda x, v, side="left", sorter=None: _names_of(x).searchsorted(x, v, side=side, sorter=sorter),
+    "tobytes": lambda x: x.numpy().tobytes(),
+    "item": item,
     "__deepcopy__": lambda x, memo: asarray(x.space, x, copy=True),
     "__format__": formatted,
     "__round__": lambda x, decimals=None: round(x.item(), decimals),
@@ -313,38 +321,3 @@ PROPERTIES: dict[str, Callable[[Array], Any]] = {
     "real": lambda x: _names_of(x).real(x),
     "imag": lambda x: _names_of(x).imag(x),
 }
-
-
-class Grid:
-    """`xp.mgrid[0:2, 0:3]`: the coordinates of a grid, an array for each of its dims, stacked; with `1j` as a step, as
-    many numbers as that says. Sparse, `xp.ogrid`: each with lengths of 1 along the other dims."""
-
-    def __init__(self, xp: Any, *, sparse: bool) -> None:
-        self._xp, self._sparse = xp, sparse
-
-    def __getitem__(self, key: Any) -> Any:
-        given = key if isinstance(key, tuple) else (key,)
-        ranges = [self._line(each) for each in given]
-        if not isinstance(key, tuple):
-            return ranges[0]
-        grown = [
-            line.reshape(tuple(-1 if dim == at else 1 for dim in range(len(ranges)))) for at, line in enumerate(ranges)
-        ]
-        return grown if self._sparse else self._xp.stack(self._xp.broadcast_arrays(*grown))
-
-    def _line(self, key: slice) -> Array:
-        if not isinstance(key, slice) or key.stop is None:
-            raise UsageError("mgrid of no ranges: write xp.mgrid[0:5, 0:3].")
-        start = key.start or 0
-        if isinstance(key.step, complex):
-            line: Array = self._xp.linspace(start, key.stop, int(abs(key.step)))
-            return line
-        line = self._xp.arange(start, key.stop, key.step or 1)
-        return line
-
-
-def as_ufunc(xp: Any, name: str, call: Callable[..., Any]) -> None:
-    """Give a function of two arrays what NumPy's has: `outer`, and `reduce` where it is a reduction."""
-    call.outer = lambda x1, x2: _outer(xp.asarray(x1), x2, name)  # type: ignore[attr-defined]
-    if name in REDUCED:
-        call.reduce = lambda x, axis=0, **how: getattr(xp, REDUCED[name])(x, axis=axis, **how)  # type: ignore[attr-defined]

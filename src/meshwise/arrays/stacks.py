@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.array import Array
-from meshwise.arrays.dtypes import WHOLE
 from meshwise.arrays.gathering import gathered, placed_as
 from meshwise.arrays.lanes import freed, fullest
 from meshwise.arrays.moves import replicate, to_single
-from meshwise.arrays.reductions import as_array
+from meshwise.arrays.statistics import as_floats
 
 LARGE = 32 << 20  # bytes of a matrix from which its factors are divided over the places
 Function = Callable[[Tensor], Any]
@@ -28,20 +27,12 @@ Function = Callable[[Tensor], Any]
 
 def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
     """Floats of at least two dims. ValueError for fewer, or for matrices that are not square where they must be."""
-    x = as_array(name, given)
+    x = as_floats(name, given)
     if len(x.shape) < 2 or (square and x.shape[-1] != x.shape[-2]):
         raise ValueError(
             f"{name} of shape {x.shape}: it needs {'square ' if square else ''}matrices in the last two dims."
         )
-    return as_floats(x)
-
-
-def as_floats(x: Array) -> Array:
-    """Integers as the default float."""
-    if x.dtype not in WHOLE:
-        return x
-    kind = x.space.default_float
-    return Array(tuple(part.to(kind) for part in x.parts), x.sharding, x.shape, kind, x.space)
+    return x
 
 
 def called(name: str, function: Callable[..., Any], *given: Any) -> Any:

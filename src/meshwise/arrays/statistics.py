@@ -35,7 +35,7 @@ def mean(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fal
     x = as_floats("mean", x if dtype is None else astype(x, dtype, copy=False))
     axes = as_axes("mean", axis, len(x.shape))
     count = math.prod(x.shape[each] for each in axes)
-    added = total(x, axis=axes, keepdims=keepdims)
+    added = total(x, axis=axis, keepdims=keepdims)
     return Array(tuple(part / count for part in added.parts), added.sharding, added.shape, added.dtype, added.space)
 
 
@@ -84,7 +84,8 @@ def _spread(part: Tensor, axes: tuple[int, ...], keepdims: bool) -> tuple[Tensor
     if not axes:
         return part, (part - part).abs()  # nan of nan
     centre = part.mean(axes, keepdim=True)
-    squares = (part - centre).abs().square().sum(axes, keepdim=keepdims)
+    apart = part - centre
+    squares = (apart.abs().square() if apart.is_complex() else apart.mul_(apart)).sum(axes, keepdim=keepdims)
     return centre.reshape(squares.shape), squares
 
 

@@ -99,8 +99,10 @@ def by_bits(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 def axis_of(axis: int, ndim: int, what: str) -> int:
     """`axis` counted from the front. IndexError (NumPy's AxisError is one) where there is none."""
+    if not hasattr(axis, "__index__"):
+        raise TypeError(f"{what} along axis {axis!r}: write a whole number.")
     if not -ndim <= axis < ndim:
-        raise IndexError(f"{what}(axis={axis}) of an array of {ndim} dims: use {-ndim} to {ndim - 1}.")
+        raise IndexError(f"{what} along axis {axis}: an array of {ndim} dims has axes {-ndim} to {ndim - 1}.")
     return int(axis) % ndim
 
 

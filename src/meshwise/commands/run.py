@@ -14,13 +14,16 @@ from meshwise import api
 from meshwise.commands.command_line import ScriptCommand, from_dataclass, is_script
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import UsageError
+from meshwise.spec.exit_codes import MEANINGS
 from meshwise.spec.json_values import json_value
 from meshwise.training.run_options import RunOptions
+
+EXIT_CODES = "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in MEANINGS.items()) + "."
 
 app = typer.Typer(add_completion=False)
 
 
-@app.command(cls=ScriptCommand, context_settings={"obj": RunOptions})
+@app.command(cls=ScriptCommand, context_settings={"obj": RunOptions}, epilog=EXIT_CODES)
 @from_dataclass
 def run(
     context: typer.Context,
@@ -37,6 +40,8 @@ def run(
     meshwise run mnist-cnn --devices 4xcpu           a built-in job
     meshwise run train.py:job --plan auto            the plan that is fastest here
     meshwise run --resume runs/20261121-140502-gpt   go on with a stopped run
+
+    A signal (Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2) or --time-limit saves and stops all ranks after the same step.
     """
     if as_json and is_script(options.job):
         raise UsageError(f"--json is the summary of a job; {options.job} is a script. Use meshwise report --json.")

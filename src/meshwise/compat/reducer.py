@@ -128,3 +128,9 @@ def base_of(tensor: Tensor) -> Tensor:
 def default_store() -> Store:
     """The key-value store that the process group was made with: it agrees on facts without a collective."""
     return dist.distributed_c10d._get_default_store()
+
+
+def own_connection_to_store() -> Store:
+    """The same store for another thread: a wait in one connection holds up everything else that uses it."""
+    store: Store = default_store().clone()  # type: ignore[attr-defined]
+    return store

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import resource
 import sys
+from pathlib import Path
 
 import psutil
 import torch
 
 from meshwise.machine.allowance import memory_left
+from meshwise.spec.errors import UsageError
+from meshwise.spec.units import bytes_text
 
 
 def used_bytes(device: str) -> int:
@@ -68,3 +71,30 @@ def memory_facts(device: str) -> dict[str, int]:
         "free": free_bytes(torch.device("cpu")),
         "total": memory.total,
     }
+
+
+def cap_memory(device: str, limit: int) -> None:
+    """Let this process use at most so many bytes of the device, or of the host where the device is a CPU.
+
+    What is beyond fails as on a device of that size. Linux counts writable memory on a host (RLIMIT_DATA), of which
+    what is mapped and not used yet stays out of the limit. Raises UsageError for less than the process holds already.
+    """
+    if device.startswith("cuda"):
+        total = torch.cuda.mem_get_info()[1]
+        if limit < total:
+            torch.cuda.set_per_process_memory_fraction(limit / total)
+        return
+    if sys.platform != "linux":
+        raise UsageError("--memory-limit: only Linux limits the memory of a CPU worker. Leave it out.")
+    data, used = _of_status("VmData"), _of_status("RssAnon")
+    if limit <= used:
+        raise UsageError(
+            f"--memory-limit {bytes_text(limit)}: a worker holds {bytes_text(used)} before its model. Allow more."
+        )
+    resource.setrlimit(resource.RLIMIT_DATA, (data - used + limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def _of_status(name: str) -> int:
+    """A figure of this process in bytes, as /proc tells it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

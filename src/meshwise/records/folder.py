@@ -1,19 +1,22 @@
 """The run folder: what a run leaves, and under which names.
 
 run.json              job, settings, versions, devices, status (running, finished, stopped or failed), sessions
+run.lock              held by the launcher as long as it runs
 plan.toml             the plan
 metrics.jsonl         one line a step (epoch, step, loss) and one an evaluation
 workers/rank0.log     what each worker printed
 spans/rank0.jsonl     what each rank did when: its spans, counters and clock
-checkpoint/           states of the run; latest.json names the newest and its SHA-256
+checkpoint/           states of the run, a folder each (see records/checkpoints.py)
 weights.safetensors   final weights, for plain PyTorch
 best.safetensors      those of the best epoch, where the job says which that is
 summary.json          accuracy, throughput, where the time went
+faults.jsonl          injected faults that happened, one line each (`--fault`)
 tensorboard/          the metrics as TensorBoard events, where tensorboard is installed
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -27,7 +30,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from meshwise.records.checkpoints import CHECKPOINTS as CHECKPOINTS
+from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.files import write_text
+from meshwise.records.lock import is_abandoned
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import error_text, printable
 
@@ -39,9 +45,12 @@ _TYPES: Mapping[str, type] = {
     **dict.fromkeys(("world", "machine"), int),
 }
 """What run.json says of a run, each of this type where it is there."""
+RUNNING = "running"
+KILLED = "all its processes are gone, and none said why: killed, or its machine went down"
 MOST_RANKS, LATEST = 1_000_000, 4e9
 """Above these a number is no count of ranks, and no time in seconds since 1970."""
-CHECKPOINTS, SPANS, TENSORBOARD, BEST = "checkpoint", "spans", "tensorboard", "best.safetensors"
+SPANS, TENSORBOARD, BEST = "spans", "tensorboard", "best.safetensors"
+FAULTS = "faults.jsonl"
 
 
 def create_run_folder(parent: Path, job: str) -> Path:
@@ -60,6 +69,17 @@ def create_run_folder(parent: Path, job: str) -> Path:
             ) from None
         return folder
     raise UsageError(f"--out {parent}: no folder can be made there. Name another with --out DIR.")
+
+
+def saved_step(folder: Path) -> int | None:
+    """The step of the newest state that was saved whole in a run folder; None without any."""
+    if newest := checkpoints_in(folder / CHECKPOINTS)[-1:]:
+        return newest[0].step
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # as format 1 has it
+        name = json.loads((folder / CHECKPOINTS / "latest.json").read_text())["file"]
+        if found := re.match(r"step-(\d+)\.pt", name):
+            return int(found[1])
+    return None
 
 
 def span_log(folder: Path, rank: int) -> Path:
@@ -93,19 +113,33 @@ def is_kept_by(folder: Path, machine: int) -> bool:
     return not (folder / RUN).exists() or read_run(folder).get("machine", 0) == machine
 
 
-def begin_session(folder: Path, began: float, **facts: Any) -> None:
-    """Write that workers of the run live from `began` on (seconds since 1970): run.json is made, or goes on."""
+def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None = None, /, **facts: Any) -> int:
+    """Write that workers of the run live from `began` on (seconds since 1970): run.json is made, or goes on. Returns
+    which attempt they are, from 1. attempt: what else is known of it; facts: of the run."""
     run = read_run(folder) if (folder / RUN).exists() else {"started": _text(began)}
-    sessions = [*run.get("sessions", []), {"began": began, "ended": None, "status": "running"}]
-    write_run(folder, run | facts | {"status": "running", "ended": None, "error": None, "sessions": sessions})
+    sessions = [*run.get("sessions", []), {"began": began, "ended": None, "status": RUNNING, **(attempt or {})}]
+    write_run(folder, run | facts | {"status": RUNNING, "ended": None, "error": None, "sessions": sessions})
+    return len(sessions)
 
 
-def end_session(folder: Path, status: str, error: str | None = None) -> None:
-    """Write that the run's workers are gone, and how it ended: finished, stopped or failed."""
+def change_run(folder: Path, **facts: Any) -> None:
+    """Write what has changed of the run itself."""
+    write_run(folder, read_run(folder) | facts)
+
+
+def add_to_session(folder: Path, **facts: Any) -> None:
+    """Write what has become known of the attempt that runs."""
+    run = read_run(folder)
+    run["sessions"][-1] |= facts
+    write_run(folder, run)
+
+
+def end_session(folder: Path, status: str, error: str | None = None, **facts: Any) -> None:
+    """Write that the run's workers are gone, and how it ended: finished, stopped or failed. facts: of this attempt."""
     run, now = read_run(folder), datetime.now().timestamp()
     sessions = run.get("sessions", [])
     if sessions:
-        sessions[-1] |= {"ended": now, "status": status}
+        sessions[-1] |= {"ended": now, "status": status, **facts}
     write_run(folder, run | {"status": status, "ended": _text(now), "error": error, "sessions": sessions})
 
 
@@ -145,7 +179,8 @@ def _text(time: float) -> str:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The facts of a run. Raises UsageError when `folder` is not a run folder."""
+    """The facts of a run; of one that says it runs and whose launcher is gone, that it failed. Raises UsageError when
+    `folder` is not a run folder."""
     try:
         if (folder / RUN).exists() and not (folder / RUN).is_file():  # a pipe would be read for ever
             raise ValueError("it is not a file")
@@ -161,6 +196,10 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{folder / RUN}: not the facts of a run.")
     if wrong := _wrong(facts):
         raise UsageError(f"{folder / RUN}: {wrong}, so it is damaged. Name a folder that `meshwise run` made.")
+    if facts.get("status") == RUNNING and is_abandoned(folder):
+        facts |= {"status": "failed", "error": KILLED}
+        for session in [session for session in facts.get("sessions", []) if session.get("status") == RUNNING]:
+            session["status"] = "failed"
     return {name: value for name, value in facts.items() if value is not None or _TYPES.get(name) in (None, str, dict)}
 
 

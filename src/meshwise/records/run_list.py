@@ -11,11 +11,12 @@ import re
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshwise.records import folder as names
+from meshwise.records.attempts import Attempt, attempts_of
 from meshwise.records.best import Best, read_best
 from meshwise.records.metrics import metrics_of
 from meshwise.spec.errors import UsageError, nearest
@@ -31,7 +32,7 @@ class RunEntry:
     """A run in short. job: a job or a script. args: what it was given: `lr=3e-4`, or a script's own words. plan: ""
     where it has none. status: running, finished, stopped, failed, or unreadable. metric: the name of the one
     that stands for it (see `metrics_of`), "" without any; last, best: of it. seconds: that its workers lived, over all
-    sessions. size: bytes of its folder."""
+    sessions. size: bytes of its folder. attempts: each start of its workers."""
 
     folder: Path
     job: str
@@ -44,6 +45,7 @@ class RunEntry:
     best: float | None
     seconds: float | None
     size: int
+    attempts: list[Attempt] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -78,6 +80,7 @@ def run_entry(folder: Path) -> RunEntry:
         last=values[-1] if values else None,
         best=known.value if known is not None else best(values) if values else None,
         seconds=_seconds(facts.get("sessions")),
+        attempts=attempts_of(facts),
         size=sum(_size(path) for path in folder.rglob("*")),
     )
 

@@ -39,6 +39,13 @@ def collected(thing: Any) -> Any:
     return map_tensors(lambda tensor: whole[id(tensor)], tree) if first else None
 
 
+def held_of(model: nn.Module) -> dict[str, Any]:
+    """Of the model's state_dict, with its parameters themselves, what this rank holds and no other stage of a pipeline
+    does instead."""
+    lacking = stages.lacks(model)
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in lacking}
+
+
 def state_of(model: nn.Module) -> dict[str, Any]:
     """The model's state_dict with its parameters themselves; what the first stage of a pipeline lacks comes to it from
     the first that has it. Collective."""

@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwise.recovery.collect import collected, state_of
+from meshwise.compat.optimizers import takes_hooks
+from meshwise.compat.tree import map_kind
+from meshwise.recovery.collect import collected, held_of, state_of
+from meshwise.recovery.loading import Stored
+from meshwise.recovery.loading import whole as stored_whole
 from meshwise.spec.errors import CheckpointError
 from meshwise.spec.words import some
-
-FORMAT = 1
+from meshwise.transfer import stages
 
 
 @dataclass
@@ -38,53 +41,93 @@ class RunState:
     step: int = 0
 
 
-def pack(state: RunState) -> dict[str, Any] | None:
-    """The state as plain values and whole tensors on the CPU of rank 0, None on the others. Collective.
+def tree_of(state: RunState, *, whole: bool = False) -> dict[str, Any]:
+    """The state as a tree of plain values and tensors, as this rank holds it: under each plan `collected` makes the
+    same of it. whole: with what rank 0 lacks of a pipeline's model; collective."""
+    own = state_of(state.model) if whole else held_of(state.model)
+    return {
+        "model": own,
+        "optimizer_kind": type(state.optimizer).__name__,
+        "optimizer": state.optimizer.state_dict(),
+        "scheduler": state.scheduler.state_dict() if state.scheduler else None,
+        "scaler": state.scaler.state_dict(),
+        "seed": state.seed,
+        "epoch": state.epoch,
+        "index": state.index,
+        "step": state.step,
+    }
 
-    It is the same under every plan and for every number of devices.
-    """
-    return collected(  # type: ignore[no-any-return]
-        {
-            "format": FORMAT,
-            "model": state_of(state.model),
-            "optimizer_kind": type(state.optimizer).__name__,
-            "optimizer": state.optimizer.state_dict(),
-            "scheduler": state.scheduler.state_dict() if state.scheduler else None,
-            "scaler": state.scaler.state_dict(),
-            "seed": state.seed,
-            "epoch": state.epoch,
-            "index": state.index,
-            "step": state.step,
-        }
-    )
+
+def pack(state: RunState) -> dict[str, Any] | None:
+    """The state with whole tensors on the CPU of rank 0, None on the others. Collective."""
+    return collected(tree_of(state, whole=True))  # type: ignore[no-any-return]
 
 
 def unpack(state: RunState, saved: dict[str, Any]) -> None:
-    """Put a saved state into `state`, in place, each tensor laid as its plan says.
+    """Put a saved state into `state`, in place, each tensor laid as its plan says: what is `Stored` is read so.
 
     Raises CheckpointError when it is of another model or optimizer.
     """
-    if saved.get("format") != FORMAT:
-        raise CheckpointError(f"the checkpoint has format {saved.get('format')}; this meshwise reads format {FORMAT}.")
+    own_kind, other = type(state.optimizer).__name__, saved.get("optimizer_kind")
     compare_states(state.model.state_dict(), saved["model"])
-    own = type(state.optimizer).__name__
-    other = saved.get("optimizer_kind", own)
-    if own != other:  # torch would load it and take its settings over the job's
+    if other is not None and own_kind != other:  # torch would load it and take its settings over the job's
         raise CheckpointError(
-            f"the checkpoint is of another optimizer: {other} there and {own} here. Resume with the job that was run."
+            f"the checkpoint is of another optimizer: {other} there and {own_kind} here. Resume with the job that was "
+            "run."
         )
-    state.model.load_state_dict(saved["model"])
+    load_model(state.model, saved["model"])
     try:
-        state.optimizer.load_state_dict(saved["optimizer"])
+        load_optimizer(state.optimizer, saved["optimizer"])
     except (ValueError, KeyError) as error:
         raise CheckpointError(
             f"the checkpoint is of another optimizer: {error}. Resume with the job that was run."
         ) from None
-    if state.scheduler is not None and saved["scheduler"] is not None:
-        state.scheduler.load_state_dict(saved["scheduler"])
-    if saved["scaler"] and state.scaler.is_enabled():
-        state.scaler.load_state_dict(saved["scaler"])
-    state.seed, state.epoch, state.index, state.step = (saved[k] for k in ("seed", "epoch", "index", "step"))
+    rest = stored_whole({name: value for name, value in saved.items() if name not in ("model", "optimizer")})
+    if state.scheduler is not None and rest["scheduler"] is not None:
+        state.scheduler.load_state_dict(rest["scheduler"])
+    if rest["scaler"] and state.scaler.is_enabled():
+        state.scaler.load_state_dict(rest["scaler"])
+    state.seed, state.epoch, state.index, state.step = (rest[k] for k in ("seed", "epoch", "index", "step"))
+
+
+def load_model(model: nn.Module, saved: dict[str, Any]) -> None:
+    """`model.load_state_dict` of what may be `Stored`: each rank reads its parts."""
+    own, lacking = model.state_dict(keep_vars=True), stages.lacks(model)
+
+    def given(name: str, value: Any) -> Any:
+        if not isinstance(value, Stored):
+            return stored_whole(value)  # a tensor, or the extra state of a module
+        if name in lacking and isinstance(own[name], Tensor):  # torch compares shapes; the values are another rank's
+            return torch.full((), torch.nan).to(own[name].dtype).expand(value.shape)
+        return value.like(own[name]) if isinstance(own.get(name), Tensor) else value.whole()
+
+    model.load_state_dict({name: given(name, value) for name, value in saved.items()})
+
+
+def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict` of what may be `Stored`: read after every technique has taken out what belongs to
+    other ranks."""
+    if not takes_hooks(optimizer):
+        optimizer.load_state_dict(stored_whole(saved))
+        return
+    hook = optimizer.register_load_state_dict_pre_hook(_read_state)
+    try:
+        optimizer.load_state_dict(saved)
+    finally:
+        hook.remove()
+
+
+def _read_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    places = dict(zip(numbers, held, strict=False)) if len(numbers) == len(held) else {}  # torch reports other numbers
+
+    def read(number: Any, entry: Any) -> Any:
+        p = places.get(number)
+        return stored_whole(entry) if p is None else map_kind(Stored, lambda each: each.like(p), entry)
+
+    state = {number: read(number, entry) for number, entry in saved["state"].items()}
+    return {**{name: stored_whole(value) for name, value in saved.items() if name != "state"}, "state": state}
 
 
 def compare_states(own: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
-from meshwise.records.files import write_with
+from meshwise.records.files import write_text, write_with
 from meshwise.recovery.collect import collected, state_of
+from meshwise.recovery.layout import Held, Part, held
+from meshwise.recovery.loading import Stored
+from meshwise.recovery.tensor_files import NAMES, as_bytes, laid_out
+from meshwise.spec.errors import UsageError
+from meshwise.spec.words import some
+
+MOST = 5_000_000_000  # bytes of a file, as Hugging Face divides
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written: the step of the state, its files, how many tensors, and their bytes."""
+
+    step: int
+    files: tuple[str, ...]
+    tensors: int
+    size: int
 
 
 def save_weights(model: nn.Module, path: Path, header: Mapping[str, str] | None = None) -> None:
@@ -22,3 +43,43 @@ def save_weights(model: nn.Module, path: Path, header: Mapping[str, str] | None 
     if state is not None:
         tensors = {name: tensor.contiguous().clone() for name, tensor in state.items()}
         write_with(path, lambda file: file.write(save(tensors, metadata={"format": "pt", **(header or {})})))
+
+
+def export_weights(
+    model: Mapping[str, Any], folder: Path, step: int, say: Callable[[str], None], most: int = MOST
+) -> Written:
+    """Write the tensors of a saved model into `folder`, one after the other, in files of at most `most` bytes.
+
+    One file is `model.safetensors`; several have an index beside them, as Hugging Face writes them. say: takes a line
+    on what is no tensor.
+    """
+    other = [name for name, value in model.items() if not isinstance(value, Stored | Tensor)]
+    if other:
+        say(f"{some(other)}: no tensors, and left out")
+    tensors = {name: value for name, value in model.items() if name not in other}
+    shapes = {name: value.held if isinstance(value, Stored) else held(value) for name, value in tensors.items()}
+    if strange := sorted({each.dtype for each in shapes.values()} - NAMES.keys()):
+        raise UsageError(f"safetensors has no {strange[0]}, which the model has. Load the state with mw.checkpoint.")
+    groups: list[list[str]] = [[]]
+    for name, each in shapes.items():
+        if groups[-1] and sum(shapes[other].size for other in groups[-1]) + each.size > most:
+            groups.append([])
+        groups[-1].append(name)
+    several = len(groups) > 1
+    number = f"{len(groups):05d}"
+    files = [f"model{f'-{n:05d}-of-{number}' if several else ''}.safetensors" for n in range(1, len(groups) + 1)]
+    for file, names in zip(files, groups, strict=True):
+        write_with(folder / file, functools.partial(_write_tensors, {name: tensors[name] for name in names}, shapes))
+    if several:
+        places = {name: file for file, names in zip(files, groups, strict=True) for name in names}
+        index = {"metadata": {"total_size": sum(each.size for each in shapes.values())}, "weight_map": places}
+        write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+    return Written(step, tuple(files), len(shapes), sum(each.size for each in shapes.values()))
+
+
+def _write_tensors(tensors: Mapping[str, Stored | Tensor], shapes: Mapping[str, Held], file: BinaryIO) -> None:
+    beginning, places, _ = laid_out((Part(name, *shapes[name].boxes * 2) for name in tensors), shapes)
+    file.write(beginning)
+    for part in places:
+        value = tensors[part.name]
+        file.write(as_bytes((value.whole() if isinstance(value, Stored) else value).contiguous()))

@@ -6,6 +6,8 @@
     │   ├── DataError              a data set that is missing, damaged or empty
     │   └── CheckpointError        a saved state that is missing, damaged or of another model
     ├── LossError                  the loss is not a number any more
+    ├── SaveError                  the last state of a run could not be saved
+    ├── ReplicaError               replicas that must be alike are not
     ├── TransferError              bytes did not arrive as they were sent
     └── WorkerFailed               a worker raised, was killed or left without saying done
 
@@ -16,7 +18,8 @@ the user as that one sentence, without a traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class MeshwiseError(Exception):
@@ -51,6 +54,18 @@ class LossError(MeshwiseError):
     """The loss is not a number any more."""
 
 
+class SaveError(MeshwiseError):
+    """The last state of a run could not be saved."""
+
+
+class ReplicaError(MeshwiseError):
+    """Replicas that must be alike are not. ranks: those that hold other values than most, or all of them."""
+
+    def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
 class TransferError(MeshwiseError):
     """Bytes did not arrive as they were sent: a path corrupts data."""
 
@@ -58,10 +73,14 @@ class TransferError(MeshwiseError):
 class WorkerFailed(MeshwiseError):
     """A worker raised, was killed, or left without saying done."""
 
-    def __init__(self, message: str, *, rank: int | None = None, exit_code: int = 1) -> None:
+    def __init__(
+        self, message: str, *, rank: int | None = None, exit_code: int = 1, failure: Any | None = None
+    ) -> None:
+        """failure: what is known of the culprit (`workers.failure.Failure`); None where no worker is to blame."""
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
+        self.failure = failure
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

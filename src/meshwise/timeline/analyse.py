@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.records.attempts import lost_texts
 from meshwise.records.run_list import fields_of
 from meshwise.spec.bandwidth import FACTORS, bus_bandwidth
 from meshwise.timeline.arrivals import ABSENT, Arrivals
@@ -122,6 +123,7 @@ def _have_links(timeline: Timeline) -> bool:
 def _about(facts: Mapping[str, Any]) -> dict[str, str]:
     """What was run, for whoever reads the report later."""
     found = {name: str(facts.get(name) or "") for name in ("args", "plan", "command", "commit", "metric", "best")}
+    found["lost"] = " ".join(lost_texts(facts))
     return {name: text for name, text in found.items() if text}
 
 

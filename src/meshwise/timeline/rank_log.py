@@ -38,6 +38,8 @@ class RankLog:
     program: str = ""
     """`plain` of a program that uses none of our verbs, which was recorded from outside."""
     session: int = 0
+    attempt: int = 0
+    """Which of the run's attempts its workers were, from 1; 0 where it does not say."""
     packed: list[tuple[int, str]] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     counters: list[tuple[int, int, int, str, float]] = field(default_factory=list)
@@ -146,6 +148,7 @@ def _begun(line: dict[str, Any]) -> RankLog:
         unix=_seconds(line["unix"]),
         clock=_whole(line["clock"]),
         program=str(line.get("program", "")),
+        attempt=_whole(line.get("attempt", 0), names.MOST_RANKS),
     )
 
 

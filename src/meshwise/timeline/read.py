@@ -72,7 +72,8 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metr
     entries = facts.get("sessions") or [{"began": min((log.unix for log in logs), default=0.0)}]
     began = [float(entry["began"]) for entry in entries]
     for log in logs:  # the newest session that had begun when this log did; clocks of hosts may differ by a second
-        log.session = max([i for i, start in enumerate(began) if start <= log.unix + 1.0], default=0)
+        by_time = max([i for i, start in enumerate(began) if start <= log.unix + 1.0], default=0)
+        log.session = log.attempt - 1 if 0 < log.attempt <= len(began) else by_time
     aligned = _aligned(logs, began)
     spans, kinds = _spans(aligned)
     clocks = _made_causal(spans, kinds, aligned)

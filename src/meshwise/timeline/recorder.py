@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from meshwise.compat.profiling import NVTX, is_profiled, open_range
 from meshwise.timeline.device_clock import DeviceClock, DeviceMark
@@ -23,6 +23,13 @@ Mark = int | DeviceMark
 Count = tuple[int, int, int, str, Any]
 """A counter's value: when, in which step, at the end of which kind of phase (-1: of none), its name, the value."""
 CAPACITY = 200_000  # spans that are kept for a log that does not drain: about 40 MB
+
+
+class Pulse(Protocol):
+    """Who is told at once what this rank does."""
+
+    def phase(self, kind: str) -> None: ...
+    def step(self, number: int) -> None: ...
 
 
 class Recorder:
@@ -42,6 +49,7 @@ class Recorder:
         self.dropped = 0
         self.samples = 0
         """Samples of the global batches that this rank has worked on."""
+        self.pulse: Pulse | None = None
         self.memory: Callable[[], Mapping[str, float]] | None = None
         """Gives the bytes in use, by name; called at the ends of the phases of a step after `request_memory`."""
         self._codes: dict[tuple[str, str, str], int] = {}
@@ -54,11 +62,19 @@ class Recorder:
     def begin_step(self, step: int) -> None:
         """What is recorded from now on belongs to `step`."""
         self.step = step
+        if self.pulse is not None:
+            self.pulse.step(step)
         self._memory_now, self._memory_wanted = self._memory_wanted, False
         if len(self._rows) > CAPACITY * WIDTH:
             half = CAPACITY // 2
             del self._rows[: half * WIDTH]
             self.dropped += half
+
+    def come_to(self, phase: str) -> None:
+        """This rank comes to a phase, of which a span is open or not."""
+        if self.pulse is not None:
+            self.pulse.phase(phase)
+        self.phase = phase
 
     def request_memory(self) -> None:
         """Take memory at the end of each phase of the next step."""
@@ -164,7 +180,8 @@ class _Open:
 
     def __enter__(self) -> None:
         recorder = self._recorder
-        self._before, recorder.phase = recorder.phase, self._kind
+        self._before = recorder.phase
+        recorder.come_to(self._kind)
         self._profiled = open_range(self._kind) if NVTX or is_profiled() else None
         self._start = recorder.mark(self._on_device)
 
@@ -178,7 +195,7 @@ class _Open:
         if recorder._memory_now:
             recorder.phase_ends(self._kind)
         if error is None:
-            recorder.phase = self._before  # after an error the phase stays, to be named in the report
+            recorder.come_to(self._before)  # after an error the phase stays, to be named in the report
 
 
 class _Blocking:

@@ -144,6 +144,11 @@ class DistributedLoader:
             raise TypeError("this loader's length is not known: its data set or sampler has none")
         return self._spec.length
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epochs that are over, and samples of this one that were given out."""
+        return self._epoch, self._index
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is: the epoch, how many samples of it have been given out, and random generators: as they
         were where the order of this epoch began, and as they are now.
@@ -202,8 +207,14 @@ class DistributedLoader:
                 if given == 1:
                     loop.first_batch_ends()
                 came_to(BATCH, self._number, self._epoch, given + 1)
+                for state in engine.loop_states:
+                    state.step_ends(self)
         if engine.stopped:
+            for state in engine.loop_states:
+                state.stops()
             raise engine.gate.stop(engine.phases.step, self._epoch + 1)
+        for state in engine.loop_states:
+            state.step_ends(self, epoch_ends=True)
         self._epoch, self._index, self._order, self._running = self._epoch + 1, 0, None, False
 
     def _read(self, limit: int | None) -> Iterator[tuple[Any, Any]]:
@@ -277,6 +288,8 @@ def _begin_split(engine: Engine, part: BatchSlice) -> None:
         return
     engine.phases.batch_asked()
     if not engine.gate.begin():
+        for state in engine.loop_states:
+            state.stops()
         raise engine.gate.stop(engine.phases.step)
     engine.phases.batch_given(None)
     if engine.watcher is not None:

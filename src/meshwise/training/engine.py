@@ -15,7 +15,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,6 +30,7 @@ from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.plan import Plan
 from meshwise.spec.user_code import user_place
 from meshwise.spec.world import World
+from meshwise.training import faults
 from meshwise.training.agreed import Agreed
 from meshwise.training.by_hand import HandUpdates
 from meshwise.training.coupled import CoupledLosses
@@ -64,6 +65,19 @@ Part = tuple[Any, BatchSlice]
 Batch = TypeVar("Batch")
 NOTHING = contextlib.nullcontext()
 LOOKED_AT = 8  # backwards whose losses are looked at: a program may have several, and none becomes another one later
+
+
+class LoopState(Protocol):
+    """What `mw.checkpoint` has made."""
+
+    def step_ends(self, loader: Any, *, epoch_ends: bool = False) -> None:
+        """The next batch of `loader` is asked for, or there is none any more."""
+
+    def stops(self) -> None:
+        """The run was asked to stop."""
+
+    def close(self) -> None:
+        """The program ends."""
 
 
 class Engine:
@@ -113,6 +127,8 @@ class Engine:
         self.saves: Counter[str] = Counter()
         self.loads = 0
         """How often each file was saved, and any was loaded: ranks count alike, to meet there."""
+        self.loop_states: list[LoopState] = []
+        """What is saved of the program's own loop."""
         self.notes: list[str] = []
         """What was said of the plan and the program, on every rank."""
         several = script and world.size > 1
@@ -120,6 +136,7 @@ class Engine:
         """Evaluations of a script of which each rank has its own figures."""
         self.undistributed = UndistributedLoops(self.reads, world, self.notify) if several else None
         self.phases = Phases()
+        faults.hold(lambda: self.program.named_parameters().values())
         self._hooks = [subscribe(Order.GUARD, self.program.check_step), self.step_draws.subscribe(self.program)]
         if script:
             note_scaling()
@@ -131,8 +148,14 @@ class Engine:
         self.agreed.settings = tuple  # none: a check finds itself where ranks differ in them
         self._hooks.append(self.program.at_steps(Order.WATCH, watcher.step_begins, watcher.step_ends))
 
+    def saves_loop(self, state: LoopState) -> None:
+        """Tell `state` where steps end, from now on; another one of the same loader is told no more."""
+        self.loop_states.append(state)
+
     def close(self) -> None:
         """End: optimizers step as if there were no engine."""
+        for state in self.loop_states:
+            state.close()
         self.unsummed.finish()
         self.coupled.close()
         for hook in self._hooks:

@@ -32,6 +32,7 @@ def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Part]
     with torch.no_grad(), current().span("evaluate"):
         for batch, part in batches:
             engine.part = part
+            current().come_to("evaluate")
             with engine.computing():
                 measured = _measured(engine, job, model, batch, part)
             for name, (value, weight) in measured.items():

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from meshwise.machine.memory import memory_facts
 from meshwise.parallel.shard_refusals import note_what_was_not_gathered
 from meshwise.spec.errors import MeshwiseError
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.units import bytes_text
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import Recorder
 
 
-def explain(error: BaseException, world: World, steps: int | None, recorder: Recorder) -> None:
+def explain(
+    error: BaseException,
+    world: World,
+    steps: int | None,
+    recorder: Recorder,
+    smaller: Callable[[], tuple[Plan, str] | None] = lambda: None,
+) -> None:
     """Add to an error what its traceback does not say: rank, step, phase, and for memory how much of it.
 
-    steps: that are done; None before there is anything to train.
+    steps: that are done; None before there is anything to train. smaller: gives a plan that needs less memory.
     """
     if isinstance(error, MeshwiseError):
         return
@@ -24,9 +34,11 @@ def explain(error: BaseException, world: World, steps: int | None, recorder: Rec
     error.add_note(f"rank {world.rank}, {step}, phase {recorder.phase}")
     if is_out_of_memory(error):
         facts = ", ".join(f"{name} {bytes_text(value)}" for name, value in memory_facts(world.device).items())
-        error.add_note(
-            f"out of memory on {world.device}: {facts}. Use a smaller --batch-size or a larger --accumulate."
-        )
+        found = smaller()
+        if found is not None:
+            error.smaller_plan = (plan_to_toml(found[0]), found[1])  # type: ignore[attr-defined]
+        advice = f"What would need less: {found[1]}" if found else "Use a smaller --batch-size or more devices"
+        error.add_note(f"out of memory on {world.device}: {facts}. {advice}.")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,12 +16,17 @@ from meshwise.training.engine import Engine, Part
 from meshwise.training.job import Job
 from meshwise.training.microbatches import LossOfJob, compute
 from meshwise.training.model_stream import seed_draws
+from meshwise.training.not_finite import SkippedSteps
 from meshwise.training.weighing import Losses, total_of
 from meshwise.transfer.collectives import all_reduce
 
 
-def train_step(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -> Losses:
+def train_step(
+    engine: Engine, job: Job, state: RunState, parts: Sequence[Part], skipped: SkippedSteps | None = None
+) -> Losses:
     """One optimizer step on this rank's microbatches. Returns their losses and weights, still on the device.
+
+    skipped: skips the update where a gradient is not finite.
 
     An optimizer that needs a closure (LBFGS) runs the loss as often as it likes, each time with the same draws; the
     losses are then those before the step.
@@ -31,9 +36,14 @@ def train_step(engine: Engine, job: Job, state: RunState, parts: Sequence[Part])
         engine.agreed.compare_batches(parts, f"job '{job.name}'")
     if needs_closure(state.optimizer):
         return _step_with_closure(engine, job, state, parts)
+    if skipped is not None:
+        skipped.step_begins()
     losses = _compute(engine, job, state, parts)
     with current().span("optimizer"):
-        _update(engine, job, state)
+        if skipped is not None and skipped.skips(state.step + 1):
+            _end_step(state)
+        else:
+            _update(engine, job, state)
     return losses
 
 

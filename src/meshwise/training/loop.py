@@ -5,25 +5,25 @@ A short loop on the engine: read the microbatches of a step, compute, update; ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, tee
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from meshwise.machine.memory import peak_bytes
 from meshwise.parallel.apply import check_fits
-from meshwise.parallel.deferred import constructed
-from meshwise.parallel.mesh import divide_work
 from meshwise.parallel.split.rules import said
-from meshwise.parallel.step_hooks import needs_closure
 from meshwise.records import folder as names
-from meshwise.recovery.checkpoint import load_checkpoint, save_checkpoint
-from meshwise.recovery.state import RunState, pack, unpack
+from meshwise.records.checkpoints import run_and_checkpoint
+from meshwise.recovery.clock import SaveClock
+from meshwise.recovery.loading import load
+from meshwise.recovery.saving import Saver
+from meshwise.recovery.state import RunState, tree_of, unpack
 from meshwise.recovery.weights import save_weights
-from meshwise.spec.errors import UsageError
+from meshwise.spec.errors import SaveError
 from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import current
 from meshwise.training.best import BestEpoch
@@ -31,26 +31,25 @@ from meshwise.training.engine import Engine, Part
 from meshwise.training.evaluate import evaluate
 from meshwise.training.explain import explain
 from meshwise.training.job import EpochEnd, Job
+from meshwise.training.job_data import Data as Data
+from meshwise.training.job_data import open_data as open_data
+from meshwise.training.job_data import read_parts as read_parts
+from meshwise.training.job_start import begun as begun
+from meshwise.training.job_start import make_engine as make_engine
 from meshwise.training.job_step import train_step
-from meshwise.training.keyed import ExactDraws
+from meshwise.training.last_step import LastStep, can_rescue, rescue
 from meshwise.training.metrics_log import MetricsLog, Send
-from meshwise.training.order import BatchSlice, epoch_order, epoch_slices, sequential_slices
+from meshwise.training.not_finite import SkippedSteps
+from meshwise.training.order import epoch_order, epoch_slices, sequential_slices
 from meshwise.training.pace import Pace
 from meshwise.training.recording import Recording
-from meshwise.training.run_options import LOG_EVERY, RunOptions
-from meshwise.training.source import LoaderSettings, Reader, count_samples, read_slices, reader
+from meshwise.training.replica_check import ReplicaCheck
+from meshwise.training.run_options import CHECK_EVERY, LOG_EVERY, SKIP, RunOptions
+from meshwise.training.smaller import smaller_plan
 from meshwise.training.tracking import log_into
 from meshwise.transfer.collectives import barrier
-from meshwise.transfer.prefetch import prefetch
+from meshwise.workers.heartbeat import watched_loop
 from meshwise.workers.join import RankContext, join
-
-
-@dataclass(frozen=True)
-class Data:
-    """A data set of the job, ready to be read."""
-
-    samples: int
-    read: Reader
 
 
 @dataclass
@@ -66,11 +65,16 @@ class _Run:
     state: RunState
     log: MetricsLog
     best: BestEpoch
+    clock: SaveClock
     train: Data
     test: Data | None
+    replicas: ReplicaCheck
     metrics: dict[str, float] = field(default_factory=dict)
     stopped: bool = False
-    saved_step: int = -1
+    saver: Saver | None = None
+    skipped: SkippedSteps | None = None
+    last: LastStep | None = None
+    """The state after the last step, where each rank holds all of it."""
     evaluated: tuple[int, bool] = (-1, False)
     """The step after which it was evaluated last, and whether that was the best."""
     began: dict[str, int] = field(default_factory=dict)
@@ -89,23 +93,30 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
     if send is None and session.channel is not None:
         send = session.channel.send
     trackers = (*options.log, *job.trackers)
-    log = MetricsLog(folder, send, session.world, trackers, scaled=plan.dtypes.scaled)
+    log = MetricsLog(folder, send, session.world, trackers, scaled=plan.dtypes.scaled or options.on_nan == SKIP)
     recording = Recording(session.world, folder, log.note)
     status, run = "failed", None
     engine = make_engine(session, plan, log.note, exact_random=options.exact_random)
     try:
         run = _prepare(job, options, folder, session, log, engine)
-        with log_into(log.tracking, lambda: current().step):
+        with log_into(log.tracking, lambda: current().step), watched_loop(compiles=plan.compile):
             _train(run)
         _finish(run)
         status = "stopped" if run.stopped else "finished"
     except BaseException as error:
-        explain(error, session.world, None if run is None else run.state.step, recording.recorder)
+        less = partial(smaller_plan, plan, run.state.model, job.batch_size, engine.world) if run else lambda: None
+        if run is not None:
+            _rescue(run, error)
+        explain(error, session.world, None if run is None else run.state.step, recording.recorder, less)
         raise
     finally:
+        if run is not None and run.saver is not None and status == "failed":
+            run.saver.close()
         engine.close()
         recording.close(status)
         log.close()
+    notes = [run.best.why_over(run.state), run.skipped.note() if run.skipped else "", *engine.notes]
+    notes += [*(said() if plan.split else ()), engine.draws.note() if engine.draws else ""]
     return {
         "job": job.name,
         "status": status,
@@ -117,25 +128,8 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
         "best": run.best.found,
         "losses": log.losses,
         "memory": peak_bytes(session.world.device),
-        "notes": tuple(
-            filter(
-                None,
-                (
-                    run.best.why_over(run.state),
-                    *engine.notes,
-                    *(said() if plan.split else ()),
-                    engine.draws.note() if engine.draws else "",
-                ),
-            )
-        ),
+        "notes": tuple(filter(None, notes)),
     }
-
-
-def make_engine(
-    session: RankContext, plan: Plan, notify: Callable[[str], None] = lambda text: None, *, exact_random: bool = False
-) -> Engine:
-    """An engine for a job under `plan`. notify: takes the notes on its plan."""
-    return Engine(divide_work(plan, session.world), session.gate, notify, draws=ExactDraws() if exact_random else None)
 
 
 def _prepare(
@@ -145,49 +139,30 @@ def _prepare(
     test = open_data(job, job.test(), "test set") if job.test else None
     plan = options.plan_on(session.world.size)
     state = begun(job, plan, engine)
+    resumed = None
     if options.resume is not None and folder is not None:
-        unpack(state, load_checkpoint(folder / names.CHECKPOINTS))
+        _, only = run_and_checkpoint(Path(options.resume))
+        resumed = load(folder / names.CHECKPOINTS, session.world, log.note, only)
+        unpack(state, resumed.tree)
     log.begin(state.step)
     best = BestEpoch(job, folder, resumed=options.resume is not None)
-    run = _Run(job, session, options, plan, folder, engine, state, log, best, train, test)
+    every = CHECK_EVERY if options.check_every is None else options.check_every
+    check, clock = ReplicaCheck(plan, every), SaveClock(options.saves)
+    run = _Run(job, session, options, plan, folder, engine, state, log, best, clock, train, test, check)
+    if options.on_nan == SKIP and not plan.dtypes.scaled:
+        run.skipped = SkippedSteps(state.model, log.note)
     run.began = {"epoch": state.epoch, "step": state.step}
+    if folder is not None:
+        saved = None if resumed is None else resumed.saved
+        run.saver = Saver(folder / names.CHECKPOINTS, session.world, log.note, saves=options.saves, resumed=saved)
     if test is not None and job.best:  # one batch, since a wrong name is to be known before an epoch is over
         best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
-    run.saved_step = state.step if options.resume is not None else -1
+    if folder is not None and session.channel is not None and can_rescue(plan, session.world) and not run.skipped:
+        run.last = LastStep(state)
+        log.keep_pending()
+        log.send("rescues")
     log.send("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
     return run
-
-
-def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
-    """The state of a run before its first step: the model of `job` under `plan`, its optimizer. Collective."""
-    torch.manual_seed(job.seed)
-    model, note = constructed(job.model) if plan.parameters_divided or plan.pipeline > 1 else (job.model(), "")
-    if plan.devices == 1:  # what several devices have is placed by the plan
-        model.to(engine.world.device)
-    engine.program.stage_cost = job.stage_cost
-    engine.add_models([model], plan)
-    if note:
-        engine.notify(note)
-    optimizer = job.optimizer(model.parameters())
-    if plan.dtypes.scaled and needs_closure(optimizer):
-        raise UsageError(
-            f"job '{job.name}': {type(optimizer).__name__} runs the loss several times a step, and precision="
-            f"{plan.precision!r} scales a loss once a step. Use precision='bf16' or 'fp32', or another optimizer."
-        )
-    engine.add_optimizer(optimizer)
-    scheduler = job.scheduler(optimizer) if job.scheduler else None
-    return RunState(model, optimizer, scheduler, loss_scaler(engine.world.device, plan), job.seed)
-
-
-def loss_scaler(device: str, plan: Plan) -> torch.amp.GradScaler:
-    """Scales the loss where float16 is computed in; passes everything through otherwise."""
-    return torch.amp.GradScaler(device.split(":")[0], enabled=plan.dtypes.scaled)
-
-
-def open_data(job: Job, data: Any, what: str) -> Data:
-    """A data set of the job: `what` it is, in errors."""
-    settings = LoaderSettings(job.collate, job.loader_workers, job.seed, several=True)
-    return Data(count_samples(data, f"the {what} of job '{job.name}'"), reader(data, settings))
 
 
 def _train(run: _Run) -> None:
@@ -240,31 +215,37 @@ def _train_epoch(run: _Run) -> bool:
     in_epoch = -(-state.index // job.batch_size)
     steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size)
     pace = Pace(run.train.samples * job.epochs, current().samples)
-    wanted, log_every = False, run.options.log_every or LOG_EVERY
+    log_every = run.options.log_every or LOG_EVERY
     # Held by this frame: a rank that leaves inside the loop is still in the middle of an epoch when it is asked.
     batches = run.engine.batches("an epoch", _train_batches(run), job.batch_size, step=lambda: state.step + 1)
+    if run.last is not None:
+        run.last.keep()
     for parts in batches:
-        losses = train_step(run.engine, job, state, parts)
+        losses = train_step(run.engine, job, state, parts, run.skipped)
         in_epoch += 1
         state.index = min(state.index + job.batch_size, run.train.samples)
         log.add(state.epoch, state.step, losses)
         due = _evaluation_is_due(run, "steps")
         if due or in_epoch % log_every == 0 or in_epoch == steps:
-            wanted = log.sync(run.session.gate.wanted)
+            log.sync()
             log.send_memory()
             _send_progress(run, "log", pace, in_epoch, steps)
             if due:
                 _evaluate(run, state.epoch + 1)
-            if wanted or (due and run.best.is_over(state)):
+            if due and run.best.is_over(state):
                 break
         elif log.live_is_due():
             _send_progress(run, "progress", pace, in_epoch, steps)
-        if run.options.save_every and state.step % run.options.save_every == 0:
+        if run.clock.is_due(state.step):
             _save(run)
+        if run.replicas.is_due(state.step):
+            run.replicas.compare(state)
+        if run.last is not None:
+            run.last.keep()
     log.sync()
     if run.engine.stopped:
         log.send("stopping", step=state.step, epoch=state.epoch + 1)
-    return wanted or run.engine.stopped
+    return run.engine.stopped
 
 
 def _train_batches(run: _Run) -> Iterator[list[Part]]:
@@ -284,12 +265,6 @@ def _test_batches(run: _Run, samples: int) -> Iterator[Part]:
     return read_parts(run.test, slices, 0, run.engine.world.device)
 
 
-def read_parts(data: Data, slices: Iterable[BatchSlice], epoch: int, device: str) -> Iterator[Part]:
-    """The microbatches of `slices`, on the device, with the next ones on their way."""
-    pairs = read_slices(data.read, slices, epoch)
-    return pairs if device == "cpu" else prefetch(pairs, device)
-
-
 def _send_progress(run: _Run, kind: str, pace: Pace, in_epoch: int, steps: int) -> None:
     if run.session.world.rank != 0:
         return
@@ -299,22 +274,42 @@ def _send_progress(run: _Run, kind: str, pace: Pace, in_epoch: int, steps: int) 
     run.log.send(kind, **facts, loss=run.log.last_loss, **pace.facts(current().samples, behind))
 
 
-def _save(run: _Run) -> None:
-    """Save the state: every rank gives its part, rank 0 writes. Collective."""
-    state, folder = run.state, run.folder
-    if folder is None or run.saved_step == state.step:
-        return
-    with current().span("checkpoint"):
-        packed = pack(state)
-        if packed is not None:
-            save_checkpoint(folder / names.CHECKPOINTS, packed)
-    run.saved_step = state.step
+def _save(run: _Run, *, wait: bool = False) -> None:
+    """Save the state: every rank writes its part, behind the training. What replicas do not hold alike, or with a loss
+    that is not finite, is not saved. Collective."""
+    state = run.state
+    run.log.sync()  # what a restart goes on after is in the records too
+    run.replicas.compare(state)
+    if run.saver is not None:
+        _write(run, run.saver, wait=wait)
+
+
+def _write(run: _Run, saver: Saver, *, wait: bool = True) -> None:
+    state = run.state
+    facts = {name: getattr(state, name) for name in ("step", "epoch", "index", "seed")}
+    saver.save(lambda whole: tree_of(state, whole=whole), facts | {"plan": str(run.plan)}, wait=wait)
+
+
+def _rescue(run: _Run, error: BaseException) -> None:
+    """Keep the state after the last step, where a peer is gone and this rank has it."""
+    if run.last is not None and run.folder is not None and run.saver is not None:
+        run.saver.close()
+        with contextlib.suppress(Exception):  # the error that is there already is the one to tell
+            rescue(run.last, error, run.session, run.folder / names.CHECKPOINTS, partial(_write, run), run.log.note)
 
 
 def _finish(run: _Run) -> None:
-    """Save the state and, of a run that came to its end, the weights."""
-    _save(run)
+    """Save the state and, of a run that came to its end, the weights. Raises SaveError where the state is not saved."""
+    saver = run.saver
+    if saver is not None:
+        saver.settle()
+        if run.state.step not in (saver.saved, run.began["step"] if run.options.resume is not None else -1):
+            _save(run, wait=True)
     if run.folder is not None and not run.stopped:
         save_weights(run.state.model, run.folder / names.WEIGHTS)
+    if saver is not None:
+        saver.settle()
+        if saver.wrong:
+            raise SaveError(f"the last state of the run, of step {run.state.step}, could not be saved: {saver.wrong}.")
     if run.session.channel is None:
         barrier()  # without a launcher nobody waits for rank 0's files

@@ -12,14 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshwise.machine.memory import used_bytes
 from meshwise.records import folder as names
-from meshwise.records.files import Record, keep_lines
+from meshwise.records.files import Record, keep_lines, read_lines
 from meshwise.spec.errors import LossError
 from meshwise.spec.world import World
+from meshwise.training.loss_ledger import LossLedger, noted
 from meshwise.training.trackers import Tracker
 from meshwise.training.tracking import Point, Tracking
 from meshwise.training.weighing import Losses, totals_of
@@ -46,6 +46,7 @@ class MetricsLog:
         scaled: whether a loss scaler skips steps that are not finite."""
         self._folder, self._send, self._world, self._scaled = folder, send, world, scaled
         self._pending: list[tuple[int, int, Losses]] = []
+        self._ledger: LossLedger | None = None
         self._last_finite: tuple[int, float] | None = None
         self._last_sent = 0.0
         self.last_loss: float | None = None
@@ -57,38 +58,59 @@ class MetricsLog:
     def begin(self, step: int) -> None:
         """Open the trackers of a run that has `step` behind it, and remove what was written after that.
         Collective."""
-        if step and self._folder is not None and self._world.rank == 0:
+        if self._folder is not None and self._world.rank == 0:
             keep_lines(self._folder / names.METRICS, lambda record: record.get("step", 0) <= step)
         self.tracking.open(step)
+        if self._folder is not None and self._world.rank == 0:
+            self._write_noted(self._folder, step)
         if self._world.size > 1:
             collectives.barrier()  # opening takes seconds, which would count as the first step's
 
     def add(self, epoch: int, step: int, losses: Losses) -> None:
         """Keep a step's losses for the next `sync`, on their device."""
         self._pending.append((epoch, step, losses))
+        if self._ledger is not None:
+            self._ledger.note(epoch, step, losses)
 
-    def sync(self, wants_stop: bool = False) -> bool:
+    def keep_pending(self) -> None:
+        """Keep what waits for `sync` where it outlives this process: a run that goes on after this step has it."""
+        if self._folder is not None:
+            self._ledger = LossLedger(self._folder, self._world.rank)
+
+    def _write_noted(self, folder: Path, step: int) -> None:
+        """Write the losses up to `step` that ranks which are gone had noted and not written."""
+        lines = read_lines(folder / names.METRICS)
+        first = max([line["step"] for line in lines if "loss" in line and "step" in line], default=0) + 1
+        found = list(noted(folder, self._world.size, first, step))
+        if found:
+            self._write([(epoch, number) for epoch, number, _ in found], [of_ranks for _, _, of_ranks in found])
+
+    def sync(self) -> None:
         """Gather the losses since the last time from all ranks, check them and write them. Collective.
 
-        Returns whether any rank wants to stop: the votes travel with the losses. Raises LossError for a loss that is
-        not finite, with the step and the ranks where it began.
+        Raises LossError for a loss that is not finite, with the step and the ranks where it began.
         """
         if not self._pending:
-            return False
+            return
         pending, self._pending = self._pending, []
-        totals, stop = _gather([losses for _, _, losses in pending], wants_stop)
+        totals = _gather([losses for _, _, losses in pending])
+        self.losses += self._write([(epoch, step) for epoch, step, _ in pending], totals)
+        self.last_loss = self.losses[-1]
+
+    def _write(self, steps: Sequence[tuple[int, int]], totals: Sequence[Tensor]) -> list[float]:
+        """Write the losses of these steps (epoch, number), of which all ranks' are known; returns them."""
         records: list[Record] = []
         points: list[Point] = []
-        for (epoch, step, _), of_ranks in zip(pending, totals, strict=True):
+        found: list[float] = []
+        for (epoch, step), of_ranks in zip(steps, totals, strict=True):
             total, weight = of_ranks.sum(0).tolist()
             loss = total / weight if weight else math.nan
             self._check_finite(loss, step, of_ranks)
             records.append({"epoch": epoch + 1, "step": step, "loss": loss})
             points.append(({"train/loss": loss}, step))
-            self.losses.append(loss)
-        self.last_loss = self.losses[-1]
+            found.append(loss)
         self.tracking.write(records, points)
-        return stop
+        return found
 
     def add_evaluation(
         self, epoch: int, epochs: int, step: int, metrics: dict[str, float], *, best: bool = False, inside: bool = False
@@ -141,9 +163,6 @@ class MetricsLog:
             )
 
 
-def _gather(losses: list[Losses], wants_stop: bool) -> tuple[list[Tensor], bool]:
-    """For each step the weighted loss and the weight of each rank, (ranks, 2), and whether any rank wants to stop."""
-    rows = totals_of(losses)
-    vote = torch.full((1, 2), float(wants_stop), dtype=rows.dtype, device=rows.device)
-    of_ranks = collectives.all_gather(torch.cat([rows, vote]), of="losses").cpu()  # (ranks, steps + 1, 2)
-    return list(of_ranks[:, :-1].unbind(1)), bool(of_ranks[:, -1].any())
+def _gather(losses: list[Losses]) -> list[Tensor]:
+    """For each step the weighted loss and the weight of each rank, (ranks, 2)."""
+    return list(collectives.all_gather(totals_of(losses), of="losses").cpu().unbind(1))

@@ -10,6 +10,7 @@ batch given .. next batch asked    evaluate, when no backward came in between
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -43,6 +44,11 @@ class Phases:
         """The step that is worked on; between loops, the last."""
         return self._steps + self._trained
 
+    @property
+    def step_done(self) -> bool:
+        """Whether the batch that was given last has ended a step."""
+        return self._trained and (self._stepped or not self.optimizers)
+
     def go_on(self, steps: int) -> None:
         """So many steps were recorded before this loop."""
         self._steps = steps
@@ -57,6 +63,7 @@ class Phases:
             else:
                 recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
         self._since, self._trained = None, False
+        recorder.come_to("data")
         self._asked = recorder.mark(on_device=False)
         self._range = open_range("data") if NVTX or is_profiled() else None
 
@@ -68,10 +75,13 @@ class Phases:
         recorder.add(code, self._asked, recorder.mark(on_device=False))
         self.batches_end()
         recorder.phase_ends("data")
+        recorder.come_to("forward" if step is None else "idle")
         self._since = recorder.mark() if step is None else None
 
     def batches_end(self) -> None:
-        """No batch is waited for any more."""
+        """No batch is waited for any more. After an error the phase stays, to be named in the report."""
+        if sys.exc_info()[0] is None and current().phase == "data":
+            current().come_to("idle")
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
@@ -91,13 +101,16 @@ class Phases:
         self._since = recorder.mark()
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
-        self._optimizer = current().mark()
+        recorder = current()
+        recorder.come_to("optimizer")
+        self._optimizer = recorder.mark()
 
     def optimizer_ends(self, optimizer: Optimizer) -> None:
         recorder = current()
         if self._optimizer is not None:
             recorder.add(recorder.code("optimizer"), self._optimizer, recorder.mark())
             recorder.phase_ends("optimizer")
+        recorder.come_to("idle")
         self._optimizer, self._stepped = None, True
         if self._since is not None:
             self._since = recorder.mark()

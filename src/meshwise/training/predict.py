@@ -22,8 +22,8 @@ from meshwise.parallel.data import DROPOUT_NOTE
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.load import load_weights
 from meshwise.records import folder as names
-from meshwise.recovery.checkpoint import load_checkpoint
-from meshwise.recovery.state import compare_states
+from meshwise.recovery.loading import load
+from meshwise.recovery.state import compare_states, load_model
 from meshwise.spec.errors import CheckpointError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.training.engine import Engine
@@ -123,9 +123,9 @@ def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None)
     state = _load(model, Path(weights)) if weights is not None else None
     engine.add_models([model], plan)
     if state is not None:
-        saved = load_checkpoint(state)["model"]
+        saved = load(state, join().world, engine.notify).tree["model"]
         compare_states(model.state_dict(), saved)
-        model.load_state_dict(saved)
+        load_model(model, saved)
     return model.eval(), call
 
 

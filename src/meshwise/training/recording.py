@@ -24,8 +24,10 @@ from meshwise.records import folder as names
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import Recorder, make_current
 from meshwise.timeline.span_log import SpanLog
+from meshwise.training import faults
+from meshwise.workers import heartbeat
 from meshwise.workers.clock import ClockProbe, ClockServer
-from meshwise.workers.environment import RUN_FOLDER
+from meshwise.workers.environment import ATTEMPT, RUN_FOLDER
 
 PATIENCE = timedelta(minutes=30)  # as the process group's own
 _numbers = count(1)  # of the recordings of this process: ranks begin them together
@@ -75,6 +77,8 @@ class Recording:
         """folder: the run folder; None records nothing. Collective where there are several ranks and a folder, but for
         a program that is recorded from outside: its recorder is there already, and its clocks have met, or have not."""
         self.recorder = recorder or Recorder(world.device, on=folder is not None, clock=clock)
+        faults.watch(self.recorder)
+        self.recorder.pulse = heartbeat.current()
         self._before = make_current(self.recorder)
         self._clocks = clocks
         self._log: SpanLog | None = None
@@ -89,6 +93,7 @@ class Recording:
             "device": _device_name(world),
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            **({"attempt": int(os.environ[ATTEMPT])} if ATTEMPT in os.environ else {}),
             **({"program": "plain"} if recorder is not None else {}),
         }
         path = names.span_log(folder, world.rank)

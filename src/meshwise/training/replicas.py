@@ -20,8 +20,8 @@ from meshwise.training.settings import Settings, settings_of
 
 PARAMETERS, BUFFER = "sum of parameters", "sum of a buffer"
 FAR = 1e-6  # of a sum: devices of different kinds may round a step otherwise
-_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-NORMS = (*_BATCH, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def held_alike(program: Program, schedulers: Iterable[LRScheduler]) -> Settings:

@@ -9,16 +9,23 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from meshwise.spec.arguments import Plain, argument_texts
-from meshwise.spec.errors import UsageError
+from meshwise.spec.durations import seconds_of
+from meshwise.spec.errors import UsageError, check_known
+from meshwise.spec.faults import parse_fault
 from meshwise.spec.options import Option, given_options, options_of
 from meshwise.spec.plan import Plan, at_precision
 from meshwise.spec.plan_file import plan_from_toml, plan_text, plan_to_toml
 from meshwise.spec.plan_settings import plan_from_settings, plan_on
+from meshwise.spec.quantity import read_quantity
+from meshwise.spec.saves import KEEP, Saves, read_saves
 from meshwise.training.job import Job
 from meshwise.training.trackers import check_trackers
+from meshwise.workers.hang import HANG_LIMIT
 from meshwise.workers.nodes import NodeOptions
 
-LOG_EVERY = 100
+LOG_EVERY, CHECK_EVERY = 100, 500
+STOP, SKIP = ON_NAN = ("stop", "skip")
+RESTARTS = 3
 AUTO = "auto"
 """As a plan: the one that `meshwise plan` would choose for the devices."""
 OF_THE_PLAN = ("accumulate", "precision")
@@ -58,7 +65,24 @@ class RunOptions(NodeOptions):
     data: Annotated[str | Path | None, Option("another data set in the same format: a folder", scripts=False)] = None
     log_every: Annotated[int | None, Option(f"steps between log lines; default: {LOG_EVERY}", scripts=False)] = None
     save_every: Annotated[
-        int | None, Option("steps between saved states; default: at the end, and when stopped", scripts=False)
+        int | str | None,
+        Option("save the state every 500 steps, or 10min; default: at the end, and when stopped", metavar="N|TIME"),
+    ] = None
+    keep: Annotated[int | None, Option(f"states that are kept; default: {KEEP}")] = None
+    save_limit: Annotated[str | None, Option("bytes of all states that are kept: 50GiB", metavar="SIZE")] = None
+    memory_limit: Annotated[
+        str | None, Option("bytes that a rank may use, to try a smaller device: 8GiB", metavar="SIZE", scripts=False)
+    ] = None
+    on_nan: Annotated[
+        str, Option("gradients that are not finite: stop, or skip the step", metavar="WHAT", scripts=False)
+    ] = STOP
+    check_every: Annotated[
+        int | None,
+        Option(f"steps between comparisons of replicas, 0 for none; default: {CHECK_EVERY}", scripts=False),
+    ] = None
+    time_limit: Annotated[
+        str | None,
+        Option("save and stop at the end of a step after this time, exit code 85: 90s, 4h", recorded=False),
     ] = None
     log: Annotated[
         tuple[str, ...],
@@ -79,14 +103,49 @@ class RunOptions(NodeOptions):
         str | Path | None,
         Option("go on with a stopped run: its folder", metavar="RUN", scripts=False, recorded=False),
     ] = None
+    restarts: Annotated[
+        int | None, Option(f"how often it is started again after a fault of a machine; default: {RESTARTS}")
+    ] = None
+    restart_on: Annotated[str | None, Option("exception: also after one of the program's own")] = None
+    on_failure: Annotated[
+        str | None, Option("a shell command for each failure, with its sentence in the environment", recorded=False)
+    ] = None
+    fault: Annotated[
+        tuple[str, ...],
+        Option("rehearse a failure: kill:rank=1, or with step=40, phase=backward", metavar="FAULT", recorded=False),
+    ] = ()
+    hang_limit: Annotated[
+        str | None,
+        Option("how long a rank may make no progress before the run is ended: 10min; default: 60s", recorded=False),
+    ] = None
     out: Annotated[str | Path, Option("where run folders are made", recorded=False)] = "runs"
     blocks: Annotated[
         bool,
         Option("record each block of the model: about 30 µs a block", name="--blocks/--no-blocks", recorded=False),
     ] = False
 
+    @property
+    def seconds_limit(self) -> float | None:
+        """The time limit in seconds."""
+        return None if self.time_limit is None else seconds_of(self.time_limit, "--time-limit")
+
+    @property
+    def saves(self) -> Saves:
+        """When the state is saved, and how many are kept."""
+        return read_saves(self.save_every, self.keep, self.save_limit)
+
+    @property
+    def memory_cap(self) -> int | None:
+        """The memory limit in bytes."""
+        return None if self.memory_limit is None else int(read_quantity(self.memory_limit, "bytes", "--memory-limit"))
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        _ = self.saves, self.memory_cap
+        _ = self.seconds_limit  # raises for what is no duration
+        check_known("--on-nan", self.on_nan, ON_NAN)
+        if self.check_every is not None and self.check_every < 0:
+            raise UsageError(f"--check-every {self.check_every}: must be at least 1, or 0 for no comparison.")
         if isinstance(self.job, Job):  # here: a worker has another program, in which it is not bound
             object.__setattr__(self, "job", self.job.named())
         object.__setattr__(self, "args", argument_texts(self.args))
@@ -97,10 +156,15 @@ class RunOptions(NodeOptions):
             object.__setattr__(self, "plan", PlanText(plan_text(self.plan)))
         if self.allow and self.plan != AUTO:
             raise UsageError("--allow is of --plan auto: a plan that is given says itself what changes.")
-        for name in ("log_every", "save_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1.")
+        if self.log_every is not None and self.log_every < 1:
+            raise UsageError(f"--log-every {self.log_every}: must be at least 1.")
+        if self.restarts is not None and self.restarts < 0:
+            raise UsageError(f"--restarts {self.restarts}: must be at least 0.")
+        if self.restart_on not in (None, "exception"):
+            raise UsageError(f"--restart-on {self.restart_on}: only exception is known; machines always count.")
+        self.hang_seconds()
+        for text in self.fault:
+            parse_fault(text)
         for name in OF_THE_PLAN:
             value = getattr(self, name)
             if value is not None and name in map(_field, self.settings):
@@ -124,6 +188,10 @@ class RunOptions(NodeOptions):
         if self.accumulate is not None:
             plan = replace(plan, accumulate=self.accumulate)
         return plan if self.precision is None else at_precision(plan, self.precision)
+
+    def hang_seconds(self) -> float:
+        """Seconds without progress after which a rank ends the run."""
+        return HANG_LIMIT if self.hang_limit is None else seconds_of(self.hang_limit, "--hang-limit")
 
     def override(self, job: Job) -> Job:
         """`job` with the epochs, the batch size and the seed that are given."""

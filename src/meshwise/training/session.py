@@ -86,6 +86,8 @@ def program_ends() -> None:
     """Say what can be said only now that nothing more comes."""
     for engine in _engines:
         engine.unsummed.finish()
+        for state in engine.loop_states:
+            state.close()
 
 
 def end_sessions() -> None:

@@ -44,6 +44,7 @@ from meshwise.transfer.groups import group_of as group_of
 from meshwise.transfer.groups import ranks_of as ranks_of
 from meshwise.transfer.groups import world_size as world_size
 from meshwise.transfer.stopwatch import Seconds, Stopwatch
+from meshwise.workers.heartbeat import PEERS, enter, leave
 
 Ends = tuple[int | None, int | None]
 """The rank of the group that the bytes come from and the one that they go to; None for all of its ranks."""
@@ -77,8 +78,7 @@ def _begin_sum(tensor: Tensor, of: str) -> Future[Tensor]:
         there: Future[Tensor] = Future()
         there.set_result(tensor)
         return there
-    _enter(None)
-    recorder = current()
+    beat, recorder = _enter(None, "all-reduce", of), current()
     number, start = recorder.arrive(), recorder.mark()
     code = recorder.code("communication", collective_name("all-reduce", of), "communication")
     recorder.dtypes[code, tensor.nbytes] = tensor.dtype
@@ -87,6 +87,7 @@ def _begin_sum(tensor: Tensor, of: str) -> Future[Tensor]:
 
     def ended(done: Future[object]) -> Tensor:
         recorder.add(code, start, recorder.mark(), tensor.nbytes, number)
+        leave(beat)
         if watch is not None:
             took.append(watch.stop())
         done.value()  # raises what went wrong
@@ -225,10 +226,10 @@ def recorded(
 ) -> Iterator[None]:
     """Record the body of a with-statement as a collective that this rank waits for: on an accelerator in another
     stream, unless `lane` says otherwise."""
-    _enter(group)
-    where = lane or current().overlapped_lane
+    beat, where = _enter(group, kind), lane or current().overlapped_lane
     with _ours(), current().collective(kind, size, where, numbered=_is_of_all(group), dtype=dtype):
         yield
+    leave(beat)
 
 
 def _run(
@@ -245,12 +246,12 @@ def _run(
         return
     size, device = _bytes(moved), moved[0].device if moved else _HOST
     watch = Stopwatch(device.type == "cuda") if OPEN else None
-    if None in ends:
-        _enter(group)
+    beat = _enter(group, kind, of, ends)
     numbered = None in ends and _is_of_all(group)
     dtype = moved[0].dtype if moved else None
     with _ours(), current().collective(collective_name(kind, of), size, numbered=numbered, dtype=dtype):
         call(group or dividing())
+    leave(beat)
     if watch is not None:
         _log(kind, size, device, group, watch.stop(), ends)
 
@@ -260,9 +261,17 @@ def _is_of_all(group: Group) -> bool:
     return group in (None, dividing()) or world_size(group) == world_size(everyone())
 
 
-def _enter(group: Group) -> None:
-    if dist.is_initialized():
-        entered[group_key(group)] += 1
+def _enter(group: Group, kind: str, of: str = "", ends: Ends = EVERYONE) -> int:
+    """Count a collective that this rank comes to, and tell its launcher, which is told too when it is over."""
+    if not dist.is_initialized():
+        return 0
+    if None in ends:
+        key = group_key(group)
+        entered[key] += 1
+    else:
+        own, ranks = get_rank(group), ranks_of(group)
+        key = f"{','.join(str(ranks[end]) for end in ends if end not in (None, own))}/{PEERS}"
+    return enter(collective_name(kind, of), key)
 
 
 def _ours() -> AbstractContextManager[None]:

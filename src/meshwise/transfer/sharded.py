@@ -17,6 +17,8 @@ from meshwise.transfer import collectives, foreign
 from meshwise.transfer.reading import together
 
 BUCKET = 25 << 20  # bytes of whole tensors that are gathered in one collective
+Box = tuple[tuple[int, int], ...]
+"""A part of a tensor: a (begin, end) for each dim."""
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -77,14 +79,20 @@ def local_part(like: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> Ten
 
     read: gives what lies in these slices of the whole, one a dim.
     """
+    boxes, several = local_boxes(like)
+    pieces = [read(tuple(slice(*each) for each in box)) for box in boxes]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, several)
+
+
+def local_boxes(like: Tensor) -> tuple[list[Box], int]:
+    """The boxes of the whole tensor that this rank's shard consists of, and the dim along which they lie side by side
+    in it. A tensor that is not sharded is one box."""
     bounds = [[(0, length)] for length in like.shape]
     if isinstance(like, DTensor):
         for axis, dim, sections in sharding.in_order_of_division(like.device_mesh, like.placements):
             size, own = like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis)
             bounds[dim] = [_nth(piece, own, size) for whole in bounds[dim] for piece in _cut(whole, sections)]
-    pieces = [read(tuple(slice(*each) for each in bound)) for bound in itertools.product(*bounds)]
-    several = next((dim for dim, each in enumerate(bounds) if len(each) > 1), 0)
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, several)
+    return list(itertools.product(*bounds)), next((dim for dim, each in enumerate(bounds) if len(each) > 1), 0)
 
 
 def _cut(whole: tuple[int, int], sections: int) -> list[tuple[int, int]]:

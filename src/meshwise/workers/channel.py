@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import random
+import secrets
 import signal
 import socket
 import threading
@@ -66,6 +67,11 @@ def connect(environment: Mapping[str, str], rank: int) -> WorkerChannel | None:
     return channel
 
 
+MOST_HELLO = 64 << 10
+"""Bytes that are read of a connection that has not shown the token."""
+HELLO_TIMEOUT = 30.0  # seconds for it to show the token
+
+
 class LauncherChannel:
     """The launcher's end: one listening socket, one thread a worker, every message put to `deliver(rank, message)`.
 
@@ -105,10 +111,13 @@ class LauncherChannel:
     def _serve(self, connection: socket.socket) -> None:
         rank: int | None = None
         try:
+            connection.settimeout(HELLO_TIMEOUT)
             with connection, connection.makefile("rb") as lines:
-                hello = json.loads(lines.readline() or b"{}")
-                if not isinstance(hello, dict) or hello.get("token") != self._token:
+                hello = json.loads(lines.readline(MOST_HELLO) or b"{}")
+                token = hello.get("token") if isinstance(hello, dict) else None
+                if not isinstance(token, str) or not secrets.compare_digest(token, self._token):
                     return  # somebody else's connection
+                connection.settimeout(None)
                 rank = int(hello["rank"])
                 self._connections[rank] = connection
                 self._deliver(rank, hello)
@@ -124,9 +133,17 @@ LISTENING_PORTS = range(20_000, 32_768)
 """Linux connects from 32768 to 60999 (ip_local_port_range)."""
 
 
-def free_port(host: str = "") -> int:
-    """A TCP port of this machine that nobody listens on now, below those that outgoing connections take by default."""
+def listening(host: str = "") -> socket.socket:
+    """A socket that listens at a free TCP port of this machine, below those that outgoing connections take by default.
+    Without a host it listens for all of them."""
+    every = {"family": socket.AF_INET6, "dualstack_ipv6": True} if not host and socket.has_dualstack_ipv6() else {}
     for port in (*random.SystemRandom().sample(LISTENING_PORTS, 100), 0):
-        with contextlib.suppress(OSError), socket.create_server((host, port)) as server:
-            return int(server.getsockname()[1])
+        with contextlib.suppress(OSError):
+            return socket.create_server((host, port), backlog=512, **every)  # type: ignore[arg-type]
     raise OSError("this machine has no free TCP port")
+
+
+def free_port(host: str = "") -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with listening(host) as server:
+        return int(server.getsockname()[1])

@@ -26,12 +26,24 @@ EXACT_RANDOM = "MESHWISE_EXACT_RANDOM"
 """Whether a script's random draws are those of one device: `meshwise run --exact-random` sets it."""
 LOG = "MESHWISE_LOG"
 """Trackers of a script, with commas between: `meshwise run --log` sets it."""
+SAVES = "MESHWISE_SAVES"
+"""When a script that uses `mw.checkpoint` saves, and how many states it keeps: `meshwise run --save-every` sets it."""
 CORES = "MESHWISE_CORES"
+LISTENER = "MESHWISE_LISTENER"
+"""A socket that rank 0 has inherited, and at which the store of the process group listens: its number."""
+ATTEMPT = "MESHWISE_ATTEMPT"
+"""Which attempt of the run its workers are, from 1: each start is one."""
 
 
 def result_path(task: Path, rank: int) -> Path:
     """Where the worker of `rank` puts the result of `task`."""
     return task.with_name(f"result-{rank}.pickle")
+
+
+def visible(index: int) -> str:
+    """The driver's name of accelerator `index`, where CUDA_VISIBLE_DEVICES already hides some from us."""
+    shown = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
+    return shown[index] if index < len(shown) else str(index)
 
 
 def started_by_launcher() -> bool:

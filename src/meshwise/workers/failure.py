@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwise.spec.errors import MeshwiseError, UsageError
+from meshwise.spec.errors import MeshwiseError, ReplicaError, UsageError
 from meshwise.spec.user_code import OURS, name_line
 from meshwise.spec.words import error_text, readable
 
@@ -32,7 +32,10 @@ _COMMUNICATION_WORDS = (
 class Failure:
     """What is known of one failed worker.
 
-    kind: `raised`, `killed` (by a signal), `left` (without saying done) or `victim` (raised inside a collective).
+    kind: `raised`, `killed` (by a signal), `left` (without saying done), `victim` (raised inside a collective), `hung`
+    (no progress), `lost` (its machine), `corrupt` (its values are not those of its replicas) or `parted` (ranks that
+    make other calls). smaller: for one that ran out of memory, a plan that needs less (TOML) and what changes with it.
+    step: the one that the rank was in; done: the last that all ranks of this machine have finished, as far as known.
     plain: the message is a sentence for the user, to be shown as it is. notes: what else is known, a line each.
     """
 
@@ -43,7 +46,15 @@ class Failure:
     plain: bool = False
     notes: Sequence[str] = ()
     exit_code: int = 1
+    smaller: Sequence[str] = ()
     time: float = 0.0
+    step: int | None = None
+    done: int = 0
+
+    @property
+    def of_machine(self) -> bool:
+        """Whether the program is not to blame, so that it may be started again."""
+        return self.kind in ("killed", "left", "hung", "lost", "corrupt")
 
 
 def is_gloo_abort(line: str) -> bool:
@@ -70,14 +81,21 @@ def by_error(rank: int, error: BaseException) -> Failure:
         name_line(error)
     return Failure(
         rank,
-        "victim" if not ours and is_communication_error(error) else "raised",
+        _kind_of(rank, error),
         error_text(error),
         "" if ours else user_traceback(error),
         plain=ours,
         notes=[readable(str(note)) for note in getattr(error, "__notes__", ())],
         exit_code=getattr(error, "exit_code", 1),
+        smaller=getattr(error, "smaller_plan", ()),
         time=time.time(),
     )
+
+
+def _kind_of(rank: int, error: BaseException) -> str:
+    if isinstance(error, ReplicaError):  # raised on all ranks
+        return "corrupt" if rank in error.ranks else "victim"
+    return "victim" if not isinstance(error, MeshwiseError) and is_communication_error(error) else "raised"
 
 
 def user_traceback(error: BaseException) -> str:
@@ -104,7 +122,7 @@ def by_exit_status(rank: int, status: int) -> Failure:
 
 def culprit(failures: Sequence[Failure]) -> Failure:
     """The failure to show: one that is nobody's consequence, and the earliest of those."""
-    order = {"killed": 0, "raised": 0, "left": 1, "victim": 2}
+    order = {"killed": 0, "raised": 0, "hung": 0, "lost": 0, "corrupt": 0, "left": 1, "victim": 2}
     return min(failures, key=lambda failure: (order[failure.kind], failure.time))
 
 

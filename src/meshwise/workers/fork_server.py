@@ -22,11 +22,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwise.spec.exit_codes import WARNINGS
+from meshwise.workers.environment import LISTENER
+
 PACKET = 1 << 16
+KILL_TIMEOUT = 2.0  # seconds for killed workers to be gone
 LISTENS = "MESHWISE_FORK_SERVER"
 """The address of a server that is kept for many launches, as our tests do."""
 
@@ -54,15 +59,16 @@ class ForkServer:
                 start_new_session=True,
             )
 
-    def start(self, arguments: list[str], variables: Mapping[str, str], stdout: int, stderr: int) -> ForkedWorker:
-        """Ask for a worker with these arguments, environment and open files; returns before it runs."""
+    def start(self, arguments: list[str], variables: Mapping[str, str], files: Sequence[int]) -> ForkedWorker:
+        """Ask for a worker with these arguments, this environment and these open files: stdout, stderr, and where there
+        is a third its LISTENER. Returns before it runs."""
         number, self._started = self._started, self._started + 1
         request = {"arguments": arguments, "variables": dict(variables), "folder": str(Path.cwd())}
         with os.fdopen(os.memfd_create("request"), "r+b") as file:  # an environment may be longer than a packet
             file.write(json.dumps(request).encode())
             file.flush()
             with contextlib.suppress(OSError):  # a server that has died is seen by `poll`
-                socket.send_fds(self._line, [b"%d" % number], [file.fileno(), stdout, stderr])
+                socket.send_fds(self._line, [b"%d" % number], [file.fileno(), *files])
         return ForkedWorker(self, number)
 
     def known(self, number: int, *, wait: bool = False) -> dict[str, int]:
@@ -81,6 +87,10 @@ class ForkServer:
             self._known.setdefault(told.pop("number"), {}).update(told)
         return self._known.get(number, {})
 
+    def has_died(self) -> bool:
+        """Whether the server is gone, and can fork no more."""
+        return self._process is not None and self._process.poll() is not None
+
     def close(self) -> None:
         """Kill the server and whatever it has forked, and wait until they are gone."""
         forked = all("pid" in self.known(number) for number in range(self._started))
@@ -89,6 +99,63 @@ class ForkServer:
             if not forked:  # it imports still, and would read no request and no end
                 self._process.kill()
             self._process.wait()
+
+
+class Forks:
+    """The fork server of one launch, or of several after each other: those after the first do not wait for torch."""
+
+    def __init__(self, preload: Sequence[str], *, stays: bool = False) -> None:
+        """stays: for several launches, until it is closed."""
+        self._preload, self._stays = preload, stays
+        self._server: ForkServer | None = None
+
+    def server(self, variables: Mapping[str, str]) -> ForkServer | None:
+        """The server, begun where there is none; None where processes do not survive a fork."""
+        if self._server is None and sys.platform == "linux":
+            self._server = ForkServer(self._preload, variables)
+        return self._server
+
+    def end_launch(self, workers: Sequence[subprocess.Popen[bytes] | ForkedWorker]) -> None:
+        """The workers of a launch were killed. The server stays for the next where all of them are surely gone."""
+        until = time.monotonic() + KILL_TIMEOUT
+        alive = [w for w in workers if w.poll() is None] if self._stays else list(workers)
+        while self._stays and alive and all(w.pid is not None for w in alive) and time.monotonic() < until:
+            for worker in alive:  # again: one that was only just forked did not lead its group then
+                kill_group(worker.pid or 0)
+            time.sleep(0.01)
+            alive = [w for w in alive if w.poll() is None]
+        if alive or (self._server is not None and self._server.has_died()):
+            self.close()
+
+    def close(self) -> None:
+        """End the server, and whatever it has forked."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def start_worker(
+    server: ForkServer | None,
+    task: str,
+    variables: dict[str, str],
+    output: tuple[int, int],
+    listener: socket.socket | None = None,
+) -> subprocess.Popen[bytes] | ForkedWorker:
+    """A worker process that leads its own session: a Ctrl-C goes to the launcher alone, which stops all ranks.
+
+    output: its stdout and stderr. listener: of the process group, for rank 0."""
+    kept = [] if listener is None else [listener.fileno()]
+    if server is not None:
+        return server.start([task], variables, [*output, *kept])
+    return subprocess.Popen(
+        [sys.executable, "-m", "meshwise.workers", task],
+        env=variables | ({LISTENER: str(kept[0])} if kept else {}),
+        stdin=subprocess.DEVNULL,
+        stdout=output[0],
+        stderr=output[1],
+        pass_fds=kept,
+        start_new_session=True,
+    )
 
 
 class ForkedWorker:
@@ -116,6 +183,8 @@ def serve(line: socket.socket, work: Callable[[], int]) -> int:
 
     Returns, in a worker, its exit code; in the server 0.
     """
+    for warning in WARNINGS:
+        signal.signal(warning, signal.SIG_IGN)
     gc.freeze()  # what is imported is no garbage: a worker's collections leave it alone, and its pages shared
     children: dict[int, int] = {}
     wakes, wake = os.pipe()
@@ -130,7 +199,7 @@ def serve(line: socket.socket, work: Callable[[], int]) -> int:
         if line.fileno() not in readable:
             continue
         try:
-            number, files, _, _ = socket.recv_fds(line, PACKET, 3)
+            number, files, _, _ = socket.recv_fds(line, PACKET, 4)
         except OSError:
             number = b""
         if not number:
@@ -198,6 +267,8 @@ def _become(files: list[int]) -> None:
         os.close(fd)
     os.environ.clear()
     os.environ.update(request["variables"])
+    if len(files) > 3:
+        os.environ[LISTENER] = str(files[3])
     os.chdir(request["folder"])
     sys.argv[1:] = request["arguments"]
     if "numpy" in sys.modules:  # as in a process of its own; Python's own `random` does so by itself

@@ -1,8 +1,9 @@
 """The step gate: all ranks stop after the same step, without a collective.
 
-On a halt the channel thread of each worker freezes the beginning of further steps and answers with the last step begun.
-The launcher takes the largest answer as the last step and tells everyone. Ranks behind it catch up, ranks at it stop:
-no rank waits in a collective for one that stopped earlier. Nothing is paid while nobody asks.
+On a halt each rank freezes the beginning of further steps and tells the last step begun. The largest of these is the
+last step of all: ranks behind it catch up, ranks at it stop, so no rank waits in a collective for one that stopped
+earlier. Nothing is paid while nobody asks. The launcher asks over the side channel; under a launcher of others the
+ranks agree in the store (stopping.py).
 
 Where no rank has begun a step, a script may never come to one: it gets the signal of a Ctrl-C, as it would alone.
 """
@@ -12,24 +13,28 @@ from __future__ import annotations
 import signal
 import threading
 
+from meshwise.spec.exit_codes import code_of_stop
 from meshwise.workers.channel import WorkerChannel
 
 
 class StepGate:
-    """Passed at the beginning of every step. `wanted` asks for a stop at the next log step, without a channel."""
+    """Passed at the beginning of every step."""
 
     def __init__(self, channel: WorkerChannel | None = None) -> None:
         self._changed = threading.Condition()
         self._begun = 0
         self._frozen = False
         self._last: int | None = None
-        self.wanted = False
         self.interrupts = False
         """Whether the program is interrupted where no rank has begun a step."""
+        self.signal = signal.SIGINT.value
+        """What asked for a stop, where no launcher of ours did."""
+        self.reached = threading.Event()
+        """Set once this rank stands behind the last step."""
         self._channel = channel
         if channel is not None:
-            channel.listeners["halt"] = lambda message: channel.send("halting", begun=self._freeze())
-            channel.listeners["last"] = lambda message: self._set_last(int(message["step"]))
+            channel.listeners["halt"] = lambda message: channel.send("halting", begun=self.freeze())
+            channel.listeners["last"] = lambda message: self.set_last(int(message["step"]))
 
     @property
     def stopped(self) -> bool:
@@ -41,16 +46,12 @@ class StepGate:
         """Whether the run was asked to stop: a peer that is gone is then no fault."""
         return self._frozen
 
-    def stop(self, step: int, epoch: int | None = None) -> KeyboardInterrupt:
+    def stop(self, step: int, epoch: int | None = None) -> BaseException:
         """What a script's loop raises once `begin` was False. The launcher says after which step that was."""
         if self._channel is not None:
             self._channel.send("stopping", step=step, epoch=epoch)
-        return KeyboardInterrupt("the run was asked to stop; every rank stops before the same batch")
-
-    def want(self, number: int, frame: object) -> None:
-        """A signal handler that asks for a stop at the next log step; the same signal again ends the process."""
-        self.wanted = True
-        signal.signal(number, signal.SIG_DFL)
+            return KeyboardInterrupt("the run was asked to stop; every rank stops before the same batch")
+        return SystemExit(code_of_stop(self.signal))
 
     def begin(self) -> bool:
         """True: go on with the next step. False: the agreed last step is behind us."""
@@ -58,17 +59,21 @@ class StepGate:
             while self._frozen and self._last is None:
                 self._changed.wait()
             if self.stopped:
+                self.reached.set()
                 return False
             self._begun += 1
-            return True
+        if self._begun == 2 and self._channel is not None:
+            self._channel.send("stepped")  # once: the launcher wants to know when a run that was started again steps
+        return True
 
-    def _freeze(self) -> int:
+    def freeze(self) -> int:
         """Begin no further step; the last one begun."""
         with self._changed:
             self._frozen = True
             return self._begun
 
-    def _set_last(self, step: int) -> None:
+    def set_last(self, step: int) -> None:
+        """The last step of all ranks is known."""
         with self._changed:
             self._last = step
             self._changed.notify_all()

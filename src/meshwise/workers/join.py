@@ -16,8 +16,9 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
 from meshwise.workers import parting_of_others
 from meshwise.workers.channel import WorkerChannel, connect
-from meshwise.workers.environment import DEVICE_KIND, derived_ranks, read_world
+from meshwise.workers.environment import DEVICE_KIND, LISTENER, derived_ranks, read_world
 from meshwise.workers.gate import StepGate
+from meshwise.workers.stopping import agree_to_stop
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class RankContext:
 
 
 _session: RankContext | None = None
-_made_group = False
+_made_group = _stands = False
+_store: object = None  # held as long as this process lives
 
 
 def rank_context() -> RankContext:
@@ -47,12 +49,12 @@ def rank_context() -> RankContext:
 @contextlib.contextmanager
 def standing_for(context: RankContext) -> Iterator[None]:
     """During the body this process is another one, which is rehearsed."""
-    global _session
-    before, _session = _session, context
+    global _session, _stands
+    before, (_session, _stands) = (_session, _stands), (context, True)
     try:
         yield
     finally:
-        _session = before
+        _session, _stands = before
 
 
 def join() -> RankContext:
@@ -62,6 +64,8 @@ def join() -> RankContext:
         enter_process_group(session.world)
         if session.channel is None:
             parting_of_others.begin(session.world)
+    if session.channel is None and not _stands:
+        agree_to_stop(session.world, session.gate)
     return session
 
 
@@ -114,6 +118,18 @@ def enter_process_group(world: World) -> None:
         backend, rank=world.rank, world_size=world.size, timeout=timedelta(minutes=30), device_id=device
     )
     atexit.register(leave)
+
+
+def keep_store() -> None:
+    """On rank 0: let the store of the process group listen where the launcher already does, before another program can
+    take the port. Whoever makes the group, with the environment's address, uses this store."""
+    global _store
+    listener = os.environ.pop(LISTENER, None)
+    if listener is not None:
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        _store = dist.TCPStore(  # type: ignore[attr-defined]
+            *address, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=int(listener)
+        )
 
 
 def leave() -> None:

@@ -7,8 +7,7 @@
 
 A worker that leaves without saying done is a failure, whatever its exit code: elastic agents call exit code 0 success,
 and report the first process that ended, which is often a victim of the real culprit.
-Not covered: restarting workers, and a watchdog for a rank that hangs. A hang in a collective ends with the timeout of
-the process group (join.py, 30 minutes); one outside of collectives does not end by itself.
+A rank that does not go on is told of, and ends the run at a limit: hang.py. Not covered: restarting workers.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from __future__ import annotations
 import os
 import queue
 import secrets
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,10 +30,14 @@ import cloudpickle
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
 from meshwise.workers import environment, failure
-from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message, free_port
+from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message, listening
 from meshwise.workers.failure import Failure
-from meshwise.workers.fork_server import ForkedWorker, ForkServer
+from meshwise.workers.fork_server import Forks, start_worker
+from meshwise.workers.halt import Halt
+from meshwise.workers.hang import HangWatch
+from meshwise.workers.heartbeat import steps_of
 from meshwise.workers.logged_values import LoggedValues
+from meshwise.workers.meeting import SILENCE
 from meshwise.workers.nodes import Nodes
 from meshwise.workers.parting import PartingWatch, last_verbs, parted
 from meshwise.workers.watched import State, WatchedWorker
@@ -44,10 +46,11 @@ from meshwise.workers.written_files import WrittenFiles
 # Time limits, in seconds.
 CULPRIT_TIMEOUT = 1.0  # after a victim's report, for the real culprit's
 FOLLOW_TIMEOUT = 3.0  # after a rank left in the middle of an epoch, for the others to leave too
+RESCUE_TIMEOUT = 10.0  # after a rank is gone, for one of the others to write the state after the last step
 END_TIMEOUT = 10.0  # for a worker that is done to end
 HALT_INTERVAL = 0.3  # between two requests to halt to a worker that has not answered
-HALT_TIMEOUT = 60.0  # for a halted run to finish its step and save
-NODES_INTERVAL = 0.5  # between two looks at what the other machines report
+HALT_TIMEOUT = 60.0  # for a halted run to finish its step
+OTHERS_TIMEOUT = SILENCE + 2.0  # after a victim's report, for what happened on another machine
 
 
 @dataclass(frozen=True)
@@ -56,20 +59,12 @@ class Listeners:
 
     message: `(rank, message)` for every message of a worker that the launcher does not use itself.
     output: `(stream, text)` for every line that rank 0 prints; stream is `stdout` or `stderr`.
+    hang_limit: after so many seconds a rank that does not go on ends the run; None: it is told of alone.
     """
 
     message: Callable[[int, Message], None] = lambda rank, message: None
     output: Callable[[str, str], None] = lambda stream, text: None
-
-
-class Halt:
-    """Asks a running launch to stop all ranks after the same step. Set from a signal handler or another thread."""
-
-    def __init__(self) -> None:
-        self.wanted = threading.Event()
-        self.at_once = threading.Event()
-        self.signal = 2
-        """The signal that asked for it; the exit code is 128 more, as shells have it."""
+    hang_limit: float | None = None
 
 
 def launch(
@@ -81,12 +76,13 @@ def launch(
     listeners: Listeners | None = None,
     nodes: Nodes | None = None,
     halt: Halt | None = None,
-    preload: Sequence[str] = (),
+    preload: Sequence[str] | Forks = (),
 ) -> list[Any]:
     """Call `function(*arguments)` in one worker a slot; returns the results in rank order.
 
     folder: the run folder, which keeps each worker's output; without one the output of ranks above 0 is dropped when
-        all goes well. preload: modules that the workers need, imported once for all of them.
+        all goes well. preload: modules that the workers need, imported once for all of them; or what forks several
+        launches.
     Raises WorkerFailed with the culprit's rank and traceback when a worker fails.
     """
     with tempfile.TemporaryDirectory(prefix="meshwise-", ignore_cleanup_errors=True) as name, ExitStack() as stack:
@@ -119,11 +115,11 @@ class _Launcher:
         nodes: Nodes | None,
         halt: Halt,
         local_size: int,
-        preload: Sequence[str],
+        preload: Sequence[str] | Forks,
     ) -> None:
         self.folder, self.listeners, self.nodes, self.halt = folder, listeners, nodes, halt
-        self.local_size, self._preload = local_size, preload
-        self._server: ForkServer | None = None
+        self.local_size, self._scratch = local_size, scratch
+        self._forks = preload if isinstance(preload, Forks) else Forks(preload)
         self.run_folder = {} if folder == scratch else {environment.RUN_FOLDER: str(folder.resolve())}
         self.size = nodes.size if nodes else local_size
         self.first_rank = nodes.first_rank if nodes else 0
@@ -132,42 +128,35 @@ class _Launcher:
         self._token = secrets.token_hex(16)
         self._channel = LauncherChannel(self._token, lambda rank, message: self._inbox.put((rank, message)))
         self._parting = PartingWatch(scratch, range(self.first_rank, self.first_rank + local_size))
+        self._hangs = HangWatch(scratch, listeners.hang_limit)
         self._compared: dict[str, Callable[..., str]] = {"writes": WrittenFiles().add, "logged": LoggedValues().add}
         self._halting: dict[int, int] | None = None
         self._last: int | None = None
-        self._halted_at = 0.0
-        self._looked = self._asked = 0.0
+        self._halted_at, self._saves = 0.0, False
+        self._asked, self._rescues = 0.0, False
 
     def start(self, task: Path, slots: Sequence[WorkerSlot]) -> None:
-        port = self.nodes.port if self.nodes else free_port("127.0.0.1")
+        listener = self.nodes.listener if self.nodes else listening("127.0.0.1")
+        port = self.nodes.port if self.nodes else listener.getsockname()[1] if listener else 0
         (self.folder / "workers").mkdir(parents=True, exist_ok=True)
         for local_rank, slot in enumerate(slots):
             rank = self.first_rank + local_rank
             variables = os.environ | self._environment(rank, local_rank, port, slot)
-            if self._server is None and sys.platform == "linux":
-                self._server = ForkServer(self._preload, variables)
             log = (self.folder / "workers" / f"rank{rank}.log").open("ab")
             pipes = [os.pipe(), os.pipe()] if rank == 0 else []
             stdout, stderr = [write for _, write in pipes] or [log.fileno()] * 2
-            entry = WatchedWorker(rank, self._process(str(task), variables, stdout, stderr), log)
+            server, kept = self._forks.server(variables), listener if rank == 0 else None
+            process = start_worker(server, str(task), variables, (stdout, stderr), kept)
+            entry = WatchedWorker(rank, process, log)
             self.workers.append(entry)
             for name, (read, write) in zip(("stdout", "stderr"), pipes, strict=False):
                 os.close(write)
                 entry.readers.append(self._read(os.fdopen(read, "rb"), name, log))
-
-    def _process(
-        self, task: str, variables: dict[str, str], stdout: int, stderr: int
-    ) -> subprocess.Popen[bytes] | ForkedWorker:
-        """A worker process that leads its own session: a Ctrl-C goes to the launcher alone, which stops all ranks."""
-        if self._server is not None:
-            return self._server.start([task], variables, stdout, stderr)
-        command = [sys.executable, "-m", "meshwise.workers", task]
-        return subprocess.Popen(
-            command, env=variables, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
-        )
+        if listener is not None:
+            listener.close()  # rank 0 has it
 
     def _environment(self, rank: int, local_rank: int, port: int, slot: WorkerSlot) -> dict[str, str]:
-        visible = ",".join(map(_visible, slot.sees or ([] if slot.index is None else [slot.index])))
+        visible = ",".join(map(environment.visible, slot.sees or ([] if slot.index is None else [slot.index])))
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.size),
@@ -207,6 +196,7 @@ class _Launcher:
             self._look_at_halt()
             self._look_at_nodes()
             self._look_at_verbs()
+            self._look_at_beats()
             failures = self._failures()
             if failures and self._settled(failures):
                 self._fail(failure.culprit(failures))
@@ -225,27 +215,39 @@ class _Launcher:
         if text := self._parting.look(self._ended()):
             self._fail(Failure(self.first_rank, "parted", text, plain=True))
 
+    def _look_at_beats(self) -> None:
+        """Does a rank not go on? Where a run is stopped, all wait."""
+        if self.halt.wanted.is_set():
+            return
+        hang = self._hangs.look({w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING})
+        if hang and hang.over:
+            self._fail(Failure(hang.rank, "hung", hang.text, plain=True, step=hang.step))
+        elif hang:
+            self.listeners.message(hang.rank, {"kind": "note", "text": hang.text})
+
     def _ended(self) -> list[int]:
         return [w.rank for w in self.workers if w.state in (State.DONE, State.EXITED)]
 
     def _fail(self, chosen: Failure) -> None:
+        step, done = steps_of(self._scratch, [w.rank for w in self.workers], chosen.rank)
+        chosen = replace(chosen, step=chosen.step or step, done=done)
         text = failure.sentence(chosen, self.size, [w.failure for w in self.workers if w.failure])
         if chosen.kind in ("killed", "left", "victim"):
             trails = self._parting.trails()
             last = [last_verbs(trails)] if chosen.kind == "victim" else []
             text = parted(trails, self._ended()) or "\n".join([text, *last]).rstrip()
-        if self.nodes and chosen.kind != "victim":
-            self.nodes.set("failed", {"text": text, "rank": chosen.rank})
-        raise WorkerFailed(text, rank=chosen.rank, exit_code=max(chosen.exit_code, 1))
+        if self.nodes:
+            self.nodes.fail(text, chosen.rank, max(chosen.exit_code, 1))
+        raise WorkerFailed(text, rank=chosen.rank, exit_code=max(chosen.exit_code, 1), failure=chosen)
 
     def _look_at_nodes(self) -> None:
-        """Twice a second: did another machine fail, or ask for a halt?"""
-        if self.nodes is None or time.monotonic() - self._looked < NODES_INTERVAL:
+        """Did another machine fail, is one lost, or does one ask for a halt?"""
+        if self.nodes is None:
             return
-        self._looked = time.monotonic()
-        failed = self.nodes.try_get("failed")
-        if isinstance(failed, dict):
-            raise WorkerFailed(f"on another machine:\n{failed['text']}", rank=failed["rank"])
+        if failed := self.nodes.failed_elsewhere():
+            raise failed
+        if not self._over() and (lost := self.nodes.lost()):
+            self._fail(lost)
         if self.halt.wanted.is_set():
             self.nodes.set("halt", True)
         elif self.nodes.try_get("halt"):
@@ -265,13 +267,18 @@ class _Launcher:
             entry.in_progress = message["in_progress"]
         elif kind == "failed":
             entry.turn(State.FAILED, Failure(**message["failure"]))
+        elif kind == "stop":
+            self.halt.ask(int(message["number"]))
         elif kind == "halting" and self._halting is not None:
             self._halting[rank] = int(message["begun"])
+        elif kind == "rescues":
+            self._rescues = True
         elif kind in self._compared:
             facts = {name: value for name, value in message.items() if name != "kind"}
             if text := self._compared[kind](rank, **facts):
                 self.listeners.message(rank, {"kind": "note", "text": text})
         elif kind not in ("hello", "closed"):
+            self._saves = self._saves or kind == "stopping"
             self.listeners.message(rank, message)
 
     def _look_at_processes(self) -> None:
@@ -292,13 +299,16 @@ class _Launcher:
     def _settled(self, failures: Sequence[Failure]) -> bool:
         """Whether the culprit cannot change any more: all have reported, or the time for it is over."""
         waited = max(w.seconds for w in self.workers if w.failure)
-        certain = any(f.kind in ("killed", "raised") for f in failures)
+        certain = any(f.kind in ("killed", "raised", "corrupt") for f in failures)
+        if self.nodes and all(f.kind == "victim" for f in failures):
+            return waited > OTHERS_TIMEOUT
         limit = CULPRIT_TIMEOUT / 4 if certain else CULPRIT_TIMEOUT
+        limit = RESCUE_TIMEOUT if self._rescues and failure.culprit(failures).of_machine else limit
         return waited > limit or all(w.state is not State.RUNNING for w in self.workers)
 
     def _look_at_halt(self) -> None:
         if self.halt.at_once.is_set():
-            raise WorkerFailed("stopped at once; what was saved before is kept.", exit_code=128 + self.halt.signal)
+            raise WorkerFailed("stopped at once; what was saved before is kept.", exit_code=self.halt.exit_code)
         if not self.halt.wanted.is_set():
             return
         now = time.monotonic()
@@ -311,14 +321,12 @@ class _Launcher:
                 self._channel.send(entry.rank, "halt")
         if self._halting and not waiting and self._last is None:
             self._last = self._agreed_last(max(self._halting.values()))
-            if self._last is None:
-                return
-            for entry in self.workers:
+            for entry in self.workers if self._last is not None else ():
                 self._channel.send(entry.rank, "last", step=self._last)
-        if time.monotonic() - self._halted_at > HALT_TIMEOUT:
+        if time.monotonic() - self._halted_at > HALT_TIMEOUT and not self._saves:
             raise WorkerFailed(
-                f"the workers did not stop within {HALT_TIMEOUT:.0f} s and were ended.",
-                exit_code=128 + self.halt.signal,
+                f"the workers did not stop within {HALT_TIMEOUT:.0f} s and were ended. What was saved before is kept.",
+                exit_code=self.halt.exit_code,
             )
 
     def _agreed_last(self, here: int) -> int | None:
@@ -333,17 +341,10 @@ class _Launcher:
     def end(self) -> None:
         for entry in self.workers:
             entry.kill()
-        if self._server is not None:
-            self._server.close()
+        self._forks.end_launch([w.process for w in self.workers])
         for entry in self.workers:
             entry.process.wait()
             for reader in entry.readers:
                 reader.join(timeout=2)
             entry.log.close()
         self._channel.close()
-
-
-def _visible(index: int) -> str:
-    """The driver's name of accelerator `index`, where CUDA_VISIBLE_DEVICES already hides some from us."""
-    shown = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
-    return shown[index] if index < len(shown) else str(index)

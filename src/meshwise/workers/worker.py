@@ -20,7 +20,7 @@ import cloudpickle
 import torch
 
 from meshwise.spec.errors import UsageError
-from meshwise.workers import failure, join, verb_log
+from meshwise.workers import failure, heartbeat, join, stopping, verb_log
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.environment import CORES, RUN_FOLDER, result_path
 from meshwise.workers.failure import Failure
@@ -42,8 +42,11 @@ def main() -> int:
     session = join.rank_context()
     if session.channel is None:
         raise UsageError("meshwise.workers is started by `meshwise run` and `mw.launch` alone.")
+    stopping.pass_on(session.channel)
     task, rank = Path(sys.argv[1]), session.world.rank
     verb_log.begin(trail_path(task.parent, rank))
+    join.keep_store()
+    heartbeat.begin(task.parent, rank, overlaps=session.world.kind != "cpu")
     if session.world.size > 1:
         watch_files(session.channel)
     code = run_task(task, rank, session.channel)

@@ -34,7 +34,8 @@ def _lines(entries: Sequence[RunEntry], folder: Path, screen: Screen) -> list[Te
 def _row(entry: RunEntry) -> list[str | Text]:
     values = ["" if value is None else metric_value(entry.metric, value) for value in (entry.last, entry.best)]
     time = "" if entry.seconds is None else seconds_text(entry.seconds)
-    status = Text(entry.status, COLOURS.get(entry.status, ""))
+    times = f", {len(entry.attempts)} attempts" if len(entry.attempts) > 1 else ""
+    status = Text(f"{entry.status}{times}", COLOURS.get(entry.status, ""))
     job = entry.job if len(entry.job) <= 30 else f"…{entry.job[-29:]}"
     args = entry.args if len(entry.args) <= 30 else f"{entry.args[:29]}…"
     what = f"{job} {args}".rstrip()

@@ -1,0 +1,62 @@
+"""The checkpoints of a run: listed, verified. No torch. Tested in tests/cli/test_checkpoints.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwise.records import checkpoints as files
+from meshwise.records.checkpoints import CHECKPOINTS
+from meshwise.records.folder import newest_run
+from meshwise.records.run_list import find_run
+from meshwise.spec.errors import CheckpointError
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """A checkpoint in short. saved: when, in seconds since 1970. wrong: what is wrong with it, "" where nothing is
+    known to be. verified: whether every byte was read and compared."""
+
+    name: str
+    step: int
+    epoch: int
+    attempt: int
+    devices: int
+    plan: str
+    saved: float
+    size: int
+    verified: bool
+    wrong: str
+
+
+def run_folder(word: str | None) -> Path:
+    """The run that a word names: its folder, its name in runs/ or a part of it; None: the newest."""
+    return newest_run(RUNS) if word is None else find_run(RUNS, word)
+
+
+def checkpoints(folder: Path, *, verify: bool = False) -> list[CheckpointEntry]:
+    """The checkpoints of the run in `folder`, the oldest first. verify: read every byte of them."""
+    return [_entry(saved, verify) for saved in files.checkpoints_in(folder / CHECKPOINTS)]
+
+
+def _entry(saved: files.Checkpoint, verify: bool) -> CheckpointEntry:
+    try:
+        facts, wrong = files.read_manifest(saved).facts, ""
+    except CheckpointError as error:
+        facts, wrong = {}, str(error).rstrip(".")
+    if verify and not wrong:
+        wrong = files.verified(saved)
+    return CheckpointEntry(
+        saved.path.name,
+        saved.step,
+        epoch=facts.get("epoch", 0) + (facts.get("index", 1) > 0),  # between two epochs it is the one that is over
+        attempt=saved.attempt,
+        devices=facts.get("world", 0),
+        plan=str(facts.get("plan", "")).removeprefix("Plan(").removesuffix(")"),
+        saved=facts.get("time", 0.0),
+        size=files.size_of(saved.path),
+        verified=verify,
+        wrong=wrong,
+    )

@@ -1,0 +1,185 @@
+"""Whether a run whose workers failed is started again, and what is kept of each attempt.
+
+An attempt is one start of the workers of a run. A fault of a machine is answered with another one, an exception of the
+program only where `--restart-on exception` asks for it.
+Tested in tests/faults/test_restarts.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwise.records import folder as names
+from meshwise.records.checkpoints import checkpoints_in
+from meshwise.records.files import read_lines, write_text
+from meshwise.spec.errors import WorkerFailed
+from meshwise.spec.exit_codes import AGAIN, FAILED, NO_PROGRESS
+from meshwise.spec.faults import Fault
+from meshwise.spec.units import plural
+
+MOST_WITHOUT_PROGRESS, MOST_SMALLER = 3, 4
+OTHERS_OF_PLAN = ("settings", "accumulate", "precision")  # options that change a plan
+COMMAND_TIMEOUT = 30.0  # seconds for what is left of --on-failure at the end
+
+
+@dataclass
+class Restarts:
+    """The attempts of one command.
+
+    most: restarts that are allowed. exceptions: whether the program's own are reason enough. resumable: whether it can
+    go on: a job can, a script once it has told that it saves its state. command: of --on-failure. faults: injected.
+    """
+
+    folder: Path
+    most: int = 0
+    exceptions: bool = False
+    resumable: bool = True
+    command: str | None = None
+    faults: Sequence[Fault] = ()
+    states: Path | None = None
+    """Where a script saves its state; None: in the folder."""
+    attempt: int = 1
+    """Of this command, from 1."""
+    number: int = 1
+    """Of the run, which may have been resumed."""
+    step: int = 0
+    """The last one that is known to be done."""
+    began_at: int = 0
+    failed: float | None = None
+    """When the attempt before was given up (monotonic); None once the workers step again."""
+    plan: str = ""
+    """What the run goes on under since it ran out of memory, as TOML."""
+    _change: str = ""
+    _smaller: int = 0
+    _furthest: int = 0
+    _without_progress: int = 0
+    _last: tuple[int, str, int] | None = None
+    _commands: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def due(self) -> tuple[Fault, ...]:
+        """The faults of this attempt."""
+        return tuple(fault for fault in self.faults if fault.attempt == self.attempt)
+
+    def after(self, error: WorkerFailed) -> WorkerFailed | None:
+        """What ends the run; None where it is started again."""
+        failure = error.failure
+        self.step = max(self.began_at, failure.done if failure is not None else 0)
+        if (
+            failure is not None
+            and failure.smaller
+            and self.resumable
+            and self.most > 0
+            and self._smaller < MOST_SMALLER
+        ):
+            self.plan, self._change = failure.smaller
+            self.most, self._smaller, self._last = self.most + 1, self._smaller + 1, None
+            return None
+        if failure is None or not self.resumable or not (failure.of_machine or self._is_asked_for(failure)):
+            return error
+        this = None if failure.step is None else (failure.rank, failure.kind, failure.step)
+        progress = self.step > self._furthest
+        self._furthest = max(self.step, self._furthest)
+        self._without_progress = 0 if progress else self._without_progress + 1
+        if self.most == 0:
+            return error
+        if this is not None and this == self._last:
+            why = f"It is the program's own: rank {failure.rank} failed alike in step {failure.step} of two attempts."
+            return ended(error, why, FAILED)
+        self._last = this
+        if self._without_progress >= MOST_WITHOUT_PROGRESS:
+            why = f"{MOST_WITHOUT_PROGRESS} attempts in a row came no step further: it is not started again."
+            return ended(error, why, NO_PROGRESS)
+        if self.attempt > self.most:
+            left = f"That was attempt {self.attempt} of {self.most + 1}: go on with meshwise run --resume"
+            return ended(error, f"{left} {shlex.quote(str(self.folder))}", AGAIN)
+        return None
+
+    def _is_asked_for(self, failure: Any) -> bool:
+        return self.exceptions and failure.kind in ("raised", "victim") and failure.exit_code == FAILED
+
+    def next(self) -> str:
+        """Go over to the next attempt; a sentence on where it begins."""
+        self.attempt, self.failed = self.attempt + 1, time.monotonic()
+        newest = [] if self.states is None else checkpoints_in(self.states)[-1:]
+        saved = newest[0].step if newest else names.saved_step(self.folder)
+        where = "from the beginning: no state was saved" if saved is None else f"from the state saved at step {saved}"
+        change, self._change = f", with {self._change}, and the same numbers" if self._change else "", ""
+        return f"attempt {self.attempt} of {self.most + 1} begins {where}{change}."
+
+    def keep_plan(self) -> None:
+        """The run's plan, and what a resumed run begins with, are those that fit."""
+        request = names.read_run(self.folder).get("request", {})
+        write_text(self.folder / names.PLAN, self.plan)
+        names.change_run(self.folder, request={**request, "plan": self.plan, **dict.fromkeys(OTHERS_OF_PLAN)})
+
+    def record(self) -> dict[str, Any]:
+        """What is kept of an attempt as it begins."""
+        return {"faults": [str(fault) for fault in self.due()]} if self.due() else {}
+
+    def facts(self, error: WorkerFailed) -> dict[str, Any]:
+        """What is kept of an attempt that failed."""
+        failure = error.failure
+        told = {}
+        if failure is not None:
+            verb = "failed: " if failure.kind == "raised" else ""
+            first = failure.message.strip().splitlines()[0].rstrip(".")
+            reason = first if failure.plain else f"rank {failure.rank} {verb}{first}"
+            told = {"kind": failure.kind, "rank": failure.rank, "step": failure.step, "reason": reason}
+        times = [line["time"] for line in self.happened() if line.get("attempt") == self.number]
+        return told | ({"seconds_to_detect": time.time() - max(times)} if times else {})
+
+    def began(self, step: int) -> dict[str, Any]:
+        """The workers begin after `step`: what is kept of that."""
+        lost, self.began_at, self.step = max(0, self.step - step), step, step
+        return {} if self.failed is None else {"from_step": step, "steps_lost": lost}
+
+    def stepped(self) -> dict[str, Any]:
+        """The workers have done a step."""
+        since, self.failed = self.failed, None
+        return {} if since is None else {"seconds_to_step": time.monotonic() - since}
+
+    def run_command(self, text: str, again: bool) -> None:
+        """Run the command of --on-failure, beside what follows."""
+        if self.command is None:
+            return
+        facts = {"FAILURE": text, "RUN": str(self.folder), "ATTEMPT": str(self.number), "AGAIN": str(int(again))}
+        variables = os.environ | {f"MESHWISE_{name}": value for name, value in facts.items()}
+        self._commands.append(subprocess.Popen(self.command, shell=True, env=variables, stdin=subprocess.DEVNULL))
+
+    def close(self, say: Callable[[str], None]) -> None:
+        """Wait for the commands, and say which faults have not happened."""
+        until = time.monotonic() + COMMAND_TIMEOUT
+        for process in self._commands:
+            try:
+                code = process.wait(timeout=max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                say(f"--on-failure {self.command}: still runs, and is left alone.")
+                continue
+            if code:
+                say(f"--on-failure {self.command}: ended with exit code {code}.")
+        happened = {(line.get("fault"), line.get("attempt")) for line in self.happened()}
+        first = self.number - self.attempt
+        for fault in self.faults:
+            if (str(fault), first + fault.attempt) not in happened:
+                say(f"--fault {fault} did not happen: {self._why_not(fault)}.")
+
+    def _why_not(self, fault: Fault) -> str:
+        if fault.attempt > self.attempt:
+            return f"there {'was' if self.attempt == 1 else 'were'} {plural(self.attempt, 'attempt')}"
+        return f"rank {fault.rank} came to no {fault.phase} of step {fault.step} there"
+
+    def happened(self) -> list[Mapping[str, Any]]:
+        """The injected faults of the run that happened."""
+        return list(read_lines(self.folder / names.FAULTS)) if self.faults else []
+
+
+def ended(error: WorkerFailed, why: str, code: int) -> WorkerFailed:
+    """`error` with the reason why the run ends with it."""
+    return WorkerFailed(f"{error}\n{why}", rank=error.rank, exit_code=code, failure=error.failure)

@@ -1,0 +1,28 @@
+"""Write the weights of a run's state, for any other program. Tested in tests/cli/test_checkpoints.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwise.api.checkpoints import run_folder
+from meshwise.records.checkpoints import CHECKPOINTS
+from meshwise.recovery.loading import open_newest
+from meshwise.recovery.weights import Written, export_weights
+from meshwise.spec.errors import UsageError
+
+FOLDER = "weights"
+
+
+def weights(word: str | None, out: Path | None, only: str | None, say: Callable[[str], None]) -> tuple[Path, Written]:
+    """Write the weights of the newest whole state of a run, or of the checkpoint named `only`, into a folder.
+
+    out: which; None: `weights` in the run's. say: takes a line on what is damaged or left out. Raises UsageError where
+    something lies there already.
+    """
+    folder = run_folder(word)
+    out = out or folder / FOLDER
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out}: exists already. Remove it, or name another folder with --out.")
+    found = open_newest(folder / CHECKPOINTS, say, only)
+    return out, export_weights(found.tree["model"], out, found.saved.step, say)

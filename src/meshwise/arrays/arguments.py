@@ -1,0 +1,93 @@
+"""Calls with arguments that a function here does not have, of which NumPy has some: one sentence for each."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from meshwise.spec.errors import nearest
+
+INSTEAD = {
+    "order": "Arrays lie in row-major order. Leave it out; for the order of columns transpose first: x.T.",
+    "where": "Put xp.where(condition, x, other) in the place of x, with an `other` that changes nothing.",
+    "initial": "Take the number and the result together, as by xp.maximum or +.",
+    "out": "Write y[...] = {name}(...).",
+    "casting": "Cast the result: .astype(dtype).",
+    "like": "Leave it out: arrays are of their namespace.",
+    "subok": "Leave it out: there are no subclasses.",
+}
+"""What to write instead of an argument of NumPy's."""
+INSTEAD_OF_NAMES = {
+    **{name: f"Write xp.{name[3:]}(x[~xp.isnan(x)])." for name in ("nanmedian", "nanquantile", "nanpercentile")},
+    **dict.fromkeys(("vectorize", "frompyfunc", "apply_along_axis"), "Write the function over whole arrays."),
+    "argpartition": "Write xp.argsort(x), or xp.topk(x, k).",
+    "partition": "Write xp.sort(x), or xp.topk(x, k).",
+    "block": "Write xp.concat of rows that are xp.concat of their blocks.",
+    "copyto": "Write x[...] = y.",
+    "ediff1d": "Write xp.diff(x.reshape(-1)).",
+    "place": "Write x[mask] = values.",
+    "put": "Write x[indices] = values.",
+    "putmask": "Write x[mask] = values.",
+}
+"""What to write instead of a name of NumPy's."""
+_ASKED = re.compile(r"\(\) (got an unexpected keyword argument '(\w+)'|takes .* positional|missing |got multiple)")
+
+
+def missing(where: str, name: str, known: Iterable[str]) -> str:
+    """The sentence for a name that a namespace does not have."""
+    begin, last = f"{where} has no {name!r}", where.rpartition(".")[2]
+    if name.startswith("_"):
+        return f"{begin}."
+    if name in INSTEAD_OF_NAMES:
+        return f"{begin}. {INSTEAD_OF_NAMES[name]}"
+    if where == "an array" and hasattr(np.ndarray, name):
+        return f"{begin}, which NumPy's have. Write x.numpy().{name}."
+    if last == "random" and hasattr(np.random.Generator, name):
+        return f"{begin}, which NumPy has. Write xp.asarray(np.random.default_rng(seed).{name}(...))."
+    theirs, path = (getattr(np, last), f"np.{last}") if last in ("linalg", "fft") else (np, "np")
+    if hasattr(theirs, name):
+        return (
+            f"{begin}, which NumPy has. Write xp.asarray({path}.{name}(x.numpy(), ...)), or a function of your own for "
+            "each part: mw.map_shards(function, x)."
+        )
+    return f"{begin}.{nearest(name, known)}"
+
+
+def told(error: TypeError, name: str, function: Callable[..., Any], first: int = 0) -> TypeError:
+    """The sentence for a call that does not fit `function`; any other error as it is. first: its first parameter that
+    a user gives."""
+    said = str(error)
+    match = _ASKED.search(said)
+    if match is None or not said.startswith(f"{inspect.unwrap(function).__qualname__}()"):
+        return error
+    shown = list(inspect.signature(function).parameters.values())[first:]
+    by_name = [each.name for each in shown if each.kind is each.KEYWORD_ONLY]
+    known = ", ".join([each.name for each in shown if each.name not in by_name] + ["*"] * bool(by_name) + by_name)
+    word = match[2]
+    if word is None:
+        return TypeError(f"{name}: the call does not fit its arguments ({known}). What is behind * goes by name.")
+    instead = INSTEAD.get(word, f"Its arguments are ({known}).").format(name=name)
+    return TypeError(f"{name}({word}=...): there is no argument {word!r}. {instead}")
+
+
+def checked(name: str, function: Callable[..., Any], space: Any = None) -> Callable[..., Any]:
+    """A method, or of a space a function that makes arrays on it, whose calls that do not fit are told."""
+    bound = function if space is None else functools.partial(function, space)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return bound(*args, **kwargs)
+        except TypeError as error:
+            found = told(error, name, function, first=1)
+            if found is error:
+                raise
+            raise found from None
+
+    call.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,116 @@
+"""Grids of coordinates, and arrays written as ranges: `xp.mgrid[0:2, 0:3]`, `xp.r_[0:3, 7]`, `xp.ix_`, `xp.indices`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.creation import as_shape, asarray
+from meshwise.arrays.dtypes import BOOL
+from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
+from meshwise.arrays.space import Space
+from meshwise.spec.errors import UsageError
+
+
+class Grid:
+    """`xp.mgrid[0:2, 0:3]`: the coordinates of a grid, an array for each of its dims, stacked; with `1j` as a step, as
+    many numbers as that says. Sparse, `xp.ogrid`: each with lengths of 1 along the other dims."""
+
+    def __init__(self, xp: Any, *, sparse: bool) -> None:
+        self._xp, self._sparse = xp, sparse
+
+    def __getitem__(self, key: Any) -> Any:
+        given = key if isinstance(key, tuple) else (key,)
+        ranges = [line_of(self._xp, each) for each in given]
+        if not isinstance(key, tuple):
+            return ranges[0]
+        grown = [
+            line.reshape(tuple(-1 if dim == at else 1 for dim in range(len(ranges)))) for at, line in enumerate(ranges)
+        ]
+        return grown if self._sparse else self._xp.stack(self._xp.broadcast_arrays(*grown))
+
+
+def line_of(xp: Any, key: Any) -> Array:
+    """The numbers of a range as it is written in brackets; a step of `5j` is as many numbers, with both ends."""
+    if not isinstance(key, slice) or key.stop is None:
+        raise UsageError(f"a range of {key!r}: write start:stop or start:stop:step, as in xp.mgrid[0:5, 0:3].")
+    start = key.start or 0
+    if isinstance(key.step, complex):
+        line: Array = xp.linspace(start, key.stop, int(abs(key.step)))
+        return line
+    line = xp.arange(start, key.stop, key.step or 1)
+    return line
+
+
+class Joined:
+    """`xp.r_[0:3, 7, x]`: ranges, numbers and vectors one after another; `xp.c_[x, y]`: as columns, side by side."""
+
+    def __init__(self, xp: Any, *, columns: bool) -> None:
+        self._xp, self._columns = xp, columns
+
+    def __getitem__(self, key: Any) -> Array:
+        found = []
+        for each in key if isinstance(key, tuple) else (key,):
+            if isinstance(each, str):
+                raise UsageError(f"r_[{each!r}, ...]: no words are read here. Write xp.concat(arrays, axis=...).")
+            x = line_of(self._xp, each) if isinstance(each, slice) else self._xp.asarray(each)
+            x = x.reshape(-1) if not x.shape else x
+            found.append(x[:, None] if self._columns and len(x.shape) == 1 else x)
+        joined: Array = self._xp.concat(found, axis=-1 if self._columns else 0)
+        return joined
+
+
+def ix_(space: Space, *vectors: Any) -> tuple[Array, ...]:
+    """Index arrays for what lies in these rows and these columns: `x[xp.ix_([0, 2], [1, 3])]`."""
+    found = []
+    for at, each in enumerate(vectors):
+        x = asarray(space, each)
+        if len(x.shape) != 1:
+            raise ValueError(f"ix_ of shape {x.shape}: it takes vectors. Write x.reshape(-1).")
+        x = x.__array_namespace__().nonzero(x)[0] if x.dtype is BOOL else x
+        found.append(x.reshape(tuple(-1 if dim == at else 1 for dim in range(len(vectors)))))
+    return tuple(found)
+
+
+def indices(space: Space, dimensions: Sequence[int], dtype: Any = int, sparse: bool = False) -> Any:
+    """The coordinates of each element of such a shape, an array for each dim, stacked; sparse: with lengths of 1 along
+    the other dims, in a tuple."""
+    shape = as_shape(dimensions)
+    xp = asarray(space, 0).__array_namespace__()
+    lines = [
+        xp.arange(length, dtype=dtype).reshape(-1, *(1,) * (len(shape) - at - 1)) for at, length in enumerate(shape)
+    ]
+    if sparse:
+        return tuple(line.reshape((1,) * at + line.shape) for at, line in enumerate(lines))
+    if not lines:
+        return xp.zeros((0,), dtype=dtype)
+    return xp.stack([xp.broadcast_to(line, shape) for line in lines])
+
+
+def fromfunction(space: Space, function: Callable[..., Any], shape: Sequence[int], *, dtype: Any = float) -> Any:
+    """What `function` makes of the coordinates of all elements: it is called once, with an array for each dim."""
+    return function(*indices(space, shape, dtype))
+
+
+def tri(space: Space, n: int, m: int | None = None, k: int = 0, dtype: Any = None) -> Array:
+    """A matrix of ones up to its diagonal number `k`, and zeros above it."""
+    xp = asarray(space, 0).__array_namespace__()
+    found: Array = xp.tril(xp.ones((n, n if m is None else m), dtype=dtype), k=k)
+    return found
+
+
+def tril_indices(space: Space, n: int, k: int = 0, m: int | None = None) -> tuple[Array, ...]:
+    """The indices of a matrix up to its diagonal number `k`."""
+    found: tuple[Array, ...] = tri(space, n, m, k, BOOL).nonzero()
+    return found
+
+
+def triu_indices(space: Space, n: int, k: int = 0, m: int | None = None) -> tuple[Array, ...]:
+    """The indices of a matrix from its diagonal number `k` on."""
+    found: tuple[Array, ...] = ELEMENTWISE["logical_not"](tri(space, n, m, k - 1, BOOL)).nonzero()
+    return found
+
+
+MAKERS: dict[str, Callable[..., Any]] = {"ix_": ix_, "indices": indices, "fromfunction": fromfunction, "tri": tri}
+MAKERS |= {"tril_indices": tril_indices, "triu_indices": triu_indices}

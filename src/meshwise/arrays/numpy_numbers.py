@@ -1,0 +1,230 @@
+"""NumPy's functions of samples and signals that the standard has not: interpolation, differences, covariances, bins.
+
+They are made of those that it has, and move what these move. A table that values are looked up in (`interp`) goes to
+each place that has values, of `convolve` the shorter array to each that has a part of the other, which gets the entries
+behind its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array, like
+from meshwise.arrays.dtypes import COMPLEXES, promoted
+from meshwise.arrays.joining import diff, halo
+from meshwise.arrays.moves import replicate
+from meshwise.arrays.products import matmul
+from meshwise.arrays.reductions import as_array, total
+from meshwise.arrays.sharding import sharding
+from meshwise.arrays.statistics import as_floats
+from meshwise.arrays.views import axis_of
+from meshwise.spec.errors import UsageError
+
+
+def _entries(x: Array, axis: int, *bounds: int | None) -> Array:
+    """`x[bounds]` along an axis."""
+    return x[(slice(None),) * axis + (slice(*bounds),)]
+
+
+def digitize(x: Any, bins: Any, /, right: bool = False) -> Any:
+    """The number of the bin of each element: of ascending `bins` how many are not above it, with `right` below it.
+    Reads the bins."""
+    x = as_array("digitize", x)
+    xp, borders = x.__array_namespace__(), np.asarray(bins)
+    steps = np.diff(borders)
+    if borders.ndim != 1 or not (bool((steps >= 0).all()) or bool((steps <= 0).all())):
+        raise ValueError("digitize: bins are a vector that ascends or descends. Write xp.sort(bins).")
+    side = "left" if right else "right"
+    if len(borders) and borders[0] > borders[-1]:
+        return len(borders) - xp.searchsorted(xp.asarray(borders[::-1].copy()), x, side=side)
+    return xp.searchsorted(xp.asarray(borders), x, side=side)
+
+
+def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, period: None = None) -> Array:
+    """The values at `x` of the line through the points `xs`, which ascend, and `ys`; before and behind these `left` and
+    `right`, if not given those of the ends."""
+    if period is not None:
+        raise UsageError(
+            "interp(period=...): no such rule. Write xp.interp(x % period, xs, ys) with points of a period."
+        )
+    x = as_floats("interp", x)
+    xp = x.__array_namespace__()
+    points, values = (
+        replicate(as_floats("interp", xp.asarray(each)), x.sharding.places, "interp") for each in (xs, ys)
+    )
+    if points.shape != values.shape or len(points.shape) != 1 or not points.shape[0]:
+        raise ValueError(
+            f"interp of points {points.shape} and {values.shape}: give two vectors of one length, above 0."
+        )
+    dtype = promoted(promoted(x.dtype, points.dtype), values.dtype)
+
+    def found(part: Tensor, at: Tensor, of: Tensor) -> Tensor:
+        part, at, of = part.to(at.dtype), at.contiguous(), of.to(dtype)
+        begin = (torch.searchsorted(at, part.contiguous(), right=True) - 1).clamp(0, max(len(at) - 2, 0))
+        end = begin + (len(at) > 1)
+        slope = (of[end] - of[begin]) / torch.where(at[end] == at[begin], 1, at[end] - at[begin])
+        line = torch.where(part == at[end], of[end], of[begin] + (part - at[begin]) * slope)
+        line = torch.where(part > at[-1], of[-1] if right is None else right, line)
+        line = torch.where(part < at[0], of[0] if left is None else left, line)
+        return torch.where(part.isnan(), part, line).to(dtype)
+
+    return like(x, [found(*each) for each in zip(x.parts, points.parts, values.parts, strict=True)], dtype)
+
+
+def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
+    """The sums of products of one vector and the other turned round, at each offset. mode: `full`, all that overlap;
+    `same`, as many as the longer has; `valid`, where all of the shorter overlaps."""
+    a = as_array("convolve", a)
+    xp = a.__array_namespace__()
+    v = xp.asarray(v)
+    if len(a.shape) != 1 or len(v.shape) != 1 or not a.shape[0] or not v.shape[0]:
+        raise ValueError(f"convolve of shapes {a.shape} and {v.shape}: it takes two vectors of one element or more.")
+    if mode not in ("full", "same", "valid"):
+        raise ValueError(f"convolve(mode={mode!r}): write full, same or valid.")
+    a, v = (v, a) if v.shape[0] > a.shape[0] else (a, v)
+    count, dtype = v.shape[0], promoted(a.dtype, v.dtype)
+    ahead = {"full": count - 1, "same": count // 2, "valid": 0}[mode]
+    behind = {"full": count - 1, "same": (count - 1) // 2, "valid": 0}[mode]
+    if a.sharding.dim is None and len(a.space.places) > 1 and not a.sharding.single:
+        a = a.reshard(xp.shard(0))
+    a = xp.pad(a.astype(dtype), (ahead, behind))
+    length = a.shape[0] - count + 1
+    weights = replicate(v.astype(dtype), a.sharding.places, "convolve")
+    return _slid(a, weights, length, count)
+
+
+def correlate(a: Any, v: Any, /, mode: str = "valid") -> Any:
+    """The sums of products of one vector and the conjugate of the other, at each offset. mode: as of `convolve`."""
+    a = as_array("correlate", a)
+    xp = a.__array_namespace__()
+    v = xp.asarray(v)
+    if a.shape < v.shape:  # as NumPy turns it
+        return xp.flip(xp.conj(correlate(v, a, mode)))
+    return convolve(a, xp.flip(xp.conj(v)), mode)
+
+
+def _slid(a: Array, weights: Array, length: int, count: int) -> Array:
+    """Sums over `count` entries from each of the first `length` on, times weights from the last to the first."""
+    held = a.sharding
+    spans = [(0, a.shape[0])] if held.dim is None else zip(held.offsets, held.sizes, strict=True)
+    lies = sharding(held.places, 0, tuple(max(0, min(begin + size, length) - begin) for begin, size in spans))
+    parts = []
+    for part, weight, (k, _) in zip(halo(a, 0, count - 1), weights.parts, a.space.local(a.sharding), strict=True):
+        size = lies.sizes[k]
+        total = torch.zeros(size, dtype=a.dtype, device=part.device)
+        for at in range(count if size else 0):
+            total += part[at : at + size] * weight[count - 1 - at]
+        parts.append(total)
+    return Array(tuple(parts), lies, (length,), a.dtype, a.space)
+
+
+def gradient(x: Any, /, *spacing: Any, axis: Any = None, edge_order: int = 1) -> Any:
+    """The slopes of `x` along each axis, from both neighbours, at the ends from one. spacing: a number, or the
+    coordinates along the axis; one for all axes, or one for each. Of several axes a list."""
+    x = as_floats("gradient", x)
+    if edge_order != 1:
+        raise UsageError(f"gradient(edge_order={edge_order}): slopes at the ends are of two entries. Leave it out.")
+    axes = range(len(x.shape)) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
+    dims = [axis_of(each, len(x.shape), "gradient") for each in axes]
+    steps = spacing * len(dims) if len(spacing) == 1 else spacing or (1.0,) * len(dims)
+    if len(steps) != len(dims):
+        raise TypeError(
+            f"gradient along {len(dims)} axes with {len(spacing)} spacings: give one, or one for each axis."
+        )
+    found = [_slope(x, dim, step) for dim, step in zip(dims, steps, strict=True)]
+    return found[0] if len(found) == 1 else found
+
+
+def _slope(x: Array, dim: int, step: Any) -> Array:
+    if x.shape[dim] < 2:
+        raise ValueError(f"gradient of shape {x.shape}: along axis {dim} it needs 2 entries or more.")
+    xp = x.__array_namespace__()
+    change = diff(x, axis=dim)
+    if not np.shape(step):
+        slopes = change / step
+        middle = (_entries(x, dim, 2, None) - _entries(x, dim, 0, -2)) / (2.0 * step)
+    else:
+        at = xp.asarray(step)
+        if at.shape != (x.shape[dim],):
+            raise ValueError(f"gradient: coordinates of shape {at.shape} for {x.shape[dim]} entries. Give as many.")
+        width = diff(at).reshape(tuple(-1 if each == dim else 1 for each in range(len(x.shape))))
+        slopes = change / width
+        before, after = _entries(width, dim, 0, -1), _entries(width, dim, 1, None)
+        ahead, behind = _entries(slopes, dim, 0, -1), _entries(slopes, dim, 1, None)
+        middle = (after * ahead + before * behind) / (before + after)
+    joined: Array = xp.concat([_entries(slopes, dim, 0, 1), middle, _entries(slopes, dim, -1, None)], axis=dim)
+    return joined
+
+
+def trapezoid(y: Any, x: Any = None, dx: float = 1.0, axis: int = -1) -> Array:
+    """The area below `y` along an axis, by straight lines; `x`: its coordinates, at distances of `dx` if not given."""
+    y = as_array("trapezoid", y)
+    dim = axis_of(axis, len(y.shape), "trapezoid")
+    width: Any = dx
+    if x is not None:
+        x = y.__array_namespace__().asarray(x)
+        width = diff(x, axis=-1 if len(x.shape) == 1 else dim)
+        if len(x.shape) == 1:
+            width = width.reshape(tuple(-1 if each == dim else 1 for each in range(len(y.shape))))
+    return total((_entries(y, dim, 1, None) + _entries(y, dim, 0, -1)) * width / 2.0, axis=dim)
+
+
+def cov(m: Any, y: Any = None, /, rowvar: bool = True, bias: bool = False, ddof: int | None = None) -> Any:
+    """The covariances of variables, a row each with its observations, without `rowvar` a column; y: more of them."""
+    m = as_floats("cov", m)
+    xp = m.__array_namespace__()
+    if len(m.shape) > 2:
+        raise ValueError(f"cov of shape {m.shape}: it takes a vector or a matrix.")
+
+    def rows(x: Array) -> Array:
+        return xp.reshape(x, (1, -1)) if len(x.shape) < 2 else x if rowvar else x.T
+
+    x = rows(m)
+    if y is not None:
+        x = xp.concat([x, rows(as_floats("cov", xp.asarray(y)))], axis=0)
+    over = x.shape[1] - (int(not bias) if ddof is None else ddof)
+    apart = x - x.mean(1, keepdims=True)
+    found = matmul(apart, xp.conj(apart.T)) / (over if over > 0 else float("nan"))
+    return found.reshape(()) if found.shape == (1, 1) else found
+
+
+def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Any:
+    """The correlations of variables, a row each with its observations, without `rowvar` a column; y: more of them."""
+    found = cov(x, y, rowvar)
+    xp = found.__array_namespace__()
+    if not found.shape:
+        return found / found
+    spread = xp.sqrt(xp.real(xp.linalg.diagonal(found)))
+    found = found / spread[:, None] / spread[None, :]
+    return found if found.dtype in COMPLEXES else xp.clip(found, -1.0, 1.0)
+
+
+def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 0) -> Any:
+    """For each element the choice of the first condition that is true there."""
+    if not conditions or len(conditions) != len(choices):
+        raise ValueError(f"select of {len(conditions)} conditions, {len(choices)} choices: give as many, one or more.")
+    as_array("select", conditions[0])
+    found = default
+    for condition, choice in zip(reversed(conditions), reversed(choices), strict=True):
+        found = condition.__array_namespace__().where(condition, choice, found)
+    return found
+
+
+def polyval(coefficients: Any, x: Any, /) -> Any:
+    """The values at `x` of a polynomial, whose highest coefficient comes first. Reads the coefficients."""
+    x = as_array("polyval", x)
+    found = x * 0
+    for each in np.asarray(coefficients):
+        found = found * x + each
+    return found
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    rule.__name__: rule
+    for rule in (digitize, interp, convolve, correlate, gradient, trapezoid, cov, corrcoef, select, polyval)
+}

@@ -1,0 +1,220 @@
+"""NumPy's products that the standard has not: `einsum`, `inner`, `kron`, `vdot`; and `linalg.norm`, `lstsq`, `polyfit`.
+
+An `einsum` of more than two arrays is one of the first two, then of that and the next: each of these moves what a
+product moves, the fewest bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
+from string import ascii_letters
+from typing import Any
+
+import torch
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
+from meshwise.arrays.lanes import freed
+from meshwise.arrays.layout import moveaxis, permute_dims
+from meshwise.arrays.norms import cross, matrix_norm, vector_norm
+from meshwise.arrays.products import Terms, matmul, product, tensordot, vecdot
+from meshwise.arrays.reductions import as_array, total
+from meshwise.arrays.solving import inv
+from meshwise.arrays.spectra import svd, svdvals
+from meshwise.arrays.views import axis_of
+from meshwise.spec.errors import UsageError
+
+
+def einsum(subscripts: str, /, *operands: Any, optimize: Any = False) -> Any:
+    """Sums of products over labelled dims, as in `xp.einsum("ik,kj->ij", a, b)`. optimize: the order stays."""
+    if not isinstance(subscripts, str) or not operands:
+        raise UsageError("einsum: labels come first, then arrays, as in xp.einsum('ik,kj->ij', a, b).")
+    first = as_array("einsum", next((x for x in operands if isinstance(x, Array)), operands[0]))
+    xp = first.__array_namespace__()
+    arrays = [xp.asarray(each) for each in operands]
+    inputs, output = _read(subscripts, arrays)
+    x, labels = _alone(arrays[0], inputs[0])
+    for at, (other, theirs) in enumerate(zip(arrays[1:], inputs[1:], strict=True), 2):
+        needed = set(output).union(*inputs[at:])
+        other, theirs = _alone(other, theirs)
+        x, labels = _summed(x, labels, needed | set(theirs))
+        other, theirs = _summed(other, theirs, needed | set(labels))
+        kept = "".join(dict.fromkeys(label for label in labels + theirs if label in needed))
+        x, labels = _pair(x, labels, other, theirs, kept), kept
+    x, labels = _summed(x, labels, set(output))
+    return x if labels == output else permute_dims(x, tuple(map(labels.index, output)))
+
+
+def _read(subscripts: str, arrays: Sequence[Array]) -> tuple[list[str], str]:
+    """The labels of each array and of the result, a letter a dim. ValueError where they do not fit."""
+    given, arrow, result = subscripts.replace(" ", "").partition("->")
+    inputs = given.split(",")
+    free = "".join(letter for letter in ascii_letters if letter not in subscripts)  # for dims behind `...`
+    asked = f"einsum({subscripts!r}) of shapes {', '.join(str(x.shape) for x in arrays)}"
+    if len(inputs) != len(arrays):
+        raise ValueError(f"{asked}: it has labels of {len(inputs)} arrays. Give as many.")
+    longest = ""
+    for at, (each, x) in enumerate(zip(inputs, arrays, strict=True)):
+        if "..." in each:
+            count = len(x.shape) - len(each) + 3
+            stands = free[: max(count, 0)][::-1]
+            longest = max(longest, stands, key=len)
+            inputs[at] = each = each.replace("...", stands)
+        if len(each) != len(x.shape) or not (each.isalpha() or not each):
+            raise ValueError(
+                f"{asked}: {each!r} is of {len(each)} dims. Write a letter for each dim, or ... for several."
+            )
+    named = [label for each in inputs for label in each if label not in longest]
+    if not arrow:
+        result = "..." * bool(longest) + "".join(sorted({label for label in named if named.count(label) == 1}))
+    result = result.replace("...", longest)
+    if len(set(result)) < len(result) or not set(result) <= set("".join(inputs)):
+        raise ValueError(f"{asked}: the result {result!r} must have labels of the arrays, each once.")
+    _lengths(asked, inputs, arrays)
+    return inputs, result
+
+
+def _lengths(asked: str, inputs: Sequence[str], arrays: Sequence[Array]) -> None:
+    known: dict[str, int] = {}
+    for each, x in zip(inputs, arrays, strict=True):
+        pairs = set(zip(each, x.shape, strict=True))
+        if len(pairs) > len(set(each)):
+            raise ValueError(f"{asked}: dims of one label in {each!r} have two lengths. They must be equal.")
+        for label, length in pairs:
+            if length != 1 and known.setdefault(label, length) != length:
+                raise ValueError(f"{asked}: {label!r} has lengths {known[label]} and {length}. They must be equal.")
+
+
+def _alone(x: Array, labels: str) -> tuple[Array, str]:
+    """`x` with each label once: of two dims that have the same, the diagonal."""
+    while twice := next((label for label in labels if labels.count(label) > 1), None):
+        one, other = labels.index(twice), labels.rindex(twice)
+        x = freed(x, {one, other}, "einsum")
+        rest = [dim for dim in range(len(x.shape)) if dim not in (one, other)]
+        length = min(x.shape[one], x.shape[other])
+        parts = tuple(torch.diagonal(part, 0, one, other).clone() for part in x.parts)
+        held = x.sharding if x.sharding.dim is None else x.sharding.along(rest.index(x.sharding.dim))
+        x = Array(parts, held, (*(x.shape[dim] for dim in rest), length), x.dtype, x.space)
+        labels = "".join(labels[dim] for dim in rest) + twice
+    return x, labels
+
+
+def _summed(x: Array, labels: str, needed: set[str]) -> tuple[Array, str]:
+    """`x` summed over the labels that nothing needs any more."""
+    over = tuple(dim for dim, label in enumerate(labels) if label not in needed)
+    kept = "".join(label for label in labels if label in needed)
+    return (total(x, axis=over, dtype=x.dtype) if over else x), kept
+
+
+def _pair(x: Array, ours: str, y: Array, theirs: str, out: str) -> Array:
+    lengths: dict[str, int] = {}
+    for labels, shape in ((ours, x.shape), (theirs, y.shape)):
+        for label, length in zip(labels, shape, strict=True):
+            lengths[label] = length if lengths.get(label, 1) == 1 else lengths[label]
+    number = {label: out.index(label) for label in out}
+    number |= {label: len(number) + at for at, label in enumerate(label for label in lengths if label not in out)}
+
+    def numbers(labels: str, shape: tuple[int, ...]) -> tuple[int | None, ...]:
+        return tuple(
+            number[label] if length == lengths[label] else None for label, length in zip(labels, shape, strict=True)
+        )
+
+    shape = tuple(lengths[label] for label in out)
+    terms = Terms(numbers(ours, x.shape), numbers(theirs, y.shape), tuple(range(len(out))), shape)
+    return product(x, y, terms, partial(torch.einsum, f"{ours},{theirs}->{out}"), "einsum")
+
+
+def inner(x1: Any, x2: Any, /) -> Any:
+    """The sums of products over the last dims of both."""
+    x1 = as_array("inner", x1)
+    x2 = x1.__array_namespace__().asarray(x2)
+    return x1 * x2 if not x1.shape or not x2.shape else tensordot(x1, x2, axes=((-1,), (-1,)))
+
+
+def vdot(x1: Any, x2: Any, /) -> Any:
+    """The sum of `conj(x1) * x2` over all elements."""
+    x1 = as_array("vdot", x1)
+    return vecdot(x1.reshape(-1), x1.__array_namespace__().asarray(x2).reshape(-1))
+
+
+def kron(x1: Any, x2: Any, /) -> Any:
+    """Blocks: the second array times each element of the first."""
+    x1 = as_array("kron", x1)
+    x2 = x1.__array_namespace__().asarray(x2)
+    dims = max(len(x1.shape), len(x2.shape))
+    a, b = ((1,) * (dims - len(x.shape)) + x.shape for x in (x1, x2))
+    blocks = x1.reshape([each for length in a for each in (length, 1)]) * x2.reshape(
+        [each for length in b for each in (1, length)]
+    )
+    return blocks.reshape([one * other for one, other in zip_longest(a, b)])
+
+
+def norm(x: Any, /, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
+    """The norm of vectors along an axis, of matrices along two, of all elements: `vector_norm` or `matrix_norm`."""
+    x = as_array("norm", x)
+    if axis is None and ord is None:
+        return vector_norm(x, keepdims=keepdims)
+    dims = range(len(x.shape)) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
+    axes = tuple(axis_of(each, len(x.shape), "norm") for each in dims)
+    if len(axes) == 1:
+        return vector_norm(x, axis=axes, ord=2 if ord is None else ord, keepdims=keepdims)
+    if len(axes) != 2:
+        raise ValueError(f"norm over {len(axes)} axes: it is of vectors, one axis, or of matrices, two. Name them.")
+    found = matrix_norm(moveaxis(x, axes, (-2, -1)), ord="fro" if ord is None else ord)
+    return found.reshape(tuple(1 if dim in axes else n for dim, n in enumerate(x.shape))) if keepdims else found
+
+
+def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int, Any]:
+    """(x for which `a @ x` is nearest to `b`, the least such; the squared distances; the rank of `a`; its singular
+    values). rcond: of the largest singular value, below which one is 0. Waits for the rank."""
+    a = as_array("lstsq", a)
+    xp = a.__array_namespace__()
+    b = xp.asarray(b)
+    if len(a.shape) != 2 or len(b.shape) not in (1, 2) or a.shape[0] != b.shape[0]:
+        raise ValueError(f"lstsq of shapes {a.shape} and {b.shape}: a matrix, and as many rows of one or more columns.")
+    u, s, vh = svd(a, full_matrices=False)
+    share = xp.finfo(s.dtype).eps * max(a.shape) if rcond is None else rcond
+    kept = ELEMENTWISE["greater"](s, share * s.max() if s.shape[0] else 0)
+    rank = int(kept.sum())
+    inverse = xp.where(kept, 1 / xp.where(kept, s, 1), 0)
+    turned = matmul(xp.conj(u.T), b)
+    x = matmul(xp.conj(vh.T), turned * (inverse if len(b.shape) == 1 else inverse[:, None]))
+    apart = xp.abs(matmul(a, x) - b) ** 2
+    full = rank == a.shape[1] < a.shape[0]
+    residuals = total(apart, axis=0).reshape(-1) if full else xp.zeros((0,), dtype=s.dtype)
+    return x, residuals, rank, s
+
+
+def cond(x: Any, /, p: Any = None) -> Any:
+    """How much a matrix may enlarge an error: its norm times that of its inverse; p: which norm, 2 if not given."""
+    x = as_array("cond", x)
+    if p in (None, 2, -2):
+        s = svdvals(x)
+        return s[..., -1] / s[..., 0] if p == -2 else s[..., 0] / s[..., -1]
+    return matrix_norm(x, ord=p) * matrix_norm(inv(x), ord=p)
+
+
+def vander(x: Any, /, N: int | None = None, increasing: bool = False) -> Any:
+    """The powers of a vector as columns, from that of `N - 1` down to 0, or up."""
+    x = as_array("vander", x)
+    powers = range(x.shape[0] if N is None else N)
+    return x.__array_namespace__().stack([x**power for power in (powers if increasing else reversed(powers))], axis=1)
+
+
+def polyfit(x: Any, y: Any, deg: int, /, rcond: float | None = None) -> Any:
+    """The coefficients of the polynomial of a degree that is nearest to the points, the highest first."""
+    x = as_array("polyfit", x)
+    xp = x.__array_namespace__()
+    x, y = x + 0.0, xp.asarray(y)
+    powers = vander(x, deg + 1)
+    scale = xp.sqrt(total(powers * powers, axis=0))
+    found = lstsq(powers / scale, y, x.shape[0] * xp.finfo(x.dtype).eps if rcond is None else rcond)[0]
+    return (found.T / scale).T
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    rule.__name__: rule for rule in (einsum, inner, vdot, kron, cross, polyfit, vander)
+}
+LINALG: dict[str, Callable[..., Any]] = {"norm": norm, "lstsq": lstsq, "cond": cond}

@@ -1,0 +1,106 @@
+"""Elementwise functions that NumPy has beside the standard's; and `outer`, `reduce` and their like, which its have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Array
+from meshwise.arrays.dtypes import INTEGERS
+from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
+from meshwise.arrays.elementwise import REALS, binary, by_no_zero
+from meshwise.arrays.reductions import as_array
+from meshwise.spec.errors import UsageError
+
+REDUCED = {
+    "add": "sum",
+    "multiply": "prod",
+    "maximum": "max",
+    "minimum": "min",
+    "logical_and": "all",
+    "logical_or": "any",
+}
+METHODS = {
+    "reduce": (REDUCED, "Take the entries of the axis one after another: xp.unstack(x)."),
+    "accumulate": (
+        {"add": "cumulative_sum", "multiply": "cumulative_prod"},
+        "Take the entries of the axis one after another: xp.unstack(x).",
+    ),
+    "at": ({}, "Write x[i] = f(x[i], v) where no index is twice, or x += xp.bincount(i, weights=v, minlength=len(x))."),
+    "reduceat": ({}, "Write xp.cumsum(x), and differences at the borders."),
+}
+"""What `xp.add.reduce` and its like are by the name of the function, and what to write instead of one that is not."""
+
+
+def _of_floats(name: str, op: Callable[..., Any]) -> Callable[..., Array]:
+    def rule(x: Any, /) -> Array:
+        x = as_array(name, x)
+        if x.dtype.is_complex:
+            raise TypeError(
+                f"{name} of complex numbers: not defined for it. Write xp.abs(x) or xp.real(x) for a real one."
+            )
+        x = x if x.dtype.is_floating_point else x.astype(x.space.default_float)
+        return Array(tuple(op(part) for part in x.parts), x.sharding, x.shape, x.dtype, x.space)
+
+    rule.__name__ = name
+    return rule
+
+
+def _cube_root(part: Tensor) -> Tensor:
+    """A power, and a step of Newton's, which makes the roots of cubes exact."""
+    root = torch.copysign(part.abs().pow(1 / 3), part)
+    step = (root * root * root - part) / (3 * root * root)
+    return torch.where(step.isfinite(), root - step, root)
+
+
+def angle(x: Any, /, deg: bool = False) -> Any:
+    """The angle of complex numbers with the axis of real ones, from -pi to pi; deg: in degrees."""
+    x = as_array("angle", x)
+    found = ELEMENTWISE["atan2"](ELEMENTWISE["imag"](x), ELEMENTWISE["real"](x))
+    return found * (180 / math.pi) if deg else found
+
+
+def quotient_and_rest(x1: Any, x2: Any, /) -> tuple[Array, Array]:
+    """`(x1 // x2, x1 % x2)`."""
+    return ELEMENTWISE["floor_divide"](x1, x2), ELEMENTWISE["remainder"](x1, x2)
+
+
+SMALLER = INTEGERS - {torch.uint64}
+binary("fmod", torch.fmod, SMALLER | REALS, otherwise=(SMALLER, by_no_zero(torch.fmod)))
+binary("gcd", torch.gcd, SMALLER, numbers=False)
+binary("lcm", torch.lcm, SMALLER, numbers=False)
+_FLOAT_OPS: dict[str, Callable[..., Any]] = {"fabs": torch.abs, "rint": torch.round, "exp2": torch.exp2}
+_FLOAT_OPS |= {"sinc": torch.sinc, "cbrt": _cube_root, "deg2rad": torch.deg2rad, "radians": torch.deg2rad}
+_FLOAT_OPS |= {"rad2deg": torch.rad2deg, "degrees": torch.rad2deg}
+FUNCTIONS: dict[str, Callable[..., Any]] = {name: _of_floats(name, op) for name, op in _FLOAT_OPS.items()}
+FUNCTIONS |= {"angle": angle, "divmod": quotient_and_rest}
+
+
+def _outer(x1: Array, x2: Any, name: str) -> Any:
+    xp = x1.__array_namespace__()
+    x2 = xp.asarray(x2)
+    return getattr(xp, name)(xp.reshape(x1, (*x1.shape, *(1,) * len(x2.shape))), x2)
+
+
+def as_ufunc(xp: Any, name: str, call: Any) -> None:
+    """Give a function of two arrays what NumPy's has: `outer`; `reduce` and `accumulate` where there is such a
+    function; a sentence for the rest."""
+    call.outer = lambda x1, x2: _outer(xp.asarray(x1), x2, name)
+    for method, (names, instead) in METHODS.items():
+        rule = getattr(xp, names[name]) if name in names else None
+        setattr(call, method, _refused(f"{name}.{method}", instead) if rule is None else _along(rule))
+
+
+def _along(rule: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, axis=0, **how: rule(x, axis=axis, **how)
+
+
+def _refused(name: str, instead: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UsageError(f"{name}: no such rule for arrays on many devices. {instead}")
+
+    return refuse

@@ -1,0 +1,69 @@
+"""`meshwise checkpoints`: the saved states of a run. Tested in tests/cli/test_checkpoints.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from meshwise import api
+from meshwise.api.checkpoints import CheckpointEntry
+from meshwise.commands.completion import runs_here
+from meshwise.spec.units import bytes_text, plural
+from meshwise.terminal.screen import Drawn, Screen
+from meshwise.terminal.table import table_lines
+
+RUN = typer.Argument(metavar="RUN", help="a run: its name, a part of it or its folder", autocompletion=runs_here)
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def checkpoints(
+    run: Annotated[str | None, RUN] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="read every byte, and compare it with its hash")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print them as JSON")] = False,
+) -> None:
+    """List the saved states of a run; of the newest run without a name. With --verify, 1 where one is damaged.
+
+    \b
+    meshwise checkpoints                           of the newest run
+    meshwise checkpoints mnist-cnn --verify        whole, or what is damaged
+    meshwise checkpoints runs/20261121-140502-gpt --json   for other programs
+    meshwise run --resume RUN/checkpoint/step-00000040.1   go on from this one
+    """
+    folder = api.checkpoints.run_folder(run)
+    found = api.checkpoints.checkpoints(folder, verify=verify)
+    if as_json:
+        print(json.dumps([asdict(entry) for entry in found], indent=2))
+    else:
+        Console().print(Drawn(lambda screen: _lines(found, folder, screen)), soft_wrap=True)
+    if any(entry.wrong for entry in found):
+        raise typer.Exit(1)
+
+
+def _lines(entries: Sequence[CheckpointEntry], folder: Path, screen: Screen) -> list[Text]:
+    if not entries:
+        return screen.wrap(Text(f"No state was saved in {folder}. Runs save at their end, and with --save-every."))
+    titles = ["checkpoint", "step", "epoch", "devices", "plan", "saved", "size", "state"]
+    table = table_lines(titles, [_row(entry) for entry in entries], screen.table_width, left=(0, 4, 7))
+    wrong = [line for entry in entries if entry.wrong for line in screen.wrap(Text(f"{entry.name}: {entry.wrong}"))]
+    total = f"{plural(len(entries), 'checkpoint')}, {bytes_text(sum(entry.size for entry in entries))}"
+    return [*table, *([Text(), *wrong] if wrong else []), Text(), Text(f"{total} in {folder}", "dim")]
+
+
+def _row(entry: CheckpointEntry) -> list[str | Text]:
+    state = (
+        Text("damaged", "red") if entry.wrong else Text("whole", "green") if entry.verified else Text("not verified")
+    )
+    if entry.wrong and not entry.devices:  # nothing is known of it
+        return [entry.name, str(entry.step), "", "", "", "", bytes_text(entry.size), state]
+    saved = f"{datetime.fromtimestamp(entry.saved):%Y-%m-%d %H:%M:%S}"
+    facts = [str(entry.step), str(entry.epoch), str(entry.devices), entry.plan, saved, bytes_text(entry.size)]
+    return [entry.name, *facts, state]

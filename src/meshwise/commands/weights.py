@@ -1,0 +1,41 @@
+"""`meshwise weights`: the weights of a run's saved state. Tested in tests/cli/test_checkpoints.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwise import api
+from meshwise.commands.checkpoints import RUN
+from meshwise.spec.units import bytes_text, plural
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def weights(
+    run: Annotated[str | None, RUN] = None,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="where; default: RUN/weights")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(metavar="NAME", help="of this one: step-00000040.1; default: the newest whole one")
+    ] = None,
+) -> None:
+    """Write the weights of a run's newest state as safetensors, with the names of the state_dict.
+
+    Tensor by tensor: a model that no host holds is written too. `mw.load_weights`, transformers and others read them.
+
+    \b
+    meshwise weights                               of the newest run
+    meshwise weights mnist-cnn --out weights       into another one
+    meshwise weights gpt --checkpoint step-00000040.1   of an older state
+    """
+    folder, written = api.weights.weights(run, Path(out) if out else None, checkpoint, _say)
+    files = plural(len(written.files), "file")
+    print(f"step {written.step}: {plural(written.tensors, 'tensor')}, {bytes_text(written.size)} in {files}: {folder}")
+
+
+def _say(text: str) -> None:
+    print(f"Note: {text}", file=sys.stderr)

@@ -1,0 +1,66 @@
+"""Loader workers outlive a scheduler's warning, which goes to every process of a task.
+
+torch's worker processes end by SIGTERM, and by SIGUSR1 and SIGUSR2: the rank then fails in the middle of the step after
+which it would have saved its state. They are ended by their rank, as before. Read in torch 2.11, 2.13 and 2.15:
+`utils/data/_utils/worker.py` (its handler of SIGTERM is set before `worker_init_fn` is called) and
+`utils/data/dataloader.py`. Tested in tests/faults/test_signals.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import dataloader
+
+from meshwise.spec.exit_codes import WARNINGS
+
+
+@dataclass(frozen=True)
+class Spared:
+    """A `worker_init_fn` that has the process take SIGTERM from its rank alone; then calls the user's."""
+
+    then: Callable[[int], Any] | None
+
+    def __call__(self, worker: int) -> None:
+        spare()
+        if self.then is not None:
+            self.then(worker)
+
+
+def spare() -> None:
+    """In a process that a rank started: only that rank ends it by SIGTERM. Called by its main thread."""
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS and Windows
+        signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+        threading.Thread(target=_wait, args=(os.getppid(),), name="meshwise-signals", daemon=True).start()
+
+
+def _wait(rank: int) -> None:
+    while True:
+        came = signal.sigwaitinfo(WARNINGS)
+        if came.si_pid == rank and came.si_signo == signal.SIGTERM:
+            os._exit(0)  # as torch's own handler does
+
+
+def spare_loader_workers() -> None:
+    """Let all loaders of this process start their workers with `spare`."""
+    kind: Any = dataloader._MultiProcessingDataLoaderIter
+    if isinstance(getattr(kind.__init__, "__wrapped__", None), Callable):  # type: ignore[arg-type]
+        return
+    begin = kind.__init__
+
+    @functools.wraps(begin)
+    def begins(self: Any, loader: Any) -> None:
+        own = loader.worker_init_fn
+        loader.worker_init_fn = Spared(own)
+        try:
+            begin(self, loader)
+        finally:
+            loader.worker_init_fn = own
+
+    kind.__init__ = begins

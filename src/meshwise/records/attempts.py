@@ -1,0 +1,76 @@
+"""The attempts of a run: each start of its workers, how it ended, and what that cost. Read from run.json.
+
+Tested in tests/records/test_attempts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.spec.units import plural, seconds_text
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run's workers. reason: why it failed, "" where it did not. step: in which the culprit was.
+
+    seconds_to_detect: from an injected fault to the launcher's word on it. from_step: the last step that was behind it
+    as it began. What came before, where it is a restart: steps_lost were done again, seconds_to_step from the word on
+    the failure to the first step that was done. None is unknown.
+    """
+
+    number: int
+    status: str
+    reason: str
+    step: int | None
+    seconds_to_detect: float | None
+    from_step: int | None
+    steps_lost: int | None
+    seconds_to_step: float | None
+
+
+def attempts_of(facts: Mapping[str, Any]) -> list[Attempt]:
+    """The attempts of a run, by its record."""
+    sessions = facts.get("sessions")
+    found = [s for s in sessions if isinstance(s, dict)] if isinstance(sessions, list) else []
+    return [
+        Attempt(
+            number,
+            str(session.get("status", "")),
+            str(session.get("reason", "")),
+            _number(session.get("step"), int),
+            _number(session.get("seconds_to_detect"), float),
+            _number(session.get("from_step"), int),
+            _number(session.get("steps_lost"), int),
+            _number(session.get("seconds_to_step"), float),
+        )
+        for number, session in enumerate(found, 1)
+    ]
+
+
+def lost_texts(facts: Mapping[str, Any]) -> list[str]:
+    """A sentence on each attempt that failed: why, and what it cost."""
+    attempts = attempts_of(facts)
+    following = [*attempts[1:], None]
+    return [_lost(one, after) for one, after in zip(attempts, following, strict=False) if one.reason]
+
+
+def _lost(one: Attempt, after: Attempt | None) -> str:
+    reason = one.reason.partition(". ")[0]
+    where = "" if one.step is None or "in step" in reason else f" (step {one.step})"
+    noticed = "" if one.seconds_to_detect is None else f", noticed after {seconds_text(one.seconds_to_detect)}"
+    costs = []
+    if after is not None and after.steps_lost is not None:
+        costs.append(f"{plural(after.steps_lost, 'step')} {'was' if after.steps_lost == 1 else 'were'} done again")
+    if after is not None and after.seconds_to_step is not None:
+        costs.append(f"the next step came {seconds_text(after.seconds_to_step)} later")
+    return f"Attempt {one.number}: {reason}{where}{noticed}{'; ' if costs else ''}{', '.join(costs)}."
+
+
+def _number(value: Any, kind: type[int] | type[float]) -> Any:
+    """A number of 0 or more, of a record; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 <= value < 1e15:
+        return None
+    return kind(value)

@@ -1,0 +1,251 @@
+"""Checkpoints of a run: a folder each, which is there whole or not at all. No torch.
+
+checkpoint/step-00000040.1/    the state after step 40, saved in the first attempt
+    rank0.safetensors          the pieces of tensors that rank 0 wrote
+    manifest.json              where each piece belongs, the plain values, the hash of each file
+
+It is written as `step-00000040.1.part`: the files, then the manifest, each synced; then the folder gets its name. The
+hash is XXH3 of 128 bits: against rot and torn writes, not against who wants to deceive. `bench/checkpoints.py` has the
+figures. Tested in tests/recovery/test_loading.py and test_saving.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from meshwise.spec.errors import CheckpointError
+
+FORMAT, CHECKPOINTS, MANIFEST, PART = 2, "checkpoint", "manifest.json", ".part"
+CHUNK = 4 << 20  # bytes that are hashed at once
+_NAME = re.compile(r"step-(\d{8,})\.(\d{1,9})")
+_HEAD, _MIDDLE, _TAIL = '{"hash": "', '",\n"checkpoint": ', "}\n"
+
+
+@dataclass(frozen=True, order=True)
+class Checkpoint:
+    """A checkpoint of a run, by its name. One of a later attempt is newer, whatever its step."""
+
+    attempt: int
+    step: int
+    path: Path
+
+    def __str__(self) -> str:
+        return f"step {self.step}" + (f" of attempt {self.attempt}" if self.attempt > 1 else "")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a checkpoint."""
+
+    name: str
+    size: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a tensor: its place in the whole, a (begin, end) for each dim, and where it lies: from byte `at`."""
+
+    file: str
+    at: int
+    box: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint. dtype: as torch names it, without `torch.`"""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds. facts: step, epoch, plan and the like. values: the state with names of tensors."""
+
+    facts: Mapping[str, Any]
+    values: Any
+    tensors: Mapping[str, StoredTensor]
+    files: tuple[StoredFile, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(file.size for file in self.files)
+
+
+def name_of(step: int, attempt: int) -> str:
+    """The name of a checkpoint's folder."""
+    return f"step-{step:08d}.{attempt}"
+
+
+def checkpoints_in(folder: Path) -> list[Checkpoint]:
+    """The checkpoints of a run, the oldest first. They were whole when they got their names."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        named = _NAME.fullmatch(path.name)
+        if named and path.is_dir():
+            found.append(Checkpoint(int(named[2]), int(named[1]), path))
+    return sorted(found)
+
+
+def run_and_checkpoint(path: Path) -> tuple[Path, str | None]:
+    """What is to go on: the folder of a run, and the name of a checkpoint where `path` is that of one."""
+    if _NAME.fullmatch(path.name) and path.parent.name == CHECKPOINTS:
+        return path.parent.parent, path.name
+    return path, None
+
+
+def sync_folder(folder: Path) -> None:
+    """Names in the folder reach the disk."""
+    if os.name != "nt":
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write manifest.json, with its own hash in its first line."""
+    text = json.dumps({"format": FORMAT, **asdict(manifest)}, separators=(",", ":"))
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(f"{_HEAD}{xxhash.xxh3_128_hexdigest(text.encode())}{_MIDDLE}{text}{_TAIL}")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(saved: Checkpoint) -> Manifest:
+    """The manifest of a checkpoint. Raises CheckpointError where it is not what was written."""
+    path = saved.path / MANIFEST
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be read for ever
+            raise ValueError("it is not a file")
+        written = path.read_text(encoding="utf-8")
+        hashed, middle, text = written.removeprefix(_HEAD).partition(_MIDDLE)
+        text = text.removesuffix(_TAIL)
+        if written != f"{_HEAD}{hashed}{middle}{text}{_TAIL}" or xxhash.xxh3_128_hexdigest(text.encode()) != hashed:
+            raise ValueError("its hash is not the one that was written")
+        facts = json.loads(text)
+        if facts["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {facts['format']}; this meshwise reads format {FORMAT}.")
+        manifest = _manifest(facts)
+        if name_of(manifest.facts["step"], manifest.facts["attempt"]) != saved.path.name:
+            raise ValueError(f"it is that of {name_of(manifest.facts['step'], manifest.facts['attempt'])}")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}).") from None
+    return manifest
+
+
+def _manifest(facts: dict[str, Any]) -> Manifest:
+    def tensor(each: dict[str, Any]) -> StoredTensor:
+        pieces = (Piece(p["file"], p["at"], tuple((b, e) for b, e in p["box"])) for p in each["pieces"])
+        return StoredTensor(each["dtype"], tuple(each["shape"]), tuple(pieces))
+
+    return Manifest(
+        facts["facts"],
+        facts["values"],
+        {name: tensor(each) for name, each in facts["tensors"].items()},
+        tuple(StoredFile(**each) for each in facts["files"]),
+    )
+
+
+def wrong_with(folder: Path, file: StoredFile) -> str:
+    """What is wrong with a file of a checkpoint; "" where it is as it was written."""
+    path = folder / file.name
+    try:
+        if not path.is_file():
+            return f"{file.name} is missing"
+        if (size := path.stat().st_size) != file.size:
+            return f"{file.name} has {size:,} bytes of {file.size:,}"
+        return "" if hash_of(path) == file.hash else f"{file.name} is damaged: its hash is not the one that was written"
+    except OSError as error:
+        return f"{file.name} cannot be read ({error.strerror})"
+
+
+def hash_of(path: Path) -> str:
+    """The hash of a file's bytes."""
+    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            found.update(buffer[:count])
+    return found.hexdigest()
+
+
+def verified(saved: Checkpoint) -> str:
+    """What is wrong with a checkpoint; "" where every byte is as it was written."""
+    try:
+        files = read_manifest(saved).files
+    except CheckpointError as error:
+        return str(error)
+    return next(filter(None, (wrong_with(saved.path, file) for file in files)), "")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what writers that were killed have left unfinished."""
+    for path in folder.glob(f"step-*{PART}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def commit(part: Path, manifest: Manifest) -> Path:
+    """Make the checkpoint whole whose files lie in the folder `part`: it is there from now on. Returns its folder."""
+    write_manifest(part, manifest)
+    sync_folder(part)
+    whole = part.with_name(part.name.removesuffix(PART))
+    if whole.exists():  # of the same step and attempt: what is there is the same state
+        shutil.rmtree(whole)
+    part.rename(whole)
+    sync_folder(whole.parent)
+    return whole
+
+
+def prune(folder: Path, *, keep: int, limit: int | None, abandoned: Iterable[Path] = ()) -> list[Path]:
+    """Remove checkpoints until at most `keep` are left, and at most `limit` bytes; never the newest.
+
+    First those that the run has left behind (`abandoned`: it went on from an earlier one), then the oldest.
+    """
+    found, left = [saved.path for saved in checkpoints_in(folder)], set(abandoned)
+    queue = sorted(found[:-1], key=lambda path: path not in left)
+    sizes = {path: size_of(path) for path in found} if limit is not None else {}
+    removed: list[Path] = []
+    while queue and (len(queue) + 1 > keep or (limit is not None and sum(sizes.values()) > limit)):
+        path = queue.pop(0)
+        sizes.pop(path, 0)
+        gone = path.with_name(path.name + PART)  # half removed it is no checkpoint any more
+        with contextlib.suppress(OSError):
+            path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+            removed.append(path)
+    return removed
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of the files of a folder."""
+    return sum(size for size in _sizes(folder))
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with contextlib.suppress(OSError):
+            yield path.lstat().st_size
+
+
+def abandoned_by(found: Sequence[Checkpoint], resumed: Checkpoint | None) -> list[Path]:
+    """Checkpoints that a run leaves behind when it goes on from `resumed`: those that are newer, which are damaged or
+    were not wanted."""
+    return [] if resumed is None else [saved.path for saved in found if saved > resumed]

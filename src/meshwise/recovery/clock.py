@@ -1,0 +1,39 @@
+"""When it is time to save: after so many steps, or so much time, at the same step on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from meshwise.spec.saves import Saves
+from meshwise.transfer import collectives
+
+
+class SaveClock:
+    """Says at which steps the state is saved.
+
+    Of a time, rank 0's clock decides. The ranks ask it together, and not at every step: after half of the steps that
+    are left at the pace so far, so a few times between two saves.
+    """
+
+    def __init__(self, saves: Saves, clock: Callable[[], float] = time.monotonic) -> None:
+        self._saves, self._clock = saves, clock
+        self._since: tuple[float, int] | None = None
+        self._look = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after this step. Collective at some steps: every rank asks after each."""
+        if self._saves.seconds is None:
+            return self._saves.steps is not None and step % self._saves.steps == 0
+        if self._since is None:
+            self._since, self._look = (self._clock(), step), step + 1
+        if step < self._look:
+            return False
+        began, first = self._since
+        passed: float = collectives.broadcast_object(self._clock() - began, collectives.everyone())
+        pace, due = max(passed / (step - first), 1e-9), passed >= self._saves.seconds
+        if due:
+            self._since = self._clock(), step
+        left = self._saves.seconds - (0 if due else passed)
+        self._look = step + max(1, int(left / pace / 2))
+        return due

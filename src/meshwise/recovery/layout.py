@@ -1,0 +1,188 @@
+"""Who writes what: every element of a state once, by a rank that holds it, as equally by bytes as can be.
+
+What one rank alone holds it writes itself. What several hold is dealt out: small things, buffers among them, to the
+first, others to the one that writes least so far; large ones are divided among all that hold them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwise.compat.sharding import division, local_of
+from meshwise.spec.errors import CheckpointError
+from meshwise.transfer.sharded import Box, full_tensor, local_boxes
+
+SMALL, LARGE = 64 << 10, 1 << 20  # bytes of what the first holder writes, and of what is divided among the holders
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a tensor: the boxes of the whole that its part consists of."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank writes: `box` of a tensor, which lies within `held`, one of the boxes that it holds."""
+
+    name: str
+    held: Box
+    box: Box
+
+
+def volume(box: Box) -> int:
+    """Elements of a box."""
+    return math.prod(end - begin for begin, end in box)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element."""
+    kind: torch.dtype = getattr(torch, dtype)
+    return kind.itemsize
+
+
+def plainly_held(tensor: Tensor) -> Tensor:
+    """`tensor`, whole where torch holds it in parts that are still to be added up. Collective for such."""
+    if isinstance(tensor, DTensor) and any(division(p) is None and not p.is_replicate() for p in tensor.placements):
+        return full_tensor(tensor)
+    return tensor
+
+
+def held(tensor: Tensor) -> Held:
+    """What this rank holds of `tensor`."""
+    shape = tuple(tensor.shape)
+    boxes = tuple(local_boxes(tensor)[0]) if isinstance(tensor, DTensor) else (tuple([(0, n) for n in shape]),)
+    return Held(_name(tensor.dtype), shape, boxes)
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def views(tensor: Tensor) -> dict[Box, Tensor]:
+    """The elements of each box that this rank holds of `tensor`, in the memory that they lie in."""
+    boxes, dim = local_boxes(tensor)
+    local, at, found = local_of(tensor).detach(), 0, {}
+    for box in boxes:
+        length = box[dim][1] - box[dim][0] if box else 0
+        found[box] = local.narrow(dim, at, length) if box else local
+        at += length
+    return found
+
+
+def view_of(tensor: Tensor, box: Box) -> Tensor:
+    """The elements of one of the boxes that this rank holds."""
+    return views(tensor)[box] if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[Part]]:
+    """What each rank writes, of what each holds. Raises CheckpointError where no rank holds some element."""
+    shapes: dict[str, Held] = {}
+    holders: dict[str, dict[Box, list[int]]] = {}
+    for rank, every in enumerate(ranks):
+        for name, each in every.items():
+            known = shapes.setdefault(name, each)
+            if (known.dtype, known.shape) != (each.dtype, each.shape):
+                raise CheckpointError(
+                    f"{name} cannot be saved: ranks hold it as {known.dtype} of {known.shape} and as {each.dtype} of "
+                    f"{each.shape}. Let every rank build the same model and optimizer."
+                )
+            for box in each.boxes:
+                if volume(box):
+                    holders.setdefault(name, {}).setdefault(box, []).append(rank)
+    chosen = {name: _disjoint(name, each.shape, holders.get(name, {})) for name, each in shapes.items()}
+    loads, parts = [0] * len(ranks), list[list[Part]]([] for _ in ranks)
+
+    def give(rank: int, part: Part) -> None:
+        parts[rank].append(part)
+        loads[rank] += volume(part.box) * itemsize(shapes[part.name].dtype)
+
+    shared: list[tuple[int, str, Box]] = []
+    for name, boxes in chosen.items():
+        for box in boxes:
+            size, able = volume(box) * itemsize(shapes[name].dtype), holders[name][box]
+            if len(able) == 1 or size < SMALL:
+                give(able[0], Part(name, box, box))
+            else:
+                shared.append((size, name, box))
+    for size, name, box in sorted(shared, key=lambda each: -each[0]):
+        able = holders[name][box]
+        for piece in _divided(box, len(able)) if size >= LARGE else [box]:
+            give(min(able, key=lambda rank: loads[rank]), Part(name, box, piece))
+    return parts
+
+
+def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:
+    """Boxes that cover the tensor, every element once: the largest first, without what lies in those."""
+    chosen: list[Box] = []
+    for box in sorted(boxes, key=lambda box: (-volume(box), box)):
+        if not any(_overlap(box, other) for other in chosen):
+            chosen.append(box)
+    if (found := sum(map(volume, chosen))) != math.prod(shape):
+        raise CheckpointError(f"{name} cannot be saved: of its {math.prod(shape)} elements ranks hold {found}.")
+    return chosen
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def _divided(box: Box, count: int) -> list[Box]:
+    """`box` in up to `count` equal parts along its first dim that is long enough, else its longest."""
+    lengths = [end - begin for begin, end in box]
+    dim = next((dim for dim, length in enumerate(lengths) if length >= count), lengths.index(max(lengths)))
+    (begin, _), parts = box[dim], min(count, lengths[dim])
+    ends = [begin + lengths[dim] * n // parts for n in range(parts + 1)]
+    return [(*box[:dim], (ends[n], ends[n + 1]), *box[dim + 1 :]) for n in range(parts)]
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """What two boxes of a tensor have in common."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return both if all(begin < end for begin, end in both) else None
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """The slices of `outer` in which `box` lies."""
+    return tuple(slice(b - o, e - o) for (b, e), (o, _) in zip(box, outer, strict=True))
+
+
+def rows(box: Box, outer: Box) -> tuple[int, int]:
+    """The first of the elements of `outer`, as they lie in a file, that `box` needs, and how many until its last."""
+    strides, step = list[int](), 1
+    for begin, end in reversed(outer):
+        strides.insert(0, step)
+        step *= end - begin
+    first = sum((b - o) * s for (b, _), (o, _), s in zip(box, outer, strides, strict=True))
+    last = sum((e - 1 - o) * s for (_, e), (o, _), s in zip(box, outer, strides, strict=True))
+    return first, last - first + 1
+
+
+def described(parts: Iterable[Part], shapes: Mapping[str, Held]) -> list[tuple[Part, int]]:
+    """Parts in the order in which a file holds them, with their bytes: wide elements first, so that all are aligned."""
+    order = sorted(parts, key=lambda part: -itemsize(shapes[part.name].dtype))
+    return [(part, volume(part.box) * itemsize(shapes[part.name].dtype)) for part in order]
+
+
+def key_of(part: Part, shape: Sequence[int]) -> str:
+    """The name of a part in its file: the tensor's, with the place where it is a piece of it."""
+    whole = all(bounds == (0, length) for bounds, length in zip(part.box, shape, strict=True))
+    place: Any = [f"{begin}:{end}" for begin, end in part.box]
+    return part.name if whole else f"{part.name}[{','.join(place)}]"

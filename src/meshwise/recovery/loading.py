@@ -1,0 +1,206 @@
+"""Load the newest checkpoint that is whole: verified first, by all ranks together, then each reads what it needs.
+
+A damaged one is told in a line, and the one before it is taken. States that meshwise wrote before it had several files
+(format 1: `latest.json` and one `step-….pt`) are read too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwise.compat.sharding import with_local
+from meshwise.compat.tree import map_kind
+from meshwise.records import checkpoints as files
+from meshwise.records.checkpoints import Checkpoint, Manifest
+from meshwise.recovery.layout import Held
+from meshwise.recovery.saving import seen_by_all
+from meshwise.recovery.tensor_files import TensorFiles
+from meshwise.recovery.values import decoded
+from meshwise.spec.errors import CheckpointError
+from meshwise.spec.world import World
+from meshwise.transfer import collectives
+from meshwise.transfer.sharded import local_part, shard_like
+
+LATEST = "latest.json"
+AGAIN = "Start anew, without --resume"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that lies in a checkpoint: read where it is wanted."""
+
+    files: TensorFiles
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.files.tensors[self.name].shape
+
+    @property
+    def held(self) -> Held:
+        """What a rank with all of it holds."""
+        stored = self.files.tensors[self.name]
+        return Held(stored.dtype, stored.shape, (tuple((0, length) for length in stored.shape),))
+
+    def whole(self) -> Tensor:
+        """All of it."""
+        return self.files.read(self.name)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """It as `tensor` is laid out: where that is divided and of its shape, this rank's part alone is read."""
+        if not isinstance(tensor, DTensor):
+            return self.whole()
+        if self.shape != tuple(tensor.shape):
+            return shard_like(self.whole(), tensor) if self.shape else self.whole()
+        part = local_part(tensor, lambda box: self.files.read(self.name, box))
+        return with_local(tensor, part.to(tensor.device))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was verified. tree: the state, with `Stored` or tensors; None of one that is not there."""
+
+    saved: Checkpoint
+    tree: Any
+    facts: Any
+
+
+def whole(tree: Any) -> Any:
+    """`tree` with all its tensors read."""
+    return map_kind(Stored, Stored.whole, tree)
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether anything was saved in `folder`, as rank 0 sees it. Collective."""
+    every = collectives.everyone()
+    return bool(collectives.broadcast_object(bool(files.checkpoints_in(folder)), every))
+
+
+def load(folder: Path, world: World, say: Callable[[str], None], only: str | None = None, again: str = AGAIN) -> Loaded:
+    """The newest whole checkpoint in `folder`, on every rank. Collective. Raises CheckpointError where there is none.
+
+    say: takes a line on each that is damaged. only: the name of the one to take, and no other. again: how to start
+    anew, for the error.
+    """
+    every = collectives.everyone()
+    first = world.rank == 0
+    shared = seen_by_all(folder, world, "load")
+    found: list[Checkpoint] = collectives.broadcast_object(_candidates(folder, only) if first else [], every)
+    wrong = []
+    for saved in found:
+        manifest, told = _read_manifest(saved) if first else (None, "")
+        manifest, told = collectives.broadcast_object((manifest, told), every)
+        if manifest is not None:
+            own = manifest.files[world.rank :: world.size] if shared else manifest.files if first else ()
+            told = next(filter(None, (files.wrong_with(saved.path, file) for file in own)), "")
+            told = next(filter(None, collectives.gather_objects(told, every)), "")
+        if manifest is not None and not told:
+            return Loaded(saved, _tree(saved, manifest, shared, first), manifest.facts)
+        wrong.append(f"{saved.path}: {told}")
+        if first:
+            say(f"the checkpoint of {saved} is not used: {told}.")
+    if only is None and collectives.broadcast_object(first and (folder / LATEST).is_file(), every):
+        return _load_old(folder, shared, first)
+    raise CheckpointError(_none(folder, wrong, only, again))
+
+
+def _none(folder: Path, wrong: list[str], only: str | None, again: str = AGAIN) -> str:
+    if wrong:
+        return f"no checkpoint is whole: {'; '.join(wrong)}. {again}."
+    if only is not None:
+        return f"{folder / only}: there is no such checkpoint. See meshwise checkpoints."
+    return f"{folder}: no checkpoint was saved there. Run with --save-every N, or start anew."
+
+
+def _candidates(folder: Path, only: str | None) -> list[Checkpoint]:
+    found = files.checkpoints_in(folder)[::-1]
+    return [saved for saved in found if only in (None, saved.path.name)]
+
+
+def _read_manifest(saved: Checkpoint) -> tuple[Manifest | None, str]:
+    try:
+        return files.read_manifest(saved), ""
+    except CheckpointError as error:
+        return None, str(error).rstrip(".")
+
+
+def _tree(saved: Checkpoint, manifest: Manifest, shared: bool, first: bool) -> Any:
+    """The state; where the others do not see the files, rank 0 sends it. Collective there."""
+    if not shared:
+        tree = whole(_stored(saved, manifest)) if first else None
+        return collectives.broadcast_object(tree, collectives.everyone())
+    return _stored(saved, manifest)
+
+
+def _stored(saved: Checkpoint, manifest: Manifest) -> Any:
+    opened = TensorFiles(saved.path, manifest.tensors)
+    try:
+        return decoded(manifest.values, lambda name: Stored(opened, name))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{saved.path}: its values cannot be read ({error}).") from None
+
+
+def open_newest(folder: Path, say: Callable[[str], None] = lambda text: None, only: str | None = None) -> Loaded:
+    """As `load`, in this process alone."""
+    wrong = []
+    for saved in _candidates(folder, only):
+        told = files.verified(saved)
+        if not told:
+            manifest = files.read_manifest(saved)
+            return Loaded(saved, _stored(saved, manifest), manifest.facts)
+        wrong.append(f"{saved.path}: {told}")
+        say(f"the checkpoint of {saved} is not used: {told}.")
+    if only is None and (folder / LATEST).is_file():
+        return _old(*_verified_old(folder))
+    raise CheckpointError(_none(folder, wrong, only))
+
+
+# Format 1, which meshwise 0.1 wrote.
+
+
+def _load_old(folder: Path, shared: bool, first: bool) -> Loaded:
+    every = collectives.everyone()
+    path, size = collectives.broadcast_object(_verified_old(folder) if first else None, every)
+    if shared:
+        return _old(path, size)
+    found: Loaded = collectives.broadcast_object(_old(path, size) if first else None, every)
+    return found
+
+
+def _verified_old(folder: Path) -> tuple[Path, int]:
+    """The newest state's file and its size, once its digest was found right."""
+    try:
+        facts = json.loads((folder / LATEST).read_text())
+        path, expected = folder / facts["file"], facts["sha256"]
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise CheckpointError(_none(folder, [], None)) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / LATEST}: cannot be read ({error}).") from None
+    if digest != expected:
+        raise CheckpointError(
+            f"{path}: is damaged (its SHA-256 is not the one that was saved). Older states lie beside it."
+        )
+    return path.resolve(), path.stat().st_size
+
+
+def _old(path: Path, size: int) -> Loaded:
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be read ({str(error).partition(chr(10))[0]}).") from None
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{path}: holds no state of a run.")
+    if saved.get("format") != 1:
+        raise CheckpointError(f"{path}: the checkpoint has format {saved.get('format')}, which is not known here.")
+    return Loaded(Checkpoint(0, int(saved.get("step", 0)), path), saved, {"step": saved.get("step", 0)})

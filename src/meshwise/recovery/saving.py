@@ -1,0 +1,234 @@
+"""Save a state: each rank copies what it writes to the host's memory, and a thread behind its back writes it.
+
+On the training thread stay the copy, and a look at whether the ranks still hold what they held at the save before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.records import checkpoints as files
+from meshwise.records.checkpoints import Checkpoint
+from meshwise.recovery.collect import collected
+from meshwise.recovery.layout import Held, Part, deal, held, plainly_held, view_of, volume, within
+from meshwise.recovery.tensor_files import as_bytes, laid_out
+from meshwise.recovery.values import encoded, merged
+from meshwise.recovery.writing import LAST, Board, Deal, OwnBoard, StoreBoard, Writing
+from meshwise.spec.saves import Saves
+from meshwise.spec.world import World
+from meshwise.timeline.recorder import current
+from meshwise.transfer import collectives
+from meshwise.transfer.sharded import Box
+from meshwise.workers.environment import ATTEMPT
+
+DEFAULT = Saves()
+Copied = tuple[str, Box, tuple[slice, ...] | None, Tensor]
+"""A tensor, a box that this rank holds of it, the slices of that (None: all), and what they are copied into."""
+PATIENCE = 10.0  # seconds from its beginning that a save may take before the next one is left out
+
+
+class Saver:
+    """Saves the state of a run into `folder`, again and again. Made by every rank; `finish` or `close` it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        say: Callable[[str], None],
+        *,
+        saves: Saves = DEFAULT,
+        resumed: Checkpoint | None = None,
+    ) -> None:
+        """say: takes a line for the user. saves: how many are kept. resumed: the one
+        that the run goes on from."""
+        self._folder, self._world, self._say = folder, world, say
+        self._saves, self._resumed = saves, resumed
+        self._begun: tuple[str, int, bool] | None = None
+        self._board: Board | None = None
+        self._deal: Deal | None = None
+        self._own: tuple[Deal, bytes, Tensor, list[Copied]] | None = None  # of the deal: see `_buffer_of`
+        self._writing: Writing | None = None
+        self._thread: threading.Thread | None = None
+        self._number = 0
+        self.saved = -1
+        """The newest step that is known to be saved whole in this session."""
+        self.wrong = ""
+        """Why the last save failed."""
+
+    def save(self, make: Callable[[bool], Any], facts: Mapping[str, Any], *, wait: bool = False) -> bool:
+        """Save a state, whose facts have its `step`. Collective. False where it was left out, and that was said.
+
+        make: gives the tree of what this rank holds; of what rank 0 is to write for all, where it is given True.
+
+        Returns when everything is copied. wait: until an earlier save is written, however long that takes; else this
+        one is left out if that takes too long. Raises UsageError for what no checkpoint can hold.
+        """
+        with current().span("checkpoint"):
+            key, attempt, shared = self._begin()
+            self._settle(None if wait else PATIENCE)
+            values, tensors = self._encoded(make(False)) if shared else (None, {})
+            shapes = {name: held(tensor) for name, tensor in tensors.items()}
+            digests = (hash(tuple(shapes.items())), _digest(values))  # the first is compared with this rank's own
+            ranks = collectives.gather_objects((self._writing is not None, digests), collectives.everyone())
+            if any(busy for busy, _ in ranks):
+                self._tell(f"step {facts['step']} is not saved: the state before it is still being written.")
+                return False
+            if shared:
+                values = self._agreed(values, shapes, [each for _, each in ranks])
+            else:
+                values, tensors = encoded(collected(make(True)) or {})
+                shapes = {name: held(tensor) for name, tensor in tensors.items()}
+                empty: list[list[Part]] = [[] for _ in range(self._world.size - 1)]
+                self._deal = Deal((), shapes, [*deal([shapes]), *empty])
+            self._start(
+                key, {"attempt": attempt, "world": self._world.size, "time": time.time(), **facts}, values, tensors
+            )
+        return True
+
+    def _begin(self) -> tuple[str, int, bool]:
+        """A name for this session's words on the board, its attempt, and whether all ranks see the folder."""
+        if self._begun is None:
+            self._board = StoreBoard() if self._world.size > 1 else OwnBoard()
+            key = secrets.token_hex(8)
+            if self._world.rank == 0:
+                with contextlib.suppress(OSError):  # what cannot be written is said where it is written
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    files.remove_leftovers(self._folder)
+            attempt = max([int(os.environ.get(ATTEMPT, "1")), *(c.attempt + 1 for c in self._known())])
+            key, attempt = collectives.broadcast_object((key, attempt), collectives.everyone())
+            self._begun = key, attempt, seen_by_all(self._folder, self._world, key)
+            if not self._begun[2]:
+                self._tell(f"not every machine sees {self._folder}: rank 0 gathers and writes the whole state.")
+        return self._begun
+
+    def _known(self) -> list[Checkpoint]:
+        try:
+            return files.checkpoints_in(self._folder)
+        except OSError:
+            return []
+
+    def _encoded(self, tree: Any) -> tuple[Any, dict[str, Tensor]]:
+        values, tensors = encoded(tree)
+        return values, {name: plainly_held(tensor) for name, tensor in tensors.items()}
+
+    def _agreed(self, values: Any, shapes: Mapping[str, Held], digests: Sequence[tuple[int, str]]) -> Any:
+        """The values of all ranks; who writes what is dealt anew where what some rank holds has changed."""
+        everyone, own = collectives.everyone(), tuple(each for each, _ in digests)
+        if self._deal is None or self._deal.digests != own:
+            ranks = collectives.gather_objects(shapes, everyone)
+            every = {name: each for rank in reversed(ranks) for name, each in rank.items()}
+            self._deal = Deal(own, every, deal(ranks))
+        if len({each for _, each in digests}) == 1:
+            return values
+        return merged(collectives.gather_objects(values, everyone))
+
+    def _start(self, key: str, facts: Mapping[str, Any], values: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Copy what this rank writes, and let a thread write it."""
+        assert self._deal is not None and self._board is not None
+        rank = self._world.rank
+        if self._own is None or self._own[0] is not self._deal:
+            self._own = None  # its buffer is let go of before another is made
+            self._own = self._deal, *_buffer_of(self._deal, rank, pinned=self._world.kind == "cuda")
+        _, beginning, buffer, copies = self._own
+        for name, held_box, inside, into in copies:
+            source = view_of(tensors[name], held_box)
+            into.copy_(source if inside is None else source[inside], non_blocking=True)
+        if self._world.kind == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self._number += 1
+        content = [(beginning, as_bytes(buffer))] if copies else []
+        folder = self._folder / (files.name_of(facts["step"], facts["attempt"]) + files.PART)
+        self._writing = Writing(
+            rank,
+            self._world.size,
+            f"meshwise/checkpoint/{key}/{self._number}",
+            folder,
+            content,
+            self._deal,
+            facts,
+            values,
+            self._board,
+        )
+        self._thread = threading.Thread(target=self._written, args=(self._writing,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _written(self, writing: Writing) -> None:
+        """In the thread: write; say what went wrong; remove what is old."""
+        writing.run()
+        if writing.said:
+            self._tell(
+                f"step {writing.facts['step']} could not be saved: {writing.said}. The checkpoints before it are "
+                "unharmed; the next save is tried as ever."
+            )
+        elif writing.rank == 0:
+            left = files.abandoned_by([c for c in self._known() if c.attempt < writing.facts["attempt"]], self._resumed)
+            files.prune(self._folder, keep=self._saves.keep, limit=self._saves.limit, abandoned=left)
+
+    def _settle(self, patience: float | None) -> None:
+        """Wait for the save that is being written, until so many seconds from its beginning; None: until it is done."""
+        if self._thread is None or self._writing is None:
+            return
+        left = None if patience is None else max(0.0, self._writing.began + patience - time.monotonic())
+        self._thread.join(left)
+        if not self._thread.is_alive():
+            self.wrong = self._writing.said
+            self.saved = self.saved if self.wrong else self._writing.facts["step"]
+            self._writing = self._thread = None
+
+    def settle(self) -> None:
+        """Wait until what was begun is written. Every rank then knows the same `saved` and `wrong`."""
+        with current().span("checkpoint"):
+            self._settle(None)
+
+    def close(self) -> None:
+        """The run failed: give the save that is being written a few seconds. Not collective."""
+        if self._writing is not None and self._thread is not None:
+            self._writing.closing.set()
+            self._thread.join(LAST)
+
+    def _tell(self, text: str) -> None:
+        if self._world.rank == 0:
+            self._say(text)
+
+
+def _buffer_of(deal: Deal, rank: int, *, pinned: bool) -> tuple[bytes, Tensor, list[Copied]]:
+    """The beginning of a rank's file, the memory of what follows it there, and what is copied into that."""
+    beginning, places, size = laid_out(deal.parts[rank], deal.shapes)
+    buffer, copies = torch.empty(size - len(beginning), dtype=torch.uint8, pin_memory=pinned), []
+    for part, at in places.items():
+        dtype: torch.dtype = getattr(torch, deal.shapes[part.name].dtype)
+        begin, lengths = at - len(beginning), [end - begin for begin, end in part.box]
+        into = buffer[begin : begin + volume(part.box) * dtype.itemsize].view(dtype).view(lengths)
+        inside = None if part.box == part.held else within(part.box, part.held)
+        copies.append((part.name, part.held, inside, into))
+    return beginning, buffer, copies
+
+
+def _digest(thing: Any) -> str:
+    return hashlib.blake2b(repr(thing).encode(), digest_size=16).hexdigest()
+
+
+def seen_by_all(folder: Path, world: World, key: str) -> bool:
+    """Whether every rank sees what rank 0 writes into `folder`. Collective where there are several machines."""
+    if world.local_size == world.size:
+        return True
+    sign, everyone = folder / f".seen-{key}", collectives.everyone()
+    if world.rank == 0:
+        with contextlib.suppress(OSError):
+            sign.write_text(key)
+    collectives.barrier(everyone)
+    seen = collectives.gather_objects(sign.exists(), everyone)
+    if world.rank == 0:
+        sign.unlink(missing_ok=True)
+    return all(seen)

@@ -1,0 +1,145 @@
+"""Files of tensors, in the format of safetensors: written from one buffer with its hash, read a box at a time.
+
+What is read goes straight into the tensor that wants it: nothing is mapped, since pages of a mapped file count as
+memory of the process, and a file that is cut off under a map ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import torch
+import xxhash
+from torch import Tensor
+
+from meshwise.records.checkpoints import CHUNK, StoredFile, StoredTensor
+from meshwise.recovery.layout import Held, Part, described, intersection, key_of, rows, volume, within
+from meshwise.spec.errors import CheckpointError
+from meshwise.transfer.sharded import Box
+
+NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+ALIGNED = 64  # bytes to a multiple of which the header is filled up
+
+
+def laid_out(parts: Iterable[Part], shapes: Mapping[str, Held]) -> tuple[bytes, dict[Part, int], int]:
+    """The beginning of a file with these parts, where the bytes of each begin in the file, and the file's size."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at, places = 0, {}
+    for part, size in described(parts, shapes):
+        known = NAMES.get(shapes[part.name].dtype)  # another dtype is written as its bytes; the manifest knows it
+        lengths = [end - begin for begin, end in part.box] if known else [size]
+        header[key_of(part, shapes[part.name].shape)] = {
+            "dtype": known or "U8",
+            "shape": lengths,
+            "data_offsets": [at, at + size],
+        }
+        places[part] = at
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNED)
+    begin = len(text).to_bytes(8, "little") + text
+    return begin, {part: len(begin) + place for part, place in places.items()}, len(begin) + at
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the host."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_file(path: Path, beginning: bytes, content: memoryview) -> StoredFile:
+    """Write a file, synced, and tell what was written. Raises OSError where the disk does not take it."""
+    hashed, size = xxhash.xxh3_128(), 0
+    with path.open("wb", buffering=0) as file:
+        for each in (memoryview(beginning), content):
+            for begin in range(0, len(each), CHUNK):
+                chunk = each[begin : begin + CHUNK]
+                hashed.update(chunk)
+                _write_all(file, chunk)
+                size += len(chunk)
+        os.fsync(file.fileno())
+    return StoredFile(path.name, size, hashed.hexdigest())
+
+
+def _write_all(file: BinaryIO, chunk: memoryview) -> None:
+    while len(chunk):
+        chunk = chunk[file.write(chunk) :]
+
+
+class TensorFiles:
+    """The tensors in the files of a folder. Files that were read stay open until `close`."""
+
+    def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+        self._folder, self.tensors = folder, tensors
+        self._open: dict[str, int] = {}
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def read(self, name: str, box: Sequence[slice] | None = None) -> Tensor:
+        """The tensor of this name, or what lies in `box` of it: a slice with its begin and end for each dim."""
+        stored = self.tensors[name]
+        wanted: Box = tuple((s.start, s.stop) for s in box) if box is not None else tuple((0, n) for n in stored.shape)
+        out = torch.empty([end - begin for begin, end in wanted], dtype=getattr(torch, stored.dtype))
+        for piece in stored.pieces:
+            both = intersection(piece.box, wanted)
+            if both is not None:
+                self._read_into(out[within(both, wanted)], piece.file, piece.at, both, piece.box)
+        return out
+
+    def _read_into(self, out: Tensor, file: str, at: int, box: Box, outer: Box) -> None:
+        first, count = rows(box, outer)
+        size, begin = out.element_size(), at + first * out.element_size()
+        if count == volume(box) and out.is_contiguous():
+            self._fill(as_bytes(out), file, begin)
+        elif count * size > CHUNK and (dim := next((d for d, (b, e) in enumerate(box) if e - b > 1), None)) is not None:
+            middle = sum(box[dim]) // 2
+            for low, high in ((box[dim][0], middle), (middle, box[dim][1])):
+                half = (*box[:dim], (low, high), *box[dim + 1 :])
+                self._read_into(out[within(half, box)], file, at, half, outer)
+        else:
+            read = torch.empty(count, dtype=out.dtype)
+            self._fill(as_bytes(read), file, begin)
+            out.copy_(read.as_strided(out.shape, _strides(outer)))
+
+    def _fill(self, into: memoryview, file: str, at: int) -> None:
+        try:
+            if file not in self._open:
+                self._open[file] = os.open(self._folder / file, os.O_RDONLY)
+            while len(into):
+                if not (count := os.preadv(self._open[file], [into], at)):
+                    raise CheckpointError(f"{self._folder / file}: ends too early. It was changed while it was read.")
+                into, at = into[count:], at + count
+        except OSError as error:
+            raise CheckpointError(f"{self._folder / file}: cannot be read ({error.strerror}).") from None
+
+
+def _strides(box: Box) -> list[int]:
+    found, step = list[int](), 1
+    for begin, end in reversed(box):
+        found.insert(0, step)
+        step *= end - begin
+    return found

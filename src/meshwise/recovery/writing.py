@@ -1,0 +1,157 @@
+"""Write one save: the protocol, of which any process may die at any point, in a thread behind the training.
+
+Every rank writes its file into `step-….part`, synced, and tells rank 0 its size and hash; rank 0 writes the manifest
+and gives the folder its name. From then on the checkpoint is there. What ranks tell one another meanwhile lies on a
+board, the store of the process group: a thread must not enter collectives.
+
+`torch.distributed.checkpoint` is not used: its `.metadata` is a pickle, and what it reads back it does not verify: a
+flipped bit, a hole of zeros and a mixture of two saves all load without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwise.compat.reducer import default_store
+from meshwise.records import checkpoints as files
+from meshwise.records.checkpoints import Manifest, Piece, StoredFile, StoredTensor
+from meshwise.recovery.layout import Held, Part
+from meshwise.recovery.tensor_files import laid_out, write_file
+from meshwise.spec.units import bytes_text
+
+LAST = 5.0  # seconds that a run which failed waits for the checkpoint that is being written
+POLL, SLOWEST = 0.001, 0.05  # seconds between two looks at the board: at first, and after a while
+
+
+class Board(Protocol):
+    """Where ranks leave words for one another."""
+
+    def put(self, key: str, text: str) -> None:
+        """Leave a word, once."""
+
+    def find(self, key: str) -> str | None:
+        """The word, once it is there."""
+
+
+class StoreBoard:
+    """The store of the process group, by a connection of its own: the main thread may be waiting in another."""
+
+    def __init__(self) -> None:
+        self._store = default_store().clone()  # type: ignore[attr-defined]
+
+    def put(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+
+    def find(self, key: str) -> str | None:
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
+
+
+class OwnBoard:
+    """A board for the threads of one process."""
+
+    def __init__(self) -> None:
+        self._words: dict[str, str] = {}
+
+    def put(self, key: str, text: str) -> None:
+        self._words[key] = text
+
+    def find(self, key: str) -> str | None:
+        return self._words.get(key)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Who writes what: the same on every rank, and from save to save while what ranks hold stays."""
+
+    digests: tuple[int, ...]
+    shapes: Mapping[str, Held]
+    parts: Sequence[Sequence[Part]]
+
+
+@dataclass
+class Writing:
+    """One save on one rank: what its thread needs. `said` is what came of it: "" until then, and where it is whole."""
+
+    rank: int
+    size: int
+    key: str
+    folder: Path
+    content: Sequence[tuple[bytes, memoryview]]
+    deal: Deal
+    facts: Mapping[str, Any]
+    values: Any
+    board: Board
+    began: float = field(default_factory=time.monotonic)
+    closing: threading.Event = field(default_factory=threading.Event)
+    said: str = ""
+
+    def run(self) -> None:
+        """The life of the thread."""
+        with contextlib.suppress(OSError, AttributeError):  # Linux knows a priority of each thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        try:
+            self.board.put(f"{self.key}/{self.rank}", json.dumps(self._write()))
+            if self.rank == 0:
+                self.board.put(f"{self.key}/whole", self._commit())
+            self.said = self._awaited(f"{self.key}/whole")
+        except Exception as error:  # the store is gone with rank 0
+            self.said = self.said or f"it could not be agreed on: {error}"
+
+    def _write(self) -> list[dict[str, Any]] | str:
+        """Write this rank's file: what was written, or why not."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            name = f"rank{self.rank}.safetensors"
+            return [asdict(write_file(self.folder / name, *each)) for each in self.content]
+        except OSError as error:
+            return why_not(error, self.folder.parent)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    def _commit(self) -> str:
+        """On rank 0, once every rank has written: make it whole, or clear it away and say why."""
+        ranks = [json.loads(self._awaited(f"{self.key}/{rank}")) for rank in range(self.size)]
+        wrong = next((f"rank {rank}: {told}" for rank, told in enumerate(ranks) if isinstance(told, str)), "")
+        if not wrong:
+            try:
+                files.commit(self.folder, self._manifest([StoredFile(**each) for told in ranks for each in told]))
+            except OSError as error:
+                wrong = why_not(error, self.folder.parent)
+        if wrong:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return wrong
+
+    def _manifest(self, written: Sequence[StoredFile]) -> Manifest:
+        pieces: dict[str, list[Piece]] = {name: [] for name in self.deal.shapes}
+        for rank, parts in enumerate(self.deal.parts):
+            for part, at in laid_out(parts, self.deal.shapes)[1].items():
+                pieces[part.name].append(Piece(f"rank{rank}.safetensors", at, part.box))
+        tensors = {n: StoredTensor(h.dtype, h.shape, tuple(pieces[n])) for n, h in self.deal.shapes.items()}
+        return Manifest(self.facts, self.values, tensors, tuple(written))
+
+    def _awaited(self, key: str) -> str:
+        pause, closed = POLL, 0.0
+        while (word := self.board.find(key)) is None:
+            time.sleep(pause)
+            pause = min(pause * 1.2, SLOWEST)
+            closed = closed or (time.monotonic() if self.closing.is_set() else 0.0)
+            if closed and time.monotonic() - closed > LAST:
+                raise TimeoutError("the run ended before every rank had written")
+        return word
+
+
+def why_not(error: OSError, folder: Path) -> str:
+    """Why something could not be written, with the bytes that are free."""
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f", {bytes_text(shutil.disk_usage(folder).free)} free"
+    return f"{error.filename or folder}: {error.strerror or error}{free}"

@@ -1,0 +1,30 @@
+"""Durations as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from meshwise.spec.errors import UsageError
+
+_UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
+_PART = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)")
+
+
+def seconds_of(text: str, what: str) -> float:
+    """`90`, `90s`, `10min`, `4h`, `1h30min`, `2d`, or as Slurm writes it `4:00:00`, `1-12:00:00`, in seconds.
+
+    what: the option, for errors. Raises UsageError for anything else, and for what is not above 0.
+    """
+    clock = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text.strip())
+    if clock is not None:
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        total: float = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    else:
+        parts = _PART.findall(text.lower())
+        units = [unit or "s" for _, unit in parts]
+        whole = "".join(number + unit for number, unit in parts) == re.sub(r"\s", "", text.lower())
+        known = all(unit in _UNITS for unit in units) and len({_UNITS.get(unit) for unit in units}) == len(units)
+        total = sum(float(number) * _UNITS[unit or "s"] for number, unit in parts) if whole and known else 0.0
+    if total <= 0:
+        raise UsageError(f"{what} {text}: is no duration. Write 90s, 10min, 4h, 1h30min or 4:00:00.")
+    return total

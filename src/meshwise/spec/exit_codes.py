@@ -1,0 +1,40 @@
+"""The exit codes of a run: one contract with whoever starts it again, a scheduler or a person."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+
+DONE, FAILED, USAGE, AGAIN, NO_PROGRESS, INTERRUPTED = 0, 1, 2, 85, 93, 130
+TIME_LIMIT = int(getattr(signal, "SIGALRM", 14))
+"""Stands for the time limit of a run, among the signals that stop one."""
+WARNINGS = tuple(int(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
+"""Signals that schedulers send before the end, often to every process of a task."""
+OF_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST")
+"""Environment variables that a scheduler sets in what it starts."""
+MEANINGS = {
+    str(DONE): "done",
+    str(FAILED): "the program failed (an exception, a loss that is not finite): not again",
+    str(USAGE): "it can never work as it was asked: one sentence says what to use instead",
+    str(AGAIN): "start it again: stopped by SIGUSR1, SIGUSR2, its time limit or a scheduler's SIGTERM, or ended by a "
+    "fault of a machine that --restarts could not mend; goes on with --resume",
+    str(NO_PROGRESS): "not again: three attempts in a row without a step of progress",
+    "129, 130, 143": "stopped by a closed terminal, Ctrl-C, SIGTERM outside a scheduler; the state is saved",
+}
+
+
+def code_of_stop(number: int, environment: Mapping[str, str] = os.environ) -> int:
+    """The exit code of a run that this signal stopped: 85 where it is to be started again, else 128 more than it."""
+    scheduled = number == signal.SIGTERM and any(name in environment for name in OF_SCHEDULERS)
+    return AGAIN if scheduled or number in (TIME_LIMIT, _number("SIGUSR1"), _number("SIGUSR2")) else 128 + number
+
+
+def stop_text(number: int) -> str:
+    """What stopped a run: `Ctrl-C`, `SIGTERM`, `its time limit`."""
+    told = {signal.SIGINT: "Ctrl-C", _number("SIGHUP"): "a closed terminal", TIME_LIMIT: "its time limit"}
+    return told.get(number) or next((name.name for name in signal.Signals if name == number), f"signal {number}")
+
+
+def _number(name: str) -> int:
+    return int(getattr(signal, name, -1))

@@ -1,0 +1,84 @@
+"""Faults that a run is told to have, to rehearse a failure: `meshwise run JOB --fault kill:rank=2,step=40`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwise.spec.errors import UsageError, check_known
+
+KINDS = {
+    "kill": "the rank's process is killed (SIGKILL)",
+    "raise": "an exception is raised",
+    "exit": "the process ends with exit code 1, without a word",
+    "hang": "the rank sleeps for ever",
+    "stop": "the process is stopped (SIGSTOP)",
+    "slow": "the phase takes so much longer, in this step and all that follow: slow 20ms:rank=1,step=5",
+    "oom": "the device is out of memory",
+    "nan": "a parameter of the rank becomes NaN",
+    "bitflip": "a bit of a parameter of the rank is flipped",
+}
+"""What each kind does."""
+PHASES = ("data", "forward", "backward", "communication", "optimizer", "evaluate", "checkpoint")
+"""Where a fault happens: as the phase begins. `communication`: as the rank comes to a collective of all ranks."""
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+EXAMPLE = "Write --fault kill:rank=1,step=40, and phase=backward or attempt=2 behind it where that matters."
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, which happens once. step: from 1, over the whole run. attempt: of this command, from 1: 2 is the
+    first restart. seconds: of `slow`."""
+
+    kind: str
+    rank: int
+    step: int
+    phase: str = "forward"
+    attempt: int = 1
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        slow = f" {self.seconds * 1e3:g}ms" if self.kind == "slow" else ""
+        attempt = f",attempt={self.attempt}" if self.attempt != 1 else ""
+        return f"{self.kind}{slow}:rank={self.rank},step={self.step},phase={self.phase}{attempt}"
+
+
+def parse_fault(text: str) -> Fault:
+    """A fault as the command line has it. Raises UsageError for what is none."""
+    head, _, rest = text.partition(":")
+    kind, _, duration = head.strip().partition(" ")
+    check_known("--fault", kind, KINDS)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", duration.strip())
+    if (kind == "slow") != (found is not None) or (duration and kind != "slow"):
+        need = "needs a duration" if kind == "slow" else "has no duration"
+        raise UsageError(f"--fault {text!r}: {kind} {need}. Write --fault 'slow 20ms:rank=1,step=5', or kill:rank=1,…")
+    given = [part.partition("=") for part in rest.split(",") if part.strip()]
+    values = {name.strip(): value.strip() for name, _, value in given}
+    for name in values:
+        check_known(f"--fault {text!r}: a field", name, ("rank", "step", "phase", "attempt"))
+    if missing := [name for name in ("rank", "step") if name not in values]:
+        raise UsageError(f"--fault {text!r}: {' and '.join(missing)} is missing. {EXAMPLE}")
+    if len(values) < len(given):
+        raise UsageError(f"--fault {text!r}: a field is given twice. {EXAMPLE}")
+    phase = values.pop("phase", "forward")
+    check_known(f"--fault {text!r}: phase", phase, PHASES)
+    numbers = {name: _number(text, name, value) for name, value in values.items()}
+    seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
+    return Fault(kind, phase=phase, seconds=seconds, **numbers)
+
+
+def faults_of(texts: Sequence[str], ranks: int) -> tuple[Fault, ...]:
+    """The faults of a run of so many ranks. Raises UsageError for one of a rank that there is not."""
+    faults = tuple(map(parse_fault, texts))
+    for fault in faults:
+        if fault.rank >= ranks:
+            raise UsageError(f"--fault {fault}: the run has {ranks} ranks. Name one of 0 to {ranks - 1}.")
+    return faults
+
+
+def _number(text: str, name: str, value: str) -> int:
+    least = 0 if name == "rank" else 1
+    if not re.fullmatch(r"\d{1,9}", value) or int(value) < least:
+        raise UsageError(f"--fault {text!r}: {name}={value!r} is no whole number from {least} on. {EXAMPLE}")
+    return int(value)

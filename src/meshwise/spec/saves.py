@@ -1,0 +1,39 @@
+"""When a run saves its state, and how many states it keeps. Tested in tests/training/test_run_options.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwise.spec.durations import seconds_of
+from meshwise.spec.errors import UsageError
+from meshwise.spec.quantity import read_quantity
+
+KEEP = 2
+"""Checkpoints that are kept: the newest, and the one before, in case that is damaged one day."""
+
+
+@dataclass(frozen=True)
+class Saves:
+    """Every so many steps or seconds; None for neither: at the end, and when the run is stopped. keep: checkpoints that
+    are kept, and limit: bytes that they may have together."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    keep: int = KEEP
+    limit: int | None = None
+
+
+def read_saves(every: int | str | None = None, keep: int | None = None, limit: str | None = None) -> Saves:
+    """What `--save-every 500` or `10min`, `--keep 3` and `--save-limit 50GiB` say. Raises UsageError for anything
+    else."""
+    steps, seconds = None, None
+    if isinstance(every, int) or (every is not None and every.strip().lstrip("-").isdigit()):
+        steps = int(every)
+        if steps < 1:
+            raise UsageError(f"--save-every {every}: must be at least 1 step.")
+    elif every is not None:
+        seconds = seconds_of(every, "--save-every")
+    if keep is not None and keep < 1:
+        raise UsageError(f"--keep {keep}: must be at least 1; the newest state is never removed.")
+    most = None if limit is None else int(read_quantity(limit, "bytes", "--save-limit"))
+    return Saves(steps, seconds, KEEP if keep is None else keep, most)

@@ -1,0 +1,272 @@
+"""`mw.checkpoint`: the state of a loop of one's own, saved while it runs and restored where it starts.
+
+A step is over when the next batch is asked for and `optimizer.step` was called since the last one: there the state is
+saved, with the place in the loader's epoch, the random generators and the count of steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwise.compat.fake import rehearsing
+from meshwise.recovery.clock import SaveClock
+from meshwise.recovery.collect import held_of, state_of
+from meshwise.recovery.loading import has_checkpoint, load
+from meshwise.recovery.loading import whole as read_whole
+from meshwise.recovery.saving import Saver
+from meshwise.recovery.state import compare_states, load_model, load_optimizer
+from meshwise.spec.errors import CheckpointError, SaveError, UsageError
+from meshwise.spec.saves import Saves, read_saves
+from meshwise.training.distribute import DistributedLoader
+from meshwise.training.engine import Engine
+from meshwise.training.generators import GLOBAL
+from meshwise.training.session import default_engine, tell
+from meshwise.workers.environment import SAVES
+from meshwise.workers.join import rank_context
+from meshwise.workers.verb_log import came_to
+
+Things = Any
+"""One thing, or a list or dict of them."""
+
+
+def checkpoint(
+    folder: str | Path,
+    *,
+    model: Things,
+    optimizer: Things = None,
+    scheduler: Things = None,
+    loader: DistributedLoader | None = None,
+    extra: Any = None,
+    every: int | str | None = None,
+    keep: int | None = None,
+) -> LoopState:
+    """Restore what was saved in `folder`, if anything was, and save the same from now on, at the ends of steps.
+
+        saved = mw.checkpoint("state", model=model, optimizer=optimizer, loader=loader)
+        for epoch in range(saved.epoch, 10):
+            for x, y in loader: ...
+
+    Call it after `mw.distribute`, on every rank. A loop that goes on is in the middle of its epoch, with the numbers of
+    one that was never stopped (bitwise on one and two devices, and between two epochs on any); any plan and number of
+    devices goes on. A loop without such a loader calls `saved.step_done()` at the end of each step; dropout draws anew
+    there.
+
+    model, optimizer, scheduler: one, or a list or dict of them. loader: the one of the loop that trains, as
+    `mw.distribute` returned it. extra: a dict, which is written into again when restored, of plain values, tensors and
+    things with a state_dict (a GradScaler, an average of the weights), or one such thing. every: 500 steps, or "10min";
+    by default after each epoch of the loader. `meshwise run --save-every` goes before it, and `--keep` before keep. A
+    run that is stopped saves too. Raises CheckpointError for a state of another model, and where none is whole.
+    """
+    came_to("mw.checkpoint")
+    engine = default_engine()
+    asked = json.loads(os.environ.get(SAVES, "{}"))
+    saves = read_saves(asked.get("every") or every, asked.get("keep") or keep, asked.get("limit"))
+    if loader is not None and not isinstance(loader, DistributedLoader):
+        raise UsageError(
+            f"mw.checkpoint: loader is a {type(loader).__name__}. Give the DataLoader that mw.distribute returned; of "
+            "one that reads ahead it is not known what was trained on."
+        )
+    things = {"model": _named(model), "optimizer": _named(optimizer), "scheduler": _named(scheduler)}
+    _check(things)
+    state = LoopState(engine, Path(folder), things, loader, extra, saves)
+    if engine.watcher is None and not rehearsing():
+        state.begin()
+    return state
+
+
+class LoopState:
+    """What `mw.checkpoint` returns: where the loop goes on.
+
+    epoch: epochs of the loader that are over. step: optimizer steps so far. restored: whether a state was found.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        folder: Path,
+        things: Mapping[str, dict[str, Any]],
+        loader: DistributedLoader | None,
+        extra: Any,
+        saves: Saves,
+    ) -> None:
+        self.epoch, self.step, self.restored = 0, 0, False
+        self._engine, self._folder, self._things, self._loader = engine, folder, things, loader
+        self._extra, self._saves, self._clock = extra, saves, SaveClock(saves)
+        self._saver: Saver | None = None
+        self._clean: bool | None = None  # whether a step has just ended; None before the first batch
+        self._last = 0
+        self._drawn: tuple[Any, ...] | None = None  # the generators after the last step: the next batch may be drawn
+
+    def begin(self) -> None:
+        """Restore, and take part in the loop. Collective."""
+        world = rank_context().world
+        found = load(self._folder, world, tell, again="Use another folder") if has_checkpoint(self._folder) else None
+        if found is not None:
+            self._restore(found.tree)
+        resumed = None if found is None else found.saved
+        self._saver = Saver(self._folder, world, tell, saves=self._saves, resumed=resumed)
+        self._engine.saves_loop(self)
+        if (channel := rank_context().channel) is not None:
+            channel.send("restores", folder=str(self._folder.resolve()))
+
+    def step_done(self) -> None:
+        """A step is over: for a loop without a loader of `mw.distribute`, at the end of each. Collective when it
+        saves."""
+        if self._loader is not None:
+            raise UsageError(
+                "saved.step_done() is for a loop without a loader; with one the steps are seen. Leave it out."
+            )
+        self.step, self._clean, self._drawn = self.step + 1, True, self._random()
+        if self._clock.is_due(self.step):
+            self.save()
+
+    def save(self) -> None:
+        """Save now, between two steps. Collective."""
+        if self._saver is None:
+            return
+        epoch, index = (0, 0) if self._loader is None else self._loader.place
+        facts = {"step": self.step, "epoch": epoch, "index": index, "plan": str(self._engine.plan)}
+        if self._saver.save(self._tree, facts):
+            self._last = self.step
+
+    # What the engine tells.
+
+    def step_ends(self, loader: DistributedLoader, *, epoch_ends: bool = False) -> None:
+        """The next batch of `loader` is asked for, or there is none any more."""
+        if loader is not self._loader:
+            return
+        if not epoch_ends:
+            self._clean = self._engine.phases.step_done
+            self.step += int(self._clean)
+        by_epochs = self._saves.steps is None and self._saves.seconds is None
+        if self._clean and (epoch_ends if by_epochs else not epoch_ends and self._clock.is_due(self.step)):
+            self.save()
+
+    def stops(self) -> None:
+        """The run was asked to stop, before the same batch on every rank."""
+        if self._saver is None:
+            return
+        self._saver.settle()
+        if self._clean is None:
+            return
+        if not self._clean:
+            tell(f"stopped between batches that make one step: the newest state is that of step {self._last}")
+        elif self._saver.saved != self.step:
+            self.save()
+            self._saver.settle()
+
+    def close(self) -> None:
+        """The program ends: wait for what is being written. Raises SaveError where that failed."""
+        if self._saver is None:
+            return
+        saver, self._saver = self._saver, None
+        if sys.exc_info()[0] is not None or hasattr(sys, "last_type"):  # it failed: nobody waits for long
+            saver.close()
+            return
+        saver.settle()
+        if saver.wrong:
+            raise SaveError(f"the last state, of step {self.step}, could not be saved: {saver.wrong}.")
+
+    # What is saved.
+
+    def _tree(self, whole: bool) -> dict[str, Any]:
+        of_model = state_of if whole else held_of
+        models, optimizers, schedulers = (self._things[kind] for kind in ("model", "optimizer", "scheduler"))
+        return {
+            "models": list(models),
+            "model": _folded({name: of_model(each) for name, each in models.items()}),
+            "optimizer": {n: {"kind": type(o).__name__, "state": o.state_dict()} for n, o in optimizers.items()},
+            "scheduler": {name: each.state_dict() for name, each in schedulers.items()},
+            "loader": None if self._loader is None else self._loader.state_dict(),
+            "extra": _state_of(self._extra),
+            "random": {rank_context().world.rank: self._drawn or self._random()},
+            "step": self.step,
+        }
+
+    def _random(self) -> tuple[Any, ...]:
+        with self._engine.generator.drawing():
+            return tuple(handle.state() for handle in GLOBAL)
+
+    def _restore(self, tree: dict[str, Any]) -> None:
+        models, optimizers, schedulers = (self._things[kind] for kind in ("model", "optimizer", "scheduler"))
+        saved = {"": tree["model"]} if tree["models"] == [""] else tree["model"]
+        for what, own, there in (
+            ("model", models, saved),
+            ("optimizer", optimizers, tree["optimizer"]),
+            ("scheduler", schedulers, tree["scheduler"]),
+        ):
+            if own.keys() != there.keys():
+                raise CheckpointError(
+                    f"{self._folder}: its state has {len(there)} of what is given as {what}=, and here are {len(own)}. "
+                    "Give mw.checkpoint what it was given when that was saved, or use another folder."
+                )
+        for name, model in models.items():
+            compare_states(model.state_dict(), saved[name])
+            load_model(model, saved[name])
+        for name, optimizer in optimizers.items():
+            if (kind := tree["optimizer"][name]["kind"]) != type(optimizer).__name__:
+                raise CheckpointError(f"{self._folder}: its optimizer is {kind}, and here {type(optimizer).__name__}.")
+            load_optimizer(optimizer, tree["optimizer"][name]["state"])
+        rest = read_whole({name: tree[name] for name in ("scheduler", "extra", "loader", "random", "step")})
+        for name, scheduler in schedulers.items():
+            scheduler.load_state_dict(rest["scheduler"][name])
+        _restore_extra(self._extra, rest["extra"])
+        if self._loader is not None and rest["loader"] is not None:
+            self._loader.load_state_dict(rest["loader"])
+            self.epoch = self._loader.place[0]
+        states = rest["random"].get(rank_context().world.rank, next(iter(rest["random"].values())))
+        with self._engine.generator.drawing():
+            for handle, state in zip(GLOBAL, states, strict=True):
+                handle.set_state(state)
+        self.step, self.restored, self._last = int(rest["step"]), True, int(rest["step"])
+        self._engine.phases.go_on(self.step)
+
+
+def _named(things: Things) -> dict[str, Any]:
+    if things is None:
+        return {}
+    if isinstance(things, list | tuple):
+        return {str(number): each for number, each in enumerate(things)}
+    return {str(name): each for name, each in things.items()} if isinstance(things, dict) else {"": things}
+
+
+def _folded(states: dict[str, Any]) -> Any:
+    """Of one model its state_dict itself."""
+    return states[""] if list(states) == [""] else states
+
+
+def _check(things: Mapping[str, dict[str, Any]]) -> None:
+    for kind, cls in (("model", nn.Module), ("optimizer", Optimizer), ("scheduler", None)):
+        for each in things[kind].values():
+            fits = isinstance(each, cls) if cls is not None else hasattr(each, "load_state_dict")
+            if not fits:
+                raise UsageError(f"mw.checkpoint: {kind}= is a {type(each).__name__}. Give it as extra=, by a name.")
+
+
+def _state_of(extra: Any) -> Any:
+    if isinstance(extra, dict):
+        return {name: _state_of(value) if hasattr(value, "state_dict") else value for name, value in extra.items()}
+    return None if extra is None else extra.state_dict()
+
+
+def _restore_extra(extra: Any, saved: Any) -> None:
+    if not isinstance(extra, dict):
+        if extra is not None and saved is not None:
+            extra.load_state_dict(saved)
+        return
+    for name, value in (saved or {}).items():
+        if hasattr(extra.get(name), "load_state_dict"):
+            extra[name].load_state_dict(value)
+        elif isinstance(extra.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
+            extra[name].data.copy_(value)  # others may hold it
+        else:
+            extra[name] = value

@@ -1,0 +1,131 @@
+"""The faults that this rank was told to have (`--fault`), as its phases come. Nothing is paid without any.
+
+Told by the launcher with the task, never by the environment or a plan. Each is written into the run folder just before
+it happens, so that a fault that did not happen is known too.
+Tested in tests/training/test_faults.py and tests/faults/test_restarts.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwise.compat.sharding import local_of
+from meshwise.records import folder as names
+from meshwise.records.files import append_lines
+from meshwise.spec.faults import Fault
+from meshwise.timeline.recorder import Recorder
+from meshwise.workers.environment import ATTEMPT
+
+
+class InjectedFault(RuntimeError):
+    """Raised by `--fault raise`."""
+
+
+class ArmedFaults:
+    """The faults of this rank, and which of them have happened."""
+
+    def __init__(self, faults: Sequence[Fault], folder: Path | None) -> None:
+        self._left, self._folder = list(faults), folder
+        self._slowed: set[tuple[Fault, int]] = set()
+        self.parameters: Callable[[], Iterable[Tensor]] = tuple
+        """Gives the parameters that this rank holds."""
+
+    def phase_begins(self, phase: str, step: int) -> None:
+        """A phase of a step begins: what is to happen there happens."""
+        for fault in [f for f in self._left if f.phase == phase]:
+            if fault.kind == "slow" and step >= fault.step:
+                self._slow(fault, step)
+            elif step == fault.step:
+                self._left.remove(fault)
+                self._tell(fault)
+                self._happen(fault)
+
+    def _slow(self, fault: Fault, step: int) -> None:
+        if (fault, step) not in self._slowed:
+            if not self._slowed:
+                self._tell(fault)
+            self._slowed.add((fault, step))
+            time.sleep(fault.seconds)
+
+    def _tell(self, fault: Fault) -> None:
+        fact = {"fault": str(fault), "attempt": int(os.environ.get(ATTEMPT, "1")), "time": time.time()}
+        if self._folder is not None:
+            append_lines(self._folder / names.FAULTS, [fact])
+
+    def _happen(self, fault: Fault) -> None:
+        kind = fault.kind
+        if kind in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        elif kind == "exit":
+            os._exit(1)
+        elif kind == "raise":
+            raise InjectedFault(f"told by --fault {fault}")
+        elif kind == "oom":
+            raise torch.OutOfMemoryError(f"out of memory, told by --fault {fault}")
+        elif kind == "hang":
+            while True:
+                time.sleep(1.0)
+        else:
+            self._spoil(kind)
+
+    def _spoil(self, kind: str) -> None:
+        held = (local_of(p.detach()) for p in self.parameters())
+        part = next(t for t in held if t.numel() and t.is_floating_point())
+        first = part.as_strided((1,), (1,))
+        if kind == "nan":
+            first.fill_(float("nan"))
+        else:  # of the mantissa: the value changes, and stays finite
+            first.view(torch.uint8)[part.element_size() - 2] ^= 0x08
+
+
+class FaultyRecorder(Recorder):
+    """A recorder that lets faults happen as phases begin."""
+
+    faults: ArmedFaults
+
+    @property
+    def phase(self) -> str:
+        """The phase that this rank is in."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        self.faults.phase_begins(phase, self.step + (phase == "data"))
+
+    def arrive(self) -> int:
+        """This rank enters a collective of all ranks."""
+        self.faults.phase_begins("communication", self.step)
+        return super().arrive()
+
+
+_armed: ArmedFaults | None = None
+
+
+def arm(faults: Sequence[Fault], rank: int, folder: Path | None) -> None:
+    """Let those of the faults that are this rank's happen in this process."""
+    global _armed
+    mine = [fault for fault in faults if fault.rank == rank]
+    _armed = ArmedFaults(mine, folder) if mine else None
+
+
+def hold(parameters: Callable[[], Iterable[Tensor]]) -> None:
+    """Say which parameters this rank holds, for faults that change one."""
+    if _armed is not None:
+        _armed.parameters = parameters
+
+
+def watch(recorder: Recorder) -> None:
+    """Let the faults happen at the phases that `recorder` is told of."""
+    if _armed is not None:
+        phase = recorder.__dict__.pop("phase")
+        recorder.__class__ = FaultyRecorder
+        assert isinstance(recorder, FaultyRecorder)
+        recorder.faults, recorder._phase = _armed, phase

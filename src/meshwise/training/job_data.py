@@ -1,0 +1,33 @@
+"""The data sets of a job, and their microbatches on the device. Tested in tests/training/test_source.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.training.engine import Part
+from meshwise.training.job import Job
+from meshwise.training.order import BatchSlice
+from meshwise.training.source import LoaderSettings, Reader, count_samples, read_slices, reader
+from meshwise.transfer.prefetch import prefetch
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set of the job, ready to be read."""
+
+    samples: int
+    read: Reader
+
+
+def open_data(job: Job, data: Any, what: str) -> Data:
+    """A data set of the job: `what` it is, in errors."""
+    settings = LoaderSettings(job.collate, job.loader_workers, job.seed, several=True)
+    return Data(count_samples(data, f"the {what} of job '{job.name}'"), reader(data, settings))
+
+
+def read_parts(data: Data, slices: Iterable[BatchSlice], epoch: int, device: str) -> Iterator[Part]:
+    """The microbatches of `slices`, on the device, with the next ones on their way."""
+    pairs = read_slices(data.read, slices, epoch)
+    return pairs if device == "cpu" else prefetch(pairs, device)

@@ -1,0 +1,42 @@
+"""The wish that a run stops. Tested in tests/faults and tests/workers/test_halt.py."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from meshwise.spec.exit_codes import TIME_LIMIT, code_of_stop
+
+
+class Halt:
+    """Asks a running launch to stop all ranks after the same step. Set from a signal handler or another thread."""
+
+    def __init__(self) -> None:
+        self.wanted = threading.Event()
+        self.at_once = threading.Event()
+        self.signal = 2
+        """The signal that asked for it, or TIME_LIMIT."""
+
+    def ask(self, number: int) -> None:
+        """Ask for it, unless somebody has."""
+        if not self.wanted.is_set():
+            self.signal = number
+            self.wanted.set()
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that was stopped."""
+        return code_of_stop(self.signal)
+
+    @contextlib.contextmanager
+    def after(self, seconds: float | None) -> Iterator[None]:
+        """During the body: ask for it once these seconds are over."""
+        timer = threading.Timer(seconds or 0.0, self.ask, (TIME_LIMIT,))
+        timer.daemon = True
+        if seconds is not None:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()

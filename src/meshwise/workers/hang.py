@@ -1,0 +1,228 @@
+"""A rank that does not go on: noticed by its launcher within seconds, told in one sentence, and ended at a limit.
+
+A rank is silent while it does not beat (heartbeat.py). Silence is no hang: others may wait for a rank that is stopped,
+and a script may be silent on all ranks as long as it likes. A hang is a silence longer than what the rank does now may
+take, of
+
+    a rank for which another waits in a collective        in every program
+    a rank for which nobody waits, or all of them         in the loop of a job alone, where only phases take time
+
+A rank that waits is never blamed before the one for which it waits. What may take how long is told in `patience`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwise.workers.heartbeat import PEERS, Beat, Collective, beat_path, read_beat, read_beats, stack_path
+from meshwise.workers.stuck import Standing, standing, state_of, stuck_child
+
+INTERVAL = 0.25  # seconds between two looks
+LOST = 0.5  # of the time between two looks, what counts at most: a launcher that was stopped itself has heard nothing
+LEAST = 2.0  # seconds of silence that nobody asks about
+FEW = 5  # steps that must be known before they tell how long a step takes
+HANG_LIMIT = 60.0
+_OF_A_STEP = ("data", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What is said of one. rank: the one that does not go on, in this step; None before the first. over: its limit is
+    reached, and the run ends."""
+
+    rank: int
+    text: str
+    step: int | None = None
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Who does not go on: `ranks`, and in which collective the `waiting` wait for them; None for nobody's wait.
+
+    crossed: the ranks wait for each other, each in another collective. inside: all are in it, and it does not end.
+    """
+
+    ranks: Sequence[int]
+    waiting: Mapping[int, Collective]
+    collective: Collective | None = None
+    crossed: bool = False
+    inside: bool = False
+
+
+def patience(beat: Beat, longest: Mapping[str, float], limit: float) -> tuple[float, float]:
+    """Seconds of silence after which a rank that does this is asked about, and after which it is ended.
+
+    longest: seconds of the longest silence in a phase so far that came to its end.
+    """
+    before = 3 * longest.get(beat.phase, 0.0)
+    if beat.phase == "checkpoint" or beat.compiles or len(beat.steps) < FEW:
+        ask = 60.0 + before  # the first steps, what is compiled, what is written
+        return ask, max(limit, 600.0, 2 * ask)
+    if beat.phase in _OF_A_STEP:
+        ask = 3 * _percentile_99(beat.steps) + 2.0
+        return ask, max(limit, ask)
+    ask = 30.0 + before  # a batch of an evaluation; what the program does between two steps
+    return ask, max(limit, 2 * ask)
+
+
+def _percentile_99(values: Sequence[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1) + 0.999)]
+
+
+def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | None:
+    """Who does not go on, by what the ranks of this machine have come to; None where nobody is known to.
+
+    silent: the ranks that beat no more. Beats of ranks that are over are left out.
+    """
+    waits = {rank: _wait(beats[rank], all_silent=len(silent) == len(beats)) for rank in silent}
+    waiting = {rank: wait for rank, wait in waits.items() if wait is not None}
+    late = {rank: _late(beats, wait) for rank, wait in waiting.items()}
+    waiting = {rank: wait for rank, wait in waiting.items() if late[rank] or not beats[rank].overlaps}
+    roots = {rank for ranks in late.values() for rank in ranks} - waiting.keys()
+    if roots & set(silent):
+        ranks = sorted(roots & set(silent))
+        theirs = {rank: waiting[rank] for rank in waiting if late[rank] & set(ranks)}
+        return Stall(ranks, theirs, min(theirs.values(), key=lambda wait: wait.at))
+    if roots:  # those for whom the others wait go on
+        return None
+    if waiting and all(beats[rank].begun for rank in waiting) and any(late.values()):
+        return Stall(sorted(waiting), waiting, crossed=True)
+    if len(silent) < len(beats):
+        return None
+    if waiting and len(waiting) == len(beats):
+        return Stall(sorted(waiting), waiting, min(waiting.values(), key=lambda wait: wait.at), inside=True)
+    return Stall(sorted(set(silent) - waiting.keys()), waiting) if all(b.ours for b in beats.values()) else None
+
+
+def _wait(beat: Beat, *, all_silent: bool) -> Collective | None:
+    """What a silent rank waits in; on an accelerator, where nobody goes on, what it came to last."""
+    if beat.waits_in is None and beat.overlaps and all_silent:
+        return max(beat.recent, key=lambda c: c.at, default=None)
+    return beat.waits_in
+
+
+def _late(beats: Mapping[int, Beat], wait: Collective) -> set[int]:
+    """The ranks of its group that have not come to a collective."""
+    members = _members(wait) & beats.keys()
+    if wait.group.endswith(f"/{PEERS}"):  # a send or a receive: those at its other end
+        return members
+    return {rank for rank in members if beats[rank].begun.get(wait.group, 0) < wait.number}
+
+
+def _members(collective: Collective) -> set[int]:
+    """The ranks of its group."""
+    return {int(rank) for rank in collective.group.partition("/")[0].split(",") if rank.isdigit()}
+
+
+class HangWatch:
+    """Follows the beats of ranks on this machine."""
+
+    def __init__(self, folder: Path, limit: float | None) -> None:
+        """folder: where they beat. limit: seconds of silence after which a run is ended; None never ends one."""
+        self._folder, self._limit = folder, limit
+        self._looked = time.monotonic()
+        self._beats: dict[int, int] = {}
+        self._silence: defaultdict[int, float] = defaultdict(float)
+        self._longest: defaultdict[str, float] = defaultdict(float)
+        self._said: set[int] = set()
+
+    def look(self, pids: Mapping[int, int | None]) -> Hang | None:
+        """What there is to say now. pids: the process of each rank that runs; None of one that does not yet."""
+        now = time.monotonic()
+        if now - self._looked < INTERVAL:
+            return None
+        passed, self._looked = min(now - self._looked, LOST), now
+        went_on = self._listen(pids, passed)
+        silent = [rank for rank in pids if self._silence[rank] >= LEAST]
+        if went_on or not silent:
+            return went_on
+        beats = {rank: read_beat(beat_path(self._folder, rank)) for rank in pids}
+        stall = find_stall(beats, silent)
+        if stall is None:
+            return None
+        first = max(stall.ranks, key=lambda rank: self._silence[rank])
+        ask, end = patience(beats[first], self._longest, self._limit or HANG_LIMIT)
+        seconds = self._silence[first]
+        step, over = beats[first].step or None, self._limit is not None and seconds >= end
+        if seconds < ask or (first in self._said and not over):
+            return None
+        self._said.add(first)
+        why = f" {_ended(end, self._limit)}" if over and self._limit is not None else ""
+        return Hang(first, f"{self._explain(stall, beats, pids, seconds)}{why}", step, over)
+
+    def _listen(self, pids: Mapping[int, int | None], passed: float) -> Hang | None:
+        """Count the silence of each rank; one that was told of and goes on is told of again."""
+        went_on = None
+        for rank in pids:
+            count = read_beats(beat_path(self._folder, rank))
+            if count == self._beats.get(rank):
+                self._silence[rank] += passed
+                continue
+            self._beats[rank], seconds = count, self._silence.pop(rank, 0.0)
+            if seconds >= LEAST:
+                phase = read_beat(beat_path(self._folder, rank)).phase
+                self._longest[phase] = max(self._longest[phase], seconds)
+            if rank in self._said:
+                self._said.remove(rank)
+                went_on = Hang(rank, f"rank {rank} goes on after {seconds:.1f} s.")
+        return went_on
+
+    def _explain(self, stall: Stall, beats: Mapping[int, Beat], pids: Mapping[int, int | None], seconds: float) -> str:
+        stopped = [rank for rank in beats if (pid := pids[rank]) is not None and state_of(pid) in ("T", "t", "D")]
+        if stall.inside and stopped:  # it came to the collective, and was stopped in it
+            stall = Stall(stopped, {rank: wait for rank, wait in stall.waiting.items() if rank not in stopped})
+        where = {rank: self._where(rank, beats[rank], pids[rank]) for rank in stall.ranks[:3]}
+        step = f" in step {beats[stall.ranks[0]].step}" if beats[stall.ranks[0]].step else ""
+        what = [f"rank {rank} {text}" for rank, text in where.items()]
+        if stall.crossed:
+            each = [f"{text}, in {_named(stall.waiting[rank])}" for rank, text in zip(where, what, strict=True)]
+            start = f"No progress for {seconds:.1f} s{step}: ranks wait for each other in different collectives"
+            return f"{start}: {'; '.join(each)}."
+        if stall.inside and stall.collective is not None:
+            verb = "is" if len(stall.ranks) == 1 else "are"
+            inside = f"{ranks_text(stall.ranks)} {verb} in {_named(stall.collective)}"
+            away = sorted(_members(stall.collective) - beats.keys())
+            why = f"for which {ranks_text(away)} of another machine may be missing" if away else "and it does not end"
+            return f"No progress for {seconds:.1f} s{step}: {inside}, {why}: look at the link between them."
+        told = f"No progress for {seconds:.1f} s{step}: {'; '.join(what)}"
+        if stall.waiting:
+            ago = (time.perf_counter_ns() - min(wait.at for wait in stall.waiting.values())) / 1e9
+            first = min(stall.waiting.values(), key=lambda wait: wait.at)
+            verb = "waits" if len(stall.waiting) == 1 else "wait"
+            told += f"; {ranks_text(sorted(stall.waiting))} {verb} for it in {_named(first)} since {ago:.1f} s"
+        return f"{told}."
+
+    def _where(self, rank: int, beat: Beat, pid: int | None) -> str:
+        """What the rank does, and where: `is in forward and stands at train.py:31 in loss`."""
+        phase = f"is in its phase {beat.phase}" if beat.phase else "has begun no step"
+        if pid is None:
+            return phase
+        stack = stack_path(self._folder, rank)
+        own = standing(pid, stack)
+        child = stuck_child(pid, stack) if beat.phase == "data" and not own.state else None
+        return f"{phase} and {own.told()}{_of_child(child)}"
+
+
+def _of_child(child: Standing | None) -> str:
+    return "" if child is None else f" (its loader worker, process {child.pid}, {child.told()})"
+
+
+def _named(collective: Collective) -> str:
+    if collective.group.endswith(f"/{PEERS}"):
+        return collective.name
+    return f"{collective.name} (collective {collective.number})"
+
+
+def _ended(seconds: float, limit: float) -> str:
+    longer = "" if seconds > limit else " --hang-limit 10min waits longer."
+    return f"Ended after {seconds:.0f} s without progress.{longer}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 0, 2`."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

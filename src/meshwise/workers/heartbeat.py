@@ -1,0 +1,248 @@
+"""What a rank does now, where its launcher reads it: its step, its phase, the collectives that it has come to.
+
+It lies in a file that is mapped into memory, as the verbs do (verb_log.py): a beat is a few words written, without a
+system call. A rank that beats no more is looked at by hang.py, which asks for its Python stack by a signal.
+
+    words     of 8 bytes: first the single ones, named below
+    steps     nanoseconds of the newest steps
+    groups    of each group of ranks: its name, the collectives that this rank has come to, and those that are over
+    recent    the newest collectives: name, group, its number in the group, when
+    names     a line each, behind the words: the texts that words number from 1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BEATS, STEP, PHASE, OURS, COMPILES, OVERLAPS, TIMED = range(7)
+STEPS, MOST_STEPS = 8, 256
+GROUPS, MOST_GROUPS = STEPS + MOST_STEPS, 64
+RECENT, MOST_RECENT = GROUPS + 3 * MOST_GROUPS, 64
+WORDS = RECENT + 4 * MOST_RECENT
+WARM = 2  # the first steps of a process are no measure of the others
+LONG = ("evaluate", "checkpoint")
+"""Phases between two steps: the time from one to the next is then no step's."""
+BETWEEN = ("data", *LONG)
+PEERS = ">"
+"""The name of the group of a send or a receive: its ranks are those at the other end."""
+SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
+"""Asks a process to write down where its Python stands."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One that a rank has come to: the number-th of its group. at: `time.perf_counter_ns` of this machine then."""
+
+    name: str
+    group: str
+    number: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank has told last. ours: its loop is a job's. overlaps: it runs ahead of its accelerator, so that its
+    collectives are over as soon as it has come to them. steps: seconds of the newest ones.
+
+    begun: by group, how many collectives it has come to. waits_in: the oldest of them that is not over.
+    """
+
+    beats: int = 0
+    step: int = 0
+    phase: str = ""
+    ours: bool = False
+    compiles: bool = False
+    overlaps: bool = False
+    steps: Sequence[float] = ()
+    begun: dict[str, int] = field(default_factory=dict)
+    waits_in: Collective | None = None
+    recent: Sequence[Collective] = ()
+
+
+def beat_path(folder: Path, rank: int) -> Path:
+    """Where the rank beats."""
+    return folder / f"beats-{rank}"
+
+
+def stack_path(folder: Path, rank: int) -> Path:
+    """Where the rank, and what it has forked, writes its Python stack."""
+    return folder / f"stack-{rank}"
+
+
+def read_beats(path: Path) -> int:
+    """A number that is another one each time the rank beats; 0 before the first."""
+    try:
+        with path.open("rb") as file:
+            return int.from_bytes(file.read(8), "little")
+    except OSError:
+        return 0
+
+
+def read_beat(path: Path) -> Beat:
+    """What the rank has told."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        data = b""
+    if len(data) < 8 * WORDS:
+        return Beat()
+    words = memoryview(data)[: 8 * WORDS].cast("Q").tolist()
+    names = ["", *data[8 * WORDS :].decode(errors="replace").split("\n")]
+    groups = [words[at : at + 3] for at in range(GROUPS, RECENT, 3) if words[at]]
+    over = {names[name]: ended for name, _, ended in groups}
+    rows = [words[at : at + 4] for at in range(RECENT, WORDS, 4) if words[at]]
+    recent = [Collective(names[name], names[group], number, at) for name, group, number, at in rows]
+    return Beat(
+        words[BEATS],
+        words[STEP],
+        names[words[PHASE]],
+        bool(words[OURS]),
+        bool(words[COMPILES]),
+        bool(words[OVERLAPS]),
+        [nanoseconds / 1e9 for nanoseconds in words[STEPS : STEPS + min(words[TIMED], MOST_STEPS)]],
+        {names[name]: begun for name, begun, _ in groups},
+        min((c for c in recent if c.number > over.get(c.group, 0)), key=lambda c: c.at, default=None),
+        recent,
+    )
+
+
+def steps_of(folder: Path, ranks: Iterable[int], rank: int) -> tuple[int | None, int]:
+    """The step that `rank` is in, None before the first; and the last step that all the ranks have finished."""
+    beats = {each: read_beat(beat_path(folder, each)) for each in {*ranks, rank}}
+    done = min(beat.step - (beat.phase not in BETWEEN) for beat in beats.values())
+    here = beats[rank].step + (beats[rank].phase == "data")
+    return here or None, max(done, 0)
+
+
+class Heartbeat:
+    """A rank's end."""
+
+    def __init__(self, path: Path, *, overlaps: bool = False) -> None:
+        self._path = path
+        with path.open("w+b") as file:
+            file.truncate(8 * WORDS)
+            self._words = memoryview(mmap.mmap(file.fileno(), 8 * WORDS)).cast("Q")
+        self._words[OVERLAPS] = overlaps
+        self._names: dict[str, int] = {}
+        self._groups: dict[str, int] = {}  # where each lies in the words
+        self._lock = threading.Lock()  # a sum that overlaps ends in a thread of its own
+        self._beats = self._recent = self._step = self._began = self._timed = 0
+
+    def phase(self, kind: str) -> None:
+        """This rank comes into a phase."""
+        words = self._words
+        words[PHASE] = self._names.get(kind) or self._name(kind)
+        words[BEATS] = self._beats = self._beats + 1
+        if kind in LONG:
+            self._began = 0
+
+    def step(self, number: int) -> None:
+        """This rank begins a step."""
+        now, words = time.perf_counter_ns(), self._words
+        if self._began and number == self._step + 1:
+            self._timed += 1
+            if self._timed > WARM:
+                words[STEPS + (self._timed - WARM - 1) % MOST_STEPS] = now - self._began
+                words[TIMED] = self._timed - WARM
+        words[STEP] = self._step = number
+        self._began = now
+        words[BEATS] = self._beats = self._beats + 1
+
+    def loop(self, *, ours: bool, compiles: bool) -> None:
+        """Whether the loop that this rank is in is a job's: nothing but its phases takes long then. compiles: its first
+        steps may."""
+        self._words[COMPILES], self._words[OURS] = compiles, ours
+
+    def enter(self, name: str, group: str) -> int:
+        """This rank comes to a collective of a group; what is returned goes to `leave`."""
+        words, at = self._words, self._groups.get(group) or self._group(group)
+        words[at + 1] = number = words[at + 1] + 1
+        row = RECENT + 4 * (self._recent % MOST_RECENT)
+        self._recent += 1
+        words[row + 1], words[row + 2], words[row + 3] = words[at], number, time.perf_counter_ns()
+        words[row] = self._names.get(name) or self._name(name)
+        words[BEATS] = self._beats = self._beats + 1
+        return at
+
+    def leave(self, at: int) -> None:
+        """The collective is over on this rank."""
+        words = self._words
+        with self._lock:
+            words[at + 2] += 1
+            words[BEATS] = self._beats = self._beats + 1
+
+    def let_go(self) -> None:
+        """In a process that was forked: write where nobody reads."""
+        self._words, self._lock = memoryview(bytearray(8 * WORDS)).cast("Q"), threading.Lock()
+
+    def _group(self, text: str) -> int:
+        at = GROUPS + 3 * min(len(self._groups), MOST_GROUPS - 1)  # more groups than that share the last place
+        self._words[at] = self._name(text)
+        self._groups[text] = at
+        return at
+
+    def _name(self, text: str) -> int:
+        number = self._names.get(text)
+        if number is None:
+            with self._path.open("ab") as file:
+                file.write(f"{text}\n".encode())
+            number = self._names[text] = len(self._names) + 1
+        return number
+
+
+_beat: Heartbeat | None = None
+
+
+def begin(folder: Path, rank: int, *, overlaps: bool) -> None:
+    """Beat from now on, and write down the Python stack when asked."""
+    global _beat
+    _beat = Heartbeat(beat_path(folder, rank), overlaps=overlaps)
+    if SIGNAL is not None:
+        # Written in the signal's handler, in C: also while other code holds Python's lock.
+        faulthandler.register(SIGNAL, stack_path(folder, rank).open("ab"), all_threads=False)
+
+
+def current() -> Heartbeat | None:
+    """That of this process; None where no launcher of ours looks."""
+    return _beat
+
+
+@contextlib.contextmanager
+def watched_loop(*, compiles: bool) -> Iterator[None]:
+    """The body is the loop of a job: that it goes on is known from its phases."""
+    if _beat is not None:
+        _beat.loop(ours=True, compiles=compiles)
+    yield
+    if _beat is not None:
+        _beat.loop(ours=False, compiles=compiles)
+
+
+def enter(name: str, group: str) -> int:
+    """This rank comes to a collective; what is returned goes to `leave`."""
+    return 0 if _beat is None else _beat.enter(name, group)
+
+
+def leave(at: int) -> None:
+    """The collective is over."""
+    if at and _beat is not None:
+        _beat.leave(at)
+
+
+def _forked() -> None:
+    """A process that this one forks (a loader's worker) is no rank."""
+    global _beat
+    if _beat is not None:
+        _beat.let_go()
+        _beat = None
+
+
+os.register_at_fork(after_in_child=_forked)

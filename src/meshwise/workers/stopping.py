@@ -1,0 +1,126 @@
+"""Signals that ask a run to stop, as a rank gets them: SIGTERM, SIGUSR1 and SIGUSR2 end no rank before its state is
+saved, however often they come, and whether they reach one process of a task or all of them.
+
+A worker of our launcher passes them on to it. Under torchrun or srun, or alone, the ranks agree on the last step among
+themselves: a thread of each waits in the store for whoever was asked first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from meshwise.compat.loader_workers import spare_loader_workers
+from meshwise.compat.reducer import own_connection_to_store
+from meshwise.spec.exit_codes import OF_SCHEDULERS, TIME_LIMIT, WARNINGS, code_of_stop, stop_text
+from meshwise.spec.units import seconds_text
+from meshwise.spec.world import World
+from meshwise.workers.channel import WorkerChannel
+from meshwise.workers.gate import StepGate
+
+STOP = "meshwise/stop"
+FOREVER = timedelta(days=300)
+PATIENCE = 60.0  # seconds in which a rank that was asked to stop comes to its next step; then the signal ends it
+_asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+"""Signals that came. A handler may run anywhere, also where this process sends a message: it only puts them here."""
+
+
+def pass_on(channel: WorkerChannel) -> None:
+    """In a worker of our launcher: tell it of each signal. Called by the main thread."""
+    _catch(WARNINGS)
+    _in_thread(lambda: _each(lambda number: channel.send("stop", number=number)))
+
+
+def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> None:
+    """In a rank that another launcher started, or that runs alone: stop after the same step as all others. Signals
+    that the program handles itself are left to it. Called by the main thread.
+
+    interrupts: by Ctrl-C too, and in a process that runs alone as well."""
+    first = not _threads
+    if world.size == 1 and not interrupts and not any(name in os.environ for name in OF_SCHEDULERS):
+        return  # a person's process: SIGTERM ends it
+    _catch([number for number in (*WARNINGS, signal.SIGINT) if number != signal.SIGINT or interrupts])
+    if first:
+        store = own_connection_to_store() if world.size > 1 else None
+        _in_thread(lambda: _each(lambda number: _ask(store, world, gate, number)))
+        if store is not None:
+            _in_thread(lambda: _follow(own_connection_to_store(), world, gate))
+
+
+def stop_after(seconds: float) -> None:
+    """Stop at the end of a step once these seconds are over."""
+    timer = threading.Timer(seconds, _asked.put, (TIME_LIMIT,))
+    timer.daemon = True
+    timer.start()
+
+
+_threads: list[threading.Thread] = []
+
+
+def _in_thread(work: Callable[[], None]) -> None:
+    _threads.append(threading.Thread(target=work, name="meshwise-stopping", daemon=True))
+    _threads[-1].start()
+
+
+def _each(tell: Callable[[int], object]) -> None:
+    """Tell of the first signal; those that repeat it are nothing new."""
+    with contextlib.suppress(OSError):
+        tell(_asked.get())
+
+
+def _catch(numbers: Sequence[int]) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+    spare_loader_workers()
+    owner, came_before = os.getpid(), set[int]()
+
+    def came(number: int, frame: Any) -> None:
+        if os.getpid() == owner:
+            if number == signal.SIGINT and number in came_before:
+                raise KeyboardInterrupt  # a person ends it at once
+            came_before.add(number)
+            _asked.put(number)
+        else:  # in a child that the program has forked
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for number in numbers:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
+            signal.signal(number, came)
+
+
+def _ask(store: Any, world: World, gate: StepGate, number: int) -> None:
+    mine = f"{number} {world.rank}"
+    if store is None:
+        gate.signal = number
+        gate.set_last(gate.freeze())
+        _say(number)
+    else:
+        with contextlib.suppress(RuntimeError):  # the first rank, which keeps the store, is gone
+            if store.compare_set(STOP, "", mine).decode() == mine:
+                _say(number)
+    if not gate.reached.wait(PATIENCE):  # it may never come to a step again
+        what = f"stopped by {stop_text(number)}: rank {world.rank} came to no further step in {seconds_text(PATIENCE)}"
+        print(f"{what} and is ended.", file=sys.stderr, flush=True)
+        os._exit(code_of_stop(number))
+
+
+def _follow(store: Any, world: World, gate: StepGate) -> None:
+    with contextlib.suppress(RuntimeError):  # the program has ended, and the store with it
+        store.wait([STOP], FOREVER)
+        gate.signal = int(store.get(STOP).split()[0])
+        store.set(f"{STOP}/{world.rank}", str(gate.freeze()))
+        keys = [f"{STOP}/{rank}" for rank in range(world.size)]
+        store.wait(keys, timedelta(seconds=PATIENCE))
+        gate.set_last(max(int(store.get(key)) for key in keys))
+
+
+def _say(number: int) -> None:
+    print(f"stopped by {stop_text(number)}: every rank ends after the same step", file=sys.stderr, flush=True)

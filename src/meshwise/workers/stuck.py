@@ -1,0 +1,122 @@
+"""Where a process stands that does not go on: its state as the kernel has it, and the line of its Python.
+
+Linux: the state is that of /proc; the stack is asked for by a signal (heartbeat.py), which only a process gets that
+handles it: another would die of it. Tested in tests/workers/test_hang.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwise.spec.user_code import is_users, place
+from meshwise.workers.heartbeat import SIGNAL
+
+ANSWER = 0.5  # seconds for a stack to be written
+SETTLED = 0.03  # seconds in which nothing more was written: it is whole
+MOST_CHILDREN = 8
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+STATES = {
+    "T": "is stopped (kill -CONT PID lets it go on)",
+    "t": "is stopped by a debugger",
+    "D": "is in uninterruptible sleep, as one that waits for a disk or a network file system is",
+    "Z": "has ended",
+}
+"""By the letter of /proc: what no Python can be asked about."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a process stands. state: a sentence's end for one that the kernel holds; else empty.
+
+    place: the innermost line of the user's, or else of any code; empty where Python gave no answer.
+    """
+
+    pid: int
+    state: str = ""
+    place: str = ""
+    users: bool = False
+
+    def told(self) -> str:
+        """What follows the name of the process: `stands at train.py:31 in load`."""
+        if self.state:
+            return self.state.replace("PID", str(self.pid))
+        return f"stands at {self.place}" if self.place else "does not say where its Python stands"
+
+
+def standing(pid: int, stack: Path) -> Standing:
+    """Where the process stands. stack: the file that it answers in."""
+    state = STATES.get(state_of(pid), "")
+    if state:
+        return Standing(pid, state)
+    frames = _FRAME.findall(_asked(pid, stack))
+    users = next((frame for frame in frames if is_users(frame[0])), None)
+    chosen = users or next(iter(frames), None)
+    where = "" if chosen is None else f"{place(chosen[0], int(chosen[1]))} in {chosen[2]}"
+    return Standing(pid, "", where, users is not None)
+
+
+def stuck_child(pid: int, stack: Path) -> Standing | None:
+    """Of what a process has started, such as its loader workers, the one that does not go on, as far as can be seen:
+    one that the kernel holds, or that is inside the user's code."""
+    children = children_of(pid)[:MOST_CHILDREN]
+    held = next((child for child in children if state_of(child) in ("T", "t", "D")), None)
+    if held is not None:
+        return standing(held, stack)
+    return next((found for child in children if (found := standing(child, stack)).users), None)
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for what the process does; empty where that is not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError, ValueError):
+            found += map(int, path.read_text().split())
+    return found
+
+
+def _asked(pid: int, stack: Path) -> str:
+    """What the process writes of its stack."""
+    if SIGNAL is None or not _handles(pid, SIGNAL):
+        return ""
+    before = _size(stack)
+    try:
+        os.kill(pid, SIGNAL)
+    except OSError:
+        return ""
+    end, size, since = time.monotonic() + ANSWER, before, time.monotonic()
+    while (now := time.monotonic()) < end and (size == before or now - since < SETTLED):
+        time.sleep(0.005)
+        if (found := _size(stack)) != size:
+            size, since = found, time.monotonic()
+    with stack.open("rb") as file:
+        file.seek(before)
+        return file.read().decode(errors="replace")
+
+
+def _handles(pid: int, number: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", text, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,51 @@
+"""A rank that does not go on, with real workers: told in one sentence, and the run ended."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwise.records.folder import read_run
+from tests.faults.runs import JOBS, CommandRun, run_folder
+
+SCRIPT = Path(__file__).with_name("script_that_hangs.py")
+
+pytestmark = [pytest.mark.usefixtures("processes"), pytest.mark.slow]
+
+
+def test_a_stopped_rank_is_named_and_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    run = CommandRun(f"{JOBS}:job_is_stopped", "--devices", "2xcpu", out=tmp_path, fail_step=60)
+    run.wait_for("rank 1 is in its phase forward and is stopped (kill -CONT ")
+    assert "rank 0 waits for it in all-reduce of gradients" in run.output and "in step 60" in run.output
+    run.send(signal.SIGINT)
+    time.sleep(1.0)  # two that come at once are one
+    run.send(signal.SIGINT)
+    assert run.wait() != 0
+    assert run.left_over() == []
+
+
+def test_a_hang_ends_the_run_at_its_limit_and_is_kept(tmp_path: Path) -> None:
+    words = ("mnist-mlp", "--devices", "2xcpu", "--epochs", "1", "--restarts", "0", "--hang-limit", "4s")
+    run = CommandRun(*words, "--fault", "hang:rank=1,step=50,phase=backward", out=tmp_path)
+    assert run.wait() != 0
+    assert "in step 50: rank 1 is in its phase backward and stands at" in run.output
+    assert "Ended after 4 s without progress. --hang-limit 10min waits longer." in run.output
+    assert "No progress for" in read_run(run_folder(tmp_path))["error"]
+    assert run.left_over() == []
+
+
+def test_in_a_loop_of_ones_own_a_rank_that_is_late_is_named_and_goes_on(tmp_path: Path) -> None:
+    run = CommandRun("--devices", "2xcpu", str(SCRIPT), "late", "6", out=tmp_path)
+    assert run.wait() == 0, run.output
+    assert "in step 20: rank 1 is in its phase forward and stands at" in run.output
+    assert "script_that_hangs.py" in run.output and "in validate; rank 0 waits for it in " in run.output
+    assert "rank 1 goes on after " in run.output and "the end" in run.output
+
+
+def test_in_a_loop_of_ones_own_a_silence_of_all_ranks_is_no_hang(tmp_path: Path) -> None:
+    run = CommandRun("--devices", "2xcpu", "--hang-limit", "3s", str(SCRIPT), "silent", "8", out=tmp_path)
+    assert run.wait() == 0, run.output
+    assert "No progress" not in run.output and "the end" in run.output

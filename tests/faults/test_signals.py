@@ -1,0 +1,111 @@
+"""A scheduler's signals: however often they come, and whether to one process or to all, every rank ends after the same
+step with its state saved. Of workers/stopping.py and compat/loader_workers.py."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from meshwise.records.folder import read_run
+from meshwise.spec.exit_codes import AGAIN
+from meshwise.workers.channel import free_port
+from tests.faults.runs import JOBS, CommandRun, run_folder
+
+pytestmark = pytest.mark.usefixtures("processes")
+
+LOOP = """
+import time, torch, meshwise as mw
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+data = torch.utils.data.TensorDataset(torch.ones(4000, 4))
+model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, 8, num_workers=1))
+steps = 0
+try:
+    for (x,) in loader:
+        mw.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+        if steps == 10:
+            print("ten steps", flush=True)
+        time.sleep(0.02)
+finally:
+    print(f"ended after {steps}", flush=True)
+"""
+
+
+def as_slurm_does(processes: list[psutil.Process]) -> None:
+    """SIGTERM, SIGCONT and SIGTERM again within a tenth of a second."""
+    for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGTERM):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+
+def test_a_time_limit_of_slurm_saves_a_job_and_every_process_lives_until_then(tmp_path: Path) -> None:
+    job = f"{JOBS}:job_long_with_loader_workers"
+    run = CommandRun(job, "--devices", "2xcpu", "--log-every", "20", out=tmp_path, SLURM_JOB_ID="7")
+    run.wait_for("step  40/500")
+    launcher = psutil.Process(run.process.pid)
+    as_slurm_does([launcher, *launcher.children(recursive=True)])
+    assert run.wait() == AGAIN, run.output
+    assert "stopped by SIGTERM after step" in run.output and "killed" not in run.output
+    assert read_run(run_folder(tmp_path))["status"] == "stopped"
+    assert run.left_over() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_warning_saves_and_asks_to_be_started_again(number: signal.Signals, tmp_path: Path) -> None:
+    run = CommandRun(f"{JOBS}:job_long", "--devices", "2xcpu", "--log-every", "20", out=tmp_path)
+    run.wait_for("step  40/500")
+    run.send(number)
+    assert run.wait() == AGAIN, run.output
+    assert f"stopped by {number.name} after step" in run.output
+
+
+@pytest.mark.slow
+def test_a_time_limit_of_our_own(tmp_path: Path) -> None:
+    run = CommandRun(f"{JOBS}:job_long", "--devices", "2xcpu", "--time-limit", "6s", out=tmp_path)
+    assert run.wait() == AGAIN, run.output
+    assert "stopped by its time limit" in run.output
+    assert read_run(run_folder(tmp_path))["status"] == "stopped"
+
+
+@pytest.mark.parametrize("to", ["all", pytest.param("one", marks=pytest.mark.slow)])
+def test_a_loop_of_ones_own_that_srun_started_ends_on_all_ranks_after_the_same_step(to: str, tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    common |= {"LOCAL_WORLD_SIZE": "2", "SLURM_JOB_ID": "7"}
+    ranks = []
+    for rank in range(2):
+        with (tmp_path / f"{rank}.log").open("wb") as log:
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(psutil.Popen([sys.executable, str(script)], env=common | own, stdout=log, stderr=log))
+    deadline = time.monotonic() + 60
+    while "ten steps" not in (tmp_path / "1.log").read_text():
+        assert time.monotonic() < deadline and ranks[1].poll() is None, (tmp_path / "1.log").read_text()
+        time.sleep(0.02)
+    if to == "all":
+        as_slurm_does([process for rank in ranks for process in (rank, *rank.children(recursive=True))])
+    else:
+        ranks[1].send_signal(signal.SIGUSR1)
+    try:
+        assert [rank.wait(timeout=60) for rank in ranks] == [AGAIN, AGAIN]
+    finally:
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess, subprocess.SubprocessError):
+                rank.kill()
+    outputs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    ends = [line for output in outputs for line in output.splitlines() if line.startswith("ended after")]
+    assert len(ends) == 2 and len(set(ends)) == 1, outputs
+    assert "Traceback" not in "".join(outputs)

@@ -1,0 +1,186 @@
+"""A rank that does not go on: who is named, after how long, and where it stands (workers/hang.py, workers/stuck.py)."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwise.workers import hang
+from meshwise.workers.hang import FEW, HangWatch, find_stall, patience
+from meshwise.workers.heartbeat import PEERS, SIGNAL, Beat, Collective, Heartbeat, beat_path
+from meshwise.workers.stuck import standing, stuck_child
+
+STEPS = [0.005] * 99 + [0.1]
+ALL = "0,1,2/"
+
+
+def at(number: int, group: str = ALL, name: str = "all-reduce of gradients") -> Collective:
+    return Collective(name, group, number, time.perf_counter_ns())
+
+
+def waits(number: int, group: str = ALL, **more: object) -> Beat:
+    begun = {group: number} if not group.endswith(PEERS) else {}
+    return Beat(1, 40, "backward", steps=STEPS, begun=begun, waits_in=at(number, group), **more)  # type: ignore[arg-type]
+
+
+def works(number: int, group: str = ALL, phase: str = "forward", **more: object) -> Beat:
+    return Beat(1, 40, phase, steps=STEPS, begun={group: number}, **more)  # type: ignore[arg-type]
+
+
+def test_the_rank_for_which_others_wait_is_named() -> None:
+    stall = find_stall({0: waits(8), 1: works(7), 2: waits(8)}, [0, 1, 2])
+    assert stall is not None and stall.ranks == [1] and sorted(stall.waiting) == [0, 2]
+    assert stall.collective is not None and stall.collective.number == 8
+
+
+def test_a_rank_that_goes_on_hangs_nobody() -> None:
+    assert find_stall({0: waits(8), 1: works(7)}, [0]) is None
+
+
+def test_a_rank_that_waits_for_another_is_not_blamed() -> None:
+    beats = {0: waits(3, "0,1/"), 1: waits(9, "1,2/"), 2: works(8, "1,2/")}
+    stall = find_stall(beats, [0, 1, 2])
+    assert stall is not None and stall.ranks == [2] and sorted(stall.waiting) == [1]
+
+
+def test_the_other_end_of_a_receive_is_named() -> None:
+    stall = find_stall({0: works(5), 1: waits(1, f"0/{PEERS}")}, [0, 1])
+    assert stall is not None and stall.ranks == [0]
+
+
+def test_ranks_in_different_collectives_are_told_from_one_that_is_late() -> None:
+    stall = find_stall({0: waits(3, "0,1/a"), 1: waits(4, "0,1/b")}, [0, 1])
+    assert stall is not None and stall.crossed and stall.ranks == [0, 1]
+
+
+def test_a_collective_that_all_have_come_to_and_that_does_not_end() -> None:
+    stall = find_stall({0: waits(8, "0,1/"), 1: waits(8, "0,1/")}, [0, 1])
+    assert stall is not None and stall.inside
+
+
+def test_silence_of_all_ranks_is_a_hang_in_a_job_alone() -> None:
+    beats = {0: works(7), 1: works(7)}
+    assert find_stall(beats, [0, 1]) is None
+    stall = find_stall({rank: replace(beat, ours=True) for rank, beat in beats.items()}, [0, 1])
+    assert stall is not None and stall.ranks == [0, 1] and not stall.waiting
+
+
+def test_on_an_accelerator_who_has_come_to_fewer_collectives_is_late() -> None:
+    ahead = works(8, overlaps=True, recent=[at(7), at(8)])
+    stall = find_stall({0: ahead, 1: works(7, overlaps=True, recent=[at(7)])}, [0, 1])
+    assert stall is not None and stall.ranks == [1] and sorted(stall.waiting) == [0]
+    assert find_stall({0: ahead, 1: ahead}, [0, 1]) is None
+
+
+def test_what_may_take_how_long() -> None:
+    ask, end = patience(works(7), {}, 60.0)
+    assert ask == pytest.approx(3 * max(STEPS) + 2) and end == 60
+    for beat in (
+        replace(works(7), steps=STEPS[: FEW - 1]),
+        replace(works(7), compiles=True),
+        works(7, phase="checkpoint"),
+    ):
+        assert patience(beat, {}, 60.0) == (60, 600)
+    assert patience(works(7, phase="evaluate"), {"evaluate": 20.0}, 60.0) == (90, 180)
+    assert patience(works(7), {}, 1.0)[1] == ask  # never ended before it is told of
+
+
+class Ranks:
+    """Ranks that beat into a folder, and a clock that a test moves."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, limit: float | None) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(hang.time, "monotonic", lambda: self.now)
+        self.beats = [Heartbeat(beat_path(folder, rank)) for rank in (0, 1)]
+        self.watch = HangWatch(folder, limit)
+        for step in range(1, 10):
+            for beat in self.beats:
+                beat.step(step)
+                beat.phase("forward")
+                beat.leave(beat.enter("all-reduce of gradients", "0,1/"))
+
+    def told(self, seconds: float, step: float = 0.25) -> list[hang.Hang]:
+        found = []
+        for _ in range(round(seconds / step)):
+            self.now += step
+            found.append(self.watch.look({0: None, 1: None}))
+        return [each for each in found if each]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
+    return lambda limit=None: Ranks(tmp_path, monkeypatch, limit)
+
+
+def test_a_hang_is_told_once_and_its_end_too(ranks: Callable[..., Ranks]) -> None:
+    two = ranks()
+    two.beats[0].enter("all-reduce of gradients", "0,1/")
+    (hung,) = two.told(100)
+    assert hung.rank == 1 and not hung.over
+    assert hung.text.startswith("No progress for 2.") and "in step 9: rank 1 is in its phase forward" in hung.text
+    assert "rank 0 waits for it in all-reduce of gradients (collective 10)" in hung.text
+    two.beats[1].step(10)
+    (on,) = two.told(1)
+    assert on.text.startswith("rank 1 goes on after 9")
+
+
+def test_a_hang_ends_the_run_at_its_limit(ranks: Callable[..., Ranks]) -> None:
+    two = ranks(5.0)
+    two.beats[0].enter("all-reduce of gradients", "0,1/")
+    first, last, *_ = two.told(6)
+    assert not first.over and last.over and "Ended after 5 s without progress." in last.text
+
+
+def test_a_launcher_that_was_stopped_itself_has_not_heard_a_silence(ranks: Callable[..., Ranks]) -> None:
+    two = ranks()
+    two.beats[0].enter("all-reduce of gradients", "0,1/")
+    assert two.told(30, step=30) == []
+
+
+def test_a_script_that_is_silent_on_all_ranks_is_left_alone(ranks: Callable[..., Ranks]) -> None:
+    assert ranks(5.0).told(100) == []
+
+
+def test_a_stopped_process_is_told_as_such(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert (
+            standing(process.pid, tmp_path / "stack").told() == f"is stopped (kill -CONT {process.pid} lets it go on)"
+        )
+        process.kill()
+
+
+def test_a_process_that_does_not_handle_the_signal_is_not_sent_it(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert "does not say" in standing(process.pid, tmp_path / "stack").told()
+        assert process.poll() is None
+        process.kill()
+
+
+def test_where_python_stands_is_asked_of_a_process_and_of_what_it_started(tmp_path: Path) -> None:
+    stack = tmp_path / "stack"
+    reads, writes = os.pipe()
+    if (pid := os.fork()) == 0:
+        assert SIGNAL is not None
+        faulthandler.register(SIGNAL, stack.open("ab"), all_threads=False)
+        if os.fork() == 0:
+            os.write(writes, b"!")
+        while True:
+            time.sleep(60)
+    os.read(reads, 1)
+    here = standing(pid, stack)
+    child = stuck_child(pid, stack)
+    for each in filter(None, (child, here)):
+        os.kill(each.pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert here.users and "test_hang.py:" in here.place and "in test_where_python_stands" in here.place
+    assert child is not None and child.pid != pid and child.place == here.place
