@@ -51,6 +51,19 @@ def finished(command: list[str], here: Path, **environment: str) -> subprocess.C
     return subprocess.run(command, cwd=here, env=os.environ | environment, capture_output=True, text=True, timeout=120)
 
 
+def test_ranks_of_another_launcher_end_well(here: Path) -> None:
+    """A thread that waits in the store while Python ends would take the process with it, by SIGABRT."""
+    (here / "ends.py").write_text("from meshwise.workers.join import join\njoin()\n")
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "ends.py"], cwd=here, env=os.environ | where | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(3)
+    ]
+    assert [process.wait(timeout=120) for process in ranks] == [0, 0, 0]
+
+
 @pytest.mark.slow
 def test_torchrun_and_our_launcher_give_the_same_losses(here: Path) -> None:
     ours = finished([*MESHWISE, "small.py:job", "--devices", "2xcpu", "--out", "ours"], here)

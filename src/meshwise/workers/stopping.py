@@ -2,19 +2,20 @@
 saved, however often they come, and whether they reach one process of a task or all of them.
 
 A worker of our launcher passes them on to it. Under torchrun or srun, or alone, the ranks agree on the last step among
-themselves: a thread of each waits in the store for whoever was asked first.
+themselves: a thread of each looks in the store for whoever was asked first.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 from meshwise.compat.loader_workers import spare_loader_workers
@@ -26,8 +27,9 @@ from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.gate import StepGate
 
 STOP = "meshwise/stop"
-FOREVER = timedelta(days=300)
+ROUND = 0.5  # seconds between two looks into the store
 PATIENCE = 60.0  # seconds in which a rank that was asked to stop comes to its next step; then the signal ends it
+_over = threading.Event()  # the program of this rank has ended
 _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
 """Signals that came. A handler may run anywhere, also where this process sends a message: it only puts them here."""
 
@@ -52,6 +54,7 @@ def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> 
         _in_thread(lambda: _each(lambda number: _ask(store, world, gate, number)))
         if store is not None:
             _in_thread(lambda: _follow(own_connection_to_store(), world, gate))
+            atexit.register(_end, _threads[-1])
 
 
 def stop_after(seconds: float) -> None:
@@ -114,12 +117,27 @@ def _ask(store: Any, world: World, gate: StepGate, number: int) -> None:
 
 def _follow(store: Any, world: World, gate: StepGate) -> None:
     with contextlib.suppress(RuntimeError):  # the program has ended, and the store with it
-        store.wait([STOP], FOREVER)
-        gate.signal = int(store.get(STOP).split()[0])
-        store.set(f"{STOP}/{world.rank}", str(gate.freeze()))
-        keys = [f"{STOP}/{rank}" for rank in range(world.size)]
-        store.wait(keys, timedelta(seconds=PATIENCE))
-        gate.set_last(max(int(store.get(key)) for key in keys))
+        if _found(store, [STOP], float("inf")):
+            gate.signal = int(store.get(STOP).split()[0])
+            store.set(f"{STOP}/{world.rank}", str(gate.freeze()))
+            keys = [f"{STOP}/{rank}" for rank in range(world.size)]
+            if _found(store, keys, PATIENCE):
+                gate.set_last(max(int(store.get(key)) for key in keys))
+
+
+def _found(store: Any, keys: list[str], seconds: float) -> bool:
+    """Wait for the keys, and no longer than this program. A wait of the store itself would outlive it: Python ends such
+    a thread with the whole process, by SIGABRT."""
+    until = time.monotonic() + seconds
+    while not store.check(keys):
+        if _over.wait(ROUND) or time.monotonic() > until:
+            return False
+    return True
+
+
+def _end(follower: threading.Thread) -> None:
+    _over.set()
+    follower.join(2 * ROUND)
 
 
 def _say(number: int) -> None:
