@@ -173,6 +173,8 @@ class Restarts:
     def _why_not(self, fault: Fault) -> str:
         if fault.attempt > self.attempt:
             return f"there {'was' if self.attempt == 1 else 'were'} {plural(self.attempt, 'attempt')}"
+        if fault.kind.endswith("checkpoint"):
+            return f"there was none when rank {fault.rank} came, if it did, to {fault.phase} of step {fault.step}"
         return f"rank {fault.rank} came to no {fault.phase} of step {fault.step} there"
 
     def happened(self) -> list[Mapping[str, Any]]:

@@ -45,15 +45,23 @@ def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def append_lines(path: Path, records: Iterable[Record]) -> None:
-    """Append each record as one line; the file and its folder are made where they are missing."""
+    """Append each record as one line, all or none; the file and its folder are made where they are missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(record) + "\n" for record in records)
-    with path.open("ab+") as file:
-        if file.tell() > 0:
+    with path.open("ab+", buffering=0) as file:
+        before = file.tell()
+        if before > 0:
             file.seek(-1, 2)
             if file.read(1) != b"\n":  # an earlier writer was cut off: keep its half line from swallowing ours
                 text = "\n" + text
-        file.write(text.encode())
+        left = memoryview(text.encode())
+        try:
+            while len(left):
+                left = left[file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # none of them is there, so that all may be tried again
+                file.truncate(before)
+            raise
 
 
 def read_lines(path: Path) -> list[Record]:

@@ -51,6 +51,8 @@ MOST_RANKS, LATEST = 1_000_000, 4e9
 """Above these a number is no count of ranks, and no time in seconds since 1970."""
 SPANS, TENSORBOARD, BEST = "spans", "tensorboard", "best.safetensors"
 FAULTS = "faults.jsonl"
+_unwritten: dict[Path, dict[str, Any]] = {}
+"""What run.json would say, of runs of this process whose disk is full."""
 
 
 def create_run_folder(parent: Path, job: str) -> Path:
@@ -88,8 +90,21 @@ def span_log(folder: Path, rank: int) -> Path:
 
 
 def write_run(folder: Path, facts: dict[str, Any]) -> None:
-    """Write run.json anew with these facts."""
-    write_text(folder / RUN, json.dumps(facts, indent=2) + "\n")
+    """Write run.json anew with these facts. On a full disk the run goes on, and they are written with the next ones."""
+    try:
+        write_text(folder / RUN, json.dumps(facts, indent=2) + "\n")
+    except OSError as error:
+        if not (folder / RUN).exists():
+            raise
+        if folder not in _unwritten:
+            print(f"{folder / RUN}: {error.strerror}. The run goes on.", file=sys.stderr)
+        _unwritten[folder] = facts
+    else:
+        _unwritten.pop(folder, None)
+
+
+def _written(folder: Path) -> dict[str, Any]:
+    return _unwritten.get(folder) or read_run(folder)
 
 
 def newest_run(parent: Path) -> Path:
@@ -116,7 +131,7 @@ def is_kept_by(folder: Path, machine: int) -> bool:
 def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None = None, /, **facts: Any) -> int:
     """Write that workers of the run live from `began` on (seconds since 1970): run.json is made, or goes on. Returns
     which attempt they are, from 1. attempt: what else is known of it; facts: of the run."""
-    run = read_run(folder) if (folder / RUN).exists() else {"started": _text(began)}
+    run = _written(folder) if (folder / RUN).exists() else {"started": _text(began)}
     sessions = [*run.get("sessions", []), {"began": began, "ended": None, "status": RUNNING, **(attempt or {})}]
     write_run(folder, run | facts | {"status": RUNNING, "ended": None, "error": None, "sessions": sessions})
     return len(sessions)
@@ -124,19 +139,19 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
 
 def change_run(folder: Path, **facts: Any) -> None:
     """Write what has changed of the run itself."""
-    write_run(folder, read_run(folder) | facts)
+    write_run(folder, _written(folder) | facts)
 
 
 def add_to_session(folder: Path, **facts: Any) -> None:
     """Write what has become known of the attempt that runs."""
-    run = read_run(folder)
+    run = _written(folder)
     run["sessions"][-1] |= facts
     write_run(folder, run)
 
 
 def end_session(folder: Path, status: str, error: str | None = None, **facts: Any) -> None:
     """Write that the run's workers are gone, and how it ended: finished, stopped or failed. facts: of this attempt."""
-    run, now = read_run(folder), datetime.now().timestamp()
+    run, now = _written(folder), datetime.now().timestamp()
     sessions = run.get("sessions", [])
     if sessions:
         sessions[-1] |= {"ended": now, "status": status, **facts}

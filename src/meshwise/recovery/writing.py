@@ -94,6 +94,11 @@ class Writing:
     closing: threading.Event = field(default_factory=threading.Event)
     said: str = ""
 
+    @property
+    def bytes(self) -> int:
+        """Of the tensors of all ranks."""
+        return sum(held.size for held in self.deal.shapes.values())
+
     def run(self) -> None:
         """The life of the thread."""
         with contextlib.suppress(OSError, AttributeError):  # Linux knows a priority of each thread
@@ -113,7 +118,7 @@ class Writing:
             name = f"rank{self.rank}.safetensors"
             return [asdict(write_file(self.folder / name, *each)) for each in self.content]
         except OSError as error:
-            return why_not(error, self.folder.parent)
+            return why_not(error, self.folder.parent, self.bytes)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
@@ -125,7 +130,7 @@ class Writing:
             try:
                 files.commit(self.folder, self._manifest([StoredFile(**each) for told in ranks for each in told]))
             except OSError as error:
-                wrong = why_not(error, self.folder.parent)
+                wrong = why_not(error, self.folder.parent, self.bytes)
         if wrong:
             shutil.rmtree(self.folder, ignore_errors=True)
         return wrong
@@ -149,9 +154,9 @@ class Writing:
         return word
 
 
-def why_not(error: OSError, folder: Path) -> str:
-    """Why something could not be written, with the bytes that are free."""
+def why_not(error: OSError, folder: Path, needed: int) -> str:
+    """Why something could not be written, with the bytes that are free and needed."""
     free = ""
     with contextlib.suppress(OSError):
-        free = f", {bytes_text(shutil.disk_usage(folder).free)} free"
+        free = f", {bytes_text(shutil.disk_usage(folder).free)} free, {bytes_text(needed)} needed"
     return f"{error.filename or folder}: {error.strerror or error}{free}"

@@ -18,10 +18,15 @@ KINDS = {
     "oom": "the device is out of memory",
     "nan": "a parameter of the rank becomes NaN",
     "bitflip": "a bit of a parameter of the rank is flipped",
+    "disk-full": "the rank's writes into the run's folder fail, for steps=10, and until one has failed",
+    "drop-link": "the rank's connections to the others carry nothing any more (CPU workers)",
+    "corrupt-checkpoint": "a bit of the newest checkpoint on the disk is flipped",
+    "cut-checkpoint": "a file of the newest checkpoint on the disk loses its second half",
 }
 """What each kind does."""
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "evaluate", "checkpoint")
 """Where a fault happens: as the phase begins. `communication`: as the rank comes to a collective of all ranks."""
+FULL_FOR = 10  # steps
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 EXAMPLE = "Write --fault kill:rank=1,step=40, and phase=backward or attempt=2 behind it where that matters."
 
@@ -29,7 +34,7 @@ EXAMPLE = "Write --fault kill:rank=1,step=40, and phase=backward or attempt=2 be
 @dataclass(frozen=True)
 class Fault:
     """One fault, which happens once. step: from 1, over the whole run. attempt: of this command, from 1: 2 is the
-    first restart. seconds: of `slow`."""
+    first restart. seconds: of `slow`. steps: for which a disk is full."""
 
     kind: str
     rank: int
@@ -37,11 +42,13 @@ class Fault:
     phase: str = "forward"
     attempt: int = 1
     seconds: float = 0.0
+    steps: int = FULL_FOR
 
     def __str__(self) -> str:
         slow = f" {self.seconds * 1e3:g}ms" if self.kind == "slow" else ""
         attempt = f",attempt={self.attempt}" if self.attempt != 1 else ""
-        return f"{self.kind}{slow}:rank={self.rank},step={self.step},phase={self.phase}{attempt}"
+        steps = f",steps={self.steps}" if self.steps != FULL_FOR else ""
+        return f"{self.kind}{slow}:rank={self.rank},step={self.step},phase={self.phase}{attempt}{steps}"
 
 
 def parse_fault(text: str) -> Fault:
@@ -56,11 +63,13 @@ def parse_fault(text: str) -> Fault:
     given = [part.partition("=") for part in rest.split(",") if part.strip()]
     values = {name.strip(): value.strip() for name, _, value in given}
     for name in values:
-        check_known(f"--fault {text!r}: a field", name, ("rank", "step", "phase", "attempt"))
+        check_known(f"--fault {text!r}: a field", name, ("rank", "step", "phase", "attempt", "steps"))
     if missing := [name for name in ("rank", "step") if name not in values]:
         raise UsageError(f"--fault {text!r}: {' and '.join(missing)} is missing. {EXAMPLE}")
     if len(values) < len(given):
         raise UsageError(f"--fault {text!r}: a field is given twice. {EXAMPLE}")
+    if "steps" in values and kind != "disk-full":
+        raise UsageError(f"--fault {text!r}: only disk-full goes on for so many steps. Leave steps= out.")
     phase = values.pop("phase", "forward")
     check_known(f"--fault {text!r}: phase", phase, PHASES)
     numbers = {name: _number(text, name, value) for name, value in values.items()}

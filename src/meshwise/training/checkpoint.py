@@ -26,6 +26,7 @@ from meshwise.recovery.saving import Saver
 from meshwise.recovery.state import compare_states, load_model, load_optimizer
 from meshwise.spec.errors import CheckpointError, SaveError, UsageError
 from meshwise.spec.saves import Saves, read_saves
+from meshwise.training import faults
 from meshwise.training.distribute import DistributedLoader
 from meshwise.training.engine import Engine
 from meshwise.training.generators import GLOBAL
@@ -113,6 +114,7 @@ class LoopState:
         if found is not None:
             self._restore(found.tree)
         resumed = None if found is None else found.saved
+        faults.saves_into(self._folder)
         self._saver = Saver(self._folder, world, tell, saves=self._saves, resumed=resumed)
         self._engine.saves_loop(self)
         if (channel := rank_context().channel) is not None:

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,11 @@ from meshwise.records import folder as names
 from meshwise.records.files import append_lines
 from meshwise.spec.faults import Fault
 from meshwise.timeline.recorder import Recorder
+from meshwise.training import faulty_disk, faulty_link
+from meshwise.training.faulty_disk import FullDisk
 from meshwise.workers.environment import ATTEMPT
+
+OF_THE_MACHINE = ("disk-full", "drop-link", "corrupt-checkpoint", "cut-checkpoint")
 
 
 class InjectedFault(RuntimeError):
@@ -34,18 +39,26 @@ class ArmedFaults:
     def __init__(self, faults: Sequence[Fault], folder: Path | None) -> None:
         self._left, self._folder = list(faults), folder
         self._slowed: set[tuple[Fault, int]] = set()
+        self._full: tuple[Fault, FullDisk] | None = None
+        self.states: Path | None = None
+        """Where the run saves its state."""
         self.parameters: Callable[[], Iterable[Tensor]] = tuple
         """Gives the parameters that this rank holds."""
 
     def phase_begins(self, phase: str, step: int) -> None:
         """A phase of a step begins: what is to happen there happens."""
+        if self._full is not None and step >= self._full[0].step + self._full[0].steps and self._full[1].refused:
+            self._full[1].end()
+            self._full = None
         for fault in [f for f in self._left if f.phase == phase]:
             if fault.kind == "slow" and step >= fault.step:
                 self._slow(fault, step)
             elif step == fault.step:
                 self._left.remove(fault)
-                self._tell(fault)
-                self._happen(fault)
+                happen = self._of_the_machine(fault) if fault.kind in OF_THE_MACHINE else partial(self._happen, fault)
+                if happen is not None:
+                    self._tell(fault)
+                    happen()
 
     def _slow(self, fault: Fault, step: int) -> None:
         if (fault, step) not in self._slowed:
@@ -58,6 +71,20 @@ class ArmedFaults:
         fact = {"fault": str(fault), "attempt": int(os.environ.get(ATTEMPT, "1")), "time": time.time()}
         if self._folder is not None:
             append_lines(self._folder / names.FAULTS, [fact])
+
+    def _of_the_machine(self, fault: Fault) -> Callable[[], object] | None:
+        """What is to happen to the disk or to the link; None where there is nothing that it could happen to."""
+        if fault.kind == "disk-full":
+            return partial(self._fill, fault)
+        if fault.kind == "drop-link":
+            connections = faulty_link.connections_to_peers()
+            return partial(faulty_link.freeze, connections) if connections else None
+        path = faulty_disk.newest_file(self.states, fault.rank)
+        damage = faulty_disk.cut if fault.kind == "cut-checkpoint" else faulty_disk.flip_bit
+        return None if path is None else partial(damage, path)
+
+    def _fill(self, fault: Fault) -> None:
+        self._full = fault, FullDisk([folder for folder in (self._folder, self.states) if folder is not None])
 
     def _happen(self, fault: Fault) -> None:
         kind = fault.kind
@@ -120,6 +147,12 @@ def hold(parameters: Callable[[], Iterable[Tensor]]) -> None:
     """Say which parameters this rank holds, for faults that change one."""
     if _armed is not None:
         _armed.parameters = parameters
+
+
+def saves_into(folder: Path) -> None:
+    """Say where the state is saved, for faults of its disk."""
+    if _armed is not None:
+        _armed.states = folder
 
 
 def watch(recorder: Recorder) -> None:

@@ -26,6 +26,7 @@ from meshwise.recovery.weights import save_weights
 from meshwise.spec.errors import SaveError
 from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import current
+from meshwise.training import faults
 from meshwise.training.best import BestEpoch
 from meshwise.training.engine import Engine, Part
 from meshwise.training.evaluate import evaluate
@@ -153,13 +154,14 @@ def _prepare(
         run.skipped = SkippedSteps(state.model, log.note)
     run.began = {"epoch": state.epoch, "step": state.step}
     if folder is not None:
+        faults.saves_into(folder / names.CHECKPOINTS)
         saved = None if resumed is None else resumed.saved
         run.saver = Saver(folder / names.CHECKPOINTS, session.world, log.note, saves=options.saves, resumed=saved)
     if test is not None and job.best:  # one batch, since a wrong name is to be known before an epoch is over
         best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
-    if folder is not None and session.channel is not None and can_rescue(plan, session.world) and not run.skipped:
+    rescues = folder is not None and session.channel is not None and can_rescue(plan, session.world)
+    if rescues and not run.skipped and log.keep_pending():
         run.last = LastStep(state)
-        log.keep_pending()
         log.send("rescues")
     log.send("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
     return run
@@ -298,6 +300,13 @@ def _rescue(run: _Run, error: BaseException) -> None:
             rescue(run.last, error, run.session, run.folder / names.CHECKPOINTS, partial(_write, run), run.log.note)
 
 
+def _save_weights(run: _Run, path: Path) -> None:
+    try:
+        save_weights(run.state.model, path)
+    except OSError as error:
+        raise SaveError(f"the run is done, and its weights could not be written: {path}: {error.strerror}.") from None
+
+
 def _finish(run: _Run) -> None:
     """Save the state and, of a run that came to its end, the weights. Raises SaveError where the state is not saved."""
     saver = run.saver
@@ -306,7 +315,7 @@ def _finish(run: _Run) -> None:
         if run.state.step not in (saver.saved, run.began["step"] if run.options.resume is not None else -1):
             _save(run, wait=True)
     if run.folder is not None and not run.stopped:
-        save_weights(run.state.model, run.folder / names.WEIGHTS)
+        _save_weights(run, run.folder / names.WEIGHTS)
     if saver is not None:
         saver.settle()
         if saver.wrong:

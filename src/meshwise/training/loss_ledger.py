@@ -7,6 +7,7 @@ one is no system call. Tested in tests/training/test_last_step.py.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class LossLedger:
         path, size = ledger_path(folder, rank), ROWS * WIDTH * 8
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
-            file.truncate(size)
+            os.posix_fallocate(file.fileno(), 0, size)  # a mapped page for which no room is left ends the process
             self._rows = memoryview(mmap.mmap(file.fileno(), size)).cast("d")
 
     def note(self, epoch: int, step: int, losses: Losses) -> None:

@@ -5,6 +5,7 @@ Losses stay on the device until a log step. `sync` then gathers those of all ste
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -72,10 +73,13 @@ class MetricsLog:
         if self._ledger is not None:
             self._ledger.note(epoch, step, losses)
 
-    def keep_pending(self) -> None:
-        """Keep what waits for `sync` where it outlives this process: a run that goes on after this step has it."""
+    def keep_pending(self) -> bool:
+        """Keep what waits for `sync` where it outlives this process: a run that goes on after this step has it. False
+        where the disk has no room for it."""
         if self._folder is not None:
-            self._ledger = LossLedger(self._folder, self._world.rank)
+            with contextlib.suppress(OSError):
+                self._ledger = LossLedger(self._folder, self._world.rank)
+        return self._ledger is not None
 
     def _write_noted(self, folder: Path, step: int) -> None:
         """Write the losses up to `step` that ranks which are gone had noted and not written."""

@@ -39,6 +39,7 @@ class Tracking:
         self._folder, self._notify = folder, notify
         self._wanted = list(dict.fromkeys(trackers))
         self._open: list[OpenTracker] = []
+        self._unwritten: list[Record] = []
 
     def open(self, step: int) -> None:
         """Open the trackers. step: the last one that the run has behind it."""
@@ -57,16 +58,36 @@ class Tracking:
 
     def write(self, records: Sequence[Record], points: Iterable[Point]) -> None:
         """Append the records to metrics.jsonl, and give each tracker the points."""
-        if self._folder is not None:
-            append_lines(self._folder / names.METRICS, map(json_value, records))
+        self._write(self._folder, records)
         points = list(points)
         for tracker in [*self._open]:
             with self._optional(tracker.name, tracker):
                 for values, step in points:
                     tracker.track(values, step)
 
+    def _write(self, folder: Path | None, records: Sequence[Record]) -> None:
+        """Append to metrics.jsonl; what a full disk does not take waits for the next time."""
+        if folder is None:
+            return
+        first, records = not self._unwritten, [*self._unwritten, *map(json_value, records)]
+        try:
+            append_lines(folder / names.METRICS, records)
+        except OSError as error:
+            self._unwritten = records
+            if first:
+                where = folder / names.METRICS
+                self._notify(
+                    f"{where}: {error.strerror}. The run goes on, and its numbers are written when they can be."
+                )
+        else:
+            self._unwritten = []
+
     def close(self) -> None:
-        """Close the trackers."""
+        """Close the trackers, and write what is left."""
+        if self._unwritten:
+            self._write(self._folder, ())
+        if self._unwritten:
+            self._notify(f"{len(self._unwritten)} lines of {names.METRICS} could not be written, and are lost.")
         while self._open:
             tracker = self._open.pop()
             with self._optional(tracker.name):

@@ -1,0 +1,110 @@
+"""A disk that is full or rots, a link that carries nothing: training goes on, or goes back, with the same numbers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshwise.records import folder as names
+from meshwise.records.checkpoints import checkpoints_in, verified
+from meshwise.records.files import read_lines
+from tests.faults.runs import CommandRun
+from tests.faults.test_restarts import final, trained
+
+pytestmark = [
+    pytest.mark.usefixtures("processes"),
+    pytest.mark.skipif(sys.platform != "linux", reason="disks and sockets as Linux has them"),
+]
+SHARDED = ("--set", "shard=2", "--save-every", "4")
+BOTH_KILLED = ("--fault", "kill:rank=0,step=15", "--fault", "kill:rank=1,step=15")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("whole"), *SHARDED)[1]
+
+
+def same(folder: Path, whole: Path) -> bool:
+    return final(folder) == final(whole) and read_lines(folder / names.METRICS) == read_lines(whole / names.METRICS)
+
+
+def test_a_full_disk_stops_no_training(undisturbed: Path, tmp_path: Path) -> None:
+    run, folder = trained(tmp_path, *SHARDED, "--fault", "disk-full:rank=0,step=11,steps=3")
+    assert run.process.returncode == 0 and "did not happen" not in run.output, run.output
+    assert "could not be saved: " in run.output and "No space left on device" in run.output
+    assert " needed. The checkpoints before it are unharmed" in run.output
+    assert "attempt" not in run.output and same(folder, undisturbed)
+    assert [verified(saved) for saved in checkpoints_in(folder / names.CHECKPOINTS)] == ["", ""]
+    assert run.left_over() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("corrupt", "rank1.safetensors is damaged: its hash is not"), ("cut", "rank1.safetensors has ")],
+)
+def test_a_checkpoint_that_rots_is_noticed_and_the_one_before_it_is_taken(
+    kind: str, says: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    run, folder = trained(tmp_path, *SHARDED, "--fault", f"{kind}-checkpoint:rank=1,step=14", *BOTH_KILLED)
+    assert run.process.returncode == 0 and "did not happen" not in run.output, run.output
+    assert f"the checkpoint of step 12 is not used: {says}" in run.output, run.output
+    assert names.read_run(folder)["sessions"][1]["from_step"] == 8
+    assert same(folder, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["forward", "communication"])
+def test_a_link_that_carries_nothing_is_told_as_one_and_the_run_goes_on(
+    phase: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    fault = ("--fault", f"drop-link:rank=1,step=14,phase={phase}", "--hang-limit", "4s")
+    run, folder = trained(tmp_path, *SHARDED, *fault)
+    assert run.process.returncode == 0 and "did not happen" not in run.output, run.output
+    assert "look at the link between them" in run.output, run.output
+    assert names.read_run(folder)["sessions"][0]["kind"] == "hung" and same(folder, undisturbed)
+    assert run.left_over() == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("only root mounts a disk")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+FILLS = """
+def fill(end):
+    if end.epoch == 1 and mw.rank() == 0:
+        with open("DISK/fill", "wb", buffering=0) as file:
+            while True:
+                try:
+                    file.write(bytes(4096))
+                except OSError:
+                    break
+
+job = dataclasses.replace(job, callbacks=(fill,))
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_really_full_stops_no_training(small_disk: Path, tmp_path: Path) -> None:
+    """But its last state and its weights cannot be kept, which is said."""
+    script = tmp_path / "job.py"
+    text = Path(__file__).with_name("job_with_state.py").read_text()
+    script.write_text(f"import dataclasses\n{text}{FILLS.replace('DISK', str(small_disk))}")
+    run = CommandRun(f"{script}:job", "--devices", "2xcpu", *SHARDED, "--out", str(small_disk / "runs"), out=tmp_path)
+    assert run.wait() == 1, run.output
+    assert "step 20 could not be saved: " in run.output and "epoch 2/2, step 20  test loss" in run.output
+    assert "SaveError: the " in run.output
+    (folder,) = (small_disk / "runs").iterdir()
+    assert {verified(saved) for saved in checkpoints_in(folder / names.CHECKPOINTS)} == {""}
+    assert run.left_over() == []
