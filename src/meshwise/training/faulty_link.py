@@ -1,7 +1,8 @@
 """A link that carries nothing any more: for `--fault drop-link`. Nobody is told, as with a cable that was pulled.
 
 Of a process's connections to its peers, in each place a socket is put that is connected to nothing; the real one stays
-open, so that the peers do not hear of its end. Tested in tests/training/test_faults.py and tests/faults/test_disks_and_links.py.
+open, so that the peers do not hear of its end.
+Tested in tests/training/test_faults.py and tests/faults/test_disks_and_links.py.
 """
 
 from __future__ import annotations
