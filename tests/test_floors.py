@@ -24,6 +24,7 @@ FLOORS = {
     "spec": 0,
     "compat": 1,
     "records": 1,
+    "schedulers": 1,
     "terminal": 1,
     "timeline": 2,
     "workers": 2,
@@ -45,7 +46,7 @@ FLOORS = {
     "__init__": 12,
 }
 
-WITHOUT_TORCH = {"spec", "records", "terminal"}
+WITHOUT_TORCH = {"spec", "records", "schedulers", "terminal"}
 # What starts without torch: its imports at the top of a file, and what those import in turn. A command waits for torch,
 # which takes a second or more, where it is used: torch is imported in a function, or a file of `api` on its first use.
 STARTS_WITHOUT_TORCH = ("cli.py", "commands/", "api/report.py", "api/runs.py", "api/script.py", "timeline/views/")

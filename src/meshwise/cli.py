@@ -22,7 +22,10 @@ from meshwise.spec.exit_codes import FAILED, MEANINGS
 from meshwise.spec.words import without_control
 from meshwise.terminal.screen import fitted
 
-COMMANDS = ("devices", "bench", "plan", "run", "predict", "check", "report", "runs", "checkpoints", "weights")
+COMMANDS = (
+    *("devices", "bench", "plan", "run", "submit", "predict", "check", "report"),
+    *("runs", "logs", "stop", "checkpoints", "weights"),
+)
 EXIT_CODES = {
     **MEANINGS,
     str(

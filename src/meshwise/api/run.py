@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwise import api
+from meshwise.api.own_folder import continued
 from meshwise.api.start import Program, Started, in_attempt, opened, record_blocks, refuse_restarts, start, supervised
 from meshwise.api.supervise import Viewer, summarise
 from meshwise.jobs.registry import find_job
@@ -100,6 +101,8 @@ def start_job(
     """
     if options.resume is not None:
         options = options.resumed(names.read_run(run_and_checkpoint(Path(options.resume))[0]))
+    if options.folder is not None:
+        options = continued(options)
     if options.job is None:
         raise UsageError("no job is given. Use meshwise run mnist-mlp, or meshwise run file.py:name.")
     if options.plan == AUTO:
@@ -123,7 +126,8 @@ def _job_program(job: Job, options: RunOptions, world: World) -> Program:
     check_fits(plan, world)  # before there is a folder
     record = {"request": options.record(), **predicted_of_run(options, job, plan)}
     again = partial(_job_again, options)
-    return Program(job.name, plan, partial(_job_in_worker, options), record, again=again)
+    call = again if options.folder is not None else partial(_job_in_worker, options)
+    return Program(job.name, plan, call, record, again=again)
 
 
 def predicted_of_run(options: RunOptions, job: Job, plan: Plan) -> dict[str, Any]:
@@ -185,6 +189,8 @@ def _run_joined(options: RunOptions, console: Console) -> tuple[RunSummary, int]
     restarts = broadcast_object(None if mine is None else mine.restarts)
     assert restarts is not None
     folder = restarts.folder
+    if options.folder is not None and names.saved_step(folder) is not None:
+        options = replace(options, resume=folder)
     record_blocks(options)
     viewer = Viewer(LiveView(console), [f"rank {r}" for r in range(world.size)], live=False, restarts=restarts)
     call = partial(run_job, job, options, send=viewer.send if first else None)

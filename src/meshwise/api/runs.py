@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shutil
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from meshwise.api.report import report_views
 from meshwise.records.run_list import RunEntry, find_run, run_entry, run_list
+from meshwise.schedulers import slurm
 from meshwise.spec.errors import UsageError, nearest
 
-STATUSES = ("running", "finished", "stopped", "failed", "unreadable")
+STATUSES = ("queued", "running", "finished", "stopped", "failed", "unreadable")
 
 
 def runs(parent: Path, *, status: str | None = None, name: str | None = None, job: str | None = None) -> list[RunEntry]:
@@ -23,9 +25,27 @@ def runs(parent: Path, *, status: str | None = None, name: str | None = None, jo
         raise UsageError(f"--status {status}: no such status.{nearest(status, STATUSES)} Use {', '.join(STATUSES)}.")
     return [
         entry
-        for entry in run_list(parent)
+        for entry in with_queue(run_list(parent))
         if status in (None, entry.status) and (name or "") in entry.name and (job or "") in entry.job
     ]
+
+
+def with_queue(entries: Sequence[RunEntry]) -> list[RunEntry]:
+    """The runs, with what the queue of the cluster says of those that were sent there."""
+    jobs = [entry.scheduler_job for entry in entries if entry.scheduler_job]
+    known = slurm.queue(jobs) if jobs else {}
+    return [_with_queue(entry, known) for entry in entries]
+
+
+def _with_queue(entry: RunEntry, known: Mapping[str, slurm.Queued]) -> RunEntry:
+    job = known.get(entry.scheduler_job)
+    if job is None:
+        lost = entry.scheduler_job and entry.status == "queued" and slurm.answers()
+        return replace(entry, status="failed", queue="not in the queue") if lost else entry
+    if job.state == slurm.RUNNING:
+        return entry if entry.status == "running" else replace(entry, queue="starts")
+    why = f" ({job.reason})" if job.reason not in ("", "None") else ""
+    return replace(entry, status="queued", queue=f"{job.state.lower()}{why}")
 
 
 def to_remove(parent: Path, words: Sequence[str], *, running: bool) -> list[RunEntry]:

@@ -20,6 +20,7 @@ from meshwise import api, training
 from meshwise.api.start import Program, record_blocks, start, supervised
 from meshwise.jobs.script import refuse_untrained_job, run_script_file
 from meshwise.records import folder as names
+from meshwise.records.code_files import refuse_changed_code
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import refuse_options_of_jobs
 from meshwise.spec.world import World
@@ -70,6 +71,9 @@ def start_script(
             print(f"{text} --devices 2xcpu {script.name}", file=sys.stderr, flush=True)
         _script_in_worker(script, arguments, options, None)
         return 0
+    if options.folder is not None:
+        api.own_folder.refuse_stopped(Path(options.folder))
+        refuse_changed_code(Path(options.folder), str(script))
     starts(options)
     started = start(partial(_script_program, script, arguments, options), options, began or time.time())
     _, code = supervised(started, console, options.seconds_limit)

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwise import training
+from meshwise.api.own_folder import ASKED
 from meshwise.api.restarts import Restarts
 from meshwise.api.supervise import supervise
 from meshwise.machine.find import describe, find_devices
@@ -127,12 +128,15 @@ def opened(
     faults = faults_of(options.fault, nodes.size if nodes else len(slots))
     if options.resume is not None:
         folder, _ = run_and_checkpoint(Path(options.resume))
+    elif options.folder is not None:
+        folder = names.own_run_folder(Path(options.folder))
     elif nodes is None or machine == 0:
         folder = names.create_run_folder(out, program.name)
     else:
         folder = out / str(nodes.get("folder"))
         folder.mkdir(parents=True, exist_ok=True)
-    kept = [folder / name for name in (names.RUN, names.PLAN)] if options.resume is not None else []
+    goes_on = options.resume is not None or options.folder is not None
+    kept = [folder / name for name in (names.RUN, names.PLAN)] if goes_on else []
     before = {path: path.read_text(encoding="utf-8") for path in kept if path.is_file()}
     restarts = Restarts(
         folder,
@@ -154,6 +158,8 @@ def opened(
         }
         if isinstance(options.job, str | Path):  # of a Job that is given the source is not known
             facts["source"] = names.source_of(str(options.job))
+        if options.folder is not None and ASKED not in (names.read_run(folder) if (folder / names.RUN).exists() else {}):
+            facts[ASKED] = options.record()
         restarts.number = names.begin_session(folder, began, restarts.record(), **facts)
     if program.plan is not None:  # on every machine: a script's workers read it in their own folder
         predicted = program.record.get(PREDICTED)

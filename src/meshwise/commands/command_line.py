@@ -31,6 +31,10 @@ from meshwise.spec.options import Option, option_name, options_of
 from meshwise.spec.words import some
 
 
+BEHIND = "meshwise.behind"
+"""In a context's meta: what follows a script's name, whole."""
+
+
 def from_dataclass(function: Callable[..., None]) -> Callable[..., None]:
     """`function` as typer reads it: a parameter that is a dataclass stands for options with the names of its fields."""
     hints = get_type_hints(function, include_extras=True)
@@ -125,13 +129,15 @@ class ScriptCommand(TyperCommand):
         values, behind, _ = self.make_parser(ctx).parse_args(list(args))
         job = values.get("job")
         own = behind if is_script(job) else []
+        ctx.meta[BEHIND] = list(own)
         ctx.allow_interspersed_args = not is_script(job)
         super().parse_args(ctx, args[: len(args) - len(own)])
         if own[:1] == ["--"]:
             own = own[1:]
         else:
             self._note_options_in(own, str(job), options_of(ctx.obj) if ctx.obj else ())
-        ctx.args = own
+        if is_script(job):
+            ctx.args = own
         return own
 
     def _note_options_in(self, own: Sequence[str], script: str, options: Iterable[tuple[str, Any, Option]]) -> None:

@@ -10,6 +10,8 @@ checkpoint/           states of the run, a folder each (see records/checkpoints.
 weights.safetensors   final weights, for plain PyTorch
 best.safetensors      those of the best epoch, where the job says which that is
 summary.json          accuracy, throughput, where the time went
+submit.sh, code.json  what `meshwise submit` has sent: its script, the hashes of the program's files
+stop                  there once `meshwise stop` has stopped it for good
 faults.jsonl          injected faults that happened, one line each (`--fault`)
 tensorboard/          the metrics as TensorBoard events, where tensorboard is installed
 """
@@ -41,11 +43,11 @@ RUN, PLAN, METRICS, SUMMARY, WEIGHTS = "run.json", "plan.toml", "metrics.jsonl",
 _TYPES: Mapping[str, type] = {
     **dict.fromkeys(("job", "started", "status", "ended", "error", "command", "commit"), str),
     **dict.fromkeys(("devices", "sessions", "arguments"), list),
-    **dict.fromkeys(("versions", "request"), dict),
+    **dict.fromkeys(("versions", "request", "submission"), dict),
     **dict.fromkeys(("world", "machine"), int),
 }
 """What run.json says of a run, each of this type where it is there."""
-RUNNING = "running"
+RUNNING, QUEUED = "running", "queued"
 KILLED = "all its processes are gone, and none said why: killed, or its machine went down"
 MOST_RANKS, LATEST = 1_000_000, 4e9
 """Above these a number is no count of ranks, and no time in seconds since 1970."""
@@ -53,6 +55,8 @@ SPANS, TENSORBOARD, BEST = "spans", "tensorboard", "best.safetensors"
 FAULTS = "faults.jsonl"
 _unwritten: dict[Path, dict[str, Any]] = {}
 """What run.json would say, of runs of this process whose disk is full."""
+STOP = "stop"
+"""A file that is there once somebody has stopped a run for good: no scheduler starts it again."""
 
 
 def create_run_folder(parent: Path, job: str) -> Path:
@@ -71,6 +75,15 @@ def create_run_folder(parent: Path, job: str) -> Path:
             ) from None
         return folder
     raise UsageError(f"--out {parent}: no folder can be made there. Name another with --out DIR.")
+
+
+def own_run_folder(folder: Path) -> Path:
+    """A folder for one run, made where it is not there. Raises UsageError where it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--folder {folder}: cannot be made ({error.strerror}). Name another one.") from None
+    return folder
 
 
 def saved_step(folder: Path) -> int | None:
@@ -131,7 +144,8 @@ def is_kept_by(folder: Path, machine: int) -> bool:
 def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None = None, /, **facts: Any) -> int:
     """Write that workers of the run live from `began` on (seconds since 1970): run.json is made, or goes on. Returns
     which attempt they are, from 1. attempt: what else is known of it; facts: of the run."""
-    run = _written(folder) if (folder / RUN).exists() else {"started": _text(began)}
+    run = _written(folder) if (folder / RUN).exists() else {}
+    run.setdefault("started", _text(began))  # of one that was queued: now
     sessions = [*run.get("sessions", []), {"began": began, "ended": None, "status": RUNNING, **(attempt or {})}]
     write_run(folder, run | facts | {"status": RUNNING, "ended": None, "error": None, "sessions": sessions})
     return len(sessions)

@@ -80,6 +80,14 @@ def is_abandoned(folder: Path) -> bool:
     return False
 
 
+def holder_of(folder: Path) -> tuple[str, int] | None:
+    """The host and the process of the launcher that holds the folder; None where none is known."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        facts = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        return str(facts["host"]), int(facts["process"])
+    return None
+
+
 def _told(text: str) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
         facts = json.loads(text)

@@ -46,6 +46,10 @@ class RunEntry:
     seconds: float | None
     size: int
     attempts: list[Attempt] = field(default_factory=list)
+    scheduler_job: str = ""
+    """The number of its newest job in the queue of a cluster."""
+    queue: str = ""
+    """What the queue says of it now: `pending (Priority)`."""
 
     @property
     def name(self) -> str:
@@ -81,6 +85,7 @@ def run_entry(folder: Path) -> RunEntry:
         best=known.value if known is not None else best(values) if values else None,
         seconds=_seconds(facts.get("sessions")),
         attempts=attempts_of(facts),
+        scheduler_job=next(iter(jobs_of(facts)[-1:]), ""),
         size=sum(_size(path) for path in folder.rglob("*")),
     )
 
@@ -128,6 +133,13 @@ def plan_of(folder: Path) -> str:
 def fields_of(plan: str) -> dict[str, str]:
     """The fields in what `plan_of` says."""
     return dict(re.findall(r"(\w+)=((?:\([^)]*\)|'[^']*'|[^,'(])+)", plan))
+
+
+def jobs_of(facts: Mapping[str, Any]) -> list[str]:
+    """The numbers of the jobs that a run was sent as, the newest last, by its record."""
+    submission = facts.get("submission")
+    jobs = submission.get("jobs") if isinstance(submission, dict) else None
+    return [str(job) for job in jobs] if isinstance(jobs, list) else []
 
 
 def _seconds(sessions: Any) -> float | None:

@@ -103,6 +103,10 @@ class RunOptions(NodeOptions):
         str | Path | None,
         Option("go on with a stopped run: its folder", metavar="RUN", scripts=False, recorded=False),
     ] = None
+    folder: Annotated[
+        str | Path | None,
+        Option("the run's own folder: begins in it, or goes on with the run there", metavar="DIR", recorded=False),
+    ] = None
     restarts: Annotated[
         int | None, Option(f"how often it is started again after a fault of a machine; default: {RESTARTS}")
     ] = None

@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
+from meshwise.records.rank_logs import open_log
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
 from meshwise.workers import environment, failure
@@ -138,11 +139,10 @@ class _Launcher:
     def start(self, task: Path, slots: Sequence[WorkerSlot]) -> None:
         listener = self.nodes.listener if self.nodes else listening("127.0.0.1")
         port = self.nodes.port if self.nodes else listener.getsockname()[1] if listener else 0
-        (self.folder / "workers").mkdir(parents=True, exist_ok=True)
         for local_rank, slot in enumerate(slots):
             rank = self.first_rank + local_rank
             variables = os.environ | self._environment(rank, local_rank, port, slot)
-            log = (self.folder / "workers" / f"rank{rank}.log").open("ab")
+            log = open_log(self.folder, rank)
             pipes = [os.pipe(), os.pipe()] if rank == 0 else []
             stdout, stderr = [write for _, write in pipes] or [log.fileno()] * 2
             server, kept = self._forks.server(variables), listener if rank == 0 else None

@@ -14,7 +14,7 @@ from meshwise.terminal.screen import Drawn, Screen
 from meshwise.terminal.table import table_lines
 from meshwise.timeline.views.summary_text import metric_value
 
-COLOURS = {"failed": "red", "unreadable": "red", "running": "green", "stopped": "yellow"}
+COLOURS = {"failed": "red", "unreadable": "red", "running": "green", "stopped": "yellow", "queued": "cyan"}
 
 
 def run_list_text(entries: Sequence[RunEntry], folder: Path) -> RenderableType:
@@ -35,7 +35,8 @@ def _row(entry: RunEntry) -> list[str | Text]:
     values = ["" if value is None else metric_value(entry.metric, value) for value in (entry.last, entry.best)]
     time = "" if entry.seconds is None else seconds_text(entry.seconds)
     times = f", {len(entry.attempts)} attempts" if len(entry.attempts) > 1 else ""
-    status = Text(f"{entry.status}{times}", COLOURS.get(entry.status, ""))
+    queue = f", {entry.queue}" if entry.queue else ""
+    status = Text(f"{entry.status}{queue}{times}", COLOURS.get(entry.status, ""))
     job = entry.job if len(entry.job) <= 30 else f"…{entry.job[-29:]}"
     args = entry.args if len(entry.args) <= 30 else f"{entry.args[:29]}…"
     what = f"{job} {args}".rstrip()

@@ -1,0 +1,95 @@
+"""What the ranks of a run print, over all its attempts. Tested in tests/cli/test_logs.py."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwise.api.submit import state_of
+from meshwise.records import folder as names
+from meshwise.records.rank_logs import BEGINS, logs_of
+from meshwise.spec.errors import UsageError
+from meshwise.spec.words import printable
+
+ROUND = 0.3  # seconds between two looks
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line that a rank printed. attempt: of the run, from 1. host: "" where it is not known."""
+
+    rank: int
+    host: str
+    attempt: int
+    text: str
+
+
+@dataclass
+class _Log:
+    """One file, read as it grows."""
+
+    path: Path
+    rank: int
+    began: Sequence[float]
+    host: str = ""
+    attempt: int = 1
+    at: int = 0
+    rest: bytes = field(default=b"", repr=False)
+
+    def lines(self) -> Iterator[LogLine]:
+        with self.path.open("rb") as file:
+            file.seek(self.at)
+            read = file.read()
+        self.at += len(read)
+        *whole, self.rest = (self.rest + read).split(b"\n")
+        for line in whole:
+            text = line.decode(errors="replace")
+            if (begins := BEGINS.fullmatch(text)) is not None:
+                self.host = begins["host"]
+                self.attempt = max(1, bisect_right(self.began, float(begins["time"]) + 1.0))
+            else:
+                yield LogLine(self.rank, self.host, self.attempt, printable(text))
+
+
+def log_lines(folder: Path, ranks: Sequence[int] = (), *, follow: bool = False) -> Iterator[LogLine]:
+    """The lines of these ranks, of all where none is named: by attempt and rank; with `follow` then as they come, until
+    the run is over. Raises UsageError for a rank that has no log."""
+    logs: dict[Path, _Log] = {}
+    first = list(_new_lines(folder, logs, ranks))
+    yield from sorted(first, key=lambda line: (line.attempt, line.rank))
+    missing = sorted(set(ranks) - {log.rank for log in logs.values()})
+    if missing and not follow:
+        raise UsageError(f"rank {missing[0]}: has printed nothing in {folder}. It has {_ranks(folder)}.")
+    while follow:
+        over = _is_over(folder)  # asked first: what is written until then is shown
+        yield from _new_lines(folder, logs, ranks)
+        if over:
+            return
+        time.sleep(ROUND)
+
+
+def _new_lines(folder: Path, logs: dict[Path, _Log], ranks: Sequence[int]) -> Iterator[LogLine]:
+    began = [session["began"] for session in _facts(folder).get("sessions", [])]
+    for rank, path in logs_of(folder).items():
+        if not ranks or rank in ranks:
+            log = logs.setdefault(path, _Log(path, rank, began))
+            log.began = began
+            yield from log.lines()
+
+
+def _ranks(folder: Path) -> str:
+    found = list(logs_of(folder))
+    return f"ranks {found[0]} to {found[-1]}" if found else "no logs yet"
+
+
+def _is_over(folder: Path) -> bool:
+    facts = _facts(folder)
+    return facts.get("status") not in (names.RUNNING, names.QUEUED) and state_of(facts) is None
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    return names.read_run(folder)

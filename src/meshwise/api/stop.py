@@ -1,0 +1,80 @@
+"""Stop a run for good, wherever it is: in a queue, on a cluster, on this machine. Tested in tests/cli/test_stop.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwise.records import folder as names
+from meshwise.records.lock import holder_of
+from meshwise.records.run_list import find_run, jobs_of
+from meshwise.schedulers import slurm
+from meshwise.spec.errors import UsageError
+from meshwise.spec.units import seconds_text
+
+ROUND = 1.0  # seconds between two looks
+
+
+def stop(parent: Path, word: str, say: Callable[[str], object], *, wait: float) -> None:
+    """Let the run that a word names save and end, and nobody start it again. wait: seconds for that.
+
+    Raises UsageError for a run that is over, or that cannot be reached from here.
+    """
+    folder = find_run(parent, word)
+    facts = names.read_run(folder)
+    jobs = jobs_of(facts)
+    queued = slurm.queue(jobs[-1:])
+    if queued:
+        _stop_job(folder, jobs[-1], say, wait)
+    elif facts.get("status") == names.RUNNING:
+        _stop_here(folder, say, wait)
+    elif facts.get("status") == names.QUEUED:
+        _never_started(folder)
+        say(f"{folder.name}: is in no queue; it will not start.")
+    else:
+        raise UsageError(f"{folder.name}: is over ({facts.get('status')}): there is nothing to stop.")
+
+
+def _stop_job(folder: Path, job: str, say: Callable[[str], object], wait: float) -> None:
+    until, asked = time.monotonic() + wait, False
+    (folder / names.STOP).touch()  # whatever ends the job now: its script and its next start look for this
+    while found := next(iter(slurm.queue([job]).values()), None):
+        if found.state == slurm.PENDING:  # never begun, or it waits for its next start
+            slurm.cancel(job)
+            say(f"Slurm job {job} waited in the queue: cancelled.")
+            break
+        if found.state == slurm.RUNNING and not asked:
+            slurm.tell(job, "TERM")
+            say(f"Slurm job {job} runs: asked to save and to end.")
+            asked = True
+        if time.monotonic() > until:
+            say(f"Slurm job {job} is still {found.state} after {seconds_text(wait)}; to end it at once: scancel {job}")
+            return
+        time.sleep(ROUND)
+    if names.read_run(folder).get("status") == names.QUEUED:
+        _never_started(folder)
+    say(f"{folder.name}: {names.read_run(folder).get('status')}.")
+
+
+def _never_started(folder: Path) -> None:
+    (folder / names.STOP).touch()
+    names.change_run(folder, status="stopped")
+
+
+def _stop_here(folder: Path, say: Callable[[str], object], wait: float) -> None:
+    held = holder_of(folder)
+    if held is None:
+        raise UsageError(f"{folder.name}: who runs it is not known here. Press Ctrl-C where it was started.")
+    host, process = held
+    if host != socket.gethostname():
+        raise UsageError(f"{folder.name}: runs on {host}, in process {process}. Run meshwise stop there.")
+    os.kill(process, signal.SIGINT)
+    say(f"{folder.name}: asked to save and to end.")
+    until = time.monotonic() + wait
+    while names.read_run(folder).get("status") == names.RUNNING and time.monotonic() < until:
+        time.sleep(ROUND / 10)
+    say(f"{folder.name}: {names.read_run(folder).get('status')}.")

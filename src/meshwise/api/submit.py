@@ -1,0 +1,216 @@
+"""Send a run to the queue of a cluster, and what is asked of it there. Tested in tests/cli/test_submit.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from meshwise.machine.words import machine_from_words
+from meshwise.records import code_files
+from meshwise.records import folder as names
+from meshwise.records.files import write_text
+from meshwise.records.run_list import find_run, jobs_of
+from meshwise.schedulers import slurm
+from meshwise.schedulers.batch_script import BatchJob, batch_script, nodes_of
+from meshwise.schedulers.site import Site, find_site
+from meshwise.spec.durations import seconds_of
+from meshwise.spec.errors import UsageError
+from meshwise.spec.options import Option, option_name, options_of
+from meshwise.training.run_options import RunOptions
+
+SCRIPT = "submit.sh"
+NOT_SENT = ("nnodes", "node_rank", "rdzv", "resume", "folder", "out", "time_limit")
+"""Options of `run` that the cluster or the script decides."""
+INSTEAD = {"resume": "meshwise submit RUN sends a run again", "time_limit": "write --time", "folder": "name it --out"}
+
+
+@dataclass(frozen=True)
+class SubmitOptions:
+    """What is asked of the cluster."""
+
+    nodes: Annotated[str, Option("how many nodes: 4, or 2-8 for what the queue gives", metavar="N|N-M")] = "1"
+    time: Annotated[str | None, Option("time limit of an attempt: 4h, 30min; default: the site's")] = None
+    machine: Annotated[str | None, Option("one node, for the rehearsal: 8xH100; default: the site's")] = None
+    site: Annotated[
+        str | None, Option("defaults of the cluster; default: ./site.toml, ~/.config/meshwise/site.toml", metavar="FILE")
+    ] = None
+    dry_run: Annotated[bool, Option("print the script, and send nothing", name="--dry-run")] = False
+    anyway: Annotated[bool, Option("send it though the rehearsal speaks against it", name="--anyway")] = False
+
+    def __post_init__(self) -> None:
+        nodes_of(self.nodes)
+        if self.time is not None:
+            self.seconds()
+
+    def seconds(self) -> float | None:
+        """The time limit."""
+        return None if self.time is None else seconds_of(self.time, "--time")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is sent: the job, its script, and where its records will lie. word: `train.py:job`."""
+
+    word: str
+    job: BatchJob
+    script: str
+    arguments: tuple[str, ...] = ()
+
+
+def site_of(options: SubmitOptions) -> Site:
+    """The site, with the machine that the options name."""
+    site = find_site(options.site)
+    return site if options.machine is None else replace(site, machine=options.machine)
+
+
+def prepare(
+    options: SubmitOptions, run: RunOptions, typed: Mapping[str, Any], arguments: Sequence[str], sbatch: Sequence[str]
+) -> Submission:
+    """The script of a new run. typed: the options of the run as they were written. arguments: of a script.
+
+    Raises UsageError for what cannot be sent."""
+    for name in NOT_SENT:
+        if name != "out" and typed.get(name) not in (None, "", 1, 0):
+            raise UsageError(
+                f"--{name.replace('_', '-')}: is not for meshwise submit: "
+                f"{INSTEAD.get(name, 'the cluster says on which nodes it runs')}."
+            )
+    if run.job is None:
+        raise UsageError("no job is given. Use meshwise submit train.py:job, or a run that was sent: meshwise submit RUN.")
+    site, word = site_of(options), str(run.job)
+    file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
+    if file.suffix == ".py" and not file.is_file():
+        raise UsageError(f"{file}: no such file. Name a Python file, or a job: mnist-mlp, train.py:job.")
+    out = Path(run.out if typed.get("out") not in (None, "runs") else site.runs or run.out).absolute()
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", word.replace(".py", "")).strip("-") or "run"
+    folder = out / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    devices = [] if run.devices or not site.devices else ["--devices", site.devices]
+    words = [*devices, *_words(typed), word, *arguments]
+    job = BatchJob(
+        name=name,
+        workdir=Path.cwd(),
+        run=folder,
+        words=words,
+        nodes=options.nodes,
+        seconds=options.seconds(),
+        gpus=_gpus(site, run.devices or site.devices),
+        command=_command(site),
+        site=site,
+        options=sbatch,
+    )
+    return Submission(word, job, batch_script(job), tuple(arguments))
+
+
+def send(submission: Submission) -> tuple[Path, str | None]:
+    """Make the run folder, and send its script: the script, and the number of its job, None where no queue is here."""
+    job = submission.job
+    missing = [name for name in job.site.secrets if name not in os.environ]
+    if missing:
+        raise UsageError(f"{', '.join(missing)}: not in the environment, and {job.site.file} says that the job needs it.")
+    try:
+        job.run.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"{job.run}: cannot be made ({error.strerror}). Name another folder with --out DIR.") from None
+    write_text(job.run / SCRIPT, submission.script)
+    code_files.write_code(job.run, submission.word)
+    record = {"job": submission.word, "nodes": job.nodes, "time": job.seconds, "jobs": [], "site": job.site.file, "sent": time.time()}
+    facts: dict[str, Any] = {"job": submission.word, "status": names.QUEUED, "submission": record}
+    if submission.arguments:
+        facts["arguments"] = list(submission.arguments)
+    names.write_run(job.run, facts)
+    try:
+        return job.run / SCRIPT, _sent(job.run)
+    except slurm.SchedulerError:
+        shutil.rmtree(job.run)
+        raise
+
+
+def send_again(run: Path) -> tuple[Path, str | None]:
+    """Send the script of a run once more, with the program as it is now; the run goes on where it stopped."""
+    facts = names.read_run(run)
+    if not (run / SCRIPT).is_file():
+        raise UsageError(f"{run}: was not sent by meshwise submit. Go on with it here: meshwise run --resume {run}")
+    if facts.get("status") == names.RUNNING or state_of(facts):
+        raise UsageError(f"{run}: is still in the queue or runs. Stop it first: meshwise stop {run.name}")
+    code_files.write_code(run, str(facts.get("submission", {}).get("job", "")))
+    (run / names.STOP).unlink(missing_ok=True)
+    return run / SCRIPT, _sent(run)
+
+
+def _sent(run: Path) -> str | None:
+    if not slurm.is_here():
+        return None
+    job = slurm.send(run / SCRIPT, [f"--output={run}/slurm-%j.out"])
+    record = names.read_run(run).get("submission", {})
+    names.change_run(run, submission={**record, "jobs": [*record.get("jobs", []), job], "sent": time.time()})
+    return job
+
+
+def state_of(facts: Mapping[str, Any]) -> slurm.Queued | None:
+    """What the queue says of the newest job of a run, by its record; None where it is not there any more."""
+    jobs = jobs_of(facts)
+    return next(iter(slurm.queue(jobs[-1:]).values()), None)
+
+
+def is_run(word: str) -> bool:
+    """Whether a word is a run rather than a program."""
+    if word.endswith(".py") or ":" in word:
+        return False
+    try:
+        find_run(Path("runs"), word)
+    except UsageError:
+        return False
+    return True
+
+
+def _words(typed: Mapping[str, Any]) -> list[str]:
+    """The options of the run, as they were written; the file of a plan by its whole path."""
+    words: list[str] = []
+    for name, _, option in options_of(RunOptions):
+        value = typed.get(name)
+        if option.argument or name in NOT_SENT or value in (None, False, [], (), ""):
+            continue
+        if name == "blocks" or value is True:
+            words.append(option_name(name, option).partition("/")[0])
+        elif name == "on_nan" and value == "stop":
+            continue
+        elif name == "plan" and Path(str(value)).is_file():
+            words += ["--plan", str(Path(str(value)).absolute())]
+        else:
+            for each in value if isinstance(value, list | tuple) else [value]:
+                words += [option_name(name, option), str(each)]
+    return words
+
+
+def _gpus(site: Site, devices: str | None) -> int:
+    """The GPUs of a node that are to be asked for."""
+    if devices and "cpu" in devices:
+        return 0
+    if devices and (found := re.fullmatch(r"(\d+)x\w+", devices)):
+        return int(found[1])
+    if site.gpus_per_node or not site.machine or site.machine.endswith(".toml"):
+        return site.gpus_per_node
+    machine = machine_from_words(site.machine)
+    return 0 if machine.devices[0].name.startswith("cpu") else len(machine.devices)
+
+
+def _command(site: Site) -> list[str]:
+    """How meshwise is called on the nodes: as the site says, else the one that runs here."""
+    if site.command:
+        return shlex.split(site.command)
+    if site.container or site.setup:
+        return ["meshwise"]
+    script = Path(sys.argv[0])
+    found = script if script.name == "meshwise" and script.is_absolute() else shutil.which("meshwise")
+    beside = Path(sys.executable).with_name("meshwise")
+    if beside.is_file() and os.access(beside, os.X_OK):
+        return [str(beside)]
+    return [str(found)] if found and script.name == "meshwise" else [sys.executable, "-m", "meshwise"]

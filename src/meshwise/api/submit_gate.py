@@ -1,0 +1,126 @@
+"""What a run will need and take on a cluster, rehearsed before it is queued. Tested in tests/cli/test_submit.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwise.api.machines import find_machine
+from meshwise.api.plan import Plans, plan_options
+from meshwise.api.plan_options import PlanOptions
+from meshwise.rehearsal.estimate import FITS, UNKNOWN, Estimate
+from meshwise.schedulers.site import Site
+from meshwise.spec.errors import MeshwiseError, UsageError
+from meshwise.spec.plan_settings import settings_text
+from meshwise.spec.units import bytes_text, plural, seconds_text
+from meshwise.training.run_options import AUTO, RunOptions
+
+SECONDS = 45.0
+"""For the rehearsal of one size."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is said of a run before it is sent. refused: why it should not be; "" where nothing speaks against it."""
+
+    lines: tuple[str, ...]
+    refused: str = ""
+
+
+def verdict(
+    options: RunOptions, arguments: Sequence[str], site: Site, nodes: tuple[int, int], limit: float | None
+) -> Verdict:
+    """Rehearse the run at the least and the most nodes. limit: seconds of an attempt."""
+    if not site.machine:
+        where = site.file or "site.toml"
+        return Verdict((f'not rehearsed: {where} names no machine. Write machine = "8xH100" for one node there.',))
+    lines: list[str] = []
+    refused = ""
+    for count in dict.fromkeys(nodes):
+        told, why = _of_size(options, arguments, site, count, limit)
+        lines += told
+        refused = refused or why
+    return Verdict(tuple(lines), refused)
+
+
+def _of_size(
+    options: RunOptions, arguments: Sequence[str], site: Site, nodes: int, limit: float | None
+) -> tuple[list[str], str]:
+    machine = find_machine(machine_words(site, nodes))
+    where = f"{plural(nodes, 'node')} × {len(machine.devices) // nodes} {site.machine.partition('x')[2] or 'devices'}"
+    asked = PlanOptions(
+        str(options.job),
+        machine=machine,
+        batch_size=options.batch_size,
+        args=options.args,
+        seed=options.seed,
+        data=options.data,
+        seconds=SECONDS,
+        arguments=tuple(arguments),
+        **({"devices": str(len(machine.devices))} if options.plan == AUTO else {}),
+        **({} if options.plan == AUTO else {"fits": options.plan_on(len(machine.devices))}),
+    )
+    try:
+        plans = plan_options(asked)
+    except UsageError:
+        raise
+    except MeshwiseError as error:
+        return [f"{where}: cannot run. {error}"], f"on {where} it cannot run: {error}"
+    return _told(plans, plans.found.estimates[0], where, options, limit)
+
+
+def machine_words(site: Site, nodes: int) -> str:
+    """The machine of this many nodes, as `--machine` reads it."""
+    if nodes == 1:
+        return site.machine
+    if site.machine.endswith(".toml"):
+        raise UsageError(
+            f"{site.file}: machine = '{site.machine}' describes one node, and the run has {nodes}. Write it in words, "
+            'machine = "8xH100" and network = "400Gb".'
+        )
+    return f"{nodes}x{site.machine}" + (f"@{site.network}" if site.network else "")
+
+
+def _told(
+    plans: Plans, first: Estimate, where: str, options: RunOptions, limit: float | None
+) -> tuple[list[str], str]:
+    memory = first.memory
+    low, high = bytes_text(memory.total.low), bytes_text(memory.total.high)
+    room = "" if memory.capacity is None else f" of {bytes_text(memory.capacity)}"
+    step = f"the time of a step is not known: {first.unknown}"
+    if first.seconds is not None:
+        step = f"a step takes {seconds_text(first.seconds.value)} ({_range(first, 1)})"
+    lines = [f"{where}: {settings_text(first.plan)} {memory.verdict}, {low} to {high}{room}; {step}."]
+    if (whole := _to_the_end(plans, first, options, limit)) is not None:
+        lines.append(whole)
+    if memory.verdict in (FITS, UNKNOWN):
+        return lines, ""
+    return lines, f"on {where} {settings_text(first.plan)} {memory.verdict}: {low} to {high}{room}"
+
+
+def _to_the_end(plans: Plans, first: Estimate, options: RunOptions, limit: float | None) -> str | None:
+    """Device hours, and how many attempts of this limit they are."""
+    if plans.steps is None or first.seconds is None:
+        return None
+    steps = plans.steps if options.epochs is None else _with_epochs(plans, options)
+    hours = steps * first.seconds.value * first.plan.devices / 3600
+    wall = [steps * seconds for seconds in (first.seconds.low, first.seconds.value, first.seconds.high)]
+    told = f"to the end: {plural(steps, 'step')}, {seconds_text(wall[1])} ({seconds_text(wall[0])} to "
+    told += f"{seconds_text(wall[2])}), {hours:.2g} device hours without evaluations and saving"
+    if limit is not None:
+        least, most = (max(1, math.ceil(seconds / limit)) for seconds in (wall[0], wall[2]))
+        told += f"; {least if least == most else f'{least} to {most}'} attempt{'s' * (most > 1)} of {seconds_text(limit)}"
+    return f"{told}."
+
+
+def _with_epochs(plans: Plans, options: RunOptions) -> int:
+    from meshwise.jobs.registry import find_job  # here: the script that is sent needs no job of its own
+
+    job = find_job(str(options.job), data=options.data, seed=options.seed, args=options.args)
+    return round((plans.steps or 0) / job.epochs * (options.epochs or job.epochs))
+
+
+def _range(estimate: Estimate, times: int) -> str:
+    assert estimate.seconds is not None
+    return f"{seconds_text(times * estimate.seconds.low)} to {seconds_text(times * estimate.seconds.high)}"

@@ -1,0 +1,31 @@
+"""`meshwise stop`: let a run save and end for good. Tested in tests/cli/test_stop.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwise import api
+from meshwise.commands.runs import FOLDER, NAME
+from meshwise.spec.durations import seconds_of
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def stop(
+    run: Annotated[str, NAME],
+    folder: Annotated[str, FOLDER] = "runs",
+    wait: Annotated[str, typer.Option(metavar="TIME", help="how long to wait for its end")] = "5min",
+) -> None:
+    """Let a run save its state and end, and start it no more: queued or running, on Slurm or on this machine.
+
+    \b
+    meshwise stop 20261121-140502-gpt        by a part of its name
+    meshwise stop gpt --wait 10min           saving takes long
+    meshwise submit runs/20261121-140502-gpt   go on with it later, on Slurm
+    meshwise run --resume runs/20261121-140502-gpt   or here
+    """
+    api.stop.stop(Path(folder), run, print, wait=seconds_of(wait, "--wait"))

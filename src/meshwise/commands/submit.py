@@ -1,0 +1,69 @@
+"""`meshwise submit`: send a run to the queue of a cluster."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer
+
+from meshwise import api
+from meshwise.api.submit import SubmitOptions
+from meshwise.commands.command_line import BEHIND, ScriptCommand, from_dataclass, is_script
+from meshwise.records.run_list import find_run
+from meshwise.spec.errors import PlanError
+from meshwise.training.run_options import RunOptions
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=ScriptCommand, context_settings={"obj": RunOptions, "allow_extra_args": True})
+@from_dataclass
+def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) -> None:
+    """Send a job or a script to Slurm, rehearsed first. It starts again after its time limit, until it is done.
+
+    What is sent is a short batch script around `meshwise run`; --dry-run prints it. Behind the last -- stand options of
+    sbatch. A site's defaults stand in site.toml: machine, network, devices, gpus, gpu_type, cpus, memory, partition,
+    account, qos, setup, command, container, runtime, mounts, runs, options, secrets.
+
+    \b
+    meshwise submit train.py:job --nodes 4 --time 4h
+    meshwise submit train.py:job --nodes 2-8 --dry-run -- --partition gpu
+    meshwise submit --nodes 2 train.py --lr 0.1 -- --account physics
+    meshwise submit runs/20261121-140502-gpt         send a run again
+    """
+    own, sbatch = _parts(context, options)
+    word = str(options.job or "")
+    if api.submit.is_run(word):
+        _say_sent(*api.submit.send_again(find_run(Path("runs"), word)))
+        return
+    submission = api.submit.prepare(cluster, options, context.params, own, sbatch)
+    site = submission.job.site
+    found = api.submit_gate.verdict(options, own, site, api.submit.nodes_of(cluster.nodes), cluster.seconds())
+    for line in found.lines:
+        print(line, file=sys.stderr)
+    if found.refused and not cluster.anyway:
+        raise PlanError(f"not sent: {found.refused}. Use more nodes or another plan, or send it with --anyway.")
+    if found.refused:
+        print(f"sent anyway, although {found.refused}.", file=sys.stderr)
+    if cluster.dry_run:
+        print(submission.script, end="")
+        return
+    _say_sent(*api.submit.send(submission))
+
+
+def _parts(context: typer.Context, options: RunOptions) -> tuple[list[str], list[str]]:
+    """The words of the script itself, and those of sbatch."""
+    behind: list[str] = context.meta[BEHIND] if is_script(options.job) else ["--", *context.args]
+    if "--" not in behind:
+        return behind, []
+    at = len(behind) - 1 - behind[::-1].index("--")
+    return behind[:at], behind[at + 1 :]
+
+
+def _say_sent(script: Path, job: str | None) -> None:
+    run = script.parent
+    if job is None:
+        print(f"sbatch is not on this machine: the script is written. Send it where it is: sbatch {script}")
+        return
+    print(f"sent        Slurm job {job}\nrecords     {run}\nmore with   meshwise runs, meshwise logs {run.name} -f")

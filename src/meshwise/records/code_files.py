@@ -1,0 +1,86 @@
+"""The files of a program, as they were when it was checked: what runs later is compared with that.
+
+Tested in tests/records/test_code_files.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from meshwise.records.files import write_text
+from meshwise.spec.errors import UsageError
+from meshwise.spec.words import some
+
+RUN_FILE, CODE = "run.json", "code.json"
+"""What makes a folder that of a run; the second has the files of the job's folder, and the hash of each."""
+MOST_FILES = 2000
+
+
+def code_files(word: str) -> dict[str, str]:
+    """The hash of a program's file, `train.py` or `train.py:job`, and of each Python file beside and below it, by its
+    path from there; without run folders, hidden folders and virtual environments. Empty for a built-in job.
+
+    Python files alone: what a program reads and writes as text may change from one attempt to the next."""
+    file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
+    if file.suffix != ".py" or not file.is_file():
+        return {}
+    folder = file.resolve().parent
+    return {str(path.relative_to(folder)): _hash(path) for path in _files(folder, file.resolve())}
+
+
+def write_code(folder: Path, word: str) -> None:
+    """Keep the files of a program in its run folder."""
+    write_text(folder / CODE, "{}")  # first: it tells a run folder from those of the program
+    write_text(folder / CODE, json.dumps(code_files(word), indent=1) + "\n")
+
+
+def changed_code(folder: Path, word: str) -> list[str]:
+    """Which files are others than when they were kept: changed, gone or new. Nothing where none were kept."""
+    try:
+        kept = json.loads((folder / CODE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    now = code_files(word)
+    return _differences(kept, now) if kept and isinstance(kept, dict) else []
+
+
+def refuse_changed_code(folder: Path, word: str) -> None:
+    """Raises UsageError where what would run is not what was checked."""
+    if changed := changed_code(folder, word):
+        raise UsageError(
+            f"{some(changed)}: changed since meshwise submit has checked this run. Send it again: "
+            f"meshwise submit {folder}"
+        )
+
+
+def _differences(kept: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in {*kept, *now} if kept.get(name) != now.get(name))
+
+
+def _files(folder: Path, first: Path) -> Iterator[Path]:
+    yield first
+    found = 1
+    for root, folders, files in os.walk(folder):
+        here = Path(root)
+        if (here / RUN_FILE).exists() or (here / CODE).exists():
+            folders.clear()
+            continue
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith((".", "__")) and not (here / name / "pyvenv.cfg").exists() and name != "node_modules"
+        )
+        for path in (here / name for name in sorted(files)):
+            if path != first and path.suffix == ".py" and path.is_file():
+                found += 1
+                if found > MOST_FILES:
+                    return
+                yield path
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

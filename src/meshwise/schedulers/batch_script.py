@@ -1,0 +1,162 @@
+"""The batch script of a job: what a person would have written for `sbatch`, short, with comments, that works by hand.
+
+What it does about the end of a job was tried on a Slurm 22.05 (bench/slurm.py):
+- the signals of a time limit, a preemption or `scancel` come to the script too and would end its `wait`;
+- `scontrol requeue` brings back a job that somebody has just cancelled, and from a node that was cut off it takes a
+  healthy later start from the others: so it is asked only by the start that Slurm still counts, and while it runs.
+Tested in tests/schedulers/test_batch_script.py; run as printed on a real Slurm in tests/schedulers/test_submit_slurm.py.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwise.schedulers.site import Site
+from meshwise.spec.errors import UsageError
+
+_NODES = re.compile(r"[1-9]\d{0,5}(-[1-9]\d{0,5})?")
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """What is to be run: `words` behind `meshwise run`, in `workdir`, with its records in `run`.
+
+    nodes: `4`, or `2-8`. seconds: the time limit; None is the site's. gpus: of a node, 0 for none. options: of sbatch.
+    command: how meshwise is called.
+    """
+
+    name: str
+    workdir: Path
+    run: Path
+    words: Sequence[str]
+    nodes: str
+    seconds: float | None
+    gpus: int
+    command: Sequence[str]
+    site: Site
+    options: Sequence[str] = ()
+
+
+def nodes_of(text: str) -> tuple[int, int]:
+    """The least and the most nodes of `4` or `2-8`. Raises UsageError for anything else."""
+    if not _NODES.fullmatch(text):
+        raise UsageError(f"--nodes {text}: write a number such as 4, or a range such as 2-8.")
+    low, _, high = text.partition("-")
+    if int(high or low) < int(low):
+        raise UsageError(f"--nodes {text}: the range ends before it begins. Write {high}-{low}.")
+    return int(low), int(high or low)
+
+
+def batch_script(job: BatchJob) -> str:
+    """The text of the script. Raises UsageError for a value that cannot stand in one line."""
+    low, high = nodes_of(job.nodes)
+    lines = ["#!/bin/bash", f"# {_one_line(job.name)}: written by meshwise submit. By hand: sbatch submit.sh"]
+    lines += [f"#SBATCH {line}" for line in _options(job, elastic=low != high)]
+    lines += ["", f"cd {_quoted(job.workdir)} || exit 2", *job.site.setup]
+    lines += [f': "${{{name}:?the job needs it: export {name} before sbatch}}"' for name in job.site.secrets]
+    if job.site.cpus:
+        lines += ["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it over from Slurm 22.05 on"]
+    lines += [f"run={_quoted(job.run)}${{SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}  # found again by every start"]
+    return "\n".join([*lines, "", *_step(job, elastic=low != high), "", *_AGAIN, ""])
+
+
+def _options(job: BatchJob, *, elastic: bool) -> list[str]:
+    """The options of sbatch, one a line; the user's own come last, and win."""
+    site = job.site
+    named = {"partition": site.partition, "account": site.account, "qos": site.qos, "mem": site.memory}
+    lines = [f"--job-name={_word(job.name)}", f"--nodes={job.nodes}"]
+    lines += ["--no-kill  # a lost node does not end it: it goes on with those that are left"] if elastic else []
+    lines += ["--ntasks-per-node=1  # meshwise starts the workers of a node itself"]
+    if job.gpus and site.gpus != "none":
+        kind = f"{site.gpu_type}:" if site.gpu_type else ""
+        lines += [f"--gres=gpu:{kind}{job.gpus}" if site.gpus == "gres" else f"--gpus-per-node={kind}{job.gpus}"]
+    lines += [f"--cpus-per-task={site.cpus}"] if site.cpus else []
+    lines += [f"--{option}={_word(value)}" for option, value in named.items() if value]
+    lines += [f"--time={slurm_time(job.seconds)}"] if job.seconds is not None else []
+    lines += ["--requeue  # after a lost node or a preemption Slurm starts it again", "--open-mode=append"]
+    return lines + [_word(option) for option in (*site.options, *_joined(job.options))]
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """Options with their values: `--partition gpu` is `--partition=gpu`, `-p gpu` is `-p gpu`, one each."""
+    joined: list[str] = []
+    for word in words:
+        if word.startswith("-"):
+            joined.append(word)
+        elif joined and joined[-1].startswith("--") and "=" not in joined[-1]:
+            joined[-1] += f"={word}"
+        elif joined and len(joined[-1]) == 2:
+            joined[-1] += word
+        else:
+            raise UsageError(f"'{word}': behind the last -- stand options of sbatch, such as -- --partition gpu.")
+    return joined
+
+
+def _step(job: BatchJob, *, elastic: bool) -> list[str]:
+    site = job.site
+    words = ["srun", *(["--no-kill"] if elastic else [])]
+    if site.container and site.runtime == "pyxis":
+        words += [f"--container-image={site.container}", f"--container-workdir={job.workdir}"]
+        words += [f"--container-mounts={','.join(site.mounts)}"] if site.mounts else []
+    elif site.container:
+        binds = [word for mount in site.mounts for word in ("--bind", mount)]
+        words += [site.runtime, "exec", *(["--nv"] if job.gpus else []), *binds, site.container]
+    words += [*job.command, "run", "--folder"]
+    return [
+        "# Slurm's signals reach the ranks too, which save and end by them: this script only waits for that.",
+        "trap : TERM USR1 USR2",
+        " ".join([*map(_quoted, words), '"$run"', *map(_quoted, job.words), "&"]),
+        "while kill -0 $! 2>/dev/null; do wait $!; done",
+        "wait $!",
+        "code=$?",
+    ]
+
+
+_AGAIN = """\
+# 85 asks for another start, no other code does. Only the start that Slurm counts asks for it, and only while it runs or
+# has come to its limit: a job that was cancelled, or that Slurm has requeued itself, is left alone. So is one that
+# meshwise stop has stopped.
+if [ $code = 85 ] && [ ! -e "$run/stop" ]; then
+    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+    job=${job:-$SLURM_JOB_ID}
+    state=$(squeue --noheader --jobs "$job" --format "%T %r")
+    starts=$(scontrol show job "$job" | grep -o "Restarts=[0-9]*")
+    case "$state" in
+    "RUNNING "* | "COMPLETING TimeLimit")
+        [ "$starts" = "Restarts=${SLURM_RESTART_COUNT:-0}" ] && scontrol requeue "$job" ;;
+    esac
+fi
+exit $code""".splitlines()
+
+
+def slurm_time(seconds: float) -> str:
+    """A duration as Slurm writes it, in whole minutes, at least one: `1-04:30:00`."""
+    minutes = max(1, -(-int(seconds) // 60))
+    days, minutes = divmod(minutes, 24 * 60)
+    clock = f"{minutes // 60:02}:{minutes % 60:02}:00"
+    return f"{days}-{clock}" if days else clock
+
+
+def _quoted(word: object) -> str:
+    """A word for the shell."""
+    return shlex.quote(_one_line(str(word)))
+
+
+def _word(value: str) -> str:
+    """A value of an #SBATCH line, where sbatch takes quotes and no variables, and # begins a comment."""
+    text = _one_line(value)
+    if not re.search(r"[\s#'\"\\]", text):
+        return text
+    if re.search(r"[\"\\]", text):
+        raise UsageError(f"{text}: a quote or a backslash cannot stand in an #SBATCH line. Write it without.")
+    return f'"{text}"'
+
+
+def _one_line(text: str) -> str:
+    if any(ord(letter) < 32 or letter == "\x7f" for letter in text):
+        raise UsageError(f"{text!r}: a line break or a control character cannot stand in a batch script.")
+    return text

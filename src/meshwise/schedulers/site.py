@@ -1,0 +1,118 @@
+"""What a cluster wants of every job, once, in a TOML file of the site or of the user.
+
+    machine = "8xH100"                     # a node, as `meshwise plan --machine` reads it
+    network = "400Gb"                      # what a node can send, one way
+    partition = "gpu"
+    setup = ["module load cuda/12.4", "source /shared/me/.venv/bin/activate"]
+
+Tested in tests/schedulers/test_site.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from meshwise.spec.errors import UsageError, nearest
+
+FILE = "site.toml"
+GPU_FORMS = ("gpus-per-node", "gres", "none")
+CONTAINERS = ("apptainer", "singularity", "pyxis")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Site:
+    """The defaults of a cluster; "" or an empty tuple where it has none.
+
+    machine: one node. network: between nodes. devices: of a node, as `--devices`. gpus: how GPUs are asked for.
+    gpu_type: `h100`. gpus_per_node: 0 is those of the machine. cpus, memory: of a node. command: how meshwise is called
+    there. setup: lines of the shell before the job. container: an image, run by `runtime` with `mounts`. runs: a folder
+    that all nodes see. options: of sbatch. secrets: names of variables that the job needs. file: where it stands.
+    """
+
+    machine: str = ""
+    network: str = ""
+    devices: str = ""
+    gpus: str = "gpus-per-node"
+    gpu_type: str = ""
+    gpus_per_node: int = 0
+    cpus: int = 0
+    memory: str = ""
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    command: str = ""
+    setup: tuple[str, ...] = ()
+    container: str = ""
+    runtime: str = "apptainer"
+    mounts: tuple[str, ...] = ()
+    runs: str = ""
+    options: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = ()
+    file: str = ""
+
+
+def find_site(named: str | Path | None = None, *, home: Path | None = None) -> Site:
+    """The site of a file that is named; else of ./site.toml, else of ~/.config/meshwise/site.toml; else one without
+    defaults. Raises UsageError for a file that cannot be read, or that says what a site cannot have."""
+    if named is not None:
+        return read_site(Path(named))
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or (home or Path.home()) / ".config")
+    for path in (Path(FILE), config / "meshwise" / FILE):
+        if path.is_file():
+            return read_site(path)
+    return Site()
+
+
+def read_site(path: Path) -> Site:
+    """The site of a file."""
+    try:
+        if not path.is_file():
+            raise UsageError(f"--site {path}: no such file. `meshwise submit --help` says what a site file holds.")
+        told = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--site {path}: cannot be read ({error.strerror}).") from None
+    except ValueError as error:  # no TOML, no UTF-8
+        raise UsageError(f"{path}: is no TOML file ({error}).") from None
+    kinds = {field.name: type(field.default) for field in fields(Site) if field.name != "file"}
+    for key, value in told.items():
+        if key not in kinds:
+            raise UsageError(f"{path}: {key}: a site has no such key.{nearest(key, kinds)} Use {', '.join(kinds)}.")
+        told[key] = _checked(path, key, value, kinds[key])
+    site = Site(**told, file=str(path))
+    _check(site, path)
+    return site
+
+
+def _checked(path: Path, key: str, value: Any, kind: type) -> Any:
+    if kind is tuple and isinstance(value, list) and all(isinstance(each, str) for each in value):
+        value = tuple(value)
+    if type(value) is not kind:
+        shape = {str: "text in quotes", int: "a whole number", tuple: "a list of texts"}[kind]
+        raise UsageError(f"{path}: {key} = {value!r}: must be {shape}.")
+    for text in value if isinstance(value, tuple) else [value]:
+        if isinstance(text, str) and any(ord(letter) < 32 or letter == "\x7f" for letter in text):
+            raise UsageError(f"{path}: {key}: {text!r} has a line break or a control character. Write one line each.")
+    if isinstance(value, int) and value < 0:
+        raise UsageError(f"{path}: {key} = {value}: must be 0 or more.")
+    return value
+
+
+def _check(site: Site, path: Path) -> None:
+    if site.gpus not in GPU_FORMS:
+        raise UsageError(f"{path}: gpus = '{site.gpus}': must be one of {', '.join(GPU_FORMS)}.")
+    if site.runtime not in CONTAINERS:
+        raise UsageError(f"{path}: runtime = '{site.runtime}': must be one of {', '.join(CONTAINERS)}.")
+    if site.mounts and not site.container:
+        raise UsageError(f"{path}: mounts are of a container, and none is named: container = \"image.sif\".")
+    for name in site.secrets:
+        if not _VARIABLE.fullmatch(name):
+            raise UsageError(f"{path}: secrets: write the name of an environment variable alone, never its value.")
+    for option in site.options:
+        if not option.startswith("-"):
+            raise UsageError(f"{path}: options: '{option}' is no option of sbatch. Write it as \"--constraint=ib\".")
