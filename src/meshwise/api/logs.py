@@ -1,4 +1,4 @@
-"""What the ranks of a run print, over all its attempts. Tested in tests/cli/test_logs.py."""
+"""What the ranks of a run print, over all its attempts. Tested in tests/cli/test_submit.py."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Log:
             text = line.decode(errors="replace")
             if (begins := BEGINS.fullmatch(text)) is not None:
                 self.host = begins["host"]
-                self.attempt = max(1, bisect_right(self.began, float(begins["time"]) + 1.0))
+                self.attempt = max(1, bisect_right(self.began, float(begins["time"]) + 0.1))
             else:
                 yield LogLine(self.rank, self.host, self.attempt, printable(text))
 

@@ -1,6 +1,6 @@
 """`meshwise run --folder DIR`: the run that lies in a folder goes on by the command that began it.
 
-So a batch script is the same at every start. Tested in tests/cli/test_own_folder.py.
+So a batch script is the same at every start. Tested in tests/cli/test_submit.py.
 """
 
 from __future__ import annotations

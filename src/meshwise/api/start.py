@@ -158,7 +158,9 @@ def opened(
         }
         if isinstance(options.job, str | Path):  # of a Job that is given the source is not known
             facts["source"] = names.source_of(str(options.job))
-        if options.folder is not None and ASKED not in (names.read_run(folder) if (folder / names.RUN).exists() else {}):
+        if options.folder is not None and ASKED not in (
+            names.read_run(folder) if (folder / names.RUN).exists() else {}
+        ):
             facts[ASKED] = options.record()
         restarts.number = names.begin_session(folder, began, restarts.record(), **facts)
     if program.plan is not None:  # on every machine: a script's workers read it in their own folder

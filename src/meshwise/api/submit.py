@@ -40,7 +40,8 @@ class SubmitOptions:
     time: Annotated[str | None, Option("time limit of an attempt: 4h, 30min; default: the site's")] = None
     machine: Annotated[str | None, Option("one node, for the rehearsal: 8xH100; default: the site's")] = None
     site: Annotated[
-        str | None, Option("defaults of the cluster; default: ./site.toml, ~/.config/meshwise/site.toml", metavar="FILE")
+        str | None,
+        Option("defaults of the cluster; default: site.toml here, else in ~/.config/meshwise", metavar="FILE"),
     ] = None
     dry_run: Annotated[bool, Option("print the script, and send nothing", name="--dry-run")] = False
     anyway: Annotated[bool, Option("send it though the rehearsal speaks against it", name="--anyway")] = False
@@ -84,7 +85,9 @@ def prepare(
                 f"{INSTEAD.get(name, 'the cluster says on which nodes it runs')}."
             )
     if run.job is None:
-        raise UsageError("no job is given. Use meshwise submit train.py:job, or a run that was sent: meshwise submit RUN.")
+        raise UsageError(
+            "no job is given. Use meshwise submit train.py:job, or a run that was sent: meshwise submit RUN."
+        )
     site, word = site_of(options), str(run.job)
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     if file.suffix == ".py" and not file.is_file():
@@ -114,14 +117,23 @@ def send(submission: Submission) -> tuple[Path, str | None]:
     job = submission.job
     missing = [name for name in job.site.secrets if name not in os.environ]
     if missing:
-        raise UsageError(f"{', '.join(missing)}: not in the environment, and {job.site.file} says that the job needs it.")
+        raise UsageError(
+            f"{', '.join(missing)}: not in the environment, and {job.site.file} says that the job needs it."
+        )
     try:
         job.run.mkdir(parents=True)
     except OSError as error:
         raise UsageError(f"{job.run}: cannot be made ({error.strerror}). Name another folder with --out DIR.") from None
     write_text(job.run / SCRIPT, submission.script)
     code_files.write_code(job.run, submission.word)
-    record = {"job": submission.word, "nodes": job.nodes, "time": job.seconds, "jobs": [], "site": job.site.file, "sent": time.time()}
+    record: dict[str, Any] = {
+        "job": submission.word,
+        "nodes": job.nodes,
+        "time": job.seconds,
+        "jobs": [],
+        "site": job.site.file,
+        "sent": time.time(),
+    }
     facts: dict[str, Any] = {"job": submission.word, "status": names.QUEUED, "submission": record}
     if submission.arguments:
         facts["arguments"] = list(submission.arguments)
@@ -149,7 +161,7 @@ def _sent(run: Path) -> str | None:
     if not slurm.is_here():
         return None
     job = slurm.send(run / SCRIPT, [f"--output={run}/slurm-%j.out"])
-    record = names.read_run(run).get("submission", {})
+    record: dict[str, Any] = names.read_run(run).get("submission", {})
     names.change_run(run, submission={**record, "jobs": [*record.get("jobs", []), job], "sent": time.time()})
     return job
 

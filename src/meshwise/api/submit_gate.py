@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from meshwise.api.machines import find_machine
 from meshwise.api.plan import Plans, plan_options
 from meshwise.api.plan_options import PlanOptions
+from meshwise.jobs.registry import find_job
 from meshwise.rehearsal.estimate import FITS, UNKNOWN, Estimate
 from meshwise.schedulers.site import Site
 from meshwise.spec.errors import MeshwiseError, UsageError
@@ -58,8 +59,8 @@ def _of_size(
         data=options.data,
         seconds=SECONDS,
         arguments=tuple(arguments),
-        **({"devices": str(len(machine.devices))} if options.plan == AUTO else {}),
-        **({} if options.plan == AUTO else {"fits": options.plan_on(len(machine.devices))}),
+        devices=str(len(machine.devices)) if options.plan == AUTO else None,
+        fits=None if options.plan == AUTO else options.plan_on(len(machine.devices)),
     )
     try:
         plans = plan_options(asked)
@@ -82,9 +83,7 @@ def machine_words(site: Site, nodes: int) -> str:
     return f"{nodes}x{site.machine}" + (f"@{site.network}" if site.network else "")
 
 
-def _told(
-    plans: Plans, first: Estimate, where: str, options: RunOptions, limit: float | None
-) -> tuple[list[str], str]:
+def _told(plans: Plans, first: Estimate, where: str, options: RunOptions, limit: float | None) -> tuple[list[str], str]:
     memory = first.memory
     low, high = bytes_text(memory.total.low), bytes_text(memory.total.high)
     room = "" if memory.capacity is None else f" of {bytes_text(memory.capacity)}"
@@ -110,13 +109,13 @@ def _to_the_end(plans: Plans, first: Estimate, options: RunOptions, limit: float
     told += f"{seconds_text(wall[2])}), {hours:.2g} device hours without evaluations and saving"
     if limit is not None:
         least, most = (max(1, math.ceil(seconds / limit)) for seconds in (wall[0], wall[2]))
-        told += f"; {least if least == most else f'{least} to {most}'} attempt{'s' * (most > 1)} of {seconds_text(limit)}"
+        told += (
+            f"; {least if least == most else f'{least} to {most}'} attempt{'s' * (most > 1)} of {seconds_text(limit)}"
+        )
     return f"{told}."
 
 
 def _with_epochs(plans: Plans, options: RunOptions) -> int:
-    from meshwise.jobs.registry import find_job  # here: the script that is sent needs no job of its own
-
     job = find_job(str(options.job), data=options.data, seed=options.seed, args=options.args)
     return round((plans.steps or 0) / job.epochs * (options.epochs or job.epochs))
 

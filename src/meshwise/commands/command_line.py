@@ -30,7 +30,6 @@ from meshwise.commands.completion import OF_OPTIONS
 from meshwise.spec.options import Option, option_name, options_of
 from meshwise.spec.words import some
 
-
 BEHIND = "meshwise.behind"
 """In a context's meta: what follows a script's name, whole."""
 

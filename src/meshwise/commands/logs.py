@@ -1,4 +1,4 @@
-"""`meshwise logs`: what the ranks of a run print. Tested in tests/cli/test_logs.py."""
+"""`meshwise logs`: what the ranks of a run print. Tested in tests/cli/test_submit.py."""
 
 from __future__ import annotations
 

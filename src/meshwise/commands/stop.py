@@ -1,4 +1,4 @@
-"""`meshwise stop`: let a run save and end for good. Tested in tests/cli/test_stop.py."""
+"""`meshwise stop`: let a run save and end for good. Tested in tests/cli/test_submit.py."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from meshwise import api
 from meshwise.api.submit import SubmitOptions
 from meshwise.commands.command_line import BEHIND, ScriptCommand, from_dataclass, is_script
 from meshwise.records.run_list import find_run
+from meshwise.schedulers.batch_script import nodes_of
 from meshwise.spec.errors import PlanError
 from meshwise.training.run_options import RunOptions
 
@@ -39,7 +40,7 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
         return
     submission = api.submit.prepare(cluster, options, context.params, own, sbatch)
     site = submission.job.site
-    found = api.submit_gate.verdict(options, own, site, api.submit.nodes_of(cluster.nodes), cluster.seconds())
+    found = api.submit_gate.verdict(options, own, site, nodes_of(cluster.nodes), cluster.seconds())
     for line in found.lines:
         print(line, file=sys.stderr)
     if found.refused and not cluster.anyway:

@@ -1,6 +1,6 @@
 """What each rank prints: a file of its own in the run folder, to which every attempt appends.
 
-Tested in tests/cli/test_logs.py.
+Tested in tests/cli/test_submit.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ What it does about the end of a job was tried on a Slurm 22.05 (bench/slurm.py):
 - the signals of a time limit, a preemption or `scancel` come to the script too and would end its `wait`;
 - `scontrol requeue` brings back a job that somebody has just cancelled, and from a node that was cut off it takes a
   healthy later start from the others: so it is asked only by the start that Slurm still counts, and while it runs.
-Tested in tests/schedulers/test_batch_script.py; run as printed on a real Slurm in tests/schedulers/test_submit_slurm.py.
+Tested in tests/schedulers/test_batch_script.py; run as printed on a real Slurm in test_submit_slurm.py beside it.
 """
 
 from __future__ import annotations

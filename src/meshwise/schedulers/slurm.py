@@ -1,4 +1,4 @@
-"""Slurm's own commands: send a script, ask for a job's state, end it. Tested in tests/schedulers/test_slurm.py."""
+"""Slurm's own commands: send a script, ask for a job's state, end it. Tested in tests/cli/test_submit.py."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def is_here() -> bool:
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without what Slurm told of the step in which this shell runs: sbatch would hand it on."""
-    return {
-        name: value for name, value in environment.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"
-    }
+    return {name: value for name, value in environment.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
 
 
 def send(script: Path, options: Sequence[str] = ()) -> str:

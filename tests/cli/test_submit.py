@@ -1,0 +1,236 @@
+"""`meshwise submit`, and what `runs`, `stop` and `logs` show of what was sent. Slurm's commands are stand-ins here; the
+real ones are in tests/schedulers. Of api/logs.py, api/own_folder.py, api/stop.py, api/submit_gate.py, commands/logs.py,
+commands/stop.py, records/rank_logs.py and schedulers/slurm.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwise import cli
+from meshwise.records import folder as names
+
+JOB = """
+import torch
+from torch import nn
+import meshwise as mw
+
+x = torch.randn(64, 4)
+job = mw.Job(
+    name="small", model=lambda: nn.Linear(4, 1), data=lambda: (x, x.sum(1, keepdim=True)), batch_size=8, epochs=2,
+    loss=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+"""
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    """`command("submit", …)` where small.py lies: its exit code, and what it prints."""
+    (tmp_path / "small.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no config"))
+    monkeypatch.setenv("PATH", str(tmp_path / "no commands"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["meshwise", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        shown = capsys.readouterr()
+        return int(end.value.code or 0), shown.out, shown.err
+
+    return call
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder whose file `queue` is what squeue says, and `asked` what the other commands were given."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    stand_ins = {
+        "sbatch": f'echo "sbatch $@ step=$SLURM_STEP_ID conf=$SLURM_CONF" >>{tools}/asked; cat {tools}/answer',
+        "squeue": f"echo JOBID; cat {tools}/queue",
+        "scancel": f'echo "scancel $@" >>{tools}/asked; sed -i "/^7/d" {tools}/queue',
+    }
+    for name, text in stand_ins.items():
+        (tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    (tools / "queue").write_text("7|PENDING|Priority\n")
+    (tools / "answer").write_text("7\n")
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    return tools
+
+
+def run_in(tmp_path: Path) -> Path:
+    (run,) = (tmp_path / "runs").iterdir()
+    return run
+
+
+def test_a_dry_run_prints_the_script_and_leaves_nothing(command: Command, tmp_path: Path) -> None:
+    code, out, err = command("submit", "small.py:job", "--epochs", 3, "--time", "90min", "--dry-run", "--", "-p", "gpu")
+    assert code == 0 and "not rehearsed: site.toml names no machine" in err
+    assert "#SBATCH --time=01:30:00\n" in out and "#SBATCH -pgpu\n" in out
+    assert "--epochs 3 small.py:job &" in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_words_of_a_script_are_its_own(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    words = ("submit", "--nodes", "2", "--dry-run", "train.py", "--lr", "0.1", "--", "--account", "physics")
+    code, out, _ = command(*words)
+    assert code == 0 and "train.py --lr 0.1 &" in out and "#SBATCH --account=physics" in out
+
+
+def test_without_sbatch_the_script_is_written(command: Command, tmp_path: Path) -> None:
+    code, out, _ = command("submit", "small.py:job")
+    script = run_in(tmp_path) / "submit.sh"
+    assert code == 0 and "sbatch is not on this machine" in out and f"sbatch {script}" in out
+    assert script.read_text().startswith("#!/bin/bash\n")
+
+
+def test_a_job_is_sent_without_what_slurm_told_this_shell(
+    command: Command, slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_ID", "3")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    code, out, _ = command("submit", "small.py:job")
+    run = run_in(tmp_path)
+    assert code == 0 and "Slurm job 7" in out
+    asked = (slurm / "asked").read_text()
+    assert f"{run}/submit.sh step= conf=/etc/slurm.conf" in asked and f"--output={run}/slurm-%j.out" in asked
+    assert names.read_run(run)["submission"]["jobs"] == ["7"]
+    code, out, _ = command("runs")
+    assert "queued, pending (Priority)" in out
+    (slurm / "queue").write_text("7|RUNNING|None\n")
+    assert "starts" in command("runs")[1]
+    (slurm / "queue").write_text("")
+    assert "failed, not in the queue" in command("runs")[1]
+
+
+def test_what_sbatch_refuses_leaves_no_run(command: Command, slurm: Path, tmp_path: Path) -> None:
+    (slurm / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: invalid partition specified: gpu' >&2; exit 1\n")
+    code, _, err = command("submit", "small.py:job")
+    assert code == 1 and "invalid partition specified: gpu" in err
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_run_that_waits_is_cancelled_for_good_and_can_be_sent_again(
+    command: Command, slurm: Path, tmp_path: Path
+) -> None:
+    command("submit", "small.py:job")
+    run = run_in(tmp_path)
+    code, out, _ = command("stop", run.name)
+    assert code == 0 and "Slurm job 7 waited in the queue: cancelled." in out
+    assert "scancel 7" in (slurm / "asked").read_text()
+    assert (run / "stop").exists() and names.read_run(run)["status"] == "stopped"
+    code, _, err = command("run", "small.py:job", "--folder", run, "--devices", "1xcpu")
+    assert code == 2 and "was stopped by meshwise stop" in err
+    (slurm / "answer").write_text("8\n")
+    code, out, _ = command("submit", run)
+    assert code == 0 and "Slurm job 8" in out and not (run / "stop").exists()
+    assert names.read_run(run)["submission"]["jobs"] == ["7", "8"]
+
+
+def test_a_run_in_the_queue_is_not_sent_twice(command: Command, slurm: Path, tmp_path: Path) -> None:
+    command("submit", "small.py:job")
+    code, _, err = command("submit", run_in(tmp_path))
+    assert code == 2 and "still in the queue or runs" in err
+
+
+def test_a_run_that_does_not_fit_is_sent_only_anyway(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "site.toml").write_text('machine = "2xH100"\n')
+    (tmp_path / "big.py").write_text(
+        JOB.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Linear(4, 10**10), nn.Linear(10**10, 1))")
+    )
+    code, out, err = command("submit", "big.py:job", "--dry-run")
+    assert code == 2 and not out and "not sent: on 1 node × 2 H100" in err and "--anyway" in err
+    code, out, err = command("submit", "big.py:job", "--dry-run", "--anyway")
+    assert code == 0 and "sent anyway, although on 1 node" in err and "--gpus-per-node=2" in out
+
+
+def test_the_end_is_known_before(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "site.toml").write_text('machine = "2xH100"\nnetwork = "400Gb"\n')
+    code, _, err = command("submit", "small.py:job", "--nodes", "1-2", "--time", "1min", "--dry-run")
+    assert code == 0 and "1 node × 2 H100: data=2 fits" in err and "2 nodes × 2 H100: data=4 fits" in err
+    assert "to the end: 16 steps" in err and "1 attempt of 1 min" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("submit", "no job is given"),
+        ("submit nothere.py:job", "no such file"),
+        ("submit small.py:job --nodes 0", "write a number such as 4"),
+        ("submit small.py:job --nodes 4-2", "Write 2-4"),
+        ("submit small.py:job --time soon", "is no duration"),
+        ("submit small.py:job --site other.toml", "no such file"),
+        ("submit small.py:job --nnodes 2", "is not for meshwise submit"),
+        ("submit small.py:job --time-limit 4h", "write --time"),
+        ("submit small.py:job --folder here", "name it --out"),
+        ("submit small.py:job -- gpu", "stand options of sbatch"),
+        ("submit small.py:job --machine 8xH999", "H999"),
+        ("stop nothing", "no such run"),
+        ("logs nothing", "no such run"),
+    ],
+)
+def test_what_cannot_be_sent_is_said(words: str, says: str, command: Command, tmp_path: Path) -> None:
+    code, _, err = command(*words.split())
+    assert code == 2 and says in err and "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_secret_is_named_and_asked_for(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site.toml").write_text('secrets = ["TRACKER_KEY"]\n')
+    code, _, err = command("submit", "small.py:job")
+    assert code == 2 and "TRACKER_KEY: not in the environment" in err
+    monkeypatch.setenv("TRACKER_KEY", "abcdef")
+    assert command("submit", "small.py:job")[0] == 0
+    kept = "".join(path.read_text() for path in run_in(tmp_path).iterdir())
+    assert "TRACKER_KEY" in kept and "abcdef" not in kept
+
+
+def test_what_runs_is_what_was_checked(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "layers.py").write_text("width = 4\n")
+    command("submit", "small.py:job")
+    run = run_in(tmp_path)
+    (tmp_path / "layers.py").write_text("width = 8\n")
+    code, _, err = command("run", "small.py:job", "--folder", run, "--devices", "1xcpu")
+    assert code == 2 and "layers.py: changed since meshwise submit has checked this run" in err
+
+
+def test_a_run_goes_on_in_its_folder(command: Command, processes: None, tmp_path: Path) -> None:
+    words = ("run", "small.py:job", "--folder", tmp_path / "mine", "--devices", "1xcpu")
+    assert command(*words, "--epochs", 1)[0] == 0
+    assert command(*words, "--epochs", 1)[0] == 0  # it is done: nothing is computed again
+    lines = (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
+    assert command(*words, "--epochs", 2)[0] == 0
+    lines = (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 17))
+    assert len(names.read_run(tmp_path / "mine")["sessions"]) == 3
+    code, _, err = command("run", "mnist-mlp", "--folder", tmp_path / "mine", "--devices", "1xcpu")
+    assert code == 2 and "the run there is of job 'small.py:job'" in err
+
+
+def test_the_logs_of_a_run_name_rank_attempt_and_host(command: Command, processes: None, tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text(
+        "import os, meshwise as mw\nmw.rank()\nprint('I am', os.environ['RANK'], flush=True)\n"
+    )
+    for _ in range(2):
+        words = ["run", "--devices", "2xcpu", "--folder", "runs/mine", "hello.py"]
+        subprocess.run([sys.executable, "-m", "meshwise", *words], check=True, timeout=120)
+    code, out, _ = command("logs", "mine", "-f")
+    host = os.uname().nodename
+    said = [line for line in out.splitlines() if "I am" in line or line.startswith("---")]
+    both = [f"rank {rank} @ {host}: I am {rank}" for rank in (0, 1)]
+    assert code == 0 and said == [*both, "--- attempt 2", *both]
+    assert command("logs", "mine", "--rank", 1)[1].count("I am 1") == 2
+    code, _, err = command("logs", "mine", "--rank", 7)
+    assert code == 2 and "ranks 0 to 1" in err
