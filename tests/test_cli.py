@@ -45,7 +45,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(
     assert ended("runn", monkeypatch) == 2
     assert capsys.readouterr().err == (
         "UsageError: meshwise runn: no such command. Did you mean 'run'? "
-        "Use one of devices, bench, plan, run, submit, predict, check, report, runs, logs, stop, checkpoints, weights.\n"
+        f"Use one of {', '.join(cli.COMMANDS)}.\n"
     )
 
 
