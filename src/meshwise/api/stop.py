@@ -1,4 +1,4 @@
-"""Stop a run for good, wherever it is: in a queue, on a cluster, on this machine. Tested in tests/cli/test_submit.py."""
+"""Stop a run for good: in a queue, on a cluster, on this machine. Tested in tests/cli/test_submit.py."""
 
 from __future__ import annotations
 
