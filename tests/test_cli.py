@@ -44,8 +44,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(
 ) -> None:
     assert ended("runn", monkeypatch) == 2
     assert capsys.readouterr().err == (
-        "UsageError: meshwise runn: no such command. Did you mean 'run'? "
-        f"Use one of {', '.join(cli.COMMANDS)}.\n"
+        f"UsageError: meshwise runn: no such command. Did you mean 'run'? Use one of {', '.join(cli.COMMANDS)}.\n"
     )
 
 
