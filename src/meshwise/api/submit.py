@@ -41,7 +41,7 @@ class SubmitOptions:
     machine: Annotated[str | None, Option("one node, for the rehearsal: 8xH100; default: the site's")] = None
     site: Annotated[
         str | None,
-        Option("defaults of the cluster; default: site.toml here, else in ~/.config/meshwise", metavar="FILE"),
+        Option("defaults of the cluster; default: site.toml here, else the user's own", metavar="FILE"),
     ] = None
     dry_run: Annotated[bool, Option("print the script, and send nothing", name="--dry-run")] = False
     anyway: Annotated[bool, Option("send it though the rehearsal speaks against it", name="--anyway")] = False
