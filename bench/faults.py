@@ -1,11 +1,16 @@
 """What a fault costs a run: rehearsed with `--fault`, and judged by the numbers of the run that was never disturbed.
 
-    python bench/faults.py                     every row three times
-    python bench/faults.py --only kill --repeat 1 --plans data=2
+    python bench/faults.py --minutes 25        what fits; goes on where the last time ended
+    python bench/faults.py --tries 3           every row of every plan three times, in turn
+    python bench/faults.py --only kill --plans data=2 --anew
 
-Claim: each fault of a machine happens, is noticed within 1 s (a hang at its limit, here 4 s) and answered by the run
-itself; its last parameters and its losses are bitwise those of the undisturbed run under the same plan, and no worker
-is left over. What programs do ends them within 5 s with exit code 1. A row whose fault did not happen has failed.
+Rows come in an order in which each meets every technique once, and every number of ranks, before any comes twice; the
+rank that fails changes from row to row.
+
+Claim: each fault of a machine happens, is noticed within 1 s (a hang at its limit, here 4 s), named with its rank, kind
+and step, and answered by the run itself; its last parameters and its losses are bitwise those of the undisturbed run
+under the same plan, and no process, shared memory or temporary file is left over. What programs do ends them within 5 s
+with exit code 1. A row whose fault did not happen has failed.
 """
 
 from __future__ import annotations
@@ -14,72 +19,148 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
-from keep import keep
+from keep import RESULTS, keep
 
 TESTS = Path(__file__).parents[1] / "tests" / "faults"
 ENDS = ("raises", "is_killed", "exits", "exits_at_once", "leaves_others", "out_of_memory", "not_a_number")
-PLANS = {"data=2": 2, "shard=2": 2, "data=3": 3, "data=2 shard=2": 4}
-"""Settings of the plan, and devices."""
-PHASES = ("data", "forward", "backward", "communication", "optimizer", "evaluate", "checkpoint")
 MARK = "MESHWISE_BENCH_RUN"
-LIMIT = 300.0  # seconds of a run
+LIMIT = 120.0  # seconds of a run
+CACHE = "torchinductor_"  # of torch, kept from process to process
+GRACE = 2.0  # seconds after a run in which its last processes may end
+PHASES = ("data", "forward", "backward", "communication", "optimizer", "evaluate", "checkpoint")
+HANGS = ("--hang-limit=4s",)
 
 
-def rows(ranks: int) -> dict[str, list[str]]:
-    """Name of a row -> the options of its run. Steps 12 and 15 are saved and evaluated."""
-    last = ranks - 1
-    found = {}
-    for phase in PHASES:
-        step = 12 if phase == "checkpoint" else 15
-        found[f"kill in {phase}"] = [f"--fault=kill:rank={last},step={step},phase={phase}"]
-    found["kill of rank 0"] = ["--fault=kill:rank=0,step=14,phase=backward"]
-    found["kill in step 1"] = [f"--fault=kill:rank={last},step=1"]
-    found["kill twice"] = [f"--fault=kill:rank={last},step=7", "--fault=kill:rank=0,step=10,attempt=2"]
-    found["exit"] = [f"--fault=exit:rank={last},step=14"]
-    found["raise"] = [f"--fault=raise:rank={last},step=14", "--restart-on=exception"]
-    found["oom"] = [f"--fault=oom:rank={last},step=14,phase=backward", "--restart-on=exception"]
-    found["hang"] = [f"--fault=hang:rank={last},step=14", "--hang-limit=4s"]
-    found["stop"] = [f"--fault=stop:rank={last},step=14,phase=backward", "--hang-limit=4s"]
-    return found
+@dataclass(frozen=True)
+class Case:
+    """A plan and its devices. job: with batch norm and dropout (`state`), or of blocks with dropout."""
+
+    technique: str
+    ranks: int
+    settings: str
+    job: str = "state"
+
+    def words(self) -> list[str]:
+        """The options of its run. Steps 4, 8, 12, 16 are saved, each fifth is evaluated."""
+        settings = [word for setting in self.settings.split() for word in ("--set", setting)]
+        return ["--devices", f"{self.ranks}xcpu", *settings, "--save-every", "4", "--restarts", "3"]
+
+
+CASES = (
+    *(Case("data", n, f"data={n}") for n in (2, 3, 4)),
+    *(Case("shard", n, f"shard={n}") for n in (2, 3, 4)),
+    *(Case("zero1", n, f"data={n} zero1=true") for n in (2, 3)),
+    Case("data × shard", 4, "data=2 shard=2"),
+    *(Case("accumulate", n, f"data={n} accumulate=2") for n in (2, 3)),
+    Case("tensor", 2, "tensor=2", "blocks"),
+    Case("tensor", 4, "data=2 tensor=2", "blocks"),
+    *(Case("pipeline", n, f"pipeline={n} accumulate=4", "blocks") for n in (2, 3)),
+    Case("pipeline", 4, "data=2 pipeline=2 accumulate=2", "blocks"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A scenario. faults: with R for the rank that fails, O for another one. kind: as the record names the failure;
+    "" where nobody fails. says: what is printed. replicas: least number of them that notice it."""
+
+    name: str
+    faults: Sequence[str]
+    kind: str = "killed"
+    code: int = 0
+    options: Sequence[str] = ()
+    says: str = ""
+    attempts: int = 2
+    replicas: int = 1
+    any_rank: bool = False
+    step: int = 15
+    numbers: bool = True
+
+
+BOTH = ("kill:rank=R,step=15", "kill:rank=O,step=15")
+LINK = "look at the link between them"
+EXCEPTION = ("--restart-on=exception",)
+ROWS = (
+    *(Row(f"kill in {p}", [f"kill:rank=R,step={15 - 3 * (p == 'checkpoint')},phase={p}"], step=0) for p in PHASES),
+    Row("kill in step 1", ["kill:rank=R,step=1"], step=1),
+    Row("kill twice", ["kill:rank=R,step=7", "kill:rank=O,step=10,attempt=2"], attempts=3, step=7),
+    Row("kill two at once", BOTH, any_rank=True),
+    Row("exit", ["exit:rank=R,step=15"], "left"),
+    Row("raise", ["raise:rank=R,step=15"], "raised", options=EXCEPTION),
+    Row("raise, not again", ["raise:rank=R,step=15"], "raised", 1, attempts=1, numbers=False),
+    Row("oom", ["oom:rank=R,step=15,phase=backward"], "raised", options=EXCEPTION),
+    Row("hang", ["hang:rank=R,step=15"], "hung", options=HANGS),
+    Row("stop", ["stop:rank=R,step=15,phase=backward"], "hung", options=HANGS),
+    Row("drop-link", ["drop-link:rank=R,step=15"], "hung", options=HANGS, says=LINK, any_rank=True),
+    Row("slow", ["slow 30ms:rank=R,step=3"], "", says="rank R", attempts=1, step=0),
+    Row("nan", ["nan:rank=R,step=15"], "raised", 1, attempts=1, any_rank=True, numbers=False, step=0),
+    Row("bitflip", ["bitflip:rank=R,step=14"], "corrupt", options=("--check-every=2",), replicas=3, step=0),
+    Row("disk-full", ["disk-full:rank=0,step=11,steps=3"], "", says=" needed. The checkpoints before it", attempts=1),
+    Row("corrupt-checkpoint", ["corrupt-checkpoint:rank=R,step=14", *BOTH], says="12 is not used", any_rank=True),
+    Row("cut-checkpoint", ["cut-checkpoint:rank=R,step=14", *BOTH], says="12 is not used", any_rank=True),
+)
+
+
+def applies(row: Row, case: Case) -> bool:
+    """Whether a run under this plan can notice the fault: values that no replica holds too are nobody's to compare."""
+    replicas = case.ranks if case.technique in ("data", "accumulate") else 1
+    return replicas >= row.replicas
 
 
 def run(out: Path, job: str, *words: str) -> dict[str, Any]:
-    """One run: its exit code, its folder, what it printed, its processes that are left over."""
-    mark = uuid.uuid4().hex
-    command = [sys.executable, "-m", "meshwise", "run", job, *words, "--out", str(out)]
-    environment = os.environ | {MARK: mark, "FAULT_STAMP": str(out / "stamp")}
-    out.mkdir(parents=True, exist_ok=True)
+    """One run: its exit code, its folder, what it printed, what is left over. As root it has a /dev/shm of its own."""
+    mark, places = uuid.uuid4().hex, {name: out / name for name in ("tmp", "shared")}
+    places["tmp"].mkdir(parents=True)
+    command = [sys.executable, "-m", "meshwise", "run", job, *words, "--out", str(out / "runs")]
+    if os.geteuid() == 0 and shutil.which("unshare"):
+        script = 'mount -t tmpfs none /dev/shm; "$@"; code=$?; ls -A /dev/shm > "$SHARED"; exit $code'
+        command = ["unshare", "-m", "sh", "-c", script, "--", *command]
+    facts = {MARK: mark, "FAULT_STAMP": str(out / "stamp"), "TMPDIR": str(places["tmp"])}
+    environment = os.environ | facts | {"SHARED": str(places["shared"])}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
         code, text = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired:
-        code, text = -1, f"not over after {LIMIT:.0f} s"
-    folder = next((path.parent for path in out.glob("*/run.json")), out)
-    return {"code": code, "folder": folder, "text": text, "end": time.time(), "left_over": left_over(mark)}
+    except subprocess.TimeoutExpired as error:
+        code, text = -1, f"{(error.stdout or b'').decode()[-1000:]}\nnot over after {LIMIT:.0f} s"
+    ended = time.time()
+    left = left_over(mark) + [path.name for path in places["tmp"].iterdir() if not path.name.startswith(CACHE)]
+    left += places["shared"].read_text().split() if places["shared"].exists() else []
+    folder = next((path.parent for path in out.glob("runs/*/run.json")), out)
+    return {"code": code, "folder": folder, "text": text, "end": ended, "left_over": left}
 
 
-def left_over(mark: str) -> int:
-    """Processes of the run that still live; they are ended."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark:
-                found.append(process)
-        except (psutil.Error, OSError):
-            continue
+def left_over(mark: str) -> list[str]:
+    """Processes of the run that still live a moment after it; they are ended."""
+    until = time.monotonic() + GRACE
+    while found := [p for p in psutil.process_iter() if _is_of(p, mark)]:
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    names = [f"process {process.pid} {process.status()}" for process in found]
     for process in found:
         process.kill()
-    return len(found)
+    return names
+
+
+def _is_of(process: psutil.Process, mark: str) -> bool:
+    try:
+        return bool(process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE)
+    except (psutil.Error, OSError):
+        return False
 
 
 def numbers(folder: Path) -> str:
@@ -90,88 +171,138 @@ def numbers(folder: Path) -> str:
     return hashlib.sha256(weights.read_bytes() + metrics.read_bytes()).hexdigest()
 
 
-def going_on(out: Path, plan: str, devices: int, words: list[str], undisturbed: str) -> dict[str, Any]:
-    """A run with a fault, and what its record says of it."""
-    done = run(out, f"{TESTS / 'job_with_state.py'}:job", *placed(plan, devices), *words)
-    record = json.loads((done["folder"] / "run.json").read_text()) if done["folder"] != out else {}
+def job_of(case: Case) -> str:
+    """What runs."""
+    return f"{TESTS / ('job_with_state.py' if case.job == 'state' else 'job_of_blocks.py')}:job"
+
+
+def tried(row: Row, case: Case, victim: int, undisturbed: str) -> dict[str, Any]:
+    """A run with a fault, and what the oracles say of it."""
+    other = (victim + 1) % case.ranks
+    faults = [text.replace("rank=R", f"rank={victim}").replace("rank=O", f"rank={other}") for text in row.faults]
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*case.words(), *row.options, *(f"--fault={text}" for text in faults)]
+        done = run(Path(folder), job_of(case), *words)
+        known = done["folder"].name != Path(folder).name
+        record = json.loads((done["folder"] / "run.json").read_text()) if known else {}
+        happened = done["folder"] / "faults.jsonl"
+        count = len(happened.read_text().splitlines()) if happened.exists() else 0
+        bitwise = numbers(done["folder"]) == undisturbed
     sessions = record.get("sessions", [])
-    wanted = sum(word.startswith("--fault=") for word in words)
-    happened = done["folder"] / "faults.jsonl"
-    row = {
-        "happened": happened.exists() and len(happened.read_text().splitlines()) == wanted,
-        "exit_code": done["code"],
-        "attempts": len(sessions),
-        "seconds_to_detect": [s["seconds_to_detect"] for s in sessions if "seconds_to_detect" in s],
-        "seconds_to_step": [s["seconds_to_step"] for s in sessions if "seconds_to_step" in s],
-        "steps_lost": [s["steps_lost"] for s in sessions if "steps_lost" in s],
-        "bitwise": numbers(done["folder"]) == undisturbed,
-        "left_over": done["left_over"],
+    first = sessions[0] if sessions else {}
+    step = row.step or int(faults[0].partition("step=")[2].partition(",")[0])
+    judged = {
+        "happened": count == len(faults),
+        "named": named(row, first, victim, step, done["text"]),
+        "exit code": done["code"] == row.code,
+        "attempts": len(sessions) == row.attempts,
+        "bitwise": bitwise or not row.numbers,
+        "nothing left": not done["left_over"],
     }
-    row["held"] = bool(row["happened"] and row["bitwise"] and not row["exit_code"] and not row["left_over"])
-    return row if row["held"] else row | {"said": done["text"][-600:]}
+    facts = {
+        "row": row.name,
+        "plan": case.settings,
+        "technique": case.technique,
+        "ranks": case.ranks,
+        "victim": victim,
+        "held": all(judged.values()),
+        **{
+            f"seconds_to_{what}": middle([s.get(f"seconds_to_{what}") for s in sessions]) for what in ("detect", "step")
+        },
+        "steps_lost": sum(s.get("steps_lost", 0) for s in sessions),
+    }
+    if facts["held"]:
+        return facts
+    wrong = [name for name, right in judged.items() if not right]
+    seen = {name: first.get(name) for name in ("kind", "rank", "step")} | {"exit_code": done["code"]}
+    return facts | {"wrong": wrong, "seen": seen, "left_over": done["left_over"], "said": done["text"][-1500:]}
 
 
-def placed(plan: str, devices: int) -> list[str]:
-    """The options of a plan."""
-    settings = [word for setting in plan.split() for word in ("--set", setting)]
-    return ["--devices", f"{devices}xcpu", *settings, "--save-every", "4", "--restarts", "3"]
+def named(row: Row, first: dict[str, Any], victim: int, step: int, text: str) -> bool:
+    """Whether the record of the first attempt has the rank, the kind and the step, and the run said what it should."""
+    said = row.says.replace("rank R", f"rank {victim}") in text
+    if not row.kind:
+        return said and "kind" not in first
+    right = first.get("kind") == row.kind and (row.any_rank or first.get("rank") == victim)
+    return said and right and (first.get("step") == step or row.name == "nan")
 
 
-def ending(out: Path, fault: str) -> dict[str, Any]:
+def middle(values: Sequence[float | None]) -> float | None:
+    """The median of what is known."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def ending(fault: str) -> dict[str, Any]:
     """A job that fails this way on two workers, and is not started again: seconds from the fault to the end."""
     words = ["--devices", "2xcpu", "--log-every", "10", "--restarts", "0"]
-    done = run(out, f"{TESTS / 'jobs_that_fail.py'}:job_{fault}", *words)
-    seconds = done["end"] - float((out / "stamp").read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        done = run(Path(folder), f"{TESTS / 'jobs_that_fail.py'}:job_{fault}", *words)
+        seconds = done["end"] - float((Path(folder) / "stamp").read_text())
     return {"seconds": seconds, "exit_code": done["code"], "left_over": done["left_over"]}
 
 
-def measured(plans: list[str], only: str, repeat: int) -> dict[str, Any]:
-    """Every row of every plan, `repeat` times, in turn."""
-    found: dict[str, Any] = {}
-    for plan in plans:
-        with tempfile.TemporaryDirectory() as folder:
-            whole = run(Path(folder), f"{TESTS / 'job_with_state.py'}:job", *placed(plan, PLANS[plan]))
-            undisturbed = numbers(whole["folder"])
-        for name, words in rows(PLANS[plan]).items():
-            if only not in name:
-                continue
-            tries = []
-            for _ in range(repeat):
-                with tempfile.TemporaryDirectory() as folder:
-                    tries.append(going_on(Path(folder), plan, PLANS[plan], words, undisturbed))
-            found[f"{plan}: {name}"] = tries
-            print(f"{plan:16} {name:22} {shown(tries)}", flush=True)
-    return found
+def next_pair(pairs: Sequence[tuple[Row, Case]], tries: Sequence[dict[str, Any]]) -> tuple[Row, Case]:
+    """The row and the plan whose meeting is rarest so far: by technique, then by number of ranks, then itself."""
+    seen = Counter[tuple[str, ...]]()
+    for one in tries:
+        seen.update([(one["row"], one["technique"]), (one["row"], str(one["ranks"])), (one["row"], "=", one["plan"])])
+
+    def rarity(pair: tuple[Row, Case]) -> tuple[int, int, int]:
+        row, case = pair
+        keys = ((row.name, case.technique), (row.name, str(case.ranks)), (row.name, "=", case.settings))
+        return seen[keys[0]], seen[keys[1]], seen[keys[2]]
+
+    return min(pairs, key=rarity)
 
 
-def shown(tries: list[dict[str, Any]]) -> str:
-    """How many of the tries held, and their medians."""
-
-    def middle(name: str) -> str:
-        values = [value for one in tries for value in one[name]]
-        return f"{median(values):.2f}" if values else "?"
-
-    held = f"{sum(one['held'] for one in tries)} of {len(tries)}"
-    times = f"noticed {middle('seconds_to_detect')} s  steps again {middle('seconds_to_step')} s"
-    return f"held {held}  {times}  steps lost {middle('steps_lost')}"
+def print_table(tries: Sequence[dict[str, Any]]) -> None:
+    """Held of tried, rows by techniques, with the medians of a row."""
+    techniques = list(dict.fromkeys(case.technique for case in CASES))
+    print(f"{'':22}" + "".join(f"{name:>13}" for name in [*techniques, "noticed", "steps again"]))
+    for row in [row for row in ROWS if any(one["row"] == row.name for one in tries)]:
+        mine = [one for one in tries if one["row"] == row.name]
+        cells = [[one["held"] for one in mine if one["technique"] == name] for name in techniques]
+        texts = [f"{sum(cell)} of {len(cell)}" if cell else "–" for cell in cells]
+        times = [middle([one[f"seconds_to_{what}"] for one in mine]) for what in ("detect", "step")]
+        texts += ["–" if value is None else f"{value:.2f} s" for value in times]
+        print(f"{row.name:22}" + "".join(f"{text:>13}" for text in texts))
+    print(f"held {sum(one['held'] for one in tries)} of {len(tries)}")
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, keep after each run, print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="rows with this in their name")
-    parser.add_argument("--plans", nargs="*", default=[*PLANS])
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--plans", nargs="*", default=[], help="plans as the table of this file writes them")
+    parser.add_argument("--tries", type=int, default=1, help="of every row under every plan")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after this time")
+    parser.add_argument("--anew", action="store_true", help="forget what was measured before")
+    parser.add_argument("--name", default="faults", help="of the result")
     given = parser.parse_args()
-    result: dict[str, Any] = {"claim": (__doc__ or "").partition("Claim: ")[2].strip().replace("\n", " ")}
-    if not given.only:
-        result["ends"] = {}
-        for fault in ENDS:
+    until, path = time.monotonic() + 60 * given.minutes, RESULTS / f"{given.name}.json"
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not given.anew else {}
+    result.pop("machine", None)
+    tries: list[dict[str, Any]] = result.setdefault("tries", [])
+    result["claim"] = " ".join((__doc__ or "").partition("Claim: ")[2].split())
+    pairs = [(row, case) for row in ROWS for case in CASES if applies(row, case) and given.only in row.name]
+    pairs = [pair for pair in pairs if not given.plans or pair[1].settings in given.plans]
+    numbers_of: dict[str, str] = {}
+    if not given.only and "ends" not in result:
+        result["ends"] = {fault: ending(fault) for fault in ENDS}
+    done = Counter((one["row"], one["plan"]) for one in tries)
+    while time.monotonic() < until and (left := [p for p in pairs if done[p[0].name, p[1].settings] < given.tries]):
+        row, case = next_pair(left, tries)
+        if case.settings not in numbers_of:
             with tempfile.TemporaryDirectory() as folder:
-                result["ends"][fault] = row = ending(Path(folder), fault)
-            print(f"{fault:16} {row['seconds']:.2f} s  exit code {row['exit_code']}", flush=True)
-    result["goes_on"] = measured(given.plans, given.only, given.repeat)
-    keep("faults", result)
+                numbers_of[case.settings] = numbers(run(Path(folder), job_of(case), *case.words())["folder"])
+        victim = (ROWS.index(row) + sum(one["row"] == row.name for one in tries)) % case.ranks
+        tries.append(one := tried(row, case, victim, numbers_of[case.settings]))
+        done[row.name, case.settings] += 1
+        wrong = "held" if one["held"] else f"FAILED: {', '.join(one['wrong'])} {one['seen']} {one['left_over']}"
+        print(f"{row.name:20} {case.settings:32} rank {victim}  {wrong}", flush=True)
+        keep(given.name, result)
+    print_table(tries)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-ROOT = Path("/sys/fs/cgroup")
-OWN = Path("/proc/self/cgroup")
+from meshwise.workers.control_groups import OWN, ROOT, groups, read_text
+
 NO_LIMIT = 2**60  # version 1 writes "none" as the largest number of pages that fit, some 2**63 bytes
 
 
@@ -59,10 +59,10 @@ def core_list(text: str) -> set[int]:
 def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
     """Cores' worth of time that this process may use, or None without a limit."""
     if (root / "cpu.max").exists() or (root / "cgroup.controllers").exists():
-        pairs = [read_text(group / "cpu.max").split() for group in _groups("", root, own)]
+        pairs = [read_text(group / "cpu.max").split() for group in groups("", root, own)]
     else:
         files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        pairs = [[read_text(group / file) for file in files] for group in _groups("cpu", root, own)]
+        pairs = [[read_text(group / file) for file in files] for group in groups("cpu", root, own)]
     # `max` and -1 mean no limit; what cannot be read is none.
     limits = [tuple(map(int, pair)) for pair in pairs if len(pair) == 2 and all(word.isdecimal() for word in pair)]
     return min((quota / period for quota, period in limits if quota and period), default=None)
@@ -85,32 +85,10 @@ def _memory(root: Path, own: Path) -> Iterator[tuple[int, int]]:
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     )
     for controller, limit_file, used_file, prefix in versions:
-        for group in _groups(controller, root, own):
+        for group in groups(controller, root, own):
             limit, used = read_text(group / limit_file), read_text(group / used_file)
             if limit.isdecimal() and int(limit) < NO_LIMIT:
                 lines = map(str.split, read_text(group / "memory.stat").splitlines())
                 facts = dict(line for line in lines if len(line) == 2)
                 cached = facts.get(f"{prefix}inactive_file", "0")
                 yield int(limit), max(int(used) - int(cached), 0) if used.isdecimal() else 0
-
-
-def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
-    """The folders of this process's group and those above it, of version 2 (no controller) or of version 1.
-
-    Inside a container the path may be the host's, which is not there: then the root is the container's own group.
-    """
-    base = root / controller
-    lines = [line.split(":", 2) for line in read_text(own).splitlines()]  # `4:cpu,cpuacct:/box`, or `0::/box`
-    group = next((line[2] for line in lines if len(line) == 3 and controller in line[1].split(",")), "").strip("/")
-    while group:
-        yield base / group
-        group = group.rpartition("/")[0]
-    yield base
-
-
-def read_text(path: Path) -> str:
-    """The text of a file without its end of line; empty where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshwise.spec.errors import MeshwiseError, ReplicaError, UsageError
 from meshwise.spec.user_code import OURS, name_line
 from meshwise.spec.words import error_text, readable
 
+MORE_MEMORY = "Let the ranks of this machine use less, or give them more memory."
 MOST_FRAMES = 20
 """Of a traceback: half of them its beginning, half its end."""
 _COMMUNICATION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
@@ -110,12 +111,19 @@ def user_traceback(error: BaseException) -> str:
     return "Traceback (most recent call last):\n" + "".join(lines)
 
 
-def by_exit_status(rank: int, status: int) -> Failure:
-    """The failure of a worker that ended without a report, from its exit status as `Popen.returncode` gives it."""
+def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | None] = lambda: None) -> Failure:
+    """The failure of a worker that ended without a report, from its exit status as `Popen.returncode` gives it.
+
+    out_of_memory: asked after a SIGKILL; what says that the kernel's out-of-memory killer sent it, as `evidence`.
+    """
     if status < 0:
         names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
         name = names.get(-status, f"signal {-status}")
-        hint = " (often the system's out-of-memory killer)" if -status == signal.SIGKILL else ""
+        why = out_of_memory() if -status == signal.SIGKILL else ""
+        if why:
+            text = f"was killed by the kernel's out-of-memory killer ({name}; {why})"
+            return Failure(rank, "killed", text, notes=[MORE_MEMORY], time=time.time())
+        hint = " (often the system's out-of-memory killer)" if why is None else ""
         return Failure(rank, "killed", f"was killed by {name}{hint}", time=time.time())
     return Failure(rank, "left", f"left with exit code {status} without saying that its work is done", time=time.time())
 
@@ -135,7 +143,7 @@ def sentence(failure: Failure, size: int, others: Sequence[Failure] = ()) -> str
         return failure.message
     who = f"rank {failure.rank} of {size}"
     if failure.kind in ("killed", "left"):
-        return f"{who} {failure.message}."
+        return " ".join([f"{who} {failure.message}.", *failure.notes])
     if size > 1 and len({f.rank for f in (failure, *others) if f.message == failure.message}) == size:
         who = f"all {size} ranks"
     what = "lost the connection to another rank" if failure.kind == "victim" else "failed"

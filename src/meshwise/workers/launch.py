@@ -285,7 +285,7 @@ class _Launcher:
         for entry in self.workers:
             status = entry.process.poll()
             if status is not None and entry.state is State.RUNNING and self._inbox.empty():
-                entry.turn(State.FAILED, failure.by_exit_status(entry.rank, status))
+                entry.died(status)
 
     def _failures(self) -> list[Failure]:
         """The failures so far. A rank that exited with 0 is one only if others are left alone by it."""

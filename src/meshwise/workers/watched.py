@@ -7,10 +7,13 @@ import threading
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import BinaryIO
 
+from meshwise.workers import failure, oom_killer
 from meshwise.workers.failure import Failure
 from meshwise.workers.fork_server import ForkedWorker, kill_group
+from meshwise.workers.oom_killer import Kills
 
 
 class State(Enum):
@@ -26,7 +29,8 @@ class State(Enum):
 class WatchedWorker:
     """A worker process, and what its launcher knows of it.
 
-    in_progress: it exited in the middle of an epoch. since: when it came into its state."""
+    in_progress: it exited in the middle of an epoch. since: when it came into its state. kills: what the kernel's
+    out-of-memory killer had counted before."""
 
     rank: int
     process: subprocess.Popen[bytes] | ForkedWorker
@@ -36,9 +40,15 @@ class WatchedWorker:
     in_progress: bool = False
     since: float = 0.0
     readers: list[threading.Thread] = field(default_factory=list)
+    kills: Kills = field(default_factory=oom_killer.kills)
 
     def turn(self, state: State, failure: Failure | None = None) -> None:
         self.state, self.failure, self.since = state, failure, time.monotonic()
+
+    def died(self, status: int) -> None:
+        """It ended without a report."""
+        evidence = partial(oom_killer.evidence, self.process.pid, self.kills)
+        self.turn(State.FAILED, failure.by_exit_status(self.rank, status, evidence))
 
     @property
     def seconds(self) -> float:

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwise.machine.allowance import read_text
 from meshwise.machine.discovery.found import Accelerator, Between, Found
 from meshwise.machine.discovery.sysfs import narrowest, pci_facts
+from meshwise.workers.control_groups import read_text
 
 PCIE, XGMI = 2, 11
 """CRAT_IOLINK_TYPE_PCIEXPRESS and _XGMI of the kernel (drivers/gpu/drm/amd/amdkfd/kfd_crat.h)."""

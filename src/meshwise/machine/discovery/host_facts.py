@@ -15,11 +15,12 @@ from pathlib import Path
 
 import psutil
 
-from meshwise.machine.allowance import bound_cores, cpu_quota, memory_limit, read_text
+from meshwise.machine.allowance import bound_cores, cpu_quota, memory_limit
 from meshwise.machine.discovery.found import Sockets
 from meshwise.machine.discovery.sysfs import node_cores
 from meshwise.spec.machine import Host, Machine
 from meshwise.spec.units import bytes_text, plural
+from meshwise.workers.control_groups import read_text
 
 SHARED_MEMORY = 2**30
 """Bytes of /dev/shm below which NCCL and loaders run into trouble: NCCL's guide asks for `--shm-size=1g`."""

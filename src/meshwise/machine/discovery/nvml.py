@@ -13,9 +13,9 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from meshwise.machine.allowance import read_text
 from meshwise.machine.discovery.found import Accelerator, Between, Found, Sockets
 from meshwise.machine.discovery.sysfs import displays, pci_facts
+from meshwise.workers.control_groups import read_text
 
 INSTALL = "pip install nvidia-ml-py"
 VENDOR, NAMELESS = "0x10de", "NVIDIA device"

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwise.machine.allowance import core_list, read_text
+from meshwise.machine.allowance import core_list
+from meshwise.workers.control_groups import read_text
 
 GENERATIONS = {"2.5": 1, "5": 2, "8": 3, "16": 4, "32": 5, "64": 6}
 """PCIe generations by the transfer rate of a lane, as `16.0 GT/s PCIe` (PCI-SIG base specifications)."""

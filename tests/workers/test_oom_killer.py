@@ -1,0 +1,116 @@
+"""The kernel's out-of-memory killer is called that where something says so, and only there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshwise.workers.failure import by_exit_status, sentence
+from meshwise.workers.fork_server import LISTENS
+from meshwise.workers.oom_killer import Kills, evidence, kills
+
+LINE = "3,100,5,-;Memory cgroup out of memory: Killed process {} (python) total-vm:9kB, anon-rss:2048kB, file-rss:0kB\n"
+
+
+@pytest.fixture
+def counters(tmp_path: Path) -> dict[str, Path]:
+    """Files as the kernel has them, of a process in the group `box`, of version 2."""
+    (tmp_path / "box").mkdir()
+    (tmp_path / "own").write_text("0::/box\n")
+    (tmp_path / "box" / "memory.events").write_text("low 0\noom 0\noom_kill 3\n")
+    (tmp_path / "box" / "memory.max").write_text(f"{2 << 30}\n")
+    (tmp_path / "vmstat").write_text("pgfault 5\noom_kill 7\n")
+    return {"root": tmp_path, "own": tmp_path / "own", "statistics": tmp_path / "vmstat"}
+
+
+def test_the_kernels_log_names_the_process(counters: dict[str, Path], tmp_path: Path) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text(LINE.format(123))
+    assert evidence(123, kills(**counters), log, **counters) == "it held 2.0 MiB"
+    assert evidence(12, kills(**counters), log, **counters) == ""  # of another process
+
+
+def test_what_the_group_counts_is_said_with_its_limit(counters: dict[str, Path], tmp_path: Path) -> None:
+    before = kills(**counters)
+    assert before == Kills(3, 7)
+    (tmp_path / "box" / "memory.events").write_text("oom_kill 4\n")
+    said = evidence(123, before, tmp_path / "none", **counters)
+    assert said == "in its control group of 2.0 GiB it has killed 1 since the run began"
+    failure = by_exit_status(1, -9, lambda: said)
+    assert sentence(failure, 2) == (
+        "rank 1 of 2 was killed by the kernel's out-of-memory killer (SIGKILL; in its control group of 2.0 GiB it has "
+        "killed 1 since the run began). Let the ranks of this machine use less, or give them more memory."
+    )
+
+
+def test_groups_of_version_1_count_too(tmp_path: Path) -> None:
+    (tmp_path / "memory" / "box").mkdir(parents=True)
+    (tmp_path / "memory" / "box" / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    (tmp_path / "own").write_text("4:memory:/box\n")
+    assert kills(tmp_path, tmp_path / "own", tmp_path / "none") == Kills(2, None)
+
+
+def test_another_killer_is_not_called_that(counters: dict[str, Path], tmp_path: Path) -> None:
+    before = kills(**counters)
+    assert evidence(123, before, tmp_path / "none", **counters) == ""
+    assert by_exit_status(1, -9, lambda: "").message == "was killed by SIGKILL"
+    assert "often" in by_exit_status(1, -9).message  # where nothing is known
+    assert evidence(123, Kills(None, None), tmp_path / "none", tmp_path, tmp_path / "none", tmp_path / "none") is None
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group that allows 1.2 GiB."""
+    versions = {"/sys/fs/cgroup/memory": "memory.limit_in_bytes", "/sys/fs/cgroup": "memory.max"}
+    for root, limit in versions.items():
+        group = Path(root) / f"meshwise-test-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            if (group / limit).exists():
+                (group / limit).write_text(str(1200 << 20))
+                yield group
+                group.rmdir()
+                return
+            group.rmdir()
+    pytest.skip("no control group of memory can be made here")
+
+
+HUNGRY = """
+import os, signal, torch, meshwise as mw
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(400, 4)), batch_size=8)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+kept = []
+for step, (x,) in enumerate(loader):
+    mw.backward(model(x).mean())
+    optimizer.step(); optimizer.zero_grad()
+    if mw.rank() == 1 and step > 5:
+        KILL
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize(
+    ("kill", "says"),
+    [
+        ("kept.append(torch.ones(100 << 18))", "rank 1 of 2 was killed by the kernel's out-of-memory killer (SIGKILL;"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 of 2 was killed by SIGKILL.\n"),
+    ],
+)
+def test_a_run_says_who_killed_its_worker(kill: str, says: str, small_group: Path, tmp_path: Path) -> None:
+    script = tmp_path / "hungry.py"
+    script.write_text(HUNGRY.replace("KILL", kill))
+    run = [sys.executable, "-m", "meshwise", "run", "--devices", "2xcpu", "--out", str(tmp_path / "runs"), str(script)]
+    text = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+    alone = {name: value for name, value in os.environ.items() if name != LISTENS}  # the kept server is elsewhere
+    command = ["sh", "-c", text, str(small_group), *run]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=alone)
+    assert done.returncode != 0 and says in done.stdout + done.stderr, done.stdout + done.stderr
