@@ -1,4 +1,7 @@
-"""The host: what is here and what this process may use of it, from planted files; and the limits that will hurt."""
+"""The host: what is here and what this process may use of it, from planted files; and the limits that will hurt.
+
+workers/control_groups.py is tested here too.
+"""
 
 from __future__ import annotations
 

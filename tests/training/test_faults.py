@@ -1,4 +1,7 @@
-"""Injected faults happen in their phase of their step, once, and are written down."""
+"""Injected faults happen in their phase of their step, once, and are written down.
+
+Those of training/faulty_disk.py and training/faulty_link.py too.
+"""
 
 from __future__ import annotations
 

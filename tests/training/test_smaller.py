@@ -13,6 +13,7 @@ from meshwise.machine.memory import cap_memory
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.training.explain import explain_in_script
 from meshwise.training.smaller import may_draw, smaller_plan
 
 TWO, ONE, GPU = World(size=2, device="cpu"), World(size=1, device="cpu"), World(size=1, device="cuda")
@@ -91,3 +92,24 @@ def test_a_rank_may_use_no_more_than_its_limit() -> None:
                 code = 0 if "can't allocate memory" in str(error) and keeps.numel() else 2
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "advice"),
+    [
+        (
+            Plan(data=2),
+            "recompute=full: blocks run again in the backward. Write meshwise run --set data=2 --set recompute",
+        ),
+        (Plan(data=2, recompute="full"), "Write meshwise run --set shard=2 --set recompute=full."),
+        (Plan(shard=2, recompute="full"), "Use smaller batches under `with mw.accumulate():`, or more devices."),
+    ],
+)
+def test_a_loop_of_ones_own_is_told_which_plan_needs_less(plan: Plan, advice: str) -> None:
+    error = torch.OutOfMemoryError("no memory")
+    explain_in_script(error, TWO, plan, [nn.Linear(2, 2)])
+    (note,) = error.__notes__
+    assert note.startswith("out of memory on cpu: allocated ") and advice in note
+    other = ValueError("no memory of it")
+    explain_in_script(other, TWO, plan, [nn.Linear(2, 2)])
+    assert not hasattr(other, "__notes__")

@@ -13,10 +13,12 @@ from meshwise.spec.user_code import user_place
 from meshwise.timeline.recorder import current
 from meshwise.training import plain_program
 from meshwise.training.engine import Engine
+from meshwise.training.explain import explain_in_script
 from meshwise.training.keyed import ExactDraws
 from meshwise.training.plan_choice import plan_of_run
 from meshwise.training.recording import record_script
 from meshwise.transfer import collectives
+from meshwise.workers import hints
 from meshwise.workers.environment import EXACT_RANDOM
 from meshwise.workers.join import join, rank_context
 
@@ -30,6 +32,7 @@ def default_engine() -> Engine:
         begun = plain_program.end()
         joined = join()
         _engines.append(_new())
+        hints.explainers.append(_explain)
         foreign = joined.channel is None
         _engines[0].recording = begun or record_script(joined.world, foreign=foreign, say=tell)
         _engines[0].phases.go_on(current().step)
@@ -80,6 +83,11 @@ def session() -> Iterator[None]:
         outer.has_applied |= inner.has_applied
         inner.close()
         collectives.divide_among(divided)
+
+
+def _explain(error: BaseException) -> None:
+    engine = _engines[-1]
+    explain_in_script(error, engine.world, engine.plan, [*engine.program.models])
 
 
 def program_ends() -> None:

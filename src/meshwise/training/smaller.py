@@ -21,9 +21,12 @@ from meshwise.training.replicas import BATCH_NORMS
 _DRAWS = re.compile(r"drop|rand|bernoulli|multinomial|normal_|uniform_|noise|sample", re.IGNORECASE)
 
 
-def smaller_plan(plan: Plan, model: nn.Module, batch_size: int, world: World) -> tuple[Plan, str] | None:
-    """The plan that is tried next, and what changes; None where nothing is left. world: those that divide a batch."""
-    rows = batch_size // (world.size * plan.accumulate)
+def smaller_plan(plan: Plan, model: nn.Module, batch_size: int | None, world: World) -> tuple[Plan, str] | None:
+    """The plan that is tried next, and what changes; None where nothing is left.
+
+    batch_size: None of a loop of one's own, which cuts its batches itself. world: those that divide a batch.
+    """
+    rows = 0 if batch_size is None else batch_size // (world.size * plan.accumulate)
     divided = world.size > 1 or plan.accumulate > 1
     if rows >= 2 and divided and not has_batch_norm(model) and not may_draw(model):
         several = 2 * plan.accumulate
@@ -31,6 +34,8 @@ def smaller_plan(plan: Plan, model: nn.Module, batch_size: int, world: World) ->
             return fewer, f"accumulate={several}: microbatches of half the size"
     if plan.recompute != "full" and (again := _changed(plan, recompute="full")):
         return again, "recompute=full: blocks run again in the backward"
+    if batch_size is None and plan.data > 1 and (parts := _changed(plan, data=1, shard=plan.shard * plan.data)):
+        return parts, f"shard={parts.shard}: each rank holds a part of the parameters, gradients and optimizer state"
     if world.kind == "cuda" and "activations" not in plan.offload:
         away = (*plan.offload, "activations")
         if hosted := _changed(plan, offload=away):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from torch import nn
@@ -13,12 +14,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 DDP_FILE = distributed.__file__
 _NO_GROUP = "Default process group has not been initialized"
+explainers: list[Callable[[BaseException], None]] = []
+"""What rooms above know of an error: each may add a note to it."""
 _OTHER_KIND = re.compile(r"'?(\w+)'? object (?:is not callable|is not iterable|has no attribute '(?:step|zero_grad)')")
 _UNPACKED = re.compile(r"cannot unpack non-iterable (\w+) object")
 
 
 def add_hint(error: BaseException) -> None:
-    """Give the error a note with its hint, where there is one."""
+    """Give the error a note with its hint, where there is one, and those of `explainers`."""
+    for explain in explainers:
+        with contextlib.suppress(Exception):  # the error that is there already is the one to tell
+            explain(error)
     if text := hint(error):
         error.add_note(text)
 
