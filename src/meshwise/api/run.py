@@ -15,6 +15,7 @@ from rich.console import Console
 
 from meshwise import api
 from meshwise.api.own_folder import continued
+from meshwise.api.placing import placed
 from meshwise.api.start import Program, Started, in_attempt, opened, record_blocks, refuse_restarts, start, supervised
 from meshwise.api.supervise import Viewer, summarise
 from meshwise.jobs.registry import find_job
@@ -43,7 +44,6 @@ from meshwise.training.run_options import AUTO, PlanText, RunOptions
 from meshwise.training.session import program_ends
 from meshwise.transfer.collectives import broadcast_object, gather_objects
 from meshwise.workers.channel import Message
-from meshwise.workers.environment import started_by_launcher
 from meshwise.workers.join import join, rank_context
 from meshwise.workers.launch import Listeners
 from meshwise.workers.launch import launch as launch_workers
@@ -107,9 +107,10 @@ def start_job(
         raise UsageError("no job is given. Use meshwise run mnist-mlp, or meshwise run file.py:name.")
     if options.plan == AUTO:
         options = api.auto.with_plan(options, console)
-    starts(options)
-    if started_by_launcher():
+    options, joined = placed(options)
+    if joined:
         return _run_joined(options, console)
+    starts(options)
     job = _job_of(options)  # here too: what is wrong is reported before any worker starts
     started = start(partial(_job_program, job, options), options, began or time.time())
     results, code = supervised(started, console, options.seconds_limit)
@@ -192,7 +193,9 @@ def _run_joined(options: RunOptions, console: Console) -> tuple[RunSummary, int]
     if options.folder is not None and names.saved_step(folder) is not None:
         options = replace(options, resume=folder)
     record_blocks(options)
-    viewer = Viewer(LiveView(console), [f"rank {r}" for r in range(world.size)], live=False, restarts=restarts)
+    viewer = Viewer(
+        LiveView(console), [f"rank {r}" for r in range(world.size)], live=False, restarts=restarts, halt=session.gate
+    )
     call = partial(run_job, job, options, send=viewer.send if first else None)
     results = gather_objects(in_attempt(restarts.number, restarts.due(), call, folder))
     started = Started(program, folder, slots, restarts)

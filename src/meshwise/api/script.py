@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from meshwise import api, training
+from meshwise.api.placing import placed
 from meshwise.api.start import Program, record_blocks, start, supervised
 from meshwise.jobs.script import refuse_untrained_job, run_script_file
 from meshwise.records import folder as names
@@ -32,10 +33,9 @@ from meshwise.workers.environment import (
     LOG,
     PLAN_FILE,
     SAVES,
-    derived_ranks,
     read_world,
-    started_by_launcher,
 )
+from meshwise.workers.launchers.find import place_in
 
 
 def start_script(
@@ -58,13 +58,14 @@ def start_script(
     refuse_options_of_jobs(script.name, options)
     if not script.is_file():
         raise UsageError(f"{script}: no such file. Name a Python file.")
-    if started_by_launcher():
+    options, joined = placed(options)
+    if joined:
         if options.gives_plan:
             raise UsageError(
                 f"--plan and --set have no effect under torchrun, srun or mpirun. Set {PLAN_FILE}=plan.toml in the "
                 "environment of the script instead."
             )
-        if read_world(os.environ | derived_ranks(os.environ)).rank == 0:
+        if place_in(os.environ).rank == 0:
             text = (
                 f"{script.name}: another launcher started its ranks, so no records are kept. For a report: meshwise run"
             )

@@ -33,6 +33,7 @@ from meshwise.spec.prediction import prediction_of, prediction_to_toml
 from meshwise.spec.world import World
 from meshwise.training.run_options import RESTARTS, RunOptions
 from meshwise.workers.environment import ATTEMPT, BLOCKS, read_world
+from meshwise.workers.launchers.find import place_in
 from meshwise.workers.nodes import Nodes
 
 OWN_OPTIONS = ("job", "devices", "data", "log")
@@ -176,9 +177,11 @@ def supervised(started: Started, console: Console, limit: float | None = None) -
     """Show what runs, and run it: the results in rank order, and the exit code. limit: seconds after which it stops."""
     program, slots = started.program, started.slots
     plan = "" if program.plan is None else f"{program.plan}  "
-    line = f"{Path(program.name).name}  {plan}{describe(slots)}"
-    console.print(line, soft_wrap=not console.is_terminal, markup=False, highlight=False)
     nodes = started.nodes
+    told = place_in(os.environ).told(nodes.size if nodes else len(slots), nodes.nnodes if nodes else 1)
+    first = [told] if told and (nodes is None or nodes.node_rank == 0) else []
+    line = "\n".join([*first, f"{Path(program.name).name}  {plan}{describe(slots)}"])
+    console.print(line, soft_wrap=not console.is_terminal, markup=False, highlight=False)
     try:
         return supervise(
             partial(_task, started),

@@ -31,6 +31,7 @@ from meshwise.timeline.views.live_progress import LiveView, Progress
 from meshwise.timeline.views.summary_text import metric_text
 from meshwise.workers.channel import Message
 from meshwise.workers.fork_server import Forks
+from meshwise.workers.gate import StepGate
 from meshwise.workers.halt import Halt
 from meshwise.workers.launch import Listeners, launch
 from meshwise.workers.nodes import Nodes
@@ -49,10 +50,10 @@ class Viewer:
         *,
         live: bool,
         restarts: Restarts,
-        halt: Halt | None = None,
+        halt: Halt | StepGate | None = None,
         keeps: Path | None = None,
     ) -> None:
-        """keeps: the run folder, where this machine keeps its record."""
+        """halt: knows the signal of a stop. keeps: the run folder, where this machine keeps its record."""
         self._view, self._live, self._halt = view, live, halt
         self._restarts, self._keeps = restarts, keeps
         self.stopped = ""

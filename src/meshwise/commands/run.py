@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Annotated
 
@@ -58,8 +57,7 @@ def run(
 
 
 def _say_starting(options: RunOptions) -> None:
-    if "RANK" not in os.environ:
-        print(f"starting    {_workers(options.devices)}", file=sys.stderr, flush=True)
+    print(f"starting    {_workers(options.devices)}", file=sys.stderr, flush=True)
 
 
 def _workers(devices: str | None) -> str:

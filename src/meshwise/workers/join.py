@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,16 +19,20 @@ from meshwise.workers import parting_of_others
 from meshwise.workers.channel import WorkerChannel, connect
 from meshwise.workers.environment import DEVICE_KIND, LISTENER, derived_ranks, read_world
 from meshwise.workers.gate import StepGate
+from meshwise.workers.launchers.find import place_in
+from meshwise.workers.launchers.place import ALONE, Place
+from meshwise.workers.rendezvous import meet, taken
 from meshwise.workers.stopping import agree_to_stop
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """What this process knows of its run: who it is, its side channel, its step gate."""
+    """What this process knows of its run: who it is, its side channel, its step gate, and who launched it."""
 
     world: World
     channel: WorkerChannel | None
     gate: StepGate
+    place: Place = ALONE
 
 
 _session: RankContext | None = None
@@ -39,11 +44,24 @@ def rank_context() -> RankContext:
     """The session of this process; the first call makes it. It takes the device and opens the side channel, no more."""
     global _session
     if _session is None:
-        os.environ.update(derived_ranks(os.environ))
-        world = _take_device(read_world(os.environ))
+        place = place_in(os.environ)
+        world = _take_device(_world_at(place))
         channel = connect(os.environ, world.rank)
-        _session = RankContext(world, channel, StepGate(channel))
+        _session = RankContext(world, channel, StepGate(channel), place)
     return _session
+
+
+def _world_at(place: Place) -> World:
+    """The world of this place, in the environment too, with where rank 0 is reached: rank 0 tells it to the others."""
+    os.environ.update(derived_ranks(os.environ))
+    world = read_world(os.environ)
+    if place.size > 1 and place.key and place.rendezvous is None:
+        host, port = meet(place)
+        os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+        if (listener := taken(port)) is not None:
+            os.environ[LISTENER] = str(listener)
+            keep_store()
+    return world
 
 
 @contextlib.contextmanager
@@ -64,6 +82,8 @@ def join() -> RankContext:
         enter_process_group(session.world)
         if session.channel is None:
             parting_of_others.begin(session.world)
+            if session.world.rank == 0 and (told := session.place.told(session.world.size)):
+                print(told, file=sys.stderr, flush=True)
     if session.channel is None and not _stands:
         agree_to_stop(session.world, session.gate)
     return session

@@ -21,6 +21,7 @@ from meshwise.spec.options import Option
 from meshwise.workers.channel import listening
 from meshwise.workers.failure import Failure
 from meshwise.workers.meeting import Meeting
+from meshwise.workers.rendezvous import taken
 
 if TYPE_CHECKING:  # torch is imported where machines meet: a run on one machine does not wait for it here
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -174,9 +175,10 @@ class NodeOptions:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         first, address = self.node_rank == 0, (host, int(port))
+        listens = taken(address[1]) if first else None
 
         def connect() -> Store:
-            return TCPStore(*address, None, first, RENDEZVOUS_TIMEOUT, wait_for_workers=False)
+            return TCPStore(*address, None, first, RENDEZVOUS_TIMEOUT, wait_for_workers=False, master_listen_fd=listens)
 
         try:
             return Nodes(Meeting(connect, self.node_rank, self.nnodes), self.node_rank, self.nnodes, local_size, host)

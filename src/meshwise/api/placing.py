@@ -1,0 +1,71 @@
+"""Whether a process that another launcher started is a rank itself, or starts the workers of its machine. No torch.
+
+One task a device: each is a rank. One task a machine, and several devices there: meshwise starts the workers, and takes
+the machines from the launcher. Tested in tests/api/test_placing.py and tests/workers/test_slurm.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from meshwise.machine.find import find_devices
+from meshwise.spec.devices import parse_devices
+from meshwise.spec.errors import UsageError
+from meshwise.spec.units import plural
+from meshwise.training.run_options import RunOptions
+from meshwise.workers.environment import DEVICE_KIND
+from meshwise.workers.launchers.find import place_in
+from meshwise.workers.launchers.place import Place
+from meshwise.workers.rendezvous import meet
+
+
+def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> tuple[RunOptions, bool]:
+    """The options for this process, and whether it is a rank itself. With several machines of a launcher that are to
+    start their workers, their number, which this is and where they meet; it waits for the first of them.
+
+    Raises UsageError for options that contradict the launcher.
+    """
+    place = place_in(environment)
+    if place.size == 1:
+        return options, False
+    _refuse_contradiction(options, place)
+    count = _devices_here(options, place)
+    if place.one_a_node and (count > 1 or options.nnodes > 1):
+        where = options.rdzv or ":".join(map(str, place.rendezvous or meet(place)))
+        return replace(options, nnodes=place.nodes, node_rank=place.node, rdzv=where), False
+    if options.devices is not None and parse_devices(options.devices).kind == "cpu":
+        os.environ.setdefault(DEVICE_KIND, "cpu")
+    return options, True
+
+
+def _devices_here(options: RunOptions, place: Place) -> int:
+    """The devices of this task, as far as they matter: of several tasks on a machine each has one."""
+    if place.one_a_node:
+        return len(find_devices(parse_devices(options.devices or "all")))
+    if options.devices is None:
+        return 1
+    request = parse_devices(options.devices)
+    count = len(request.indices) if request.indices else request.count or 1
+    if count not in (1, place.tasks_here):
+        raise UsageError(
+            f"--devices {options.devices} asks for {count}, and {place.launcher or 'the launcher'} started "
+            f"{plural(place.tasks_here, 'task')} on this machine, {place.size} in all, each of which is one device. "
+            "Leave --devices out, or start one task a machine (srun --ntasks-per-node=1)."
+        )
+    return 1
+
+
+def _refuse_contradiction(options: RunOptions, place: Place) -> None:
+    launcher = place.launcher or "The launcher"
+    if options.nnodes not in (1, place.nodes):
+        raise UsageError(
+            f"--nnodes {options.nnodes}, and {launcher} started {plural(place.size, 'task')} on "
+            f"{plural(place.nodes, 'machine')}. Leave --nnodes, --node-rank and --rdzv out: they are taken from it."
+        )
+    if options.node_rank not in (0, place.node):
+        raise UsageError(
+            f"--node-rank {options.node_rank}, and this is machine {place.node} of {place.nodes} of {launcher}. Leave "
+            "--node-rank out: it is taken from it."
+        )

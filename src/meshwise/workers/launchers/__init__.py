@@ -1,0 +1,1 @@
+"""Who started this process: one file a launcher, each read from the environment into one `Place`."""

@@ -1,0 +1,41 @@
+"""mpirun: Open MPI, and those with Hydra (MPICH, Intel MPI, MVAPICH)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from meshwise.workers.launchers.hosts import host_list
+from meshwise.workers.launchers.place import Place, number
+
+OPEN = "OMPI_COMM_WORLD_"
+
+
+def read(environment: Mapping[str, str]) -> Place | None:
+    """The place of a process that mpirun started: machines are counted by their ranks, which it puts side by side."""
+    if number(environment, OPEN + "SIZE", 1) > 1:
+        names = [OPEN + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+        job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
+        return _place("Open MPI", names, environment, job)
+    if number(environment, "PMI_SIZE", 1) > 1:
+        names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+        return _place("mpirun", names, environment, "")
+    return None
+
+
+def _place(launcher: str, names: list[str], environment: Mapping[str, str], job: str) -> Place:
+    rank, size = number(environment, names[0]), number(environment, names[1])
+    here = number(environment, names[3], size)
+    hosts = environment.get("SLURM_JOB_NODELIST", "") if here < size else ""
+    shared = job or environment.get("SLURM_JOB_ID") or (str(os.getppid()) if here == size else "")
+    return Place(
+        launcher,
+        rank=rank,
+        size=size,
+        node=rank // here,
+        nodes=-(-size // here),
+        local_rank=number(environment, names[2], rank),
+        tasks_here=here,
+        hosts=host_list(hosts) if hosts else (),
+        key=f"mpi-{shared}" if shared else "",
+    )

@@ -1,0 +1,73 @@
+"""Where a process stands among those that a launcher started: one frozen value, read from the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwise.spec.errors import UsageError
+from meshwise.spec.units import plural
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among `size`, on machine `node` of `nodes`; without a launcher the only one.
+
+    launcher: `Slurm`, `torchrun`, …; empty without one. job, step, attempt: what the launcher started, and how often
+    (from 1; 0 where it does not tell). hosts: names of the machines in the order of the nodes, where they are known;
+    more than `nodes` where a job has machines that nothing was started on. rendezvous: host and port of rank 0, where
+    the launcher says it. key: what the processes of one start have in common and no other start has.
+    """
+
+    launcher: str = ""
+    rank: int = 0
+    size: int = 1
+    node: int = 0
+    nodes: int = 1
+    local_rank: int = 0
+    tasks_here: int = 1
+    job: str = ""
+    attempt: int = 0
+    hosts: tuple[str, ...] = ()
+    rendezvous: tuple[str, int] | None = None
+    key: str = ""
+
+    @property
+    def one_a_node(self) -> bool:
+        """Whether there is one process on each of several machines, which may start the workers there."""
+        return self.size > 1 and self.size == self.nodes
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables that torchrun would set for it."""
+        if self.size == 1:
+            return {}
+        named = {"RANK": self.rank, "WORLD_SIZE": self.size}
+        named |= {"LOCAL_RANK": self.local_rank, "LOCAL_WORLD_SIZE": self.tasks_here}
+        where = dict(zip(("MASTER_ADDR", "MASTER_PORT"), self.rendezvous or (), strict=False))
+        return {name: str(value) for name, value in (named | where).items()}
+
+    def told(self, devices: int, nodes: int | None = None) -> str:
+        """`Slurm job 4711, 2 nodes × 4 devices, attempt 2`; empty without a launcher. devices: of all nodes."""
+        if not self.launcher:
+            return ""
+        count = self.nodes if nodes is None else nodes
+        each = f"{plural(count, 'node')} × {plural(devices // count, 'device')}"
+        parts = [f"{self.launcher} job {self.job}" if self.job else self.launcher]
+        parts.append(each if devices % count == 0 else f"{plural(count, 'node')}, {plural(devices, 'device')}")
+        parts += [f"attempt {self.attempt}"] if self.attempt else []
+        if len(self.hosts) > count:
+            parts.append(f"{len(self.hosts) - count} more of its nodes idle: start it with srun --ntasks-per-node=1")
+        return ", ".join(parts)
+
+
+ALONE = Place()
+
+
+def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A whole number of the environment. Raises UsageError for another text, or where there is none and no default."""
+    text = environment.get(name, "" if default is None else str(default))
+    try:
+        return int(text)
+    except ValueError:
+        said = f"{name}={text}" if name in environment else f"{name} is not set"
+        raise UsageError(f"{said}: a whole number is needed, as the launcher sets it.") from None

@@ -1,0 +1,101 @@
+"""Slurm: the tasks of a step that `srun` started, or the one process of a batch script or an allocation.
+
+A batch script has SLURM_PROCID and SLURM_NTASKS too, although it is one process. What only a step has are variables
+SLURM_STEP_*; but a batch script that was sent from inside a step inherits those of that step. Which step a process is
+in is told by its control group, or by the slurmstepd that started it; where neither is to be seen, by whether the
+variables of the step agree with those that every task and batch script gets anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshwise.spec.errors import UsageError
+from meshwise.workers.launchers.hosts import host_list, tasks_of_nodes
+from meshwise.workers.launchers.place import Place, number
+
+JOB = "SLURM_JOB_ID"
+STEPS = "SLURM_STEP_NUM_TASKS"
+
+
+def read(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Place | None:
+    """The place of a process of a Slurm job. Raises UsageError for variables that Slurm does not write so."""
+    if JOB not in environment:
+        return None
+    job, attempt = job_id(environment), number(environment, "SLURM_RESTART_COUNT", 0) + 1
+    if number(environment, STEPS, 1) < 2 or not in_step(environment, proc):
+        nodes = environment.get("SLURM_JOB_NODELIST", "")
+        return Place("Slurm", job=job, attempt=attempt, hosts=host_list(nodes) if nodes else ())
+    tasks = tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
+    node, local_rank = number(environment, "SLURM_NODEID"), number(environment, "SLURM_LOCALID")
+    if not 0 <= node < len(tasks):
+        raise UsageError(f"SLURM_NODEID={node}, and SLURM_STEP_TASKS_PER_NODE is of {len(tasks)} nodes.")
+    step = environment.get("SLURM_STEP_ID", "0")
+    cluster = environment.get("SLURM_CLUSTER_NAME", "")
+    return Place(
+        "Slurm",
+        # By node, and on a node by the task: SLURM_PROCID is not so under -m cyclic, plane or arbitrary.
+        rank=sum(tasks[:node]) + local_rank,
+        size=sum(tasks),
+        node=node,
+        nodes=len(tasks),
+        local_rank=local_rank,
+        tasks_here=tasks[node],
+        job=job,
+        attempt=attempt,
+        hosts=host_list(environment["SLURM_STEP_NODELIST"]),
+        key=f"slurm-{cluster}-{environment[JOB]}.{step}.{attempt}",
+    )
+
+
+def job_id(environment: Mapping[str, str]) -> str:
+    """`4711`, or `4700_3` for a task of an array."""
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return environment[JOB] if array is None or task is None else f"{array}_{task}"
+
+
+def in_step(environment: Mapping[str, str], proc: Path = Path("/proc")) -> bool:
+    """Whether this process is a task of the step that the variables describe, not a batch script with old ones."""
+    real = step_of_process(environment, proc)
+    return _agree(environment) if real is None else real == environment.get("SLURM_STEP_ID", real)
+
+
+def step_of_process(environment: Mapping[str, str], proc: Path = Path("/proc")) -> str | None:
+    """`0`, `batch`, `interactive` …: the step that the system has this process in; None where it does not say."""
+    job = environment[JOB]
+    for text, pattern in (
+        (_text(proc / "self" / "cgroup"), rf"/job_{job}/step_(\w+)"),
+        (_command_above(environment.get("SLURM_TASK_PID", ""), proc), rf"slurmstepd: \[{job}\.(\w+)"),
+    ):
+        if found := re.search(pattern, text):
+            return found[1]
+    return None
+
+
+def _command_above(pid: str, proc: Path) -> str:
+    """The command of the process that started `pid`."""
+    parent = re.search(r"^PPid:\s*(\d+)", _text(proc / pid / "status"), re.MULTILINE) if pid.isdigit() else None
+    return "" if parent is None else _text(proc / parent[1] / "cmdline")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _agree(environment: Mapping[str, str]) -> bool:
+    """Whether the step's own variables agree with those that slurmd sets for every task and batch script."""
+    tasks = tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
+    node = number(environment, "SLURM_NODEID", 0)
+    nodes = set(host_list(environment["SLURM_STEP_NODELIST"]))
+    here = environment.get("SLURM_GTIDS")
+    return (
+        node < len(tasks)
+        and (here is None or len(here.split(",")) == tasks[node])
+        and environment.get("SLURM_NTASKS", str(sum(tasks))) == str(sum(tasks))
+        and nodes <= set(host_list(environment.get("SLURM_JOB_NODELIST", environment["SLURM_STEP_NODELIST"])))
+    )

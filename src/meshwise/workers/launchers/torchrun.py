@@ -1,0 +1,33 @@
+"""torchrun, our own launcher, and whatever else sets RANK and WORLD_SIZE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwise.workers.launchers.place import Place, number
+
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+def read(environment: Mapping[str, str]) -> Place | None:
+    """The place of a process that has RANK and WORLD_SIZE. Without LOCAL_RANK they are those of a pod, in
+    Kubernetes: a PyTorchJob counts pods, not processes."""
+    if not {"RANK", "WORLD_SIZE"} <= environment.keys():
+        return None
+    rank, size = number(environment, "RANK"), number(environment, "WORLD_SIZE")
+    pods = {"LOCAL_RANK", "KUBERNETES_SERVICE_HOST"} & environment.keys() == {"KUBERNETES_SERVICE_HOST"}
+    pods &= environment.get("MASTER_ADDR") not in LOCAL_HOSTS or "PET_NODE_RANK" in environment
+    tasks = 1 if pods else number(environment, "LOCAL_WORLD_SIZE", size)
+    agent = "TORCHELASTIC_RUN_ID" in environment
+    where = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT", "")
+    return Place(
+        "torchrun" if agent else "PyTorchJob" if pods else "",
+        rank=rank,
+        size=size,
+        node=rank if pods else number(environment, "GROUP_RANK", rank // max(tasks, 1)),
+        nodes=size if pods else number(environment, "GROUP_WORLD_SIZE", -(-size // max(tasks, 1))),
+        local_rank=0 if pods else number(environment, "LOCAL_RANK", rank),
+        tasks_here=tasks,
+        attempt=number(environment, "TORCHELASTIC_RESTART_COUNT", 0) + 1 if agent else 0,
+        rendezvous=(where[0], int(where[1])) if where[0] and where[1].isdigit() else None,
+    )

@@ -1,0 +1,130 @@
+"""Ranks find rank 0 where no launcher says where it is, and only their own. On a real Slurm: test_slurm.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwise.spec.errors import UsageError
+from meshwise.workers import rendezvous
+from meshwise.workers.launchers.place import Place
+
+HERE = Place("Slurm", rank=0, size=3, nodes=1, tasks_here=3, key=f"slurm-test-{os.getpid()}.0.1")
+STORE = 12345
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A door that does not answer is given up soon."""
+    monkeypatch.setattr(rendezvous, "ANSWER", 0.3)
+
+
+def find(place: Place, folder: Path, timeout: float = 3.0) -> tuple[str, int]:
+    return rendezvous.find_door(place, folder, timeout)
+
+
+@contextlib.contextmanager
+def listens(port: int, answer: Callable[[socket.socket], object]) -> Iterator[None]:
+    """Another program at this port."""
+    server, kept = socket.create_server(("127.0.0.1", port)), list[socket.socket]()
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                kept.append(connection)
+                with contextlib.suppress(OSError):
+                    answer(connection)
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        for connection in kept:
+            connection.close()
+
+
+def test_ranks_that_share_a_folder_read_where_rank_0_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_ports", lambda key: [])  # no other way
+    rendezvous.open_door(HERE, STORE, tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["addresses"] == ["127.0.0.1"]
+    for rank in (1, 2):
+        assert find(replace(HERE, rank=rank), tmp_path) == ("127.0.0.1", STORE)
+    for _ in range(100):
+        if not path.exists():
+            break
+        threading.Event().wait(0.02)
+    assert list(tmp_path.iterdir()) == []  # all are in: nothing stays behind
+
+
+def test_ranks_that_share_none_try_the_ports_that_follow_from_the_key(tmp_path: Path) -> None:
+    rendezvous.open_door(replace(HERE, key=HERE.key + "p"), STORE, tmp_path / "of rank 0")
+    assert find(replace(HERE, key=HERE.key + "p", rank=1), tmp_path / "of rank 1") == ("127.0.0.1", STORE)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda connection: None,  # listens, and says nothing
+        lambda connection: connection.close(),
+        lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+        lambda connection: connection.sendall(b"[1]\n"),
+        lambda connection: connection.sendall(b"x" * 100_000),
+        lambda connection: connection.sendall(b'{"key": "slurm-test-of-another", "port": 1}\n'),
+    ],
+    ids=["silent", "closed", "http", "list", "endless", "other key"],
+)
+def test_another_program_at_the_port_means_the_next(
+    answer: Callable[[socket.socket], object], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    place = replace(HERE, key=f"{HERE.key}-{request.node.callspec.id}")
+    with listens(rendezvous._ports(place.key)[0], answer):
+        rendezvous.open_door(place, STORE, tmp_path / "of rank 0")
+        assert find(replace(place, rank=1), tmp_path / "of rank 1") == ("127.0.0.1", STORE)
+
+
+def test_two_steps_never_meet_even_at_the_same_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = [rendezvous._ports(HERE.key + "same")[0]]
+    monkeypatch.setattr(rendezvous, "_ports", lambda key: ports)
+    steps = [replace(HERE, key=f"{HERE.key}-step{step}") for step in (0, 1)]
+    for port, step in enumerate(steps):  # the second door cannot have the port, and is written down alone
+        rendezvous.open_door(step, port, tmp_path)
+    for port, step in enumerate(steps):
+        assert find(replace(step, rank=1), tmp_path) == ("127.0.0.1", port)
+
+
+def test_a_rank_is_let_in_once_and_a_later_run_of_the_step_waits_for_its_own(tmp_path: Path) -> None:
+    place = replace(HERE, key=HERE.key + "twice")
+    rendezvous.open_door(place, STORE, tmp_path)
+    assert find(replace(place, rank=1), tmp_path) == ("127.0.0.1", STORE)
+    with pytest.raises(
+        UsageError, match=r"rank 1 of 3 did not find rank 0 within 1 s: not by .*, and not at .*, ports "
+    ):
+        find(replace(place, rank=1), tmp_path, 1.0)
+    rendezvous.open_door(place, STORE + 1, tmp_path)  # rank 0 of the next run in the same step
+    assert find(replace(place, rank=1), tmp_path) == ("127.0.0.1", STORE + 1)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"port": "x", "addresses": ["a"]}', '{"addresses": 3, "port": 1}'])
+def test_a_damaged_file_is_no_door(text: str, tmp_path: Path) -> None:
+    place = replace(HERE, key=HERE.key + "damaged" + str(len(text)))
+    rendezvous.open_door(place, STORE, tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_text(text)
+    assert find(replace(place, rank=1), tmp_path) == ("127.0.0.1", STORE)
+
+
+def test_without_anything_in_common_it_is_said_what_to_set() -> None:
+    with pytest.raises(UsageError, match=r"mpirun does not say where rank 0 of 4 is. Set MASTER_ADDR to its host"):
+        rendezvous.meet(Place("mpirun", rank=1, size=4))

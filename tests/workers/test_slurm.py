@@ -1,0 +1,171 @@
+"""Under a real Slurm (tests/slurm.py): who launches whom, where ranks meet, what its signals do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from meshwise.records.folder import read_run
+from meshwise.spec.exit_codes import AGAIN
+from tests.slurm import Slurm, slurm, why_not
+
+pytestmark = [
+    pytest.mark.usefixtures("processes"),
+    pytest.mark.skipif(why_not() is not None and not os.environ.get("MESHWISE_SUITE"), reason=str(why_not())),
+]
+
+MESHWISE = f"{sys.executable} -m meshwise"
+JOB = f"{Path(__file__).parents[1] / 'faults' / 'jobs_that_fail.py'}:job_long"
+WHO = """
+import os, socket, sys, torch, meshwise as mw
+mw.barrier()
+total = torch.tensor([float(sys.argv[1]) if len(sys.argv) > 1 else mw.rank()])
+torch.distributed.all_reduce(total)
+task = os.environ.get("SLURM_PROCID")
+print(f"rank {mw.rank()} of {mw.world_size()} on {socket.gethostname()} task {task} sum {total.item():.0f}", flush=True)
+"""
+LOOP = """
+import time, torch, meshwise as mw
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+data = torch.utils.data.TensorDataset(torch.ones(40000, 4))
+model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, 8))
+steps = 0
+try:
+    for (x,) in loader:
+        mw.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+        if steps == 10:
+            print("ten steps", flush=True)
+        time.sleep(0.02)
+finally:
+    print(f"ended after {steps}", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Slurm]:
+    with slurm(2) as made:
+        yield made
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    (tmp_path / "who.py").write_text(WHO)
+    (tmp_path / "loop.py").write_text(LOOP)
+    return tmp_path
+
+
+def lines(text: str, *, has: str) -> list[str]:
+    return sorted(line for line in text.splitlines() if has in line)
+
+
+def shows(path: Path, text: str, times: int = 1, limit: float = 90.0) -> str:
+    """What the file shows, once it has `text` so often."""
+    until = time.monotonic() + limit
+    while not path.exists() or path.read_text().count(text) < times:
+        assert time.monotonic() < until, f"no {text!r} in {path.read_text() if path.exists() else path}"
+        time.sleep(0.05)
+    return path.read_text()
+
+
+def only_run(folder: Path) -> dict[str, object]:
+    (path,) = (folder / "runs").iterdir()
+    return dict(read_run(path))
+
+
+# ---- Who is who, and where they meet ---------------------------------------------------------------------------------
+
+
+def test_two_steps_at_once_meet_among_themselves_in_the_order_of_nodes(cluster: Slurm, programs: Path) -> None:
+    (programs / "order").write_text("n2\nn1\n")
+    step = f"srun --overlap -n2 -m arbitrary {sys.executable} who.py"
+    script = f"export SLURM_HOSTFILE=order\n{step} 10 & {step} 100 & wait"
+    job = cluster.submit(script, "-N2", "-n2", "--overcommit", folder=programs)
+    cluster.wait(job, limit=90)
+    output = (programs / f"{job}.out").read_text()
+    expected = [
+        f"rank {rank} of 2 on n{rank + 1} task {1 - rank} sum {total}" for rank in (0, 1) for total in (20, 200)
+    ]
+    assert lines(output, has="sum ") == sorted(expected), output
+    assert lines(output, has="Slurm job") == [f"Slurm job {job}, 2 nodes × 1 device, attempt 1"] * 2
+    assert not list(programs.glob(".meshwise-*"))
+
+
+def test_a_batch_script_that_was_sent_from_inside_a_step_is_one_process(cluster: Slurm, programs: Path) -> None:
+    inner = f"sbatch -N1 -n1 -o inner.out --wrap '{MESHWISE} run --devices 2xcpu who.py; echo code $?'"
+    outer = cluster.start(
+        "srun", "-N2", "--overcommit", "bash", "-c", f"[ $SLURM_PROCID = 1 ] || {inner}", folder=programs
+    )
+    try:
+        output = shows(programs / "inner.out", "code ")
+    finally:
+        outer.communicate(timeout=60)
+    assert "rank 0 of 2 on" in output and "code 0" in output, output
+    assert "1 node × 2 devices, attempt 1" in output
+
+
+# ---- Signals ---------------------------------------------------------------------------------------------------------
+
+
+def as_at_a_time_limit(cluster: Slurm, job: str) -> None:
+    """TERM, CONT and TERM within a tenth of a second to every process of the job, as slurmd and srun send them."""
+    inside = psutil.Process(cluster.process)
+    ours = [process for process in inside.children(recursive=True) if _is_of(process, job)]
+    assert ours
+    for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGTERM):
+        for process in ours:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+
+def _is_of(process: psutil.Process, job: str) -> bool:
+    try:
+        return process.environ().get("SLURM_STEP_ID") is not None and process.environ().get("SLURM_JOB_ID") == job
+    except psutil.Error:
+        return False
+
+
+def test_one_task_a_node_launches_there_and_a_time_limit_saves_it(cluster: Slurm, programs: Path) -> None:
+    words = f"{MESHWISE} run {JOB} --devices 2xcpu --log-every 20"
+    job = cluster.submit(f"srun --ntasks-per-node=1 {words}; echo code $?", "-N2", folder=programs)
+    shows(programs / f"{job}.out", "step  40/")
+    as_at_a_time_limit(cluster, job)
+    output = shows(programs / f"{job}.out", "code ")
+    assert f"code {AGAIN}" in output, output
+    assert f"Slurm job {job}, 2 nodes × 2 devices, attempt 1" in output
+    assert "stopped by SIGTERM after step" in output and "Plan(data=4)" in output
+    run = only_run(programs)
+    assert (run["status"], run["world"]) == ("stopped", 4)
+
+
+def test_a_requeued_job_goes_on_where_it_was_stopped(cluster: Slurm, programs: Path) -> None:
+    words = f"{MESHWISE} run {JOB} --log-every 20"
+    again = (
+        f'if [ "$SLURM_RESTART_COUNT" = 1 ]; then set -- --resume runs/*; fi\nsrun -N2 --ntasks-per-node=1 {words} "$@"'
+    )
+    job = cluster.submit(f"{again}; echo code $?", "-N2", "--requeue", folder=programs)
+    out = programs / f"{job}.out"
+    shows(out, "step  40/")
+    cluster.call("scontrol", "requeue", job)
+    shows(out, f"Slurm job {job}, 2 nodes × 1 device, attempt 2")
+    shows(out, "step 120/")
+    cluster.call("scancel", job)
+    cluster.wait(job)
+    output = out.read_text()
+    steps = [int(step) for step in re.findall(r"stopped by SIGTERM after step (\d+)", output)]
+    assert steps and cluster.facts(job)["Restarts"] == "1", output
+    run = only_run(programs)
+    assert run["status"] == "stopped"
+    assert len(steps) == 2 and steps[0] < 120 < steps[1]
