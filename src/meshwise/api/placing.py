@@ -1,7 +1,7 @@
 """Whether a process that another launcher started is a rank itself, or starts the workers of its machine. No torch.
 
 One task a device: each is a rank. One task a machine, and several devices there: meshwise starts the workers, and takes
-the machines from the launcher. Tested in tests/api/test_placing.py and tests/workers/test_slurm.py.
+the machines from the launcher. Tested in tests/workers/test_places.py and tests/workers/test_slurm.py.
 """
 
 from __future__ import annotations

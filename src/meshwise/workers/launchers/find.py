@@ -1,4 +1,7 @@
-"""Which launcher started this process: the first that recognises its variables, from the innermost outwards."""
+"""Which launcher started this process: the first that recognises its variables, from the innermost outwards.
+
+Tested in tests/workers/test_places.py.
+"""
 
 from __future__ import annotations
 

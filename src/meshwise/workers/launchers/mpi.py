@@ -1,4 +1,4 @@
-"""mpirun: Open MPI, and those with Hydra (MPICH, Intel MPI, MVAPICH)."""
+"""mpirun: Open MPI, and those with Hydra (MPICH, Intel MPI, MVAPICH). Tested in tests/workers/test_places.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where a process stands among those that a launcher started: one frozen value, read from the environment."""
+"""Where a process stands among those that a launcher started: one frozen value, read from the environment.
+
+Tested in tests/workers/test_places.py.
+"""
 
 from __future__ import annotations
 

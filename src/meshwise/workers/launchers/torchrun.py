@@ -1,4 +1,7 @@
-"""torchrun, our own launcher, and whatever else sets RANK and WORLD_SIZE."""
+"""torchrun, our own launcher, and whatever else sets RANK and WORLD_SIZE.
+
+Tested in tests/workers/test_places.py.
+"""
 
 from __future__ import annotations
 
