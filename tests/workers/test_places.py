@@ -1,4 +1,6 @@
-"""Who a process is, from what Slurm, torchrun or mpirun have set: launchers/ and api/placing.py.
+"""Who a process is, from what Slurm, torchrun or mpirun have set. Of workers/launchers/place.py and find.py,
+workers/launchers/slurm.py, workers/launchers/hosts.py, workers/launchers/torchrun.py, workers/launchers/mpi.py and
+api/placing.py.
 
 Variables marked "recorded" are of real processes: Slurm 22.05.8 (of tests/slurm.py), Open MPI 4.1.4 (both of Debian 12)
 and torchrun of torch 2.13. Those marked "documented" are written from documentation alone.

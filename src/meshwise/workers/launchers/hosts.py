@@ -1,4 +1,4 @@
-"""Slurm's lists of hosts and of tasks, written out. Tested in tests/workers/test_places.py."""
+"""Slurm's lists of hosts and of tasks, written out."""
 
 from __future__ import annotations
 

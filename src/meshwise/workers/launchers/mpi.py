@@ -1,4 +1,4 @@
-"""mpirun: Open MPI, and those with Hydra (MPICH, Intel MPI, MVAPICH). Tested in tests/workers/test_places.py."""
+"""mpirun: Open MPI, and those with Hydra (MPICH, Intel MPI, MVAPICH)."""
 
 from __future__ import annotations
 
