@@ -95,10 +95,10 @@ def test_faults_belong_to_an_attempt_and_those_that_did_not_happen_are_said(tmp_
     restarts, said = Restarts(tmp_path, most=3, faults=faults, number=4), list[str]()
     assert restarts.due() == (faults[0],) and restarts.record() == {"faults": [str(faults[0])]}
     append_lines(tmp_path / "faults.jsonl", [{"fault": str(faults[0]), "attempt": 4, "time": 1.0}])
-    assert restarts.facts(failed())["seconds_to_detect"] > 0
+    assert restarts.facts(failed(), 4)["seconds_to_detect"] > 0
     restarts.next()
     restarts.number = 5
-    assert restarts.due() == (faults[1],) and "seconds_to_detect" not in restarts.facts(failed())
+    assert restarts.due() == (faults[1],) and "seconds_to_detect" not in restarts.facts(failed(), 5)
     restarts.close(said.append)
     assert said == [
         "--fault kill:rank=1,step=2,phase=forward,attempt=2 did not happen: rank 1 came to no forward of step 2 there.",

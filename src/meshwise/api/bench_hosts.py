@@ -19,7 +19,7 @@ from meshwise.transfer.collectives import gather_objects
 from meshwise.workers.environment import started_by_launcher
 from meshwise.workers.join import join, rank_context
 from meshwise.workers.launch import launch
-from meshwise.workers.nodes import NodeOptions
+from meshwise.workers.machines import NodeOptions
 
 SECONDS = 60.0
 
@@ -52,10 +52,11 @@ def bench_hosts(
             "--nnodes 2 --node-rank 0 --rdzv HOST:29500 on the first, --node-rank 1 on the second; or under torchrun."
         )
     try:
-        launch(_worker, arguments, [slot], listeners=listeners(measured.progress), nodes=met)
+        launch(_worker, arguments, [slot], listeners=listeners(measured.progress), nodes=met.nodes)
     except (KeyboardInterrupt, WorkerFailed) as error:
         stopped = stop_by(error)
-    if not met.node_rank:
+    met.nodes.leave()
+    if met.leads:
         return measured.bench(merged(measured.machines or [find_machine()]), stopped)
     if stopped is not None:
         raise WorkerFailed(stopped.why, exit_code=stopped.code)

@@ -22,10 +22,16 @@ from meshwise.records.files import read_lines, write_text
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.exit_codes import AGAIN, FAILED, NO_PROGRESS
 from meshwise.spec.faults import Fault
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.units import plural
 
 MOST_WITHOUT_PROGRESS, MOST_SMALLER = 3, 4
 OTHERS_OF_PLAN = ("settings", "accumulate", "precision")  # options that change a plan
+_TOLD = (
+    *("most", "resumable", "attempt", "number", "step", "began_at", "plan", "smaller", "resumes"),
+    *("_smaller", "_furthest", "_without_progress", "_last"),
+)
 COMMAND_TIMEOUT = 30.0  # seconds for what is left of --on-failure at the end
 
 
@@ -55,7 +61,11 @@ class Restarts:
     failed: float | None = None
     """When the attempt before was given up (monotonic); None once the workers step again."""
     plan: str = ""
-    """What the run goes on under since it ran out of memory, as TOML."""
+    """What the run goes on under, as TOML, where that is not what it began with."""
+    smaller: str = ""
+    """What it goes on under since it ran out of memory, as TOML."""
+    resumes: bool = False
+    """Whether the attempt goes on from a saved state."""
     _change: str = ""
     _smaller: int = 0
     _furthest: int = 0
@@ -78,7 +88,8 @@ class Restarts:
             and self.most > 0
             and self._smaller < MOST_SMALLER
         ):
-            self.plan, self._change = failure.smaller
+            self.smaller, self._change = failure.smaller
+            self.plan = self.smaller
             self.most, self._smaller, self._last = self.most + 1, self._smaller + 1, None
             return None
         if failure is None or not self.resumable or not (failure.of_machine or self._is_asked_for(failure)):
@@ -109,22 +120,37 @@ class Restarts:
         self.attempt, self.failed = self.attempt + 1, time.monotonic()
         newest = [] if self.states is None else checkpoints_in(self.states)[-1:]
         saved = newest[0].step if newest else names.saved_step(self.folder)
+        self.resumes = saved is not None
         where = "from the beginning: no state was saved" if saved is None else f"from the state saved at step {saved}"
         change, self._change = f", with {self._change}, and the same numbers" if self._change else "", ""
         return f"attempt {self.attempt} of {self.most + 1} begins {where}{change}."
 
-    def keep_plan(self) -> None:
-        """The run's plan, and what a resumed run begins with, are those that fit."""
-        request = names.read_run(self.folder).get("request", {})
-        write_text(self.folder / names.PLAN, self.plan)
-        names.change_run(self.folder, request={**request, "plan": self.plan, **dict.fromkeys(OTHERS_OF_PLAN)})
+    def keep_plan(self, plan: Plan) -> None:
+        """The run's plan is this one; where it ran out of memory before, a resumed run begins with what fits."""
+        write_text(self.folder / names.PLAN, plan_to_toml(plan))
+        if self.smaller:
+            request = names.read_run(self.folder).get("request", {})
+            names.change_run(self.folder, request={**request, "plan": self.smaller, **dict.fromkeys(OTHERS_OF_PLAN)})
+
+    def told(self) -> dict[str, Any]:
+        """What another machine's launcher goes on with, as plain values."""
+        told = {name: getattr(self, name) for name in _TOLD}
+        return told | {"states": None if self.states is None else str(self.states)}
+
+    def take(self, told: Mapping[str, Any]) -> None:
+        """Go on with what the leader has told, which has gone over to the next attempt."""
+        for name in _TOLD:
+            setattr(self, name, told[name])
+        self._last = None if told["_last"] is None else tuple(told["_last"])
+        self.states = None if told["states"] is None else Path(told["states"])
+        self.failed = time.monotonic()
 
     def record(self) -> dict[str, Any]:
         """What is kept of an attempt as it begins."""
         return {"faults": [str(fault) for fault in self.due()]} if self.due() else {}
 
-    def facts(self, error: WorkerFailed) -> dict[str, Any]:
-        """What is kept of an attempt that failed."""
+    def facts(self, error: WorkerFailed, number: int) -> dict[str, Any]:
+        """What is kept of attempt `number` of the run, which failed."""
         failure = error.failure
         told = {}
         if failure is not None:
@@ -132,7 +158,7 @@ class Restarts:
             first = failure.message.strip().splitlines()[0].rstrip(".")
             reason = first if failure.plain else f"rank {failure.rank} {verb}{first}"
             told = {"kind": failure.kind, "rank": failure.rank, "step": failure.step, "reason": reason}
-        times = [line["time"] for line in self.happened() if line.get("attempt") == self.number]
+        times = [line["time"] for line in self.happened() if line.get("attempt") == number]
         return told | ({"seconds_to_detect": time.time() - max(times)} if times else {})
 
     def began(self, step: int) -> dict[str, Any]:

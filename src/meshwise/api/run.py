@@ -151,11 +151,11 @@ def _job_in_worker(options: RunOptions, folder: Path) -> dict[str, Any]:
     return run_job(_job_of(options), options, folder)
 
 
-def _job_again(options: RunOptions, folder: Path, plan: str = "") -> dict[str, Any]:
-    """From the newest saved state, or from the beginning where none was saved. plan: another one, as TOML."""
+def _job_again(options: RunOptions, folder: Path, plan: str, resumes: bool) -> dict[str, Any]:
+    """From the newest saved state where it `resumes`, else from the beginning. plan: another one, as TOML."""
     if plan:
         options = replace(options, plan=PlanText(plan), settings=(), accumulate=None, precision=None)
-    return _job_in_worker(replace(options, resume=None if names.saved_step(folder) is None else folder), folder)
+    return _job_in_worker(replace(options, resume=folder if resumes else None), folder)
 
 
 def _job_of(options: RunOptions) -> Job:

@@ -18,10 +18,12 @@ from rich.console import Console
 from meshwise import training
 from meshwise.api.own_folder import ASKED
 from meshwise.api.restarts import Restarts
+from meshwise.api.several import Several
 from meshwise.api.supervise import supervise
 from meshwise.machine.find import describe, find_devices
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
+from meshwise.records.claims import is_over, newest
 from meshwise.records.files import write_text
 from meshwise.records.lock import FolderLock
 from meshwise.spec.devices import WorkerSlot, parse_devices
@@ -34,7 +36,6 @@ from meshwise.spec.world import World
 from meshwise.training.run_options import RESTARTS, RunOptions
 from meshwise.workers.environment import ATTEMPT, BLOCKS, read_world
 from meshwise.workers.launchers.find import place_in
-from meshwise.workers.nodes import Nodes
 
 OWN_OPTIONS = ("job", "devices", "data", "log")
 """Of each machine: where its files are, what it has."""
@@ -46,7 +47,8 @@ class Program:
 
     plan: None leaves it to a script. call: what each worker calls with the run folder. record: what run.json keeps.
     sees_all: whether each worker sees the accelerators of all workers of its host, as under torchrun. again: what each
-    worker calls after a restart; None for `call`, where the program restores its state itself.
+    worker calls after a restart, with `plan` (TOML, "" for the first) and whether it `resumes`; None for `call`, where
+    the program restores its state itself.
     """
 
     name: str
@@ -54,7 +56,7 @@ class Program:
     call: Callable[[Path], Any]
     record: Mapping[str, Any]
     sees_all: bool = False
-    again: Callable[[Path], Any] | None = None
+    again: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Started:
     folder: Path
     slots: Sequence[WorkerSlot]
     restarts: Restarts
-    nodes: Nodes | None = None
+    several: Several | None = None
     before: Mapping[Path, str] = field(default_factory=dict)
     lock: FolderLock | None = None
     hang_limit: float | None = None
@@ -77,23 +79,24 @@ class Started:
     @property
     def keeps_record(self) -> bool:
         """Whether this machine writes what there is one of in the folder."""
-        return names.is_kept_by(self.folder, self.nodes.node_rank if self.nodes else 0)
+        over = is_over(self.folder, self.restarts.number)
+        return (self.several is None or self.several.keeps) and not over
 
 
 def start(make: Callable[[World], Program], options: RunOptions, began: float) -> Started:
     """Meet the other machines, make the program for all devices together, and open its run folder."""
     several = options.nnodes != 1 or options.node_rank or options.rdzv
     slots = worker_slots(options)
-    nodes = options.rendezvous(len(slots)) if several else None
-    size = nodes.size if nodes else len(slots)
+    machines = options.rendezvous(len(slots)) if several else None
+    size = machines.nodes.size if machines else len(slots)
     program = make(World(size=size, device=slots[0].device))
-    if nodes is not None:
+    if machines is not None:
         given = {name: value for name, value in program.record.get("request", {}).items() if name not in OWN_OPTIONS}
-        nodes.compare({"job": Path(program.name).name, "plan": str(program.plan or ""), **given})
+        machines.nodes.compare({"job": Path(program.name).name, "plan": str(program.plan or ""), **given})
     if program.sees_all:
         every = tuple(slot.index for slot in slots if slot.index is not None)
         slots = [replace(slot, sees=every) for slot in slots]
-    return opened(program, options, slots, nodes, began)
+    return opened(program, options, slots, None if machines is None else Several(machines, program.plan), began)
 
 
 def worker_slots(options: RunOptions) -> list[WorkerSlot]:
@@ -117,59 +120,62 @@ def refuse_restarts(options: RunOptions, where: str) -> None:
 
 
 def opened(
-    program: Program, options: RunOptions, slots: Sequence[WorkerSlot], nodes: Nodes | None, began: float
+    program: Program, options: RunOptions, slots: Sequence[WorkerSlot], several: Several | None, began: float
 ) -> Started:
     """The run folder, new or resumed, with the record of what runs in it: one of the same name on every machine.
 
     Machines that share a disk share the folder; the first of them keeps its run.json.
     """
-    machine, out = nodes.node_rank if nodes else 0, Path(options.out)
-    if nodes:
-        refuse_restarts(options, "on several machines")
-    faults = faults_of(options.fault, nodes.size if nodes else len(slots))
+    nodes, out = several.nodes if several else None, Path(options.out)
+    machine, size = (nodes.node_rank, nodes.size) if nodes else (0, len(slots))
+    faults = faults_of(options.fault, size)
+    told = nodes.get("folder") if nodes and machine else {}
     if options.resume is not None:
         folder, _ = run_and_checkpoint(Path(options.resume))
     elif options.folder is not None:
         folder = names.own_run_folder(Path(options.folder))
-    elif nodes is None or machine == 0:
+    elif not machine:
         folder = names.create_run_folder(out, program.name)
     else:
-        folder = out / str(nodes.get("folder"))
+        folder = out / str(told["name"])
         folder.mkdir(parents=True, exist_ok=True)
+    if several is not None:
+        several.shares = not machine or newest(folder) == told["attempt"]
     goes_on = options.resume is not None or options.folder is not None
     kept = [folder / name for name in (names.RUN, names.PLAN)] if goes_on else []
     before = {path: path.read_text(encoding="utf-8") for path in kept if path.is_file()}
     restarts = Restarts(
         folder,
-        most=0 if nodes else RESTARTS if options.restarts is None else options.restarts,
+        most=RESTARTS if options.restarts is None else options.restarts,
         exceptions=options.restart_on == "exception",
         resumable=program.again is not None,
         command=options.on_failure,
         faults=faults,
+        number=told.get("attempt", 1),
     )
-    started = Started(program, folder, slots, restarts, nodes, before, hang_limit=options.hang_seconds())
-    if started.keeps_record:
+    started = Started(program, folder, slots, restarts, several, before, hang_limit=options.hang_seconds())
+    if several is None or several.keeps:
         started = replace(started, lock=FolderLock(folder))
         facts = {"job": program.name, "devices": [slot.name for slot in slots], "machine": machine}
-        facts |= {
-            "world": nodes.size if nodes else len(slots),
-            "versions": names.versions(),
-            **names.what_was_typed(),
-            **program.record,
-        }
+        facts |= {"world": size, "versions": names.versions(), **names.what_was_typed(), **program.record}
         if isinstance(options.job, str | Path):  # of a Job that is given the source is not known
             facts["source"] = names.source_of(str(options.job))
         if options.folder is not None and ASKED not in (
             names.read_run(folder) if (folder / names.RUN).exists() else {}
         ):
             facts[ASKED] = options.record()
-        restarts.number = names.begin_session(folder, began, restarts.record(), **facts)
+        if newest(folder) or (several is not None and not machine):
+            names.claim_session(folder, names.attempts_in(folder) + 1)
+        number = names.begin_session(folder, began, restarts.record(), **facts)
+        restarts.number = told.get("attempt", number)
+    if several is not None and started.lock is not None:
+        several.lock = started.lock
     if program.plan is not None:  # on every machine: a script's workers read it in their own folder
         predicted = program.record.get(PREDICTED)
         table = prediction_to_toml(prediction_of(predicted)) if isinstance(predicted, Mapping) else ""
         write_text(folder / names.PLAN, plan_to_toml(program.plan) + table)
-    if nodes is not None and machine == 0:
-        nodes.set("folder", folder.name)
+    if nodes is not None and not machine:
+        nodes.set("folder", {"name": folder.name, "attempt": restarts.number})
     return started
 
 
@@ -177,7 +183,7 @@ def supervised(started: Started, console: Console, limit: float | None = None) -
     """Show what runs, and run it: the results in rank order, and the exit code. limit: seconds after which it stops."""
     program, slots = started.program, started.slots
     plan = "" if program.plan is None else f"{program.plan}  "
-    nodes = started.nodes
+    nodes = started.several.nodes if started.several else None
     told = place_in(os.environ).told(nodes.size if nodes else len(slots), nodes.nnodes if nodes else 1)
     first = [told] if told and (nodes is None or nodes.node_rank == 0) else []
     line = "\n".join([*first, f"{Path(program.name).name}  {plan}{describe(slots)}"])
@@ -188,7 +194,7 @@ def supervised(started: Started, console: Console, limit: float | None = None) -
             slots,
             restarts=started.restarts,
             console=console,
-            nodes=nodes,
+            several=started.several,
             hang_limit=started.hang_limit,
             limit=limit,
         )
@@ -199,15 +205,17 @@ def supervised(started: Started, console: Console, limit: float | None = None) -
                 write_text(path, text)
         raise
     finally:
-        if started.lock is not None:
-            started.lock.close()
+        for lock in (started.lock, started.several.lock if started.several else None):
+            if lock is not None:
+                lock.close()
 
 
 def _task(started: Started) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """What the workers of the next attempt call."""
     program, restarts = started.program, started.restarts
-    call: Callable[..., Any] = program.call if restarts.attempt == 1 else program.again or program.call
-    call = partial(call, plan=restarts.plan) if restarts.plan else call
+    call: Callable[..., Any] = program.call
+    if restarts.attempt > 1 and program.again is not None:
+        call = partial(program.again, plan=restarts.plan, resumes=restarts.resumes)
     return in_attempt, (restarts.number, restarts.due(), call, started.folder)
 
 

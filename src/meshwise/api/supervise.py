@@ -18,11 +18,14 @@ from typing import Any
 from rich.console import Console
 
 from meshwise.api.restarts import Restarts
+from meshwise.api.several import Several
 from meshwise.records import folder as names
 from meshwise.records.attempts import lost_texts
+from meshwise.records.claims import is_over
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.exit_codes import DONE, WARNINGS, stop_text
+from meshwise.spec.plan_file import plan_from_toml
 from meshwise.terminal.screen import fitted
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
@@ -34,7 +37,6 @@ from meshwise.workers.fork_server import Forks
 from meshwise.workers.gate import StepGate
 from meshwise.workers.halt import Halt
 from meshwise.workers.launch import Listeners, launch
-from meshwise.workers.nodes import Nodes
 
 STOPS = (signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []), *WARNINGS)
 """Signals that stop all ranks after the same step."""
@@ -51,11 +53,13 @@ class Viewer:
         live: bool,
         restarts: Restarts,
         halt: Halt | StepGate | None = None,
-        keeps: Path | None = None,
+        keeps: Callable[[], Path | None] = lambda: None,
+        first: Callable[[], int] = lambda: 0,
     ) -> None:
-        """halt: knows the signal of a stop. keeps: the run folder, where this machine keeps its record."""
+        """halt: knows the signal of a stop. keeps: gives the run folder, where this machine keeps its record. first:
+        the lowest rank of this machine."""
         self._view, self._live, self._halt = view, live, halt
-        self._restarts, self._keeps = restarts, keeps
+        self._restarts, self._keeps, self._first = restarts, keeps, first
         self.stopped = ""
         self._devices = tuple(devices)
         self._memory: list[int | None] = [None] * len(devices)
@@ -65,7 +69,7 @@ class Viewer:
         kind = message["kind"]
         if kind == "began":
             self._job = message["job"]
-            if rank == 0:
+            if rank == self._first():
                 self._keep(self._restarts.began(message["step"]))
         elif kind == "stepped":
             self._keep(self._restarts.stepped())
@@ -91,8 +95,8 @@ class Viewer:
             self._view.print(self.stopped)
 
     def _keep(self, facts: Mapping[str, Any]) -> None:
-        if facts and self._keeps is not None:
-            names.add_to_session(self._keeps, **facts)
+        if facts and (folder := self._keeps()):
+            names.add_to_session(folder, **facts)
 
     def send(self, kind: str, **facts: Any) -> None:
         """A message of this very process: for a run that joined another launcher."""
@@ -134,7 +138,7 @@ def supervise(
     *,
     restarts: Restarts,
     console: Console,
-    nodes: Nodes | None = None,
+    several: Several | None = None,
     limit: float | None = None,
     hang_limit: float | None = None,
 ) -> tuple[list[Any], int]:
@@ -145,48 +149,71 @@ def supervise(
 
     run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails for good.
     """
-    halt, folder, forks = Halt(), restarts.folder, Forks(PRELOAD, stays=True)
-    keeps = folder if names.is_kept_by(folder, nodes.node_rank if nodes else 0) else None
+    halt, forks = Halt(), Forks(PRELOAD, stays=True)
+
+    def keeps() -> Path | None:
+        mine = several is None or several.keeps
+        return restarts.folder if mine and not is_over(restarts.folder, restarts.number) else None
+
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit):
         devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)]
-        viewer = Viewer(view, devices, live=view.draws, restarts=restarts, halt=halt, keeps=keeps)
+        first = (lambda: several.nodes.first_rank) if several else (lambda: 0)
+        viewer = Viewer(view, devices, live=view.draws, restarts=restarts, halt=halt, keeps=keeps, first=first)
         listeners = Listeners(message=viewer.message, output=viewer.output, hang_limit=hang_limit)
-        started = partial(launch, folder=folder, listeners=listeners, nodes=nodes, halt=halt, preload=forks)
+        started = partial(launch, folder=restarts.folder, listeners=listeners, halt=halt, preload=forks)
         try:
             results = None
             while results is None:
+                nodes = several.nodes if several else None
                 try:
-                    results = started(*task(), slots)
+                    results = started(*task(), slots[: nodes.me.size] if nodes else slots, nodes=nodes)
                 except WorkerFailed as error:
-                    _answer(error, restarts, keeps, view, asked_to_stop=halt.wanted.is_set())
+                    _answer(error, restarts, keeps, view, halt, several, len(slots))
         finally:
+            if several is not None:
+                several.nodes.leave()
             forks.close()
             restarts.close(view.print)
         stopped = halt.wanted.is_set()
         if stopped:
             viewer.stops()
-    if keeps:
-        names.end_session(keeps, "stopped" if stopped else "finished")
+    if folder := keeps():
+        names.end_session(folder, "stopped" if stopped else "finished")
     return results, halt.exit_code if stopped else DONE
 
 
 def _answer(
-    error: WorkerFailed, restarts: Restarts, keeps: Path | None, view: LiveView, *, asked_to_stop: bool
+    error: WorkerFailed,
+    restarts: Restarts,
+    keeps: Callable[[], Path | None],
+    view: LiveView,
+    halt: Halt,
+    several: Several | None,
+    size: int,
 ) -> None:
-    """Keep how an attempt failed, and begin the next one; raises what ends the run."""
-    last = error if asked_to_stop else restarts.after(error)
-    if keeps:
-        facts = restarts.facts(error)
-        names.end_session(keeps, "stopped" if error.rank is None else "failed", str(last or error), **facts)
+    """Keep how an attempt failed, and begin the next one; raises what ends the run. size: workers of this machine."""
+    number, last, goes_on = restarts.number, None, ""
+    if several is not None:
+        try:
+            error, goes_on = several.go_on(restarts, error, size, halt)
+        except WorkerFailed as ends:
+            error = last = ends
+    else:
+        last = error if halt.wanted.is_set() else restarts.after(error)
+    if folder := keeps():
+        status = "stopped" if error.rank is None else "failed"
+        names.end_session(folder, status, str(last or error), **restarts.facts(error, number))
     if error.rank is not None:
         restarts.run_command(str(error), again=last is None)
     if last is not None:
         raise last
-    view.print(fitted(f"{error}\n{restarts.next()}", sys.stdout))
-    if keeps and restarts.plan:
-        restarts.keep_plan()
-    if keeps:
-        restarts.number = names.begin_session(keeps, time.time(), restarts.record())
+    view.print(fitted(f"{error}\n{goes_on or restarts.next()}", sys.stdout))
+    if folder:
+        plan = several.plan_now if several else plan_from_toml(restarts.plan) if restarts.plan else None
+        if plan is not None:
+            restarts.keep_plan(plan)
+        facts = {"world": several.nodes.size, "machine": several.machines.me.node} if several else {}
+        restarts.number = names.begin_session(folder, time.time(), restarts.record(), **facts)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ summary.json          accuracy, throughput, where the time went
 submit.sh, code.json  what `meshwise submit` has sent: its script, the hashes of the program's files
 stop                  there once `meshwise stop` has stopped it for good
 faults.jsonl          injected faults that happened, one line each (`--fault`)
+attempts/             of a run on several machines: who began which attempt (see records/claims.py)
 tensorboard/          the metrics as TensorBoard events, where tensorboard is installed
 """
 
@@ -24,8 +25,10 @@ import json
 import platform
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -34,6 +37,7 @@ from typing import Any
 
 from meshwise.records.checkpoints import CHECKPOINTS as CHECKPOINTS
 from meshwise.records.checkpoints import checkpoints_in
+from meshwise.records.claims import claim, is_over, newest, newest_record, record_path
 from meshwise.records.files import write_text
 from meshwise.records.lock import is_abandoned
 from meshwise.spec.errors import UsageError
@@ -103,9 +107,14 @@ def span_log(folder: Path, rank: int) -> Path:
 
 
 def write_run(folder: Path, facts: dict[str, Any]) -> None:
-    """Write run.json anew with these facts. On a full disk the run goes on, and they are written with the next ones."""
+    """Write run.json anew with these facts, and the record of an attempt that was claimed. On a full disk the run goes
+    on, and they are written with the next ones."""
+    text, number = json.dumps(facts, indent=2) + "\n", len(facts.get("sessions") or ())
     try:
-        write_text(folder / RUN, json.dumps(facts, indent=2) + "\n")
+        if newest(folder):
+            write_text(record_path(folder, number), text)
+        if not is_over(folder, number):
+            write_text(folder / RUN, text)
     except OSError as error:
         if not (folder / RUN).exists():
             raise
@@ -136,9 +145,24 @@ def _started(folder: Path) -> str:
         return ""
 
 
-def is_kept_by(folder: Path, machine: int) -> bool:
-    """Whether this machine of a run (from 0) writes the folder's run.json: the first of those that share the folder."""
-    return not (folder / RUN).exists() or read_run(folder).get("machine", 0) == machine
+def is_kept_by(folder: Path, machine: int, number: int | None = None) -> bool:
+    """Whether this machine of a run (from 0) writes the folder's run.json: the first of those that share the folder.
+    number: of its attempt, which may be over."""
+    if not (folder / RUN).exists():
+        return True
+    return read_run(folder).get("machine", 0) == machine and not (number is not None and is_over(folder, number))
+
+
+def claim_session(folder: Path, number: int) -> bool:
+    """Claim attempt `number` of a run on several machines, before its record says anything of it. False where another
+    machine has begun it."""
+    saved = [each.path.name for each in checkpoints_in(folder / CHECKPOINTS)]
+    return claim(folder, number, {"time": time.time(), "host": socket.gethostname(), "checkpoints": saved})
+
+
+def attempts_in(folder: Path) -> int:
+    """How many attempts the run's record has."""
+    return len(read_run(folder).get("sessions", [])) if (folder / RUN).exists() else 0
 
 
 def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None = None, /, **facts: Any) -> int:
@@ -213,7 +237,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     try:
         if (folder / RUN).exists() and not (folder / RUN).is_file():  # a pipe would be read for ever
             raise ValueError("it is not a file")
-        facts = _cleaned(json.loads((folder / RUN).read_text(encoding="utf-8")))
+        path = newest_record(folder) or folder / RUN  # what an attempt that is over has written is not read
+        facts = _cleaned(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UsageError(
             f"{folder}: no run folder (there is no {RUN} in it). Name a folder that `meshwise run` made."

@@ -25,12 +25,17 @@ LOCK, TRIES = "run.lock", 5
 
 
 class FolderLock:
-    """Holds a run folder until it is closed. Raises UsageError where somebody else does."""
+    """Holds a run folder until it is closed. Raises UsageError where somebody else does.
 
-    def __init__(self, folder: Path) -> None:
+    claimed: another machine may hold it that was cut off: who has claimed the newest attempt takes it from there.
+    """
+
+    def __init__(self, folder: Path, *, claimed: bool = False) -> None:
         self._file: IO[str] | None = None
         if sys.platform == "win32":
             return
+        if claimed:
+            (folder / LOCK).unlink(missing_ok=True)
         file = (folder / LOCK).open("a+", encoding="utf-8")
         try:
             _take(file)

@@ -1,4 +1,8 @@
-"""A plan on another number of devices than its own: refused with the nearest that fits, or brought to one device."""
+"""A plan on another number of devices than its own: refused with the nearest that fits, brought to one device, or to
+those that are left of a run.
+
+Tested in tests/spec/test_plan_devices.py.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +65,35 @@ def on_one_device(plan: Plan) -> Plan:
     """`plan` without its axes, and without what cannot be on one device."""
     techniques = [f for f in fields(plan) if f.metadata.get("conflicts")]
     off: dict[str, Any] = {**dict.fromkeys(AXES, 1), **{f.name: f.default for f in techniques}}
-    one = replace(plan, **off)
+    return _with_possible(replace(plan, **off), plan)
+
+
+def on_devices(plan: Plan, devices: int) -> Plan:
+    """`plan` on at most so many devices, with the same global batch: other replicas, or other shards; what divides the
+    work otherwise stays, and devices that fit nowhere are left out. Raises PlanError where none of that can be."""
+    fixed = plan.devices // (plan.data * plan.shard)
+    for parts in range(devices // fixed, 0, -1):
+        divisors = [size for size in range(1, parts + 1) if parts % size == 0]
+        least = [size for size in divisors if size >= plan.shard] or divisors[-1:]
+        # At least as many shards as before, so that a part still fits a device.
+        shard = 1 if plan.shard == 1 else least[0]
+        axes: dict[str, Any] = {"data": parts // shard, "shard": shard}
+        if axes == {"data": plan.data, "shard": plan.shard}:
+            return plan
+        off = {f.name: f.default for f in fields(plan) if f.metadata.get("conflicts") and f.name not in AXES}
+        bare: dict[str, Any] = {**off, **axes}
+        if _is_possible(plan, bare):
+            return _with_possible(replace(plan, **bare), plan)
+    raise PlanError(f"{_axes_text(plan)} needs at least {plural(fixed, 'device')}, and {devices} are left.")
+
+
+def _with_possible(bare: Plan, plan: Plan) -> Plan:
+    """`bare` with the techniques of `plan` that it can have."""
+    techniques = [f for f in fields(plan) if f.metadata.get("conflicts")]
+    one = bare
     for f in techniques:
+        if f.name in AXES:
+            continue
         value = getattr(plan, f.name)
         if isinstance(value, tuple):
             value = tuple(word for word in value if _is_possible(one, {f.name: (word,)}))

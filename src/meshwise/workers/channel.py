@@ -133,13 +133,15 @@ LISTENING_PORTS = range(20_000, 32_768)
 """Linux connects from 32768 to 60999 (ip_local_port_range)."""
 
 
-def listening(host: str = "") -> socket.socket:
-    """A socket that listens at a free TCP port of this machine, below those that outgoing connections take by default.
-    Without a host it listens for all of them."""
+def listening(host: str = "", port: int = 0) -> socket.socket:
+    """A socket that listens at a TCP port of this machine, by default a free one below those that outgoing connections
+    take. Without a host it listens for all of them. Raises OSError where the port is taken."""
     every = {"family": socket.AF_INET6, "dualstack_ipv6": True} if not host and socket.has_dualstack_ipv6() else {}
-    for port in (*random.SystemRandom().sample(LISTENING_PORTS, 100), 0):
+    if port:
+        return socket.create_server((host, port), backlog=512, **every)  # type: ignore[arg-type]
+    for free in (*random.SystemRandom().sample(LISTENING_PORTS, 100), 0):
         with contextlib.suppress(OSError):
-            return socket.create_server((host, port), backlog=512, **every)  # type: ignore[arg-type]
+            return socket.create_server((host, free), backlog=512, **every)  # type: ignore[arg-type]
     raise OSError("this machine has no free TCP port")
 
 

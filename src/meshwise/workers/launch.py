@@ -17,13 +17,12 @@ import queue
 import secrets
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import cloudpickle
 
@@ -41,7 +40,7 @@ from meshwise.workers.logged_values import LoggedValues
 from meshwise.workers.meeting import SILENCE
 from meshwise.workers.nodes import Nodes
 from meshwise.workers.parting import PartingWatch, last_verbs, parted
-from meshwise.workers.watched import State, WatchedWorker
+from meshwise.workers.watched import State, WatchedWorker, shown
 from meshwise.workers.written_files import WrittenFiles
 
 # Time limits, in seconds.
@@ -97,8 +96,7 @@ def launch(
         task.write_bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((function, arguments)))))
         launcher.start(task, slots)
         launcher.watch()
-        if nodes is not None:
-            nodes.leave()
+        launcher.await_others()
         return [
             cloudpickle.loads(environment.result_path(task, w.rank).read_bytes()) if w.state is State.DONE else None
             for w in launcher.workers
@@ -151,7 +149,7 @@ class _Launcher:
             self.workers.append(entry)
             for name, (read, write) in zip(("stdout", "stderr"), pipes, strict=False):
                 os.close(write)
-                entry.readers.append(self._read(os.fdopen(read, "rb"), name, log))
+                entry.readers.append(shown(os.fdopen(read, "rb"), name, log, self.listeners.output))
         if listener is not None:
             listener.close()  # rank 0 has it
 
@@ -174,20 +172,6 @@ class _Launcher:
             environment.CORES: ",".join(map(str, slot.cores)),
         }
 
-    def _read(self, pipe: BinaryIO | Any, stream: str, log: BinaryIO) -> threading.Thread:
-        def forward() -> None:
-            with pipe:
-                for line in iter(pipe.readline, b""):
-                    log.write(line)
-                    log.flush()
-                    text = line.decode(errors="replace")
-                    if not failure.is_gloo_abort(text):
-                        self.listeners.output(stream, text)
-
-        thread = threading.Thread(target=forward, name=f"meshwise-{stream}", daemon=True)
-        thread.start()
-        return thread
-
     def watch(self) -> None:
         """Until every worker is done. Raises WorkerFailed as soon as the culprit of a failure is known."""
         while not self._over() or any(w.process.poll() is None for w in self.workers):
@@ -203,6 +187,13 @@ class _Launcher:
             if self._over() and all(w.seconds > END_TIMEOUT for w in self.workers):
                 break  # one that cannot end by itself is ended by end()
         self._look_at_verbs()
+
+    def await_others(self) -> None:
+        """Until the workers of all machines are done. Raises WorkerFailed where one fails meanwhile, or is lost."""
+        while self.nodes is not None and not self.nodes.all_done():
+            self._look_at_nodes()
+            self._look_at_once()
+            time.sleep(0.02)
 
     def _over(self) -> bool:
         """Whether no worker runs or has failed: a rank that exits leaves nobody alone when all do."""
@@ -229,15 +220,16 @@ class _Launcher:
         return [w.rank for w in self.workers if w.state in (State.DONE, State.EXITED)]
 
     def _fail(self, chosen: Failure) -> None:
-        step, done = steps_of(self._scratch, [w.rank for w in self.workers], chosen.rank)
-        chosen = replace(chosen, step=chosen.step or step, done=done)
+        ranks = [w.rank for w in self.workers]
+        step, done = steps_of(self._scratch, ranks, chosen.rank if chosen.rank in ranks else self.first_rank)
+        chosen = replace(chosen, step=chosen.step or (step if chosen.rank in ranks else None), done=done)
         text = failure.sentence(chosen, self.size, [w.failure for w in self.workers if w.failure])
         if chosen.kind in ("killed", "left", "victim"):
             trails = self._parting.trails()
             last = [last_verbs(trails)] if chosen.kind == "victim" else []
             text = parted(trails, self._ended()) or "\n".join([text, *last]).rstrip()
         if self.nodes:
-            self.nodes.fail(text, chosen.rank, max(chosen.exit_code, 1))
+            self.nodes.fail(text, chosen, max(chosen.exit_code, 1))
         raise WorkerFailed(text, rank=chosen.rank, exit_code=max(chosen.exit_code, 1), failure=chosen)
 
     def _look_at_nodes(self) -> None:
@@ -246,12 +238,12 @@ class _Launcher:
             return
         if failed := self.nodes.failed_elsewhere():
             raise failed
-        if not self._over() and (lost := self.nodes.lost()):
+        if lost := self.nodes.lost():
             self._fail(lost)
         if self.halt.wanted.is_set():
-            self.nodes.set("halt", True)
-        elif self.nodes.try_get("halt"):
-            self.halt.wanted.set()
+            self.nodes.set("halt", self.halt.signal)
+        elif (number := self.nodes.try_get("halt")) is not None:
+            self.halt.ask(number)
 
     def _deliver_one(self) -> None:
         try:
@@ -306,9 +298,15 @@ class _Launcher:
         limit = RESCUE_TIMEOUT if self._rescues and failure.culprit(failures).of_machine else limit
         return waited > limit or all(w.state is not State.RUNNING for w in self.workers)
 
-    def _look_at_halt(self) -> None:
+    def _look_at_once(self) -> None:
         if self.halt.at_once.is_set():
-            raise WorkerFailed("stopped at once; what was saved before is kept.", exit_code=self.halt.exit_code)
+            text = "stopped at once; what was saved before is kept."
+            if self.nodes:
+                self.nodes.fail(text, None, self.halt.exit_code)
+            raise WorkerFailed(text, exit_code=self.halt.exit_code)
+
+    def _look_at_halt(self) -> None:
+        self._look_at_once()
         if not self.halt.wanted.is_set():
             return
         now = time.monotonic()
@@ -334,7 +332,7 @@ class _Launcher:
         if self.nodes is None:
             return here
         self.nodes.set(f"begun/{self.nodes.node_rank}", here)
-        begun = [self.nodes.try_get(f"begun/{node}") for node in range(self.nodes.nnodes)]
+        begun = [self.nodes.try_get(f"begun/{member.node}") for member in self.nodes.members]
         known = [step for step in begun if isinstance(step, int)]
         return max(known) if len(known) == len(begun) else None
 

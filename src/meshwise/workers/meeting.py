@@ -1,38 +1,38 @@
-"""A key-value store between launchers, used from a thread of its own: a link that is dead holds that thread alone.
+"""What launchers tell each other, from a thread of its own: a link that is dead holds that thread alone.
 
-The thread does one round after the other: it writes what there is to write, this machine's beat among it, and reads
-what somebody asked for into memory. Whoever asks never waits for the network, so Ctrl-C is answered at once.
+The thread makes one exchange with the store after the other, which is this machine's heartbeat too. Whoever asks reads
+what came, and never waits for the network, so Ctrl-C is answered at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+from meshwise.workers.store import Exchanges, Link
 
-ROUND = 0.5  # seconds between two rounds
-SILENCE = 5.0  # seconds after which a machine that does not beat is lost
+ROUND = 0.25  # seconds between two exchanges
+SILENCE = 5.0  # seconds after which a machine that is not heard of is lost
 
 
 class Meeting:
-    """The store of machine `node` of `count`, and which of the others beat."""
+    """A machine, by its name, at a store."""
 
-    def __init__(self, connect: Callable[[], Store], node: int, count: int) -> None:
-        """connect: gives the store, or raises RuntimeError; called in the thread."""
-        self._connect, self._node, self._count = connect, node, count
+    def __init__(self, connect: Callable[[], Exchanges], name: str) -> None:
+        """connect: gives the store, or raises OSError; called in the thread."""
+        self._connect, self._name = connect, name
         self._out: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._written = self._asked = 0
         self._told: dict[str, str] = {}
-        self._wanted: dict[str, bool] = {}  # key -> whether it changes
         self._known: dict[str, str] = {}
-        self._beats: dict[int, tuple[str, float]] = {}
+        self._silent: dict[str, float] = {}
         self._wake, self._over = threading.Event(), threading.Event()
-        self.error: RuntimeError | None = None
+        self.store: Exchanges | None = None
+        """None until it is reached."""
+        self.error: Exception | None = None
         """Why the store is not to be reached any more, or never was."""
         self.heard = 0.0
         """When the store answered last (monotonic); 0 before the first time."""
@@ -47,11 +47,8 @@ class Meeting:
         self._out.put((key, value))
         self._wake.set()
 
-    def try_get(self, key: str, *, changes: bool = False) -> str | None:
+    def try_get(self, key: str) -> str | None:
         """What some machine has told, as of the last round; None where nothing is known yet."""
-        if key not in self._wanted:
-            self._wanted[key] = changes
-            self._wake.set()
         return self._known.get(key)
 
     def flush(self, seconds: float) -> None:
@@ -64,45 +61,44 @@ class Meeting:
         """Beat no more."""
         self._over.set()
         self._wake.set()
+        if isinstance(self.store, Link):
+            self.store.interrupt()
 
-    def lost(self) -> dict[int, float]:
-        """The machines that do not beat any more, and the seconds of their silence. The store is of the first one."""
+    @property
+    def silence(self) -> float | None:
+        """The seconds since the store answered, where they are too many; 0 where it is gone."""
         now = time.monotonic()
-        if self._node and self.heard and (self.error is not None or now - self.heard > SILENCE):
-            return {0: now - self.heard}
-        silent = {node: now - at for node, (_, at) in list(self._beats.items()) if now - at > SILENCE}
-        return {node: seconds for node, seconds in silent.items() if f"left/{node}" not in self._known}
+        if not self.heard or self._over.is_set():
+            return None
+        return now - self.heard if self.error is not None or now - self.heard > SILENCE else None
+
+    def silence_of(self, name: str) -> float | None:
+        """The seconds for which a machine has not been heard of at the store, where they are too many."""
+        seconds = self._silent.get(name, 0.0)
+        return seconds if seconds > SILENCE else None
+
+    def has_seen(self, name: str) -> bool:
+        """Whether a machine was ever heard of at the store."""
+        return name in self._silent
 
     def _run(self) -> None:
         try:
-            store = self._connect()
-            beat = 0
+            self.store, since = self._connect(), 0
             while not self._over.is_set():
                 self._wake.clear()
-                while not self._out.empty():
-                    store.set(*self._out.get())
-                    self._written += 1
-                beat += 1
-                store.set(f"beat/{self._node}", str(beat))
-                for node in range(self._count):
-                    self._read(store, f"left/{node}")
-                    if node != self._node and self._read(store, f"beat/{node}", changes=True):
-                        self._heard(node, self._known[f"beat/{node}"])
-                for key, changes in list(self._wanted.items()):
-                    self._read(store, key, changes=changes)
+                told, count = {}, 0
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        key, value = self._out.get_nowait()
+                        told[key], count = value, count + 1
+                answer = self.store.exchange(self._name, told, since)
+                since = answer.version
+                self._known.update(answer.new)
+                self._silent = dict(answer.silent)
+                self._written += count
                 self.heard = time.monotonic()
                 self._wake.wait(ROUND)
-        except RuntimeError as error:
+        except (OSError, ValueError, TypeError) as error:  # it closed, or is no store of ours
             self.error = error
-
-    def _read(self, store: Store, key: str, *, changes: bool = False) -> bool:
-        if key in self._known and not changes:
-            return True
-        if not store.check([key]):
-            return False
-        self._known[key] = store.get(key).decode()
-        return True
-
-    def _heard(self, node: int, beat: str) -> None:
-        if self._beats.get(node, ("", 0.0))[0] != beat:
-            self._beats[node] = (beat, time.monotonic())
+        if isinstance(self.store, Link):
+            self.store.close()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from meshwise.workers import failure, oom_killer
-from meshwise.workers.failure import Failure
+from meshwise.workers.failure import Failure, is_gloo_abort
 from meshwise.workers.fork_server import ForkedWorker, kill_group
 from meshwise.workers.oom_killer import Kills
 
@@ -60,3 +61,20 @@ class WatchedWorker:
         pid = self.process.pid
         if pid is not None:
             kill_group(pid)
+
+
+def shown(pipe: BinaryIO | Any, stream: str, log: BinaryIO, show: Callable[[str, str], None]) -> threading.Thread:
+    """A thread that writes each line of a worker's output to its log, and shows it."""
+
+    def forward() -> None:
+        with pipe:
+            for line in iter(pipe.readline, b""):
+                log.write(line)
+                log.flush()
+                text = line.decode(errors="replace")
+                if not is_gloo_abort(text):
+                    show(stream, text)
+
+    thread = threading.Thread(target=forward, name=f"meshwise-{stream}", daemon=True)
+    thread.start()
+    return thread

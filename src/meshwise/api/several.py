@@ -1,0 +1,169 @@
+"""A run on several machines between two of its attempts: the leader decides, and the others do as it says.
+
+Where machines share the run's folder, whoever claims the next attempt there goes on (records/claims.py); where they do
+not, machine 0 does, which keeps the saved states. So two halves of a network that was cut never both go on.
+Tested in tests/faults/test_several_machines.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from meshwise.api.restarts import Restarts, ended
+from meshwise.records import folder as names
+from meshwise.records.claims import is_over
+from meshwise.records.lock import FolderLock
+from meshwise.spec.errors import PlanError, WorkerFailed
+from meshwise.spec.exit_codes import AGAIN
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_devices import on_devices
+from meshwise.spec.plan_file import plan_from_toml, plan_to_toml
+from meshwise.spec.units import plural
+from meshwise.workers.failure import Failure, culprit
+from meshwise.workers.halt import Halt
+from meshwise.workers.machines import Look, Machines
+from meshwise.workers.nodes import ELSEWHERE, Member, Nodes
+
+MINORITY_WAIT = 10.0  # seconds in which the larger half of a cut network claims the next attempt first
+Reports = dict[Member, dict[str, Any]]
+
+
+@dataclass
+class Several:
+    """The machines of a run. plan: the one that was asked for; None leaves it to a script. shares: whether this machine
+    sees the run's folder as machine 0 does. lock: on the folder, where this machine keeps its record."""
+
+    machines: Machines
+    plan: Plan | None
+    shares: bool = True
+    lock: FolderLock | None = None
+    plan_now: Plan | None = None
+    """Of the attempt that runs, since the first one."""
+
+    @property
+    def nodes(self) -> Nodes:
+        """Those of the attempt that runs."""
+        return self.machines.nodes
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this machine keeps the record of the run, or one of its own."""
+        return self.nodes.leads or not self.shares
+
+    def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
+        """Agree on the next attempt: why the last one failed, and a sentence on where it begins. Raises what ends the
+        run, the same on all machines.
+
+        size: the workers that this machine can have.
+        """
+        before, look = self.nodes, partial(_look, halt)
+        self.machines.report({**_facts(error), "size": size, "stopped": halt.wanted.is_set()})
+        told = self.machines.next(look)
+        if told is self.nodes and told.begins.number == before.begins.number:
+            told = self._decide(restarts, look)
+        elif isinstance(told, Nodes):
+            restarts.take(told.begins.facts["restarts"])
+        if not isinstance(told, Nodes):
+            raise _as_seen(told, before)
+        news = told.begins.facts
+        self.plan_now = plan_from_toml(news["plan"]) if news["plan"] else None
+        return _as_seen(news["error"], before), str(news["sentence"])
+
+    def _decide(self, restarts: Restarts, look: Look) -> Nodes | dict[str, Any]:
+        """The leader's: whether the run goes on, with which machines and under which plan; else how it ends."""
+        reports = self.machines.reports(look)
+        error = _error_of(reports)
+        last = error if any(report["stopped"] for report in reports.values()) else restarts.after(error)
+        if last is None:
+            try:
+                members, plan = self._fitting(restarts, reports)
+                self._claim(restarts, reports, look)
+            except (PlanError, _NotHere) as refused:
+                last = ended(error, str(refused), AGAIN)
+        if last is not None:
+            self.machines.end(_facts(last))
+            return _facts(last)
+        return self._begin(restarts, error, members, plan)
+
+    def _fitting(self, restarts: Restarts, reports: Reports) -> tuple[list[Member], Plan | None]:
+        """The machines of the next attempt with the workers of each, and the plan on them."""
+        if restarts.smaller:
+            self.plan = plan_from_toml(restarts.smaller)
+        members = [replace(member, size=report["size"]) for member, report in reports.items() if report["size"]]
+        left = sum(member.size for member in members)
+        plan = None if self.plan is None else on_devices(self.plan, left)
+        surplus = 0 if plan is None else left - plan.devices
+        for at in reversed(range(len(members))):
+            fewer = min(surplus, members[at].size)
+            surplus, members[at] = surplus - fewer, replace(members[at], size=members[at].size - fewer)
+        return [member for member in members if member.size], plan
+
+    def _claim(self, restarts: Restarts, reports: Reports, look: Look) -> None:
+        """Make the next attempt this machine's to begin. Raises where it is not."""
+        first, before, here = self.machines.me.node == 0, len(self.nodes.members), len(reports)
+        if not (first or self.shares):
+            raise _NotHere("The saved states lie on machine 0, which is not here: start the run again on all machines.")
+        lowest = min(member.node for member in self.nodes.members) in {member.node for member in reports}
+        if self.shares and not (2 * here > before or (2 * here == before and lowest)):
+            until = time.monotonic() + MINORITY_WAIT
+            while time.monotonic() < until and not is_over(restarts.folder, restarts.number):
+                look()
+                time.sleep(0.1)
+        if not names.claim_session(restarts.folder, restarts.number + 1):
+            raise _NotHere(f"The run goes on without this machine: attempt {restarts.number + 1} was begun by another.")
+
+    def _begin(self, restarts: Restarts, error: WorkerFailed, members: Sequence[Member], plan: Plan | None) -> Nodes:
+        """Begin the attempt that was claimed."""
+        changed = plan is not None and (plan != self.plan or restarts.smaller)
+        restarts.plan = plan_to_toml(plan) if plan and changed else ""
+        restarts.number, sentence = restarts.number + 1, restarts.next()
+        world = sum(member.size for member in members)
+        if world != self.nodes.size:
+            on = f"{plural(len(members), 'machine')} with {plural(world, 'device')} under {plan}"
+            sentence = f"{sentence.removesuffix('.')}, on {on.removesuffix(' under None')}."
+        if self.lock is None:  # the machine that held it is lost, or was
+            self.lock = FolderLock(restarts.folder, claimed=True)
+        facts = {"restarts": restarts.told(), "sentence": sentence, "plan": plan_to_toml(plan) if plan else ""}
+        return self.machines.announce(self.nodes.begins.number + 1, members, {**facts, "error": _facts(error)})
+
+
+class _NotHere(Exception):
+    """The run does not go on with this machine, and why."""
+
+
+def _facts(error: WorkerFailed) -> dict[str, Any]:
+    """What one machine tells the others of a failure."""
+    failure = None if error.failure is None else asdict(error.failure)
+    return {"text": str(error).removeprefix(ELSEWHERE), "code": error.exit_code, "failure": failure}
+
+
+def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
+    """A failure that was told, as this machine of an attempt says it."""
+    failure = None if told["failure"] is None else Failure(**told["failure"])
+    here = range(nodes.first_rank, nodes.first_rank + nodes.me.size)
+    own = failure is None or failure.rank in here or failure.kind == "lost"
+    text = told["text"] if own else ELSEWHERE + told["text"]
+    return WorkerFailed(text, rank=None if failure is None else failure.rank, exit_code=told["code"], failure=failure)
+
+
+def _error_of(reports: Reports) -> WorkerFailed:
+    """What ended the attempt, of what the machines have reported: the culprit's."""
+    known = [(Failure(**told["failure"]), told) for told in reports.values() if told["failure"] is not None]
+    if not known:
+        told = next(iter(reports.values()))
+        return WorkerFailed(told["text"], exit_code=told["code"])
+    chosen = culprit([failure for failure, _ in known])
+    told = next(told for failure, told in known if failure is chosen)
+    done = [failure.done for failure, _ in known]
+    return WorkerFailed(
+        told["text"], rank=chosen.rank, exit_code=told["code"], failure=replace(chosen, done=max(chosen.done, *done))
+    )
+
+
+def _look(halt: Halt) -> None:
+    if halt.at_once.is_set():
+        raise WorkerFailed("stopped at once; what was saved before is kept.", exit_code=halt.exit_code)

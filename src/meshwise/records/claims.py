@@ -1,0 +1,79 @@
+"""Which attempt of a run on several machines counts: the newest that was claimed.
+
+attempts/2.json        claims attempt 2: made once, by the machine whose launcher begins it, before anything else
+attempts/2.run.json    the run's record since then; run.json is the same, for people and other programs
+
+Two halves of a network that was cut may both want to go on: the file system lets one of them make the claim. What a
+machine writes that was cut off and comes back later is of an earlier attempt: it is not read.
+Tested in tests/records/test_claims.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+CLAIMS = "attempts"
+_CLAIM, _RECORD = re.compile(r"(\d{1,9})\.json"), re.compile(r"(\d{1,9})\.run\.json")
+
+
+def claim(folder: Path, number: int, facts: Mapping[str, Any]) -> bool:
+    """Claim attempt `number` of the run in `folder`. False where it, or a later one, is claimed already."""
+    claims = folder / CLAIMS
+    claims.mkdir(exist_ok=True)
+    if newest(folder) >= number:
+        return False
+    try:
+        file = os.open(claims / f"{number}.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    except FileExistsError:
+        return False
+    with os.fdopen(file, "w", encoding="utf-8") as opened:
+        json.dump(dict(facts), opened)
+        opened.flush()
+        os.fsync(opened.fileno())
+    return True
+
+
+def newest(folder: Path) -> int:
+    """The number of the newest attempt that was claimed; 0 in the folder of a run that claims none."""
+    return max(_numbers(folder, _CLAIM), default=0)
+
+
+def is_over(folder: Path, number: int) -> bool:
+    """Whether a later attempt than this one has begun, elsewhere."""
+    return newest(folder) > number
+
+
+def record_path(folder: Path, number: int) -> Path:
+    """Where the record of a run lies since attempt `number`."""
+    return folder / CLAIMS / f"{number}.run.json"
+
+
+def newest_record(folder: Path) -> Path | None:
+    """The record of the newest attempt that has one; None in the folder of a run that claims none."""
+    numbers = _numbers(folder, _RECORD)
+    return record_path(folder, max(numbers)) if numbers else None
+
+
+def claims_of(folder: Path) -> dict[int, Mapping[str, Any]]:
+    """What each claim says, by its number."""
+    found: dict[int, Mapping[str, Any]] = {}
+    for number in sorted(_numbers(folder, _CLAIM)):
+        facts: Any = None
+        with contextlib.suppress(OSError, ValueError):
+            facts = json.loads((folder / CLAIMS / f"{number}.json").read_text(encoding="utf-8"))
+        found[number] = facts if isinstance(facts, dict) else {}
+    return found
+
+
+def _numbers(folder: Path, named: re.Pattern[str]) -> list[int]:
+    try:
+        files = [path.name for path in (folder / CLAIMS).iterdir()]
+    except OSError:
+        return []
+    return [int(found[1]) for found in map(named.fullmatch, files) if found]

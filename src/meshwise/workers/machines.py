@@ -1,0 +1,238 @@
+"""The machines of a run, from one attempt to the next: who is there, and who leads.
+
+Their launchers meet in the store of the first of them, which leads: it announces each attempt and who takes part.
+Each keeps a store and has told where; where the leader is lost, the others meet at the lowest that is left. Whether
+those may go on is not decided here: two halves of a split network may both come so far.
+Tested in tests/workers/test_machines.py.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Annotated, Any
+
+from meshwise.spec.errors import UsageError, WorkerFailed
+from meshwise.spec.options import Option
+from meshwise.workers.channel import listening
+from meshwise.workers.meeting import SILENCE, Meeting
+from meshwise.workers.nodes import Beginning, Member, Nodes
+from meshwise.workers.rendezvous import taken
+from meshwise.workers.store import Exchanges, Link, Store
+
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+REACH_TIMEOUT = 3.0  # seconds to reach another machine's store
+MOVE_TIMEOUT = 3 * SILENCE  # for the machines that are left to come to another store
+LEAD_TIMEOUT = 60.0  # for a leader that is heard of to say how it goes on
+Look = Callable[[], object]
+"""Called again and again while something is waited for: may raise."""
+
+
+class Machines:
+    """This machine and the others that the run was started on. `nodes`: those of the attempt that runs."""
+
+    nodes: Nodes
+
+    def __init__(self, meeting: Meeting, store: Store, me: Member, nnodes: int) -> None:
+        """me: this machine. meeting: at the store of machine 0."""
+        self._meeting, self._store, self.me, self.nnodes = meeting, store, me, nnodes
+        self._leader = 0
+        self._report: dict[str, Any] | None = None
+        self._present()
+
+    @property
+    def leads(self) -> bool:
+        """Whether the machines meet at this one."""
+        return self._leader == self.me.node
+
+    def _present(self) -> None:
+        self._meeting.set(f"machine/{self.me.node}", json.dumps(asdict(self.me)))
+
+    def _machine(self, node: int) -> Member | None:
+        told = self._meeting.try_get(f"machine/{node}")
+        return None if told is None else Member(**json.loads(told))
+
+    def meet(self) -> Nodes:
+        """The first attempt, of all machines; waits for them. Raises WorkerFailed where they do not come."""
+        until = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+
+        def look() -> None:
+            if self._meeting.error is not None or time.monotonic() > until:
+                raise WorkerFailed(
+                    f"not all {self.nnodes} machines came within {RENDEZVOUS_TIMEOUT.seconds // 60} min. Start each "
+                    "with its --node-rank."
+                    if self._meeting.error is None
+                    else "machine 0, where the others meet, is gone. Start the command again on all machines."
+                )
+
+        while self.leads and any(self._machine(node) is None for node in range(self.nnodes)):
+            look()
+            time.sleep(0.02)
+        if self.leads:
+            members = [member for member in map(self._machine, range(self.nnodes)) if member is not None]
+            return self.announce(1, members, {})
+        while (begins := self.announced(0)) is None:
+            look()
+            time.sleep(0.02)
+        return self._begin(begins)
+
+    # Between two attempts.
+
+    def report(self, facts: Mapping[str, Any]) -> None:
+        """This machine's workers of the attempt are gone: what the leader is to know for the next one."""
+        self._report = dict(facts)
+        self.nodes.set(f"ended/{self.me.node}", self._report)
+
+    def reports(self, look: Look) -> dict[Member, dict[str, Any]]:
+        """The leader's: what each machine of the attempt has reported, but for those that are lost."""
+        until = time.monotonic() + MOVE_TIMEOUT
+
+        def lost(member: Member) -> bool:
+            now = self._machine(member.node)
+            if now is not None and now.name != member.name:
+                return True
+            if self._meeting.has_seen(member.name):
+                return self._meeting.silence_of(member.name) is not None
+            return time.monotonic() > until
+
+        members = self.nodes.members
+        while True:
+            found = {m: self.nodes.try_get(f"ended/{m.node}") for m in members}
+            if all(told is not None or lost(member) for member, told in found.items()):
+                return {m: told for m, told in found.items() if told is not None and not lost(m)}
+            look()
+            time.sleep(0.02)
+
+    def announce(self, number: int, members: Sequence[Member], facts: Mapping[str, Any]) -> Nodes:
+        """The leader's: begin an attempt with these machines, this one first."""
+        others = sorted((m for m in members if m.node != self.me.node), key=lambda m: m.node)
+        own = next(m for m in members if m.node == self.me.node)
+        listener = listening()
+        begins = Beginning(number, (own, *others), int(listener.getsockname()[1]), facts)
+        self._meeting.set("begins", json.dumps(asdict(begins)))
+        self.nodes = Nodes(self._meeting, self.me.node, self.nnodes, begins, listener)
+        return self.nodes
+
+    def announced(self, after: int) -> Beginning | None:
+        """An attempt later than number `after` that this machine takes part in."""
+        told = self._meeting.try_get("begins")
+        begins = None if told is None else Beginning.of(told)
+        if begins is None or begins.number <= after or all(m.name != self.me.name for m in begins.members):
+            return None
+        return begins
+
+    def end(self, facts: Mapping[str, Any]) -> None:
+        """The leader's: the run ends, and how."""
+        self._meeting.set("ends", json.dumps(facts))
+
+    def next(self, look: Look) -> Nodes | dict[str, Any]:
+        """What the leader says: the next attempt, or how the run ends. Where the leader is lost, the machines that are
+        left meet anew; this one may lead then, and is to decide: its own, last attempt is returned."""
+        until = time.monotonic() + LEAD_TIMEOUT
+        while not self.leads:
+            if begins := self.announced(self.nodes.begins.number):
+                return self._begin(begins)
+            if told := self._meeting.try_get("ends"):
+                return dict(json.loads(told))
+            if self._meeting.silence is not None or self._meeting.error is not None or time.monotonic() > until:
+                self._move()
+                until = time.monotonic() + LEAD_TIMEOUT
+            look()
+            time.sleep(0.02)
+        return self.nodes
+
+    def _begin(self, begins: Beginning) -> Nodes:
+        self.nodes = Nodes(self._meeting, self.me.node, self.nnodes, begins)
+        return self.nodes
+
+    def _move(self) -> None:
+        """To the store of the next machine that is reached, or to this one's own."""
+        self._meeting.close()
+        later = sorted((m for m in self.nodes.members if m.node > self._leader), key=lambda m: m.node)
+        for member in later:
+            if member.node == self.me.node:
+                break
+            try:
+                link = Link((member.host, member.port), REACH_TIMEOUT)
+            except OSError:
+                continue
+            self._meet_at(member.node, link)
+            return
+        self._meet_at(self.me.node, self._store)
+
+    def _meet_at(self, node: int, store: Exchanges) -> None:
+        self._leader, self._meeting = node, Meeting(lambda: store, self.me.name)
+        begins = self.nodes.begins
+        members = sorted(begins.members, key=lambda m: (m.node != node, m.node))
+        self._begin(replace(begins, members=tuple(members)))
+        self._present()
+        if self._report is not None:
+            self.report(self._report)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """The machines that run together: how many, which this is, and where machine 0 is reached."""
+
+    nnodes: Annotated[int, Option("machines that take part", recorded=False)] = 1
+    node_rank: Annotated[int, Option("which of them this is, from 0", recorded=False)] = 0
+    rdzv: Annotated[
+        str | None, Option("where machine 0 is reached by the others", metavar="HOST:PORT", recorded=False)
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.nnodes < 1:
+            raise UsageError(f"--nnodes {self.nnodes}: at least one machine takes part. Use --nnodes 1 or more.")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise UsageError(
+                f"--node-rank {self.node_rank} of --nnodes {self.nnodes}: machines are counted from 0 "
+                f"to {self.nnodes - 1}."
+            )
+
+    def rendezvous(self, local_size: int) -> Machines | None:
+        """Meet the launchers of the other machines; None when there is one machine. Blocks until all are there."""
+        if self.nnodes == 1 and self.node_rank == 0 and self.rdzv is None:
+            return None
+        host, _, port = (self.rdzv or "").rpartition(":")
+        if not host or not port.isdigit():
+            raise UsageError(
+                f"--rdzv {self.rdzv or 'is missing'}: give where machine 0 is reached, the same on every machine, "
+                "for instance --rdzv node0:29500."
+            )
+        machines = joined((host, int(port)), self.node_rank, self.nnodes, local_size)
+        machines.meet()
+        return machines
+
+
+def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) -> Machines:
+    """This machine, at the store of machine 0, which is reached at `address` once it is there. Raises UsageError where
+    it is not."""
+    name = f"{node}.{secrets.token_hex(8)}"
+    where = f"--rdzv {address[0]}:{address[1]}"
+    try:
+        store = Store(address[1], taken(address[1])) if node == 0 else Store()
+    except OSError as error:
+        raise UsageError(f"{where}: no meeting there ({error.strerror}). Is the port free on this machine?") from None
+    until = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+
+    def connect() -> Exchanges:
+        while node != 0:
+            try:
+                return Link(address, REACH_TIMEOUT)
+            except OSError:  # not there yet, or its name is not
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.2)
+        return store
+
+    meeting = Meeting(connect, name)
+    while not meeting.heard:
+        if meeting.error is not None:
+            raise UsageError(f"{where}: no meeting there ({meeting.error}). Is machine 0 started, and the port free?")
+        time.sleep(0.01)
+    host = meeting.store.host if isinstance(meeting.store, Link) else address[0]
+    return Machines(meeting, store, Member(node, name, local_size, host, store.port), nnodes)

@@ -1,0 +1,47 @@
+"""Who goes on with a run is one machine, and what others write that were cut off is not read."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from meshwise.records import claims
+from meshwise.records.folder import begin_session, claim_session, end_session, read_run, write_run
+from meshwise.records.lock import FolderLock, is_abandoned
+
+
+def test_an_attempt_is_claimed_once(tmp_path: Path) -> None:
+    assert claims.newest(tmp_path) == 0 and claims.newest_record(tmp_path) is None
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(lambda machine: claims.claim(tmp_path, 1, {"machine": machine}), range(8)))
+    assert won.count(True) == 1 and claims.newest(tmp_path) == 1
+    assert claims.claims_of(tmp_path) == {1: {"machine": won.index(True)}}
+
+
+def test_an_earlier_attempt_is_not_claimed_any_more(tmp_path: Path) -> None:
+    assert claims.claim(tmp_path, 3, {}) and not claims.claim(tmp_path, 2, {})
+    assert claims.is_over(tmp_path, 2) and not claims.is_over(tmp_path, 3)
+
+
+def test_what_a_launcher_writes_whose_attempt_is_over_is_not_read(tmp_path: Path) -> None:
+    assert claim_session(tmp_path, 1)
+    begin_session(tmp_path, 1e9, job="gpt", machine=0)
+    stale = read_run(tmp_path)
+    assert claim_session(tmp_path, 2)
+    end_session(tmp_path, "failed", "machine 0 is lost")
+    begin_session(tmp_path, 1e9 + 5, machine=1)
+    stale["sessions"][0] |= {"status": "failed", "ended": 1e9 + 60}
+    write_run(tmp_path, stale | {"status": "failed", "error": "machine 1 is lost"})
+    run = read_run(tmp_path)
+    assert (run["status"], run["machine"], len(run["sessions"])) == ("running", 1, 2)
+    assert '"machine": 1' in (tmp_path / "run.json").read_text()
+    end_session(tmp_path, "finished")
+    assert [session["status"] for session in read_run(tmp_path)["sessions"]] == ["failed", "finished"]
+
+
+def test_who_claims_an_attempt_takes_the_folder_from_one_that_was_cut_off(tmp_path: Path) -> None:
+    cut_off, here = FolderLock(tmp_path), FolderLock(tmp_path, claimed=True)
+    cut_off.close()
+    assert not is_abandoned(tmp_path)
+    here.close()
+    assert is_abandoned(tmp_path)

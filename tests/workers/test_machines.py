@@ -1,0 +1,115 @@
+"""Machines from one attempt to the next: who reports, who leads, and what the others are told (workers/machines.py)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshwise.spec.errors import UsageError
+from meshwise.workers import machines as module
+from meshwise.workers import meeting
+from meshwise.workers.machines import Machines, NodeOptions, joined
+from meshwise.workers.nodes import Nodes
+from meshwise.workers.store import Store
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Machines]]:
+    """Launchers of three machines with two workers each, which have met."""
+    monkeypatch.setattr(meeting, "ROUND", 0.01)
+    monkeypatch.setattr(meeting, "SILENCE", 0.5)
+    monkeypatch.setattr(module, "MOVE_TIMEOUT", 2.0)
+    free = Store()
+    port = free.port
+    free.close()
+
+    def meet(node: int) -> Machines:
+        one = joined(("127.0.0.1", port), node, 3, 2)
+        one.meet()
+        return one
+
+    with ThreadPoolExecutor(3) as pool:
+        made = list(pool.map(meet, range(3)))
+    yield made
+    for one in made:
+        end(one)
+
+
+def end(one: Machines) -> None:
+    """A machine is gone."""
+    one._meeting.close()
+    one._store.close()
+    time.sleep(0.05)  # its thread lets go of the link
+    if one.nodes.listener:
+        one.nodes.listener.close()
+
+
+def look() -> None:
+    """Nothing ends the wait."""
+
+
+def following(one: Machines) -> Nodes | dict[str, Any]:
+    one.report({"size": 2})
+    return one.next(look)
+
+
+def test_the_leader_hears_all_and_announces_the_next_attempt(three: list[Machines]) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(following, one) for one in three[1:]]
+        three[0].report({"size": 1})
+        assert three[0].next(look) is three[0].nodes and three[0].leads
+        reports = three[0].reports(look)
+        assert {member.node: told["size"] for member, told in reports.items()} == {0: 1, 1: 2, 2: 2}
+        members = [replace(member, size=told["size"]) for member, told in reports.items()]
+        assert three[0].nodes.listener is not None
+        three[0].nodes.listener.close()  # as a launch does
+        three[0].announce(2, members, {"plan": "x"})
+        found = [other.result(timeout=30) for other in others]
+    for nodes in found:
+        assert isinstance(nodes, Nodes) and nodes.begins.number == 2 and nodes.begins.facts == {"plan": "x"}
+    assert [nodes.first_rank for nodes in found if isinstance(nodes, Nodes)] == [1, 3]
+
+
+def test_all_are_told_how_the_run_ends(three: list[Machines]) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(following, one) for one in three[1:]]
+        three[0].end({"text": "over", "code": 93})
+        assert [other.result(timeout=30) for other in others] == [{"text": "over", "code": 93}] * 2
+
+
+def test_where_the_leader_is_lost_the_next_one_leads(three: list[Machines]) -> None:
+    end(three[0])
+    with ThreadPoolExecutor(2) as pool:
+        last = pool.submit(following, three[2])
+        assert following(three[1]) is three[1].nodes and three[1].leads
+        reports = three[1].reports(look)
+        assert sorted(member.node for member in reports) == [1, 2]
+        three[1].announce(2, list(reports), {})
+        nodes = last.result(timeout=30)
+    assert isinstance(nodes, Nodes) and [m.node for m in nodes.members] == [1, 2] and nodes.first_rank == 2
+    assert nodes.lost() is None and three[1].nodes.lost() is None
+
+
+def test_a_machine_that_reaches_no_other_leads_alone(three: list[Machines]) -> None:
+    for one in three[:2]:
+        end(one)
+    assert following(three[2]) is three[2].nodes and three[2].leads
+    assert [member.node for member in three[2].reports(look)] == [2]
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    taken = Store()
+    with pytest.raises(UsageError, match=rf"--rdzv here:{taken.port}: no meeting there .*Is the port free on this"):
+        joined(("here", taken.port), 0, 2, 1)
+    taken.close()
+
+
+@pytest.mark.parametrize("rdzv", ["", "node0", "node0:x"])
+def test_a_rendezvous_that_cannot_be_is_refused(rdzv: str) -> None:
+    with pytest.raises(UsageError, match="give where machine 0 is reached"):
+        NodeOptions(nnodes=2, rdzv=rdzv).rendezvous(1)
