@@ -29,6 +29,7 @@ class Launchers:
 
     def _start(self, node: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "meshwise", "run", f"{JOBS}:job_raises", "--devices", "1xcpu", "--nnodes", "2"]
+        command += ["--restarts", "0"]
         command += ["--node-rank", str(node), "--rdzv", f"{self.cluster[0].address}:29500"]
         variables = {"GLOO_SOCKET_IFNAME": INTERFACE, "FAIL_STEP": "-1"}
         with (self.folder / f"host{node}.txt").open("wb") as log:

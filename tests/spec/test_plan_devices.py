@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import AXES, Plan
-from meshwise.spec.plan_devices import check_devices, factorisations, on_one_device
+from meshwise.spec.plan_devices import check_devices, factorisations, on_devices, on_one_device
 
 
 @pytest.mark.parametrize(
@@ -23,10 +23,35 @@ from meshwise.spec.plan_devices import check_devices, factorisations, on_one_dev
         (Plan(shard=2, offload=("optimizer", "parameters")), Plan(offload=("optimizer",))),
         (Plan(shard=2, offload=("activations", "parameters")), Plan(offload=("activations",))),
         (Plan(shard=2, compile=True, recompute="full"), Plan(compile=True, recompute="full")),
+        (Plan(tensor=2, sequence=True), Plan()),
     ],
 )
 def test_on_one_device_what_needs_others_is_removed_and_all_else_kept(plan: Plan, alone: Plan) -> None:
     assert on_one_device(plan) == alone
+
+
+@pytest.mark.parametrize(
+    ("plan", "devices", "left"),
+    [
+        (Plan(data=4), 3, Plan(data=3)),
+        (Plan(data=3), 4, Plan(data=4)),
+        (Plan(data=2, zero1=True, accumulate=2), 1, Plan(accumulate=2)),
+        (Plan(shard=4), 3, Plan(shard=3)),
+        (Plan(data=2, shard=2), 3, Plan(shard=3)),
+        (Plan(data=2, shard=4), 6, Plan(shard=6)),
+        (Plan(shard=2, reshard=False), 1, Plan()),
+        (Plan(data=2, tensor=2), 3, Plan(tensor=2)),
+        (Plan(data=3, shares=(1, 2, 1)), 2, Plan(data=2)),
+        (Plan(data=2, pipeline=2, accumulate=2), 3, Plan(pipeline=2, accumulate=2)),
+    ],
+)
+def test_on_fewer_devices_replicas_or_shards_change_and_all_else_stays(plan: Plan, devices: int, left: Plan) -> None:
+    assert on_devices(plan, devices) == left
+
+
+def test_a_plan_that_needs_more_devices_than_are_left_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"^data=2 x tensor=4 needs at least 4 devices, and 3 are left\.$"):
+        on_devices(Plan(data=2, tensor=4), 3)
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
