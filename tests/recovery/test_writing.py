@@ -2,150 +2,53 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import sys
-import time
+import shutil
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
-import torch
 
-from meshwise.records.checkpoints import PART, checkpoints_in, name_of
+from meshwise.records.checkpoints import checkpoints_in
 from meshwise.recovery import writing as protocol
-from meshwise.recovery.layout import LARGE, deal, held, views, within
-from meshwise.recovery.loading import open_newest, whole
 from meshwise.recovery.saving import Saver
-from meshwise.recovery.tensor_files import as_bytes, laid_out
-from meshwise.recovery.values import encoded
-from meshwise.recovery.writing import Deal, Writing
 from meshwise.spec.world import World
-
-OF_THE_PROTOCOL = ("recovery/writing.py", "recovery/tensor_files.py", "records/checkpoints.py")
-
-
-class FolderBoard:
-    """A board for processes of one machine."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def put(self, key: str, text: str) -> None:
-        beside = self._folder / f".{key.replace('/', '-')}"
-        beside.write_text(text)
-        beside.rename(self._folder / key.replace("/", "-"))
-
-    def find(self, key: str) -> str | None:
-        path = self._folder / key.replace("/", "-")
-        return path.read_text() if path.exists() else None
-
-
-def state(step: int) -> dict[str, Any]:
-    return {"w": torch.full((LARGE // 4,), float(step)), "step": step}
-
-
-def writing(rank: int, step: int, folder: Path, board: FolderBoard) -> Writing:
-    """What `rank` of two, which hold the same, writes."""
-    values, tensors = encoded(state(step))
-    shapes = {name: held(tensor) for name, tensor in tensors.items()}
-    dealt = Deal((), shapes, deal([shapes, shapes]))
-    beginning, places, size = laid_out(dealt.parts[rank], shapes)
-    buffer = torch.empty(size - len(beginning), dtype=torch.uint8)
-    for part, at in places.items():
-        source = views(tensors[part.name])[part.held][within(part.box, part.held)]
-        begin = at - len(beginning)
-        buffer[begin : begin + source.nbytes].view(source.dtype).view(source.shape).copy_(source)
-    facts, part_folder = {"step": step, "attempt": 1}, folder / (name_of(step, 1) + PART)
-    content = [(beginning, as_bytes(buffer))]
-    return Writing(rank, 2, f"save{step}", part_folder, content, dealt, facts, values, board)
-
-
-def in_a_process(own: Writing, dies_at: int | None, count: Path | None = None) -> int:
-    """Write in a process of its own, which is killed before it comes to the line of this number."""
-    pid = os.fork()
-    if pid:
-        return pid
-    lines = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal lines
-        if not frame.f_code.co_filename.endswith(OF_THE_PROTOCOL):
-            return None
-        if event == "line" and frame.f_code.co_name != "_awaited":  # it waits for as long as it likes
-            lines += 1
-            if lines == dies_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    with contextlib.suppress(BaseException):
-        sys.settrace(trace)
-        own.run()
-        sys.settrace(None)
-        if count is not None:
-            count.write_text(str(lines))
-    os._exit(0)
-
-
-def ended(pids: list[int], seconds: float) -> None:
-    """Wait for the processes; who is not done after so many seconds is killed, as the launcher does."""
-    deadline = time.monotonic() + seconds
-    for pid in pids:
-        while time.monotonic() < deadline and os.waitpid(pid, os.WNOHANG) == (0, 0):
-            time.sleep(0.001)
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def saved_by_two(folder: Path, step: int, victim: int | None = None, at: int | None = None) -> list[int]:
-    """Two ranks save, of which one dies. Returns how many lines each ran."""
-    words = folder / f"board-{step}-{victim}-{at}"
-    words.mkdir(parents=True)
-    ranks = [writing(rank, step, folder / "checkpoint", FolderBoard(words)) for rank in (0, 1)]
-    counts = [words / f"count{rank}" for rank in (0, 1)]
-    pids = [in_a_process(own, at if own.rank == victim else None, counts[own.rank]) for own in ranks]
-    if victim is None:
-        ended(pids, 30)
-    else:
-        ended([pids.pop(victim)], 30)
-        ended(pids, 0.02)
-    return [int(path.read_text()) if path.exists() else 0 for path in counts]
-
-
-def clear(folder: Path, step: int) -> None:
-    for path in (folder / "checkpoint").glob(f"{name_of(step, 1)}*"):
-        for file in path.iterdir():
-            file.unlink()
-        path.rmdir()
+from tests.recovery.dying_writers import FolderBoard, begun, found, harms, in_a_process, saved_by, state, writing
 
 
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_a_rank_killed_at_any_line_leaves_the_older_checkpoint_or_the_newer(
-    tmp_path: Path, victim: int, stride: int, monkeypatch: pytest.MonkeyPatch
+    ranks: int, tmp_path: Path, victim: int, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "POLL", 0.0002)
-    assert min(saved_by_two(tmp_path, 1)) > 20
-    lines = saved_by_two(tmp_path, 2)[victim]
-    clear(tmp_path, 2)
-    found = []
+    begun(tmp_path, ranks)
+    lines = saved_by(ranks, tmp_path, 2)[victim]
+    assert lines > 20
+    steps = []
     for at in sorted({*range(1, lines, stride), lines}):
-        saved_by_two(tmp_path, 2, victim, at)
-        newest = open_newest(tmp_path / "checkpoint")
-        tree = whole(newest.tree)
-        assert tree["step"] == newest.saved.step and tree["w"].equal(state(tree["step"])["w"])
-        found.append(newest.saved.step)
-        clear(tmp_path, 2)
-    assert found == sorted(found) or victim == 1  # from one line on it is the newer
-    assert 1 in found and (2 in found or victim == 1)
+        begun(tmp_path, ranks)
+        saved_by(ranks, tmp_path, 2, victim, at)
+        steps.append(found(tmp_path))
+    assert steps == sorted(steps) or victim > 0  # from one line on it is the newer
+    assert set(steps) <= {1, 2} and 1 in steps and (2 in steps or victim > 0)
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_kind_of_damage_to_every_file_is_noticed(stride: int, tmp_path: Path) -> None:
+    whole_one, folder = tmp_path / "whole", tmp_path / "harmed"
+    for step in (1, 2):
+        saved_by(2, whole_one, step, keep=2)
+    assert found(whole_one) == 2
+    for name in [*harms(whole_one)][::stride]:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole_one, folder)
+        harms(folder)[name]()
+        assert found(folder) == 1, name
 
 
 def test_what_a_killed_writer_left_is_cleared_away_by_the_next_session(tmp_path: Path) -> None:
-    saved_by_two(tmp_path, 1)
-    saved_by_two(tmp_path, 2, victim=0, at=40)
+    saved_by(2, tmp_path, 1)
+    saved_by(2, tmp_path, 2, victim=0, at=40)
     assert (tmp_path / "checkpoint" / "step-00000002.1.part").exists()
     saver = Saver(tmp_path / "checkpoint", World(), pytest.fail)
     saver.save(lambda _: state(3), {"step": 3}, wait=True)
