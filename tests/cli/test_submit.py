@@ -205,6 +205,21 @@ def test_what_runs_is_what_was_checked(command: Command, tmp_path: Path) -> None
     assert code == 2 and "layers.py: changed since meshwise submit has checked this run" in err
 
 
+def test_a_run_that_comes_no_step_further_is_not_started_for_ever(
+    command: Command, processes: None, tmp_path: Path
+) -> None:
+    command("submit", "small.py:job")
+    run = run_in(tmp_path)
+    began = names.read_run(run)["submission"]["sent"]
+    sessions = [{"began": began + n, "ended": began + n + 1, "status": "failed", "from_step": 0} for n in range(3)]
+    names.change_run(run, sessions=sessions)
+    words = ("run", "small.py:job", "--folder", run, "--devices", "1xcpu")
+    code, _, err = command(*words)
+    assert code == 93 and "3 attempts in a row came no step further than 0" in err
+    names.change_run(run, sessions=[*sessions[:2], sessions[2] | {"from_step": 4}])
+    assert command(*words)[0] == 0
+
+
 def test_a_run_goes_on_in_its_folder(command: Command, processes: None, tmp_path: Path) -> None:
     words = ("run", "small.py:job", "--folder", tmp_path / "mine", "--devices", "1xcpu")
     assert command(*words, "--epochs", 1)[0] == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from meshwise.api.restarts import refuse_without_progress
 from meshwise.records import folder as names
 from meshwise.records.code_files import refuse_changed_code
 from meshwise.spec.errors import UsageError
@@ -29,6 +30,7 @@ def continued(options: RunOptions) -> RunOptions:
         return options
     refuse_stopped(folder)
     facts = names.read_run(folder)
+    refuse_without_progress(folder, facts)
     refuse_changed_code(folder, str(options.job or facts.get("job", "")))
     asked = facts.get(ASKED)
     if not facts.get("sessions") or not isinstance(asked, dict):

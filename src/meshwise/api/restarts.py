@@ -164,7 +164,7 @@ class Restarts:
     def began(self, step: int) -> dict[str, Any]:
         """The workers begin after `step`: what is kept of that."""
         lost, self.began_at, self.step = max(0, self.step - step), step, step
-        return {} if self.failed is None else {"from_step": step, "steps_lost": lost}
+        return {"from_step": step} | ({} if self.failed is None else {"steps_lost": lost})
 
     def stepped(self) -> dict[str, Any]:
         """The workers have done a step."""
@@ -206,6 +206,23 @@ class Restarts:
     def happened(self) -> list[Mapping[str, Any]]:
         """The injected faults of the run that happened."""
         return list(read_lines(self.folder / names.FAULTS)) if self.faults else []
+
+
+def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Where a scheduler starts a run again and again: raises WorkerFailed once three starts in a row began at the step
+    at which this one would. Only what was started since the run was sent counts."""
+    submission, sessions = facts.get("submission"), facts.get("sessions", [])
+    if not isinstance(submission, Mapping):
+        return
+    last = [one for one in sessions if one["began"] >= submission.get("sent", 0.0)][-MOST_WITHOUT_PROGRESS:]
+    here = names.saved_step(folder) or 0
+    if len(last) == MOST_WITHOUT_PROGRESS and all(one.get("from_step", 0) == here for one in last):
+        raise WorkerFailed(
+            f"{MOST_WITHOUT_PROGRESS} attempts in a row came no step further than {here}: it is not started again. See "
+            f"meshwise logs {folder.name}; then send it again with meshwise submit {folder}",
+            rank=None,
+            exit_code=NO_PROGRESS,
+        )
 
 
 def ended(error: WorkerFailed, why: str, code: int) -> WorkerFailed:

@@ -39,6 +39,8 @@ class RunState:
     epoch: int = 0
     index: int = 0
     step: int = 0
+    made_with: Any = None
+    """What the program gave it: settings of the optimizer, samples of the data set; plain values."""
 
 
 def tree_of(state: RunState, *, whole: bool = False) -> dict[str, Any]:
@@ -55,6 +57,7 @@ def tree_of(state: RunState, *, whole: bool = False) -> dict[str, Any]:
         "epoch": state.epoch,
         "index": state.index,
         "step": state.step,
+        "made_with": state.made_with,
     }
 
 
@@ -88,6 +91,7 @@ def unpack(state: RunState, saved: dict[str, Any]) -> None:
     if rest["scaler"] and state.scaler.is_enabled():
         state.scaler.load_state_dict(rest["scaler"])
     state.seed, state.epoch, state.index, state.step = (rest[k] for k in ("seed", "epoch", "index", "step"))
+    state.made_with = rest.get("made_with")
 
 
 def load_model(model: nn.Module, saved: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ from meshwise.training.order import epoch_order, epoch_slices, sequential_slices
 from meshwise.training.pace import Pace
 from meshwise.training.recording import Recording
 from meshwise.training.replica_check import ReplicaCheck
+from meshwise.training.resume_changes import honour, made_with
 from meshwise.training.run_options import CHECK_EVERY, LOG_EVERY, SKIP, RunOptions
 from meshwise.training.smaller import smaller_plan
 from meshwise.training.tracking import log_into
@@ -140,11 +141,13 @@ def _prepare(
     test = open_data(job, job.test(), "test set") if job.test else None
     plan = options.plan_on(session.world.size)
     state = begun(job, plan, engine)
-    resumed = None
+    now, resumed = made_with(job, state.optimizer, train.samples), None
     if options.resume is not None and folder is not None:
         _, only = run_and_checkpoint(Path(options.resume))
         resumed = load(folder / names.CHECKPOINTS, session.world, log.note, only)
         unpack(state, resumed.tree)
+        honour(state, state.made_with, now, log.note)
+    state.made_with = now
     log.begin(state.step)
     best = BestEpoch(job, folder, resumed=options.resume is not None)
     every = CHECK_EVERY if options.check_every is None else options.check_every
