@@ -43,7 +43,7 @@ def test_what_machines_do_is_started_again_and_what_programs_do_is_not(restarts:
 
 
 def test_what_was_lost_is_counted_from_what_all_ranks_had_done(restarts: Restarts) -> None:
-    assert restarts.began(0) == {} and restarts.stepped() == {}
+    assert restarts.began(0) == {"from_step": 0} and restarts.stepped() == {}
     assert restarts.after(failed(step=15, done=14)) is None
     restarts.next()
     assert restarts.began(12) == {"from_step": 12, "steps_lost": 2}
