@@ -127,7 +127,8 @@ def _job_program(job: Job, options: RunOptions, world: World) -> Program:
     check_fits(plan, world)  # before there is a folder
     record = {"request": options.record(), **predicted_of_run(options, job, plan)}
     again = partial(_job_again, options)
-    call = again if options.folder is not None else partial(_job_in_worker, options)
+    resumes = options.folder is not None and names.saved_step(Path(options.folder)) is not None
+    call = partial(again, plan="", resumes=True) if resumes else partial(_job_in_worker, options)
     return Program(job.name, plan, call, record, again=again)
 
 

@@ -92,6 +92,8 @@ def start(make: Callable[[World], Program], options: RunOptions, began: float) -
     program = make(World(size=size, device=slots[0].device))
     if machines is not None:
         given = {name: value for name, value in program.record.get("request", {}).items() if name not in OWN_OPTIONS}
+        if options.folder is not None:
+            given["saved state"] = names.saved_step(Path(options.folder))
         machines.nodes.compare({"job": Path(program.name).name, "plan": str(program.plan or ""), **given})
     if program.sees_all:
         every = tuple(slot.index for slot in slots if slot.index is not None)
