@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.folder import read_run
 from meshwise.spec.exit_codes import AGAIN
 from tests.slurm import Slurm, slurm, why_not
@@ -39,6 +40,7 @@ model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 data = torch.utils.data.TensorDataset(torch.ones(40000, 4))
 model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, 8))
+saved = mw.checkpoint("state", model=model, optimizer=optimizer, loader=loader)
 steps = 0
 try:
     for (x,) in loader:
@@ -80,11 +82,6 @@ def shows(path: Path, text: str, times: int = 1, limit: float = 90.0) -> str:
     return path.read_text()
 
 
-def only_run(folder: Path) -> dict[str, object]:
-    (path,) = (folder / "runs").iterdir()
-    return dict(read_run(path))
-
-
 # ---- Who is who, and where they meet ---------------------------------------------------------------------------------
 
 
@@ -116,56 +113,122 @@ def test_a_batch_script_that_was_sent_from_inside_a_step_is_one_process(cluster:
     assert "1 node × 2 devices, attempt 1" in output
 
 
-# ---- Signals ---------------------------------------------------------------------------------------------------------
+# ---- The end of the time ---------------------------------------------------------------------------------------------
+
+LAYOUTS = {"one task a device": "", "one a node": "--devices 2xcpu"}
 
 
-def as_at_a_time_limit(cluster: Slurm, job: str) -> None:
-    """TERM, CONT and TERM within a tenth of a second to every process of the job, as slurmd and srun send them."""
-    inside = psutil.Process(cluster.process)
-    ours = [process for process in inside.children(recursive=True) if _is_of(process, job)]
-    assert ours
+def begun(cluster: Slurm, folder: Path, program: str, layout: str, *options: str, words: str = "") -> str:
+    """A job on two nodes that trains: a Job, or a loop of one's own; its id, once it steps."""
+    own = program == "own loop"
+    command = f"{MESHWISE} run {words} {LAYOUTS[layout]} {'loop.py' if own else f'{JOB} --log-every 20'}"
+    script = f"srun --ntasks-per-node=1 {command}; echo code $?"
+    job = cluster.submit(script, "-N2", *options, folder=folder)
+    shows(folder / f"{job}.out", "ten steps" if own else "step  40/")
+    return job
+
+
+def send_as_at_a_limit(cluster: Slurm, job: str) -> None:
+    """TERM, CONT and TERM within a tenth of a second to every process of the step, as slurmd and srun send them."""
+    inside = psutil.Process(cluster.process).children(recursive=True)
+    ours = [
+        process
+        for process in inside
+        if _variable(process, "SLURM_STEP_ID") and _variable(process, "SLURM_JOB_ID") == job
+    ]
+    assert len(ours) >= 2
     for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGTERM):
         for process in ours:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
 
-def _is_of(process: psutil.Process, job: str) -> bool:
-    try:
-        return process.environ().get("SLURM_STEP_ID") is not None and process.environ().get("SLURM_JOB_ID") == job
-    except psutil.Error:
-        return False
+def _variable(process: psutil.Process, name: str) -> str:
+    with contextlib.suppress(psutil.Error, OSError):
+        return str(process.environ().get(name, ""))
+    return ""
+
+
+def is_saved(folder: Path, output: str, program: str) -> None:
+    """The state of the last step is on the disk, and each rank ended after the same one."""
+    if program == "own loop":
+        ends = {int(steps) for steps in re.findall(r"ended after (\d+)", output)}
+        states = folder / "state"
+    else:
+        (run,) = (folder / "runs").iterdir()
+        ends = {int(step) for step in re.findall(r"after step (\d+) \(epoch", output)}
+        assert read_run(run)["status"] == "stopped"
+        states = run / "checkpoint"
+    assert len(ends) == 1, output
+    assert checkpoints_in(states)[-1].step == ends.pop()
 
 
 def test_one_task_a_node_launches_there_and_a_time_limit_saves_it(cluster: Slurm, programs: Path) -> None:
-    words = f"{MESHWISE} run {JOB} --devices 2xcpu --log-every 20"
-    job = cluster.submit(f"srun --ntasks-per-node=1 {words}; echo code $?", "-N2", folder=programs)
-    shows(programs / f"{job}.out", "step  40/")
-    as_at_a_time_limit(cluster, job)
+    job = begun(cluster, programs, "job", "one a node")
+    send_as_at_a_limit(cluster, job)
     output = shows(programs / f"{job}.out", "code ")
     assert f"code {AGAIN}" in output, output
     assert f"Slurm job {job}, 2 nodes × 2 devices, attempt 1" in output
     assert "stopped by SIGTERM after step" in output and "Plan(data=4)" in output
-    run = only_run(programs)
-    assert (run["status"], run["world"]) == ("stopped", 4)
+    is_saved(programs, output, "job")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["limit", "USR1", "scancel"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("program", ["job", "own loop"])
+def test_whatever_slurm_sends_the_state_is_saved(
+    program: str, layout: str, event: str, cluster: Slurm, programs: Path
+) -> None:
+    job = begun(cluster, programs, program, layout)
+    if event == "limit":
+        send_as_at_a_limit(cluster, job)
+    else:
+        cluster.call("scancel", *(["-s", "USR1"] if event == "USR1" else []), job)
+    cluster.wait(job)
+    output = (programs / f"{job}.out").read_text()
+    assert f"stopped by {'SIGUSR1' if event == 'USR1' else 'SIGTERM'}" in output, output
+    assert event == "scancel" or f"code {AGAIN}" in output, output
+    is_saved(programs, output, program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("program", ["job", "own loop"])
+def test_a_run_that_knows_the_end_of_its_job_stops_before_it(
+    program: str, layout: str, cluster: Slurm, programs: Path
+) -> None:
+    job = begun(cluster, programs, program, layout, "--time=1", words="--save-every 100")
+    facts = cluster.wait(job, limit=150)
+    output = (programs / f"{job}.out").read_text()
+    assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "0:0") or f"code {AGAIN}" in output, (facts, output)
+    assert f"left of job {job}, a step (" in output and "stopped by its time limit" in output, output
+    is_saved(programs, output, program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_real_limit_ends_what_saves_nothing_by_its_signals(layout: str, cluster: Slurm, programs: Path) -> None:
+    (programs / "loop.py").write_text(LOOP.replace("saved = mw.checkpoint", "None and mw.checkpoint"))
+    job = begun(cluster, programs, "own loop", layout, "--time=1")
+    cluster.wait(job, limit=200)
+    output = (programs / f"{job}.out").read_text()
+    assert "stopped by SIGTERM" in output and "DUE TO TIME LIMIT" in output, output
+    assert len(set(re.findall(r"ended after (\d+)", output))) == 1
 
 
 def test_a_requeued_job_goes_on_where_it_was_stopped(cluster: Slurm, programs: Path) -> None:
-    words = f"{MESHWISE} run {JOB} --log-every 20"
-    again = (
-        f'if [ "$SLURM_RESTART_COUNT" = 1 ]; then set -- --resume runs/*; fi\nsrun -N2 --ntasks-per-node=1 {words} "$@"'
-    )
-    job = cluster.submit(f"{again}; echo code $?", "-N2", "--requeue", folder=programs)
+    again = 'if [ "$SLURM_RESTART_COUNT" = 1 ]; then set -- --resume runs/*; fi'
+    train = f'srun -N2 --ntasks-per-node=1 {MESHWISE} run {JOB} --log-every 20 "$@"'
+    job = cluster.submit(f"{again}\n{train}", "-N2", "--requeue", folder=programs)
     out = programs / f"{job}.out"
     shows(out, "step  40/")
     cluster.call("scontrol", "requeue", job)
     shows(out, f"Slurm job {job}, 2 nodes × 1 device, attempt 2")
     shows(out, "step 120/")
     cluster.call("scancel", job)
-    cluster.wait(job)
-    output = out.read_text()
-    steps = [int(step) for step in re.findall(r"stopped by SIGTERM after step (\d+)", output)]
-    assert steps and cluster.facts(job)["Restarts"] == "1", output
-    run = only_run(programs)
-    assert run["status"] == "stopped"
-    assert len(steps) == 2 and steps[0] < 120 < steps[1]
+    facts = cluster.wait(job)
+    steps = [int(step) for step in re.findall(r"stopped by SIGTERM after step (\d+)", out.read_text())]
+    assert (facts["Restarts"], len(steps)) == ("1", 2), out.read_text()
+    assert steps[0] < 120 < steps[1]
+    is_saved(programs, out.read_text().rpartition("attempt 2")[2], "job")

@@ -43,11 +43,12 @@ from meshwise.training.loop import run_job
 from meshwise.training.run_options import AUTO, PlanText, RunOptions
 from meshwise.training.session import program_ends
 from meshwise.transfer.collectives import broadcast_object, gather_objects
+from meshwise.workers import deadline
 from meshwise.workers.channel import Message
 from meshwise.workers.join import join, rank_context
 from meshwise.workers.launch import Listeners
 from meshwise.workers.launch import launch as launch_workers
-from meshwise.workers.stopping import agree_to_stop, stop_after
+from meshwise.workers.stopping import agree_to_stop
 
 shown_by(RunSummary, summary_text)
 
@@ -183,7 +184,7 @@ def _run_joined(options: RunOptions, console: Console) -> tuple[RunSummary, int]
     refuse_restarts(options, "under torchrun, srun or mpirun")
     agree_to_stop(world, session.gate, interrupts=True)
     if options.seconds_limit is not None:
-        stop_after(options.seconds_limit)
+        deadline.limit(options.seconds_limit)
     job = _job_of(options)
     program = _job_program(job, options, world)
     slots = [WorkerSlot(world.kind, None, (), 1)] * world.size

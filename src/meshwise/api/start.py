@@ -34,6 +34,7 @@ from meshwise.spec.plan_file import PREDICTED, plan_to_toml
 from meshwise.spec.prediction import prediction_of, prediction_to_toml
 from meshwise.spec.world import World
 from meshwise.training.run_options import RESTARTS, RunOptions
+from meshwise.workers import deadline
 from meshwise.workers.environment import ATTEMPT, BLOCKS, read_world
 from meshwise.workers.launchers.find import place_in
 
@@ -191,15 +192,16 @@ def supervised(started: Started, console: Console, limit: float | None = None) -
     line = "\n".join([*first, f"{Path(program.name).name}  {plan}{describe(slots)}"])
     console.print(line, soft_wrap=not console.is_terminal, markup=False, highlight=False)
     try:
-        return supervise(
-            partial(_task, started),
-            slots,
-            restarts=started.restarts,
-            console=console,
-            several=started.several,
-            hang_limit=started.hang_limit,
-            limit=limit,
-        )
+        with deadline.limited(limit):
+            return supervise(
+                partial(_task, started),
+                slots,
+                restarts=started.restarts,
+                console=console,
+                several=started.several,
+                hang_limit=started.hang_limit,
+                limit=limit,
+            )
     except WorkerFailed as error:
         refused = error.exit_code == UsageError.exit_code and started.restarts.attempt == 1
         if refused and started.keeps_record:

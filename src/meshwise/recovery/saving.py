@@ -31,6 +31,7 @@ from meshwise.timeline.recorder import current
 from meshwise.transfer import collectives
 from meshwise.transfer.sharded import Box
 from meshwise.workers.environment import ATTEMPT
+from meshwise.workers.join import rank_context
 
 DEFAULT = Saves()
 Copied = tuple[str, Box, tuple[slice, ...] | None, Tensor]
@@ -54,6 +55,8 @@ class Saver:
         that the run goes on from."""
         self._folder, self._world, self._say = folder, world, say
         self._saves, self._resumed = saves, resumed
+        self._gate, self._asked = rank_context().gate, 0.0
+        self._gate.saves = True
         self._begun: tuple[str, int, bool] | None = None
         self._board: Board | None = None
         self._deal: Deal | None = None
@@ -75,6 +78,7 @@ class Saver:
         one is left out if that takes too long. Raises UsageError for what no checkpoint can hold.
         """
         with current().span("checkpoint"):
+            self._asked = time.monotonic()
             key, attempt, shared = self._begin()
             self._settle(None if wait else PATIENCE)
             values, tensors = self._encoded(make(False)) if shared else (None, {})
@@ -166,6 +170,8 @@ class Saver:
     def _written(self, writing: Writing) -> None:
         """In the thread: write; say what went wrong; remove what is old."""
         writing.run()
+        if not writing.said:
+            self._gate.longest_save = max(self._gate.longest_save, time.monotonic() - self._asked)
         if writing.said:
             self._tell(
                 f"step {writing.facts['step']} could not be saved: {writing.said}. The checkpoints before it are "

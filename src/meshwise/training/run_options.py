@@ -82,7 +82,7 @@ class RunOptions(NodeOptions):
     ] = None
     time_limit: Annotated[
         str | None,
-        Option("save and stop at the end of a step after this time, exit code 85: 90s, 4h", recorded=False),
+        Option("save and stop before this time is over, exit code 85: 90s, 4h", recorded=False),
     ] = None
     log: Annotated[
         tuple[str, ...],

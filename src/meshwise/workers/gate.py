@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 
 from meshwise.spec.exit_codes import code_of_stop
 from meshwise.workers.channel import WorkerChannel
+
+WARM = 3  # the first steps of a process compile, and make the optimizer's state
 
 
 class StepGate:
@@ -31,6 +34,12 @@ class StepGate:
         """What asked for a stop, where no launcher of ours did."""
         self.reached = threading.Event()
         """Set once this rank stands behind the last step."""
+        self.saves = False
+        """Whether a stop saves a state."""
+        self.longest_step = self.longest_save = 0.0
+        """Seconds, as measured so far: from one step to the next, whatever lies between them, and for a state to be on
+        the disk."""
+        self._last_begun = 0.0
         self._channel = channel
         if channel is not None:
             channel.listeners["halt"] = lambda message: channel.send("halting", begun=self.freeze())
@@ -62,6 +71,10 @@ class StepGate:
                 self.reached.set()
                 return False
             self._begun += 1
+        now = time.monotonic()
+        if self._begun > WARM:
+            self.longest_step = max(self.longest_step, now - self._last_begun)
+        self._last_begun = now
         if self._begun == 2 and self._channel is not None:
             self._channel.send("stepped")  # once: the launcher wants to know when a run that was started again steps
         return True

@@ -24,6 +24,7 @@ from meshwise.spec.exit_codes import OF_SCHEDULERS, TIME_LIMIT, WARNINGS, code_o
 from meshwise.spec.units import seconds_text
 from meshwise.spec.world import World
 from meshwise.workers.channel import WorkerChannel
+from meshwise.workers.deadline import watch
 from meshwise.workers.gate import StepGate
 
 STOP = "meshwise/stop"
@@ -34,9 +35,12 @@ _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
 """Signals that came. A handler may run anywhere, also where this process sends a message: it only puts them here."""
 
 
-def pass_on(channel: WorkerChannel) -> None:
-    """In a worker of our launcher: tell it of each signal. Called by the main thread."""
+def pass_on(channel: WorkerChannel, gate: StepGate | None = None) -> None:
+    """In a worker of our launcher: tell it of each signal, and on rank 0, which gives its gate, of the end of the time.
+    Called by the main thread."""
     _catch(WARNINGS)
+    if gate is not None:
+        _in_thread(lambda: watch(gate, lambda: _asked.put(TIME_LIMIT), _over))
     _in_thread(lambda: _each(lambda number: channel.send("stop", number=number)))
 
 
@@ -49,19 +53,14 @@ def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> 
     if world.size == 1 and not interrupts and not any(name in os.environ for name in OF_SCHEDULERS):
         return  # a person's process: SIGTERM ends it
     _catch([number for number in (*WARNINGS, signal.SIGINT) if number != signal.SIGINT or interrupts])
+    if first and world.rank == 0:
+        _in_thread(lambda: watch(gate, lambda: _asked.put(TIME_LIMIT), _over))
     if first:
         store = own_connection_to_store() if world.size > 1 else None
         _in_thread(lambda: _each(lambda number: _ask(store, world, gate, number)))
         if store is not None:
             _in_thread(lambda: _follow(own_connection_to_store(), world, gate))
             atexit.register(_end, _threads[-1])
-
-
-def stop_after(seconds: float) -> None:
-    """Stop at the end of a step once these seconds are over."""
-    timer = threading.Timer(seconds, _asked.put, (TIME_LIMIT,))
-    timer.daemon = True
-    timer.start()
 
 
 _threads: list[threading.Thread] = []

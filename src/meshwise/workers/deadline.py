@@ -1,0 +1,112 @@
+"""The time at which a run will be ended, known beforehand: it saves and stops while there is still time for that.
+
+The time is what is left of `--time-limit`, and of the job of a scheduler: Slurm's SLURM_JOB_END_TIME, and what `squeue`
+says once a minute, since a job's limit may be changed while it runs. Rank 0 looks, and asks for a stop when what is
+left is less than a step and three saves as they were measured here. No signal of the scheduler is needed.
+Tested in tests/workers/test_deadline.py and, on a real Slurm, in tests/workers/test_slurm.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from threading import Event
+
+from meshwise.spec.units import seconds_text
+from meshwise.workers.gate import StepGate
+from meshwise.workers.launchers import slurm
+
+LIMIT = "MESHWISE_DEADLINE"
+"""When `--time-limit` is over, in seconds since 1970."""
+LOOK, ASK = 0.5, 60.0  # seconds between two looks at the clock, and two calls of squeue
+ANSWER = 20.0  # seconds in which squeue answers, or is not asked for this time
+SAVES = 3  # a save may meet one that is still being written, on a disk on which all ranks and jobs write at the end
+UNKNOWN, SHARE = 20.0, 0.1
+"""Seconds that a save is thought to take before the first was measured; all together at most this share of the time."""
+
+
+@contextlib.contextmanager
+def limited(seconds: float | None) -> Iterator[None]:
+    """Workers that are started during the body know that it is over after these seconds."""
+    if seconds is not None:
+        limit(seconds)
+    try:
+        yield
+    finally:
+        os.environ.pop(LIMIT, None)
+
+
+def limit(seconds: float) -> None:
+    """This process, and what it starts, knows that the run is over after these seconds."""
+    os.environ[LIMIT] = repr(time.time() + seconds)
+
+
+def watch(
+    gate: StepGate,
+    ask: Callable[[], object],
+    over: Event,
+    environment: Mapping[str, str] = os.environ,
+    left_of: Callable[[str], float | None] | None = None,
+) -> None:
+    """Call `ask` once there is no more time than a stop takes. Returns then, or when the program is `over`.
+
+    left_of: the seconds that are left of a job of Slurm, None where that is not known; by default from squeue.
+    """
+    job = slurm.job_id(environment) if slurm.JOB in environment else ""
+    text, left_of = environment.get("SLURM_JOB_END_TIME", ""), left_of or left_by_squeue
+    end = float(text) if job and text.isdigit() else math.inf
+    asked = time.time() - (0.0 if end < math.inf else ASK)
+    guess = 0.0
+    while not over.wait(LOOK):
+        now = time.time()
+        if job and now - asked >= ASK:
+            asked, told = now, left_of(job)
+            end = end if told is None else time.time() + told
+        guess = guess or min(UNKNOWN, SHARE / SAVES * (end - now))
+        limits = [("the time limit", float(environment.get(LIMIT, "inf")), 0.0)]
+        limits += [(f"job {job}", end, guess)] if gate.saves else []  # what saves nothing is left its last second
+        for of, at, unknown in limits:
+            left, need = at - time.time(), seconds_needed(gate, unknown)
+            if left < need + LOOK:
+                _say(left, of, gate, need - gate.longest_step)
+                ask()
+                return
+
+
+def _say(left: float, of: str, gate: StepGate, saves: float) -> None:
+    step, measured = seconds_text(gate.longest_step), "" if gate.longest_save else ", none of which was measured"
+    reckoned = f"a step ({step}) and {SAVES} saves ({seconds_text(saves)}{measured})" if saves else f"a step ({step})"
+    print(f"{seconds_text(max(left, 0.0))} left of {of}, {reckoned} to come: stops", file=sys.stderr, flush=True)
+
+
+def seconds_needed(gate: StepGate, guess: float) -> float:
+    """For the step that is going on and the state's way to the disk. guess: seconds of a save that was never measured;
+    without a state to save, a stop takes a step alone."""
+    return gate.longest_step + SAVES * ((gate.longest_save or guess) if gate.saves else 0.0)
+
+
+def left_by_squeue(job: str) -> float | None:
+    """Seconds that a job of Slurm may still run; infinite without a limit, None where squeue does not say it."""
+    command = ["squeue", "--noheader", "--jobs", job, "--format", "%L"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return seconds_left(shown.stdout) if shown.returncode == 0 else None
+
+
+def seconds_left(text: str) -> float | None:
+    """What squeue writes: `1-02:03:04`, `2:03:04`, `3:04`, `UNLIMITED`; None for anything else."""
+    if text.strip() == "UNLIMITED":
+        return math.inf
+    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d\d)", text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

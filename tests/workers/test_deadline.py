@@ -1,0 +1,153 @@
+"""The stop before the time is over. With real runs: test_slurm.py and tests/faults/test_signals.py."""
+
+from __future__ import annotations
+
+import math
+import time
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from meshwise.workers import deadline
+from meshwise.workers.gate import WARM, StepGate
+
+JOB = {"SLURM_JOB_ID": "7"}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "LOOK", 0.01)
+
+
+def gate_of(*, step: float = 0.0, save: float = 0.0, saves: bool = True) -> StepGate:
+    gate = StepGate()
+    gate.saves, gate.longest_step, gate.longest_save = saves, step, save
+    return gate
+
+
+def stops_within(seconds: float, gate: StepGate, environment: dict[str, str], **more: Any) -> float | None:
+    """After how many seconds a stop is asked for; None where it is not within these."""
+    over, asked, began = Event(), list[float](), time.time()
+    watching = Thread(
+        target=deadline.watch,
+        args=(
+            gate,
+            lambda: asked.append(time.time() - began),
+            over,
+            environment,
+            more.get("left_of", lambda job: None),
+        ),
+    )
+    watching.start()
+    watching.join(seconds)
+    over.set()
+    watching.join()
+    return asked[0] if asked else None
+
+
+def ends_in(seconds: float) -> str:
+    return str(math.ceil(time.time() + seconds))
+
+
+@pytest.mark.parametrize(
+    ("step", "save", "left", "stops"),
+    [(0.1, 0.2, 20, False), (0.1, 0.2, 0, True), (30.0, 0.2, 20, True), (0.1, 8.0, 20, True), (0.1, 6.0, 20, False)],
+)
+def test_it_stops_when_less_is_left_than_a_step_and_three_saves(
+    step: float, save: float, left: float, stops: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = JOB | {"SLURM_JOB_END_TIME": ends_in(left)}
+    assert (stops_within(0.2, gate_of(step=step, save=save), environment) is not None) == stops
+    assert ("left of job 7, a step (" in capsys.readouterr().err) == stops
+
+
+def test_a_run_that_saves_nothing_is_left_its_last_second() -> None:
+    soon = JOB | {"SLURM_JOB_END_TIME": ends_in(0)}
+    assert stops_within(0.2, gate_of(save=3.0, saves=False), soon) is None
+    assert stops_within(0.2, gate_of(save=3.0), soon) is not None
+
+
+@pytest.mark.parametrize(("left", "stops"), [(10_000, False), (50, False), (5, False)])
+def test_a_save_that_was_never_measured_takes_a_share_of_the_time_at_most(left: float, stops: bool) -> None:
+    environment = JOB | {"SLURM_JOB_END_TIME": ends_in(left)}
+    assert (stops_within(0.2, gate_of(), environment) is not None) == stops
+
+
+def test_what_was_never_measured_counts_and_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    left = iter([3600.0, 50.0])
+    found = stops_within(0.5, gate_of(), JOB, left_of=lambda job: next(left, None))
+    assert found is None  # squeue is asked once a minute
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deadline, "ASK", 0.05)
+        left = iter([3600.0, 50.0])
+        assert stops_within(2.0, gate_of(), JOB, left_of=lambda job: next(left, None)) is not None
+    assert "3 saves (1 min 00 s, none of which was measured) to come: stops" in capsys.readouterr().err
+
+
+def test_a_limit_that_is_changed_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "ASK", 0.05)
+    environment = JOB | {"SLURM_JOB_END_TIME": ends_in(0.4)}
+    assert stops_within(0.2, gate_of(save=0.001), environment) is None
+    assert stops_within(2.5, gate_of(save=0.001), environment, left_of=lambda job: 3600.0) is None  # made longer
+    far = JOB | {"SLURM_JOB_END_TIME": ends_in(3600)}
+    assert stops_within(2.5, gate_of(save=0.001), far, left_of=lambda job: 0.0) is not None  # made shorter
+    assert stops_within(0.3, gate_of(save=0.001), far, left_of=lambda job: math.inf) is None
+
+
+def test_the_time_limit_of_the_run_is_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    environment = {deadline.LIMIT: repr(time.time() + 10)}
+    assert stops_within(0.2, gate_of(step=0.1, save=1.0), environment) is None
+    assert stops_within(0.2, gate_of(), environment) is None  # a save that is not known is not guessed: nobody kills
+    assert stops_within(0.2, gate_of(save=4.0), environment) is not None
+    assert stops_within(0.2, gate_of(step=12.0, saves=False), environment) is not None
+    assert "left of the time limit, a step (12.0 s) to come: stops" in capsys.readouterr().err
+
+
+def test_the_time_limit_is_known_to_what_is_started_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(deadline.LIMIT, raising=False)
+    with deadline.limited(90.0):
+        assert float(deadline.os.environ[deadline.LIMIT]) == pytest.approx(time.time() + 90, abs=5)
+    with deadline.limited(None):
+        assert deadline.LIMIT not in deadline.os.environ
+
+
+def test_the_longest_step_is_measured_without_the_first_ones() -> None:
+    gate = StepGate()
+    for _ in range(WARM):
+        gate.begin()
+        time.sleep(0.02)
+    assert gate.longest_step == 0.0
+    gate.begin()
+    assert gate.longest_step >= 0.02
+    before = gate.longest_step
+    gate.begin()
+    assert gate.longest_step == before
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("3:04", 184.0),
+        ("0:59\n", 59.0),
+        ("2:03:04", 7384.0),
+        ("1-02:03:04", 93784.0),
+        ("UNLIMITED", math.inf),
+        ("INVALID", None),
+        ("NOT_SET", None),
+        ("", None),
+        ("-0:05", None),
+    ],
+)
+def test_what_squeue_writes_is_read(text: str, seconds: float | None) -> None:
+    assert deadline.seconds_left(text) == seconds
+
+
+def test_a_squeue_that_is_not_there_or_fails_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert deadline.left_by_squeue("7") is None
+    (tmp_path / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    assert deadline.left_by_squeue("7") is None
+    (tmp_path / "squeue").write_text('#!/bin/sh\necho "1:00"\n')
+    assert deadline.left_by_squeue("7") == 60.0
