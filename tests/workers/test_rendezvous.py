@@ -31,6 +31,15 @@ def find(place: Place, folder: Path, timeout: float = 3.0) -> tuple[str, int]:
     return rendezvous.find_door(place, folder, timeout)
 
 
+def with_free_port(place: Place) -> Place:
+    """The place with a key whose first port nobody has."""
+    for number in range(100):
+        found = replace(place, key=f"{place.key}-{number}")
+        with contextlib.suppress(OSError), socket.create_server(("", rendezvous._ports(found.key)[0])):
+            return found
+    raise AssertionError("no free port")
+
+
 @contextlib.contextmanager
 def listens(port: int, answer: Callable[[socket.socket], object]) -> Iterator[None]:
     """Another program at this port."""
@@ -88,14 +97,14 @@ def test_ranks_that_share_none_try_the_ports_that_follow_from_the_key(tmp_path: 
 def test_another_program_at_the_port_means_the_next(
     answer: Callable[[socket.socket], object], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    place = replace(HERE, key=f"{HERE.key}-{request.node.callspec.id}")
+    place = with_free_port(replace(HERE, key=f"{HERE.key}-{request.node.callspec.id}"))
     with listens(rendezvous._ports(place.key)[0], answer):
         rendezvous.open_door(place, STORE, tmp_path / "of rank 0")
         assert find(replace(place, rank=1), tmp_path / "of rank 1") == ("127.0.0.1", STORE)
 
 
 def test_two_steps_never_meet_even_at_the_same_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ports = [rendezvous._ports(HERE.key + "same")[0]]
+    ports = [rendezvous._ports(with_free_port(HERE).key)[0]]
     monkeypatch.setattr(rendezvous, "_ports", lambda key: ports)
     steps = [replace(HERE, key=f"{HERE.key}-step{step}") for step in (0, 1)]
     for port, step in enumerate(steps):  # the second door cannot have the port, and is written down alone
