@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise.records.boxes import volume
 from meshwise.recovery import layout
-from meshwise.recovery.layout import LARGE, SMALL, Held, deal, volume
+from meshwise.recovery.layout import LARGE, SMALL, Held, deal
 from meshwise.spec.errors import CheckpointError
 
 

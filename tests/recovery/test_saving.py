@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshwise.records import checkpoints as files
 from meshwise.records.checkpoints import Checkpoint, checkpoints_in, size_of
-from meshwise.recovery import saving, tensor_files
+from meshwise.recovery import saving
 from meshwise.recovery.loading import open_newest, whole
 from meshwise.recovery.saving import Saver
 from meshwise.spec.errors import UsageError
@@ -41,7 +42,7 @@ def test_the_state_is_that_of_the_call_whatever_training_does_meanwhile(tmp_path
 
 def full(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     """The disk takes so many bytes more, of this process alone."""
-    left, real = [room], tensor_files._write_all
+    left, real = [room], files._write_all
 
     def write(file: Any, chunk: memoryview) -> None:
         if len(chunk) > left[0]:
@@ -50,7 +51,7 @@ def full(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         left[0] -= len(chunk)
         real(file, chunk)
 
-    monkeypatch.setattr(tensor_files, "_write_all", write)
+    monkeypatch.setattr(files, "_write_all", write)
 
 
 @pytest.mark.parametrize("room", [0, 100, 3000])
@@ -86,8 +87,8 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 def test_a_save_that_would_wait_too_long_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    saver, slow, real = Saver(tmp_path, World(), said.append), threading.Event(), tensor_files._write_all
-    monkeypatch.setattr(tensor_files, "_write_all", lambda *given: (slow.wait(), real(*given)))
+    saver, slow, real = Saver(tmp_path, World(), said.append), threading.Event(), files._write_all
+    monkeypatch.setattr(files, "_write_all", lambda *given: (slow.wait(), real(*given)))
     monkeypatch.setattr(saving, "PATIENCE", 0.0)
     assert save(saver, 1, 2) == [True, False]
     assert said == ["step 2 is not saved: the state before it is still being written."]

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from meshwise.records.checkpoints import Piece, StoredTensor, hash_of
+from meshwise.records.checkpoints import Piece, StoredTensor, hash_of, write_file
 from meshwise.recovery import tensor_files
 from meshwise.recovery.layout import Held, Part, deal, held
-from meshwise.recovery.tensor_files import TensorFiles, as_bytes, laid_out, write_file
+from meshwise.recovery.tensor_files import TensorFiles, as_bytes, laid_out
 from meshwise.spec.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]

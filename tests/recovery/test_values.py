@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.recovery.values import decoded, encoded, merged
+from meshwise.records.merging import merged
+from meshwise.recovery.values import decoded, encoded
 from meshwise.spec.errors import UsageError
 
 KEYS = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.tuples(st.integers(), st.text(max_size=2)))

@@ -1,72 +1,135 @@
-"""The state after the last step, and the losses that no rank has written yet: for when a peer is gone.
+"""What a rank keeps after each step, how often, and the losses that no rank has written yet.
 
-Of training/loss_ledger.py too.
+Of training/last_step.py and training/loss_ledger.py. What is written is tested in tests/recovery/test_last_state.py.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from meshwise.records.left_parts import read_parts
+from meshwise.recovery.last_state import Among
 from meshwise.recovery.state import RunState
+from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.last_step import LastStep, can_rescue
+from meshwise.training import last_step
+from meshwise.training.last_step import LastStep, among
 from meshwise.training.loss_ledger import ROWS, LossLedger, ledger_path, noted
+from meshwise.training.run_options import RunOptions
 from meshwise.training.weighing import Losses
+from meshwise.workers.environment import ATTEMPT, KEPT
 
 
-def a_state() -> RunState:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return RunState(model, optimizer, None, torch.amp.GradScaler("cpu", enabled=False), seed=0, step=5, index=40)
-
-
-def test_a_forward_in_flight_is_taken_back() -> None:
-    state = a_state()
-    before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
-    last = LastStep(state)
-    last.keep()
-    state.model(torch.randn(8, 3)).sum().backward()
-    assert not torch.equal(state.model[1].running_mean, before["1.running_mean"])  # type: ignore[index]
-    assert last.go_back()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.state_dict().items())
-    state.epoch, state.index = 1, 0  # the epoch has ended, and what follows an epoch has not been done
-    assert last.go_back() and (state.epoch, state.index, state.step) == (0, 40, 5)
-
-
-def test_a_step_that_has_changed_parameters_is_not_taken_back() -> None:
-    state = a_state()
-    last = LastStep(state)
-    assert not last.go_back()  # nothing was kept yet
-    last.keep()
-    state.model(torch.randn(8, 3)).sum().backward()
-    state.optimizer.step()
-    assert not last.go_back()
-    last.keep()
-    state.step += 1
-    assert not last.go_back()
+def world(size: int, rank: int = 0, device: str = "cpu") -> World:
+    return World(rank, size, rank, size, device)
 
 
 @pytest.mark.parametrize(
-    ("plan", "world", "can"),
+    ("plan", "ranks", "who"),
     [
-        (Plan(data=2), World(size=2, local_size=2), True),
-        (Plan(data=2, accumulate=4), World(size=2, local_size=2), True),
-        (Plan(), World(), False),
-        (Plan(data=2), World(size=2), False),  # on two machines
-        (Plan(data=2), World(size=2, local_size=2, device="cuda:0"), False),
-        (Plan(data=2, zero1=True), World(size=2, local_size=2), False),
-        (Plan(shard=2), World(size=2, local_size=2), False),
-        (Plan(data=2, shard=2), World(size=4, local_size=4), False),
-        (Plan(data=2, tensor=2), World(size=4, local_size=4), False),
+        (Plan(), world(1), Among(1, 2)),
+        (Plan(data=2), world(2), Among(2, 2, whole=True)),
+        (Plan(data=2, accumulate=4), world(2), Among(2, 2, whole=True)),
+        (Plan(data=2), world(2, 1, "cuda:0"), Among(2, 2, 1, 2)),  # NCCL tells nobody that a peer is gone
+        (Plan(data=3, zero1=True), world(3, 2), Among(3, 2, 2, 3, divided=True)),
+        (Plan(shard=2), world(2, 1), Among(2, 2, 0, 1)),
+        (Plan(data=2, shard=2), world(4, 3), Among(4, 2, 1, 2)),
+        (Plan(data=2, tensor=2), world(4, 1), Among(4, 2, 0, 2)),
+        (Plan(data=2, pipeline=2, accumulate=2), world(4, 2), Among(4, 2, 1, 2)),
     ],
 )
-def test_only_replicas_hold_all_of_the_state(plan: Plan, world: World, can: bool) -> None:
-    assert can_rescue(plan, world) is can
+def test_replicas_share_the_keeping(plan: Plan, ranks: World, who: Among, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ATTEMPT, "2")
+    assert among(plan, ranks) == who
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "memory"
+    path.touch()
+    (tmp_path / "workers").mkdir()
+    monkeypatch.setenv(KEPT, str(path))
+    return path
+
+
+def a_state() -> RunState:
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return RunState(model, optimizer, None, torch.amp.GradScaler("cpu", enabled=False), seed=0)
+
+
+def trained(last: LastStep, state: RunState, steps: int) -> None:
+    for _ in range(steps):
+        state.model(torch.ones(2, 3)).sum().backward()
+        state.begin_change()
+        state.optimizer.step()
+        state.step, state.whole = state.step + 1, True
+        last.keep()
+
+
+def steps_in(path: Path) -> list[int]:
+    return sorted(part.step for part in read_parts(path, 0))
+
+
+def test_every_step_is_kept_where_that_is_asked_for(kept: Path) -> None:
+    state, said = a_state(), list[str]()
+    last = LastStep(state, Plan(), World(), kept.parent, 1, said.append)
+    last.keep()
+    trained(last, state, 15)
+    assert steps_in(kept) == [14, 15]
+    assert said == ["each step copies 512 B a rank of the state to the host's memory, 1.0 KiB in all."]
+
+
+def test_it_is_kept_as_often_as_costs_one_percent(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))  # a step takes 2, of which 1 is for the copy
+    state, said = a_state(), list[str]()
+    last = LastStep(state, Plan(), World(), kept.parent, None, said.append)
+    last.keep()
+    trained(last, state, 210)
+    assert said == [
+        "the state is kept in memory every 100 steps, since a copy costs 100.0% of a step: a lost worker costs the "
+        "steps since then. --redundancy 1 keeps every step."
+    ]
+    assert steps_in(kept) == [100, 200]
+
+
+def test_it_is_not_kept_where_memory_is_short(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_step, "free_bytes", lambda device: 1000)
+    state, said = a_state(), list[str]()
+    last = LastStep(state, Plan(), World(), kept.parent, None, said.append)
+    last.keep()
+    trained(last, state, 15)
+    assert steps_in(kept) == []
+    assert len(said) == 1 and "1.0 KiB of 1000 B that are free" in said[0]
+    assert last.leave() and steps_in(kept) == [15]  # a step that fails leaves it all the same
+
+
+def test_of_replicas_one_writes_and_nothing_is_copied_before(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_step.collectives, "gather_objects", lambda thing, group: [thing])
+    state = a_state()
+    lasts = [LastStep(state, Plan(data=2), world(2, rank), kept.parent, None, print) for rank in range(2)]
+    lasts[0].keep()
+    trained(lasts[0], state, 15)
+    assert steps_in(kept) == []
+    state.begin_change()
+    assert not lasts[0].leave()
+    state.whole = True
+    assert lasts[0].leave() and steps_in(kept) == [15]
+    lasts[1].keep()
+    os.truncate(kept, 0)
+    assert lasts[1].leave() and steps_in(kept) == []
+
+
+def test_redundancy_is_one_or_none() -> None:
+    with pytest.raises(UsageError, match="--redundancy 2"):
+        RunOptions(job="mlp", redundancy=2)
 
 
 def losses(value: float) -> Losses:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwise.api.rescue import keep_left
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.files import read_lines, write_text
@@ -25,6 +26,7 @@ from meshwise.spec.faults import Fault
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.units import plural
+from meshwise.workers.kept_memory import KeptMemory
 
 MOST_WITHOUT_PROGRESS, MOST_SMALLER = 3, 4
 OTHERS_OF_PLAN = ("settings", "accumulate", "precision")  # options that change a plan
@@ -60,6 +62,8 @@ class Restarts:
     began_at: int = 0
     failed: float | None = None
     """When the attempt before was given up (monotonic); None once the workers step again."""
+    kept: KeptMemory | None = None
+    """Memory that outlives the workers."""
     plan: str = ""
     """What the run goes on under, as TOML, where that is not what it began with."""
     smaller: str = ""
@@ -111,6 +115,10 @@ class Restarts:
             left = f"That was attempt {self.attempt} of {self.most + 1}: go on with meshwise run --resume"
             return ended(error, f"{left} {shlex.quote(str(self.folder))}", AGAIN)
         return None
+
+    def keep_left(self, error: WorkerFailed) -> str:
+        """Save what the workers of this attempt have left in memory. Returns what went wrong, or nothing."""
+        return "" if self.kept is None else keep_left(self.folder, self.kept, self.number, error.failure)
 
     def _is_asked_for(self, failure: Any) -> bool:
         return self.exceptions and failure.kind in ("raised", "victim") and failure.exit_code == FAILED

@@ -35,7 +35,7 @@ from meshwise.spec.prediction import prediction_of, prediction_to_toml
 from meshwise.spec.world import World
 from meshwise.training.run_options import RESTARTS, RunOptions
 from meshwise.workers import deadline
-from meshwise.workers.environment import ATTEMPT, BLOCKS, read_world
+from meshwise.workers.environment import ATTEMPT, BLOCKS, KEPT, read_world
 from meshwise.workers.launchers.find import place_in
 
 OWN_OPTIONS = ("job", "devices", "data", "log")
@@ -220,12 +220,18 @@ def _task(started: Started) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     call: Callable[..., Any] = program.call
     if restarts.attempt > 1 and program.again is not None:
         call = partial(program.again, plan=restarts.plan, resumes=restarts.resumes)
-    return in_attempt, (restarts.number, restarts.due(), call, started.folder)
+    kept = [str(restarts.kept.path(rank)) for rank in range(len(started.slots))] if restarts.kept else []
+    return in_attempt, (restarts.number, restarts.due(), call, started.folder, kept)
 
 
-def in_attempt(number: int, faults: Sequence[Fault], call: Callable[[Path], Any], folder: Path) -> Any:
-    """In a worker: `call(folder)` in this attempt of the run, with the faults that it is to have."""
+def in_attempt(
+    number: int, faults: Sequence[Fault], call: Callable[[Path], Any], folder: Path, kept: Sequence[str] = ()
+) -> Any:
+    """In a worker: `call(folder)` in this attempt of the run, with the faults that it is to have. kept: the memory of
+    each rank of this machine that outlives it."""
     os.environ[ATTEMPT] = str(number)
+    if kept:
+        os.environ[KEPT] = kept[read_world(os.environ).local_rank]
     if faults:
         training.faults.arm(faults, read_world(os.environ).rank, folder)
     return call(folder)

@@ -36,6 +36,7 @@ from meshwise.workers.channel import Message
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.gate import StepGate
 from meshwise.workers.halt import Halt
+from meshwise.workers.kept_memory import KeptMemory
 from meshwise.workers.launch import Listeners, launch
 
 STOPS = (signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []), *WARNINGS)
@@ -155,7 +156,8 @@ def supervise(
         mine = several is None or several.keeps
         return restarts.folder if mine and not is_over(restarts.folder, restarts.number) else None
 
-    with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit):
+    with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit), KeptMemory(len(slots)) as kept:
+        restarts.kept = kept if several is None else None
         devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)]
         first = (lambda: several.nodes.first_rank) if several else (lambda: 0)
         viewer = Viewer(view, devices, live=view.draws, restarts=restarts, halt=halt, keeps=keeps, first=first)
@@ -192,7 +194,7 @@ def _answer(
     size: int,
 ) -> None:
     """Keep how an attempt failed, and begin the next one; raises what ends the run. size: workers of this machine."""
-    number, last, goes_on = restarts.number, None, ""
+    number, last, goes_on, lost = restarts.number, None, "", restarts.keep_left(error)
     if several is not None:
         try:
             error, goes_on = several.go_on(restarts, error, size, halt)
@@ -207,7 +209,7 @@ def _answer(
         restarts.run_command(str(error), again=last is None)
     if last is not None:
         raise last
-    view.print(fitted(f"{error}\n{goes_on or restarts.next()}", sys.stdout))
+    view.print(fitted(f"{error}\n{lost}{goes_on or restarts.next()}", sys.stdout))
     if folder:
         plan = several.plan_now if several else plan_from_toml(restarts.plan) if restarts.plan else None
         if plan is not None:

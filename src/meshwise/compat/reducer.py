@@ -9,7 +9,7 @@ any number of times. Read in torch 2.11, 2.13 and 2.15: `nn/parallel/distributed
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,11 @@ def arm(ddp: DistributedDataParallel | PlainReducer) -> None:
 def version(tensor: Tensor) -> int:
     """How often `tensor` was written in place: autograd's own counter."""
     return int(tensor._version)
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """`version` of each."""
+    return [tensor._version for tensor in tensors]
 
 
 def base_of(tensor: Tensor) -> Tensor:

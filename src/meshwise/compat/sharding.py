@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -180,6 +180,11 @@ def place_in_memory(tensor: Tensor) -> tuple[int, int]:
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, in its own memory; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """`local_of` each."""
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def empty(tensor: Tensor) -> None:

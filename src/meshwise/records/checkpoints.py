@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -115,6 +115,25 @@ def sync_folder(folder: Path) -> None:
             os.fsync(opened)
         finally:
             os.close(opened)
+
+
+def write_file(path: Path, *contents: bytes | memoryview) -> StoredFile:
+    """Write a file, synced, and tell what was written. Raises OSError where the disk does not take it."""
+    hashed, size = xxhash.xxh3_128(), 0
+    with path.open("wb", buffering=0) as file:
+        for each in contents:
+            for begin in range(0, len(each), CHUNK):
+                chunk = memoryview(each)[begin : begin + CHUNK]
+                hashed.update(chunk)
+                _write_all(file, chunk)
+                size += len(chunk)
+        os.fsync(file.fileno())
+    return StoredFile(path.name, size, hashed.hexdigest())
+
+
+def _write_all(file: BinaryIO, chunk: memoryview) -> None:
+    while len(chunk):
+        chunk = chunk[file.write(chunk) :]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

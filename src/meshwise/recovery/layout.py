@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwise.compat.sharding import division, local_of
+from meshwise.records.boxes import Box, cover, disjoint, volume
 from meshwise.spec.errors import CheckpointError
-from meshwise.transfer.sharded import Box, full_tensor, local_boxes
+from meshwise.transfer.sharded import full_tensor, local_boxes
 
 SMALL, LARGE = 64 << 10, 1 << 20  # bytes of what the first holder writes, and of what is divided among the holders
 
@@ -44,11 +45,6 @@ class Part:
     name: str
     held: Box
     box: Box
-
-
-def volume(box: Box) -> int:
-    """Elements of a box."""
-    return math.prod(end - begin for begin, end in box)
 
 
 def itemsize(dtype: str) -> int:
@@ -131,17 +127,11 @@ def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[Part]]:
 
 def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:
     """Boxes that cover the tensor, every element once: the largest first, without what lies in those."""
-    chosen: list[Box] = []
-    for box in sorted(boxes, key=lambda box: (-volume(box), box)):
-        if not any(_overlap(box, other) for other in chosen):
-            chosen.append(box)
-    if (found := sum(map(volume, chosen))) != math.prod(shape):
+    chosen = disjoint(boxes)
+    if not cover(chosen, shape):
+        found = sum(map(volume, chosen))
         raise CheckpointError(f"{name} cannot be saved: of its {math.prod(shape)} elements ranks hold {found}.")
     return chosen
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def _divided(box: Box, count: int) -> list[Box]:

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from meshwise.records import checkpoints as files
+from meshwise.records.boxes import volume
 from meshwise.records.checkpoints import Checkpoint
+from meshwise.records.merging import merged
 from meshwise.recovery.collect import collected
-from meshwise.recovery.layout import Held, Part, deal, held, plainly_held, view_of, volume, within
+from meshwise.recovery.layout import Held, Part, deal, held, plainly_held, view_of, within
 from meshwise.recovery.tensor_files import as_bytes, laid_out
-from meshwise.recovery.values import encoded, merged
+from meshwise.recovery.values import encoded
 from meshwise.recovery.writing import LAST, Board, Deal, OwnBoard, StoreBoard, Writing
 from meshwise.spec.saves import Saves
 from meshwise.spec.world import World

@@ -6,6 +6,7 @@ are keyed by (seed, epoch, step, index), so no generator's state belongs to it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,15 @@ class RunState:
     step: int = 0
     made_with: Any = None
     """What the program gave it: settings of the optimizer, samples of the data set; plain values."""
+    whole: bool = True
+    """Whether it is that after a step: not while it is changed."""
+    before_change: Callable[[], None] = lambda: None
+    """Is called before it is changed."""
+
+    def begin_change(self) -> None:
+        """A step is about to change it; `whole` is to be set again afterwards."""
+        self.before_change()
+        self.whole = False
 
 
 def tree_of(state: RunState, *, whole: bool = False) -> dict[str, Any]:

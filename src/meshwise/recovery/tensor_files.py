@@ -11,14 +11,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import torch
-import xxhash
 from torch import Tensor
 
-from meshwise.records.checkpoints import CHUNK, StoredFile, StoredTensor
-from meshwise.recovery.layout import Held, Part, described, intersection, key_of, rows, volume, within
+from meshwise.records.boxes import volume
+from meshwise.records.checkpoints import CHUNK, StoredTensor
+from meshwise.recovery.layout import Held, Part, described, intersection, key_of, rows, within
 from meshwise.spec.errors import CheckpointError
 from meshwise.transfer.sharded import Box
 
@@ -60,25 +59,6 @@ def laid_out(parts: Iterable[Part], shapes: Mapping[str, Held]) -> tuple[bytes, 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor of the host."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def write_file(path: Path, beginning: bytes, content: memoryview) -> StoredFile:
-    """Write a file, synced, and tell what was written. Raises OSError where the disk does not take it."""
-    hashed, size = xxhash.xxh3_128(), 0
-    with path.open("wb", buffering=0) as file:
-        for each in (memoryview(beginning), content):
-            for begin in range(0, len(each), CHUNK):
-                chunk = each[begin : begin + CHUNK]
-                hashed.update(chunk)
-                _write_all(file, chunk)
-                size += len(chunk)
-        os.fsync(file.fileno())
-    return StoredFile(path.name, size, hashed.hexdigest())
-
-
-def _write_all(file: BinaryIO, chunk: memoryview) -> None:
-    while len(chunk):
-        chunk = chunk[file.write(chunk) :]
 
 
 class TensorFiles:

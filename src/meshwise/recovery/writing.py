@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 from meshwise.compat.reducer import default_store
 from meshwise.records import checkpoints as files
-from meshwise.records.checkpoints import Manifest, Piece, StoredFile, StoredTensor
+from meshwise.records.checkpoints import Manifest, Piece, StoredFile, StoredTensor, write_file
 from meshwise.recovery.layout import Held, Part
-from meshwise.recovery.tensor_files import laid_out, write_file
+from meshwise.recovery.tensor_files import laid_out
 from meshwise.spec.units import bytes_text
 
 LAST = 5.0  # seconds that a run which failed waits for the checkpoint that is being written

@@ -49,6 +49,7 @@ def train_step(
 
 def _update(engine: Engine, job: Job, state: RunState) -> None:
     _clip(engine, job, state)
+    state.begin_change()
     state.scaler.step(state.optimizer)
     state.scaler.update()
     _end_step(state)
@@ -65,6 +66,7 @@ def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequenc
         return total / weight
 
     with current().span("optimizer"):
+        state.begin_change()
         state.optimizer.step(closure)  # type: ignore[arg-type]
         _end_step(state)
     return found[0]
@@ -104,3 +106,4 @@ def _end_step(state: RunState) -> None:
     if state.scheduler is not None:
         state.scheduler.step()
     state.step += 1
+    state.whole = True

@@ -6,6 +6,7 @@ A short loop on the engine: read the microbatches of a step, compute, update; ev
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +39,7 @@ from meshwise.training.job_data import read_parts as read_parts
 from meshwise.training.job_start import begun as begun
 from meshwise.training.job_start import make_engine as make_engine
 from meshwise.training.job_step import train_step
-from meshwise.training.last_step import LastStep, can_rescue, rescue
+from meshwise.training.last_step import LastStep
 from meshwise.training.metrics_log import MetricsLog, Send
 from meshwise.training.not_finite import SkippedSteps
 from meshwise.training.order import epoch_order, epoch_slices, sequential_slices
@@ -50,6 +51,7 @@ from meshwise.training.run_options import CHECK_EVERY, LOG_EVERY, SKIP, RunOptio
 from meshwise.training.smaller import smaller_plan
 from meshwise.training.tracking import log_into
 from meshwise.transfer.collectives import barrier
+from meshwise.workers.environment import KEPT
 from meshwise.workers.heartbeat import watched_loop
 from meshwise.workers.join import RankContext, join
 
@@ -76,7 +78,7 @@ class _Run:
     saver: Saver | None = None
     skipped: SkippedSteps | None = None
     last: LastStep | None = None
-    """The state after the last step, where each rank holds all of it."""
+    """The state after the last step, where a launcher holds it."""
     evaluated: tuple[int, bool] = (-1, False)
     """The step after which it was evaluated last, and whether that was the best."""
     began: dict[str, int] = field(default_factory=dict)
@@ -107,8 +109,9 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
         status = "stopped" if run.stopped else "finished"
     except BaseException as error:
         less = partial(smaller_plan, plan, run.state.model, job.batch_size, engine.world) if run else lambda: None
-        if run is not None:
-            _rescue(run, error)
+        if run is not None and run.last is not None and isinstance(error, Exception) and not session.gate.halted:
+            with contextlib.suppress(Exception):  # the error that is there already is the one to tell
+                run.last.leave()
         explain(error, session.world, None if run is None else run.state.step, recording.recorder, less)
         raise
     finally:
@@ -162,10 +165,9 @@ def _prepare(
         run.saver = Saver(folder / names.CHECKPOINTS, session.world, log.note, saves=options.saves, resumed=saved)
     if test is not None and job.best:  # one batch, since a wrong name is to be known before an epoch is over
         best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
-    rescues = folder is not None and session.channel is not None and can_rescue(plan, session.world)
-    if rescues and not run.skipped and log.keep_pending():
-        run.last = LastStep(state)
-        log.send("rescues")
+    if folder is not None and session.channel is not None and KEPT in os.environ and log.keep_pending():
+        run.last = LastStep(state, plan, session.world, folder, options.redundancy, engine.notify)
+        run.last.answer(session.channel)
     log.send("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
     return run
 
@@ -184,9 +186,8 @@ def _train(run: _Run) -> None:
 def _end_epoch(run: _Run) -> None:
     """Evaluate, where it is time, and call the job's callbacks."""
     state, job = run.state, run.job
-    known = _evaluation_is_due(run, "steps")  # and written: where not by this process, before the state was saved
-    if run.evaluated[0] != state.step and (known or _evaluation_is_due(run, "epochs")):
-        _evaluate(run, state.epoch, write=not known)
+    if run.evaluated[0] != state.step and any(_evaluation_is_due(run, unit) for unit in ("steps", "epochs")):
+        _evaluate(run, state.epoch)
     here = run.evaluated[0] == state.step
     metrics, best = run.metrics if here else {}, here and run.evaluated[1]
     facts = (state.epoch, job.epochs, state.step, run.log.last_loss, metrics, best, state.model, state.optimizer)
@@ -203,13 +204,13 @@ def _evaluation_is_due(run: _Run, unit: str) -> bool:
     return run.test is not None and (last or (of == unit and done % every == 0))
 
 
-def _evaluate(run: _Run, epoch: int, *, write: bool = True) -> None:
+def _evaluate(run: _Run, epoch: int) -> None:
     """Evaluate in this epoch (from 1), and keep what is best. Collective."""
     state, job = run.state, run.job
     assert run.test is not None
     run.metrics = evaluate(run.engine, job, state.model, _test_batches(run, run.test.samples))
     run.evaluated = state.step, run.best.take(run.metrics, epoch, state.step, state.model)
-    if write:
+    if run.log.evaluated != state.step:  # an earlier attempt may have written it, and ended before its next step
         facts = {"best": run.evaluated[1], "inside": epoch > state.epoch}
         run.log.add_evaluation(epoch - 1, job.epochs, state.step, run.metrics, **facts)
 
@@ -225,11 +226,17 @@ def _train_epoch(run: _Run) -> bool:
     batches = run.engine.batches("an epoch", _train_batches(run), job.batch_size, step=lambda: state.step + 1)
     if run.last is not None:
         run.last.keep()
+    if 0 < state.index < run.train.samples and _evaluation_is_due(run, "steps") and log.evaluated != state.step:
+        _evaluate(run, state.epoch + 1)  # an earlier attempt has ended before
+        if run.best.is_over(state):
+            return False
     for parts in batches:
         losses = train_step(run.engine, job, state, parts, run.skipped)
         in_epoch += 1
         state.index = min(state.index + job.batch_size, run.train.samples)
         log.add(state.epoch, state.step, losses)
+        if run.last is not None:
+            run.last.keep()
         due = _evaluation_is_due(run, "steps")
         if due or in_epoch % log_every == 0 or in_epoch == steps:
             log.sync()
@@ -245,8 +252,6 @@ def _train_epoch(run: _Run) -> bool:
             _save(run)
         if run.replicas.is_due(state.step):
             run.replicas.compare(state)
-        if run.last is not None:
-            run.last.keep()
     log.sync()
     if run.engine.stopped:
         log.send("stopping", step=state.step, epoch=state.epoch + 1)
@@ -286,21 +291,8 @@ def _save(run: _Run, *, wait: bool = False) -> None:
     run.log.sync()  # what a restart goes on after is in the records too
     run.replicas.compare(state)
     if run.saver is not None:
-        _write(run, run.saver, wait=wait)
-
-
-def _write(run: _Run, saver: Saver, *, wait: bool = True) -> None:
-    state = run.state
-    facts = {name: getattr(state, name) for name in ("step", "epoch", "index", "seed")}
-    saver.save(lambda whole: tree_of(state, whole=whole), facts | {"plan": str(run.plan)}, wait=wait)
-
-
-def _rescue(run: _Run, error: BaseException) -> None:
-    """Keep the state after the last step, where a peer is gone and this rank has it."""
-    if run.last is not None and run.folder is not None and run.saver is not None:
-        run.saver.close()
-        with contextlib.suppress(Exception):  # the error that is there already is the one to tell
-            rescue(run.last, error, run.session, run.folder / names.CHECKPOINTS, partial(_write, run), run.log.note)
+        facts = {name: getattr(state, name) for name in ("step", "epoch", "index", "seed")}
+        run.saver.save(lambda whole: tree_of(state, whole=whole), facts | {"plan": str(run.plan)}, wait=wait)
 
 
 def _save_weights(run: _Run, path: Path) -> None:

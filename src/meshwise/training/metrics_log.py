@@ -52,6 +52,8 @@ class MetricsLog:
         self._last_sent = 0.0
         self.last_loss: float | None = None
         self.losses: list[float] = []
+        self.evaluated = -1
+        """The newest step whose evaluation is written."""
         usual = ["tensorboard"] if folder is not None and find_spec("tensorboard") else []
         first = world.rank == 0
         self.tracking = Tracking(folder if first else None, [*usual, *trackers] if first else (), self.note)
@@ -64,8 +66,10 @@ class MetricsLog:
         self.tracking.open(step)
         if self._folder is not None and self._world.rank == 0:
             self._write_noted(self._folder, step)
-        if self._world.size > 1:
-            collectives.barrier()  # opening takes seconds, which would count as the first step's
+            lines = read_lines(self._folder / names.METRICS)
+            self.evaluated = max([line["step"] for line in lines if "test" in line and "step" in line], default=-1)
+        if self._world.size > 1:  # waits for rank 0: opening takes seconds, which would count as the first step's
+            self.evaluated = collectives.broadcast_object(self.evaluated)
 
     def add(self, epoch: int, step: int, losses: Losses) -> None:
         """Keep a step's losses for the next `sync`, on their device."""
@@ -121,6 +125,7 @@ class MetricsLog:
     ) -> None:
         """Write and send the metrics of an evaluation. inside: in the middle of the epoch."""
         point = {f"test/{name}": value for name, value in metrics.items()}, step
+        self.evaluated = step
         self.tracking.write([{"epoch": epoch + 1, "step": step, "test": metrics}], [point])
         if self._world.rank == 0:
             where = {"inside": step} if inside else {}

@@ -73,6 +73,10 @@ class RunOptions(NodeOptions):
     memory_limit: Annotated[
         str | None, Option("bytes that a rank may use, to try a smaller device: 8GiB", metavar="SIZE", scripts=False)
     ] = None
+    redundancy: Annotated[
+        int | None,
+        Option("1: after each step its state also lies in memory that outlives a worker; 0: never", scripts=False),
+    ] = None
     on_nan: Annotated[
         str, Option("gradients that are not finite: stop, or skip the step", metavar="WHAT", scripts=False)
     ] = STOP
@@ -147,6 +151,8 @@ class RunOptions(NodeOptions):
         super().__post_init__()
         _ = self.saves, self.memory_cap
         _ = self.seconds_limit  # raises for what is no duration
+        if self.redundancy not in (None, 0, 1):
+            raise UsageError(f"--redundancy {self.redundancy}: a state lies once more in memory, or not: use 1 or 0.")
         check_known("--on-nan", self.on_nan, ON_NAN)
         if self.check_every is not None and self.check_every < 0:
             raise UsageError(f"--check-every {self.check_every}: must be at least 1, or 0 for no comparison.")

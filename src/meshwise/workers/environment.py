@@ -31,6 +31,8 @@ SAVES = "MESHWISE_SAVES"
 CORES = "MESHWISE_CORES"
 LISTENER = "MESHWISE_LISTENER"
 """A socket that rank 0 has inherited, and at which the store of the process group listens: its number."""
+KEPT = "MESHWISE_KEPT"
+"""Memory that outlives this rank: where it is opened."""
 ATTEMPT = "MESHWISE_ATTEMPT"
 """Which attempt of the run its workers are, from 1: each start is one."""
 

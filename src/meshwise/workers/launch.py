@@ -40,13 +40,13 @@ from meshwise.workers.logged_values import LoggedValues
 from meshwise.workers.meeting import SILENCE
 from meshwise.workers.nodes import Nodes
 from meshwise.workers.parting import PartingWatch, last_verbs, parted
+from meshwise.workers.rescue import Rescue
 from meshwise.workers.watched import State, WatchedWorker, shown
 from meshwise.workers.written_files import WrittenFiles
 
 # Time limits, in seconds.
 CULPRIT_TIMEOUT = 1.0  # after a victim's report, for the real culprit's
 FOLLOW_TIMEOUT = 3.0  # after a rank left in the middle of an epoch, for the others to leave too
-RESCUE_TIMEOUT = 10.0  # after a rank is gone, for one of the others to write the state after the last step
 END_TIMEOUT = 10.0  # for a worker that is done to end
 HALT_INTERVAL = 0.3  # between two requests to halt to a worker that has not answered
 HALT_TIMEOUT = 60.0  # for a halted run to finish its step
@@ -132,7 +132,9 @@ class _Launcher:
         self._halting: dict[int, int] | None = None
         self._last: int | None = None
         self._halted_at, self._saves = 0.0, False
-        self._asked, self._rescues = 0.0, False
+        self._asked = 0.0
+        self._rescue = Rescue(lambda rank: self._channel.send(rank, "rescue"))
+        self._hung: Failure | None = None
 
     def start(self, task: Path, slots: Sequence[WorkerSlot]) -> None:
         listener = self.nodes.listener if self.nodes else listening("127.0.0.1")
@@ -210,9 +212,14 @@ class _Launcher:
         """Does a rank not go on? Where a run is stopped, all wait."""
         if self.halt.wanted.is_set():
             return
-        hang = self._hangs.look({w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING})
+        running = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}
+        if self._hung is not None:
+            if not self._rescue.possible or self._rescue.is_over(list(running)):
+                self._fail(self._hung)
+            return
+        hang = self._hangs.look(running)
         if hang and hang.over:
-            self._fail(Failure(hang.rank, "hung", hang.text, plain=True, step=hang.step))
+            self._hung = Failure(hang.rank, "hung", hang.text, plain=True, step=hang.step)
         elif hang:
             self.listeners.message(hang.rank, {"kind": "note", "text": hang.text})
 
@@ -264,7 +271,9 @@ class _Launcher:
         elif kind == "halting" and self._halting is not None:
             self._halting[rank] = int(message["begun"])
         elif kind == "rescues":
-            self._rescues = True
+            self._rescue.possible = True
+        elif kind in ("rescuing", "rescued"):
+            (self._rescue.heard if kind == "rescuing" else self._rescue.over)(rank)
         elif kind in self._compared:
             facts = {name: value for name, value in message.items() if name != "kind"}
             if text := self._compared[kind](rank, **facts):
@@ -295,8 +304,10 @@ class _Launcher:
         if self.nodes and all(f.kind == "victim" for f in failures):
             return waited > OTHERS_TIMEOUT
         limit = CULPRIT_TIMEOUT / 4 if certain else CULPRIT_TIMEOUT
-        limit = RESCUE_TIMEOUT if self._rescues and failure.culprit(failures).of_machine else limit
-        return waited > limit or all(w.state is not State.RUNNING for w in self.workers)
+        running = [w.rank for w in self.workers if w.state is State.RUNNING]
+        if self._rescue.is_wanted(failure.culprit(failures)) and not self._rescue.is_over(running):
+            return False
+        return waited > limit or not running
 
     def _look_at_once(self) -> None:
         if self.halt.at_once.is_set():

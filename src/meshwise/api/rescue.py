@@ -1,0 +1,27 @@
+"""After an attempt has failed: the checkpoint of what its ranks have left in memory. No torch.
+
+Tested in tests/faults/test_restarts.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwise.records import folder as names
+from meshwise.records.left_parts import commit_parts, newest_whole, read_parts
+from meshwise.workers.failure import Failure
+from meshwise.workers.kept_memory import KeptMemory
+
+
+def keep_left(folder: Path, kept: KeptMemory, attempt: int, failure: Failure | None) -> str:
+    """Save the newest state that the ranks of an attempt have left whole. Returns what went wrong, or nothing."""
+    if failure is None or failure.kind == "corrupt" or (failure.kind == "raised" and failure.plain):
+        return ""  # a value is wrong, and would be so there too
+    left = [part for rank in range(kept.ranks) for part in read_parts(kept.path(rank), rank)]
+    found = newest_whole(left, attempt)
+    try:
+        if found:
+            commit_parts(folder / names.CHECKPOINTS, found)
+    except OSError as error:
+        return f"The state after step {found[0].step} could not be saved ({error.strerror}). "
+    return ""

@@ -1,0 +1,31 @@
+"""Boxes of a tensor: a (begin, end) for each dim. No torch. Tested in tests/recovery/test_layout.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+Box = tuple[tuple[int, int], ...]
+
+
+def volume(box: Box) -> int:
+    """Elements of a box."""
+    return math.prod(end - begin for begin, end in box)
+
+
+def disjoint(boxes: Iterable[Box]) -> list[Box]:
+    """Boxes without any that share an element with one before: the largest first."""
+    chosen: list[Box] = []
+    for box in sorted(boxes, key=lambda box: (-volume(box), box)):
+        if volume(box) and not any(_overlap(box, other) for other in chosen):
+            chosen.append(box)
+    return chosen
+
+
+def cover(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
+    """Whether disjoint boxes are all of a tensor."""
+    return sum(map(volume, boxes)) == math.prod(shape)
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))

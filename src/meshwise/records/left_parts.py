@@ -1,0 +1,138 @@
+"""Parts of a state that ranks have left in memory which outlives them, and the checkpoint made of them. No torch.
+
+    places     64 bytes each: the step plus 1, the attempt, and where and how long the three parts below are
+    layout     JSON: which boxes of which tensors lie where in the file of tensors; the plain values
+    facts      JSON: the facts of the step, and those of the values that change from step to step
+    tensors    a file of safetensors, as it is written into the checkpoint
+
+A rank writes into two places by turns, and the number of the step last: one of them is whole at any time.
+Written by recovery/last_state.py. Tested in tests/recovery/test_last_state.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import shutil
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwise.records import checkpoints as files
+from meshwise.records.boxes import cover, disjoint
+from meshwise.records.checkpoints import Checkpoint, Manifest, Piece, StoredFile, StoredTensor
+from meshwise.records.merging import merged
+
+HEAD, PLACES = 4096, 2
+PLACE = struct.Struct("<8q")
+
+
+@dataclass(frozen=True)
+class LeftPart:
+    """What one rank has left of the state after a step. layout, facts, tensors: see above."""
+
+    rank: int
+    step: int
+    attempt: int
+    layout: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    tensors: memoryview
+
+    @property
+    def values(self) -> Any:
+        """The plain values, with those of the step."""
+        changed = self.facts["values"]
+        if "all" in changed:
+            return changed["all"]
+        values = self.layout["values"]
+        groups = [a | b for a, b in zip(values["optimizer"]["param_groups"], changed["groups"], strict=True)]
+        of_step = {name: value for name, value in changed.items() if name != "groups"}
+        return {**values, "optimizer": {**values["optimizer"], "param_groups": groups}, **of_step}
+
+
+def read_parts(path: Path, rank: int) -> Iterator[LeftPart]:
+    """What a rank has left in its memory; nothing where that was never written."""
+    with path.open("rb") as file:
+        if file.seek(0, 2) < HEAD:
+            return
+        memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    for place in range(PLACES):
+        number, attempt, *parts = PLACE.unpack_from(memory, place * PLACE.size)
+        if number > 0:
+            layout, facts, tensors = (memory[at : at + size] for at, size in zip(parts[::2], parts[1::2], strict=True))
+            with contextlib.suppress(ValueError):
+                read = json.loads(bytes(layout)), json.loads(bytes(facts))
+                yield LeftPart(rank, number - 1, attempt, *read, tensors)
+
+
+def newest_whole(parts: Iterable[LeftPart], attempt: int) -> Sequence[LeftPart]:
+    """Those parts of an attempt that are, together, the state after the newest step for which they are; or none."""
+    steps: dict[int, dict[int, LeftPart]] = {}
+    for part in parts:
+        if part.attempt == attempt:
+            steps.setdefault(part.step, {})[part.rank] = part
+    for step in sorted(steps, reverse=True):
+        found = list(steps[step].values())
+        whole = next((part for part in found if part.layout["whole"]), None)
+        if whole is not None:
+            return [whole]
+        if len(found) == found[0].layout["world"] and _pieces(found) is not None:
+            return sorted(found, key=lambda part: part.rank)
+    return []
+
+
+def _pieces(parts: Sequence[LeftPart]) -> dict[str, StoredTensor] | None:
+    """Where each tensor lies in the files of the parts, every element once; None where some are missing."""
+    places: dict[str, dict[tuple[tuple[int, int], ...], tuple[str, int]]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for part in parts:
+        for name, (dtype, shape, boxes) in part.layout["tensors"].items():
+            kinds[name] = dtype, tuple(shape)
+            for box, at in boxes:
+                key = tuple((begin, end) for begin, end in box)
+                places.setdefault(name, {}).setdefault(key, (file_of(part.rank), at))
+    found = {}
+    for name, (dtype, shape) in kinds.items():
+        boxes = disjoint(places.get(name, {}))
+        if not cover(boxes, shape):
+            return None
+        found[name] = StoredTensor(dtype, shape, tuple(Piece(*places[name][box], box) for box in boxes))
+    return found
+
+
+def file_of(rank: int) -> str:
+    """The file of a rank's tensors in a checkpoint."""
+    return f"rank{rank}.safetensors"
+
+
+def commit_parts(folder: Path, parts: Sequence[LeftPart]) -> Checkpoint | None:
+    """Make a checkpoint in `folder` of the parts of one whole state; None where there is one as new already.
+
+    Raises OSError where the disk does not take it.
+    """
+    step, attempt = parts[0].step, parts[0].attempt
+    known = files.checkpoints_in(folder)
+    attempt = max([attempt, *(saved.attempt for saved in known)])
+    if known and (known[-1].attempt, known[-1].step) >= (attempt, step):
+        return None
+    pieces = _pieces(parts)
+    assert pieces is not None
+    into = folder / (files.name_of(step, attempt) + files.PART)
+    shutil.rmtree(into, ignore_errors=True)  # of a writer that was killed
+    into.mkdir(parents=True)
+    try:
+        written = tuple(_written(into, part) for part in parts if part.layout["tensors"])
+        facts = {"attempt": attempt, "world": parts[0].layout["world"], "time": time.time(), **parts[0].facts["facts"]}
+        values = merged([part.values for part in parts])
+        return Checkpoint(attempt, step, files.commit(into, Manifest(facts, values, pieces, written)))
+    except OSError:
+        shutil.rmtree(into, ignore_errors=True)
+        raise
+
+
+def _written(folder: Path, part: LeftPart) -> StoredFile:
+    return files.write_file(folder / file_of(part.rank), part.tensors)

@@ -1,0 +1,355 @@
+"""What this rank holds of a run's state after its last step, written where it outlives it (records/left_parts.py).
+
+    note     after each step: which tensors are the state, and a copy of what a forward changes
+    write    copy it; no collective, and so also where a step has failed, as long as the state is that after the last
+             step still: until the optimizer changes it
+
+What is kept is laid out once. Where every value of the state is found again at its place in the model's modules and in
+the optimizer's state, a step costs a look at those; else the state is asked for anew each time.
+Tested in tests/recovery/test_last_state.py.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.compat.copying import copy_all
+from meshwise.compat.reducer import versions
+from meshwise.compat.sharding import division, local_of, locals_of
+from meshwise.compat.tree import tensors_in
+from meshwise.records.boxes import Box, volume
+from meshwise.records.left_parts import HEAD, PLACE, PLACES
+from meshwise.recovery.layout import Held, Part, held, itemsize, view_of
+from meshwise.recovery.side_copies import SideCopies
+from meshwise.recovery.state import RunState, tree_of
+from meshwise.recovery.tensor_files import laid_out
+from meshwise.recovery.values import encoded
+from meshwise.spec.errors import UsageError
+
+PAGE, ROOM = 4096, 1 << 16  # bytes: what begins at a multiple of it; of the facts of a step
+
+
+@dataclass(frozen=True)
+class Among:
+    """The ranks that keep one state. same: how many of them hold what this one does, of which it is number `own`.
+
+    divided: whether each has a part of the optimizer's state of its own all the same. whole: whether each holds all of
+    the state, so that one of them writes it alone.
+    """
+
+    world: int
+    attempt: int
+    own: int = 0
+    same: int = 1
+    divided: bool = False
+    whole: bool = False
+
+
+@dataclass
+class _Laid:
+    """How the state lies in the memory.
+
+    key: tells it from another one. found: where each tensor is found from step to step; empty where that is not known.
+    divided: whether some are parts of others.
+    changing, copies: numbers of those that a forward changes, and their copies. kept: what this rank writes: the number
+    of a tensor, the box where it holds several, and the part with its place in the file, of `size` bytes.
+    """
+
+    key: str
+    found: list[tuple[dict[Any, Any], Any]]
+    divided: bool
+    shapes: list[torch.Size]
+    changing: list[int]
+    copies: list[Tensor]
+    text: bytes
+    beginning: bytes
+    kept: list[tuple[int, Box | None, Part, int]]
+    dtypes: Mapping[str, torch.dtype]
+    size: int
+
+
+class LastState:
+    """The state after the last step, on this rank."""
+
+    def __init__(self, path: Path, state: RunState, among: Among, facts: Mapping[str, Any]) -> None:
+        """path: the memory. facts: of the run, that a checkpoint has."""
+        self._path, self._state, self._among, self._facts = path, state, among, facts
+        self._modules = list(state.model.modules())
+        self._laid: _Laid | None = None
+        self._memory: mmap.mmap | None = None
+        self._objects: list[Tensor] = []
+        self._locals: list[Tensor] = []  # this rank's part of each
+        self._versions: list[int] = []
+        self._now: dict[str, Any] = {}
+        self._starts: list[int] = []
+        self._into: list[list[Tensor]] = []
+        self._of_optimizer = (0, 0)
+        self._place = 0
+        self._lock = threading.Lock()
+        first = next(iter(state.model.parameters()), None)
+        self._side = SideCopies(first.device) if first is not None and first.is_cuda else None
+        self.noted = self.written = -1
+        """The step that was noted last, and the newest that was written."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors that a step writes."""
+        return 0 if self._laid is None else self._laid.size
+
+    @property
+    def found_again(self) -> bool:
+        """Whether noting a step costs a look alone."""
+        return self._laid is not None and bool(self._laid.found)
+
+    @torch.no_grad()
+    def note(self) -> None:
+        """A step and all that belongs to it are done."""
+        laid = self._laid
+        if laid is None or not laid.found or not self._look(laid):
+            laid = self._lay_out()
+        if laid.copies:
+            copy_all(laid.copies, [self._locals[number] for number in laid.changing])
+        self._versions = versions(self._locals)
+        self.noted = self._state.step
+
+    def is_whole(self) -> bool:
+        """Whether the state is still that of the step that was noted, but for what was copied."""
+        changing = set() if self._laid is None else set(self._laid.changing)
+        now = enumerate(zip(versions(self._locals), self._versions, strict=True))
+        same = all(number in changing or is_now == before for number, (is_now, before) in now)
+        return self._state.whole and self.noted == self._state.step >= 0 and same
+
+    def write(self) -> None:
+        """Write the state that was noted, if that was not done. Raises OSError where there is no memory for it."""
+        with self._lock, torch.no_grad():
+            if self._laid is None or self.written == self.noted:
+                return
+            if self._memory is None:
+                self._map(self._laid)
+            self._write(self._laid)
+
+    def leave(self) -> bool:
+        """Write what was noted, where a step has failed and the state is still that: whether it was."""
+        if not self.is_whole():
+            return False
+        self.write()
+        if self.is_whole():  # and was so all the time
+            return True
+        self._publish(self._place, 0)
+        return False
+
+    def settle(self) -> None:
+        """Before the optimizer changes what is being copied."""
+        if self._side is not None:
+            self._side.hold_back()
+
+    # Laying out.
+
+    def _lay_out(self) -> _Laid:
+        """Ask for the state, and lay it out anew where it is not what it was."""
+        values, tensors = encoded(tree_of(self._state))
+        partial = [
+            name
+            for name, t in tensors.items()
+            for p in getattr(t, "placements", ())
+            if division(p) is None and not p.is_replicate()
+        ]
+        if partial:
+            raise UsageError(f"{partial[0]} is held in parts that are still to be added up.")
+        self._objects, self._locals = list(tensors.values()), locals_of(tensors.values())
+        self._of_optimizer = self._count()
+        shapes = {name: held(tensor) for name, tensor in tensors.items()}
+        found = self._find(values, self._objects)
+        key = repr((list(shapes.items()), bool(found), self._of_optimizer, len(self._state.optimizer.param_groups)))
+        if self._laid is None or self._laid.key != key:
+            with self._lock:
+                self._laid, self._memory = self._laid_out(key, found, values, shapes), None
+                self._forget()
+        self._laid.found = found
+        self._now = self._changed() if found else {"all": values}
+        return self._laid
+
+    def _laid_out(self, key: str, found: list[Any], values: Any, shapes: dict[str, Held]) -> _Laid:
+        objects, names = self._locals, list(shapes)
+        buffers = {id(local_of(buffer)) for buffer in self._state.model.buffers()}
+        changing = [number for number, tensor in enumerate(objects) if id(tensor) in buffers]
+        beginning, places, size = laid_out(self._dealt(shapes), shapes)
+        boxes: dict[str, list[Any]] = {name: [] for name in names}
+        for part, at in places.items():
+            boxes[part.name].append([part.box, at])
+        layout = {
+            "world": self._among.world,
+            "whole": self._among.whole,
+            "tensors": {name: [each.dtype, each.shape, boxes[name]] for name, each in shapes.items()},
+            "values": values,
+        }
+        numbers = {name: (n, len(shapes[name].boxes) > 1) for n, name in enumerate(names)}
+        return _Laid(
+            key,
+            found,
+            any(local is not tensor for local, tensor in zip(objects, self._objects, strict=True)),
+            [tensor.shape for tensor in objects],
+            changing,
+            [torch.empty_like(objects[number]) for number in changing],
+            json.dumps(layout, separators=(",", ":")).encode(),
+            beginning,
+            [(numbers[p.name][0], p.box if numbers[p.name][1] else None, p, at) for p, at in places.items()],
+            {name: tensor.dtype for name, tensor in zip(names, objects, strict=True)},
+            size,
+        )
+
+    def _dealt(self, shapes: Mapping[str, Held]) -> list[Part]:
+        """What this rank writes: of what several hold each its share, the largest first to the one that has least."""
+        same, loads, mine = self._among.same, [0] * self._among.same, list[Part]()
+        every = [(name, box) for name, each in shapes.items() for box in each.boxes if volume(box)]
+        for name, box in sorted(every, key=lambda each: -volume(each[1]) * itemsize(shapes[each[0]].dtype)):
+            least = loads.index(min(loads))
+            loads[least] += volume(box) * itemsize(shapes[name].dtype)
+            alone = same == 1 or (self._among.divided and name.startswith("optimizer/"))
+            if alone or least == self._among.own:
+                mine.append(Part(name, box, box))
+        return mine
+
+    def _find(self, values: Any, objects: Sequence[Tensor]) -> list[tuple[dict[Any, Any], Any]]:
+        """Where each tensor is found from step to step; nothing where that is not known of all, or other values of the
+        state may change."""
+        optimizer, places = self._state.optimizer, dict[int, tuple[dict[Any, Any], Any]]()
+        for module in self._modules:
+            for owner in (module._parameters, module._buffers):
+                places.update({id(tensor): (owner, name) for name, tensor in owner.items() if tensor is not None})
+        for entry in optimizer.state.values():
+            if isinstance(entry, dict):
+                places.update({id(tensor): (entry, name) for name, tensor in entry.items()})
+        plain = all(
+            isinstance(entry, dict) and all(value is None or isinstance(value, Tensor) for value in entry.values())
+            for entry in optimizer.state.values()
+        )
+        usual = isinstance(values.get("optimizer"), dict) and set(values["optimizer"]) == {"state", "param_groups"}
+        of_model = all(isinstance(value, dict) and "$tensor" in value for value in _entries(values["model"]))
+        in_order = usual and plain and of_model and all(id(tensor) in places for tensor in objects)
+        if not in_order or next(tensors_in([self._groups(), self._of_schedule()]), None) is not None:
+            return []
+        return [places[id(tensor)] for tensor in objects]
+
+    # Noting.
+
+    def _look(self, laid: _Laid) -> bool:
+        """Take the tensors from their places; whether they are as they were laid out."""
+        if self._of_optimizer != self._count():
+            return False
+        try:
+            found = [owner[name] for owner, name in laid.found]
+        except KeyError:
+            return False
+        if not all(map(is_, found, self._objects)):
+            if any(tensor is None for tensor in found) or [t.shape for t in locals_of(found)] != laid.shapes:
+                return False
+            self._objects = found
+        self._locals = locals_of(found) if laid.divided else found
+        self._now = self._changed()
+        return True
+
+    def _count(self) -> tuple[int, int]:
+        state = self._state.optimizer.state
+        return len(state), sum(map(len, state.values()))
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k != "params"} for group in self._state.optimizer.param_groups]
+
+    def _of_schedule(self) -> dict[str, Any]:
+        state = self._state
+        return {
+            "scheduler": state.scheduler.state_dict() if state.scheduler else None,
+            "scaler": state.scaler.state_dict(),
+        }
+
+    def _changed(self) -> dict[str, Any]:
+        """The values that are others after each step."""
+        state = self._state
+        of_step = {name: getattr(state, name) for name in ("seed", "epoch", "index", "step")}
+        return {"groups": self._groups(), **self._of_schedule(), **of_step}
+
+    # Writing.
+
+    def _map(self, laid: _Laid) -> None:
+        """Take the memory: the text, the facts of a step and the tensors twice."""
+        starts = [HEAD]
+        for size in (len(laid.text), ROOM, ROOM, laid.size, laid.size):
+            starts.append(-(-(starts[-1] + size) // PAGE) * PAGE)
+        with self._path.open("r+b") as file:
+            file.truncate(starts[-1])
+            self._memory = memory = mmap.mmap(file.fileno(), starts[-1])
+        memory[HEAD : HEAD + len(laid.text)] = laid.text
+        self._starts = starts
+        self._into = []
+        for begin in starts[3:5]:
+            memory[begin : begin + len(laid.beginning)] = laid.beginning
+            buffer = torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=laid.size)
+            self._into.append([_view(buffer, part, at, laid.dtypes[part.name]) for _, _, part, at in laid.kept])
+        if self._side is not None:
+            self._side.pin(torch.frombuffer(memory, dtype=torch.uint8))
+
+    def _write(self, laid: _Laid) -> None:
+        place = 1 - self._place
+        self._publish(place, 0)
+        copies = dict(zip(laid.changing, laid.copies, strict=True))
+        sources = [copies.get(number, _source(self._objects[number], box)) for number, box, _, _ in laid.kept]
+        step, facts = self.noted, self._text()
+        if len(facts) > ROOM:
+            raise OSError(f"the values of a step have {len(facts)} bytes, more than {ROOM}")
+        assert self._memory is not None
+        at = self._starts[1 + place]
+        self._memory[at : at + len(facts)] = facts
+        words = (self._among.attempt, HEAD, len(laid.text), at, len(facts), self._starts[3 + place], laid.size)
+        PLACE.pack_into(self._memory, place * PLACE.size, 0, *words)
+        if self._side is None:
+            copy_all(self._into[place], sources)
+            self._publish(place, step + 1)
+        else:
+            self._side.copy(self._into[place], sources, lambda: self._publish(place, step + 1))
+        self._place, self.written = place, step
+
+    def _text(self) -> bytes:
+        of_step = {name: getattr(self._state, name) for name in ("epoch", "index", "seed")}
+        facts = {**self._facts, **of_step, "step": self.noted}
+        values = self._now if "all" in self._now else encoded(self._now)[0]
+        return json.dumps({"facts": facts, "values": values}, separators=(",", ":")).encode()
+
+    def _publish(self, place: int, number: int) -> None:
+        """Say of which step a place is: its number plus 1, or 0 for none."""
+        if self._memory is not None:
+            self._memory[place * PLACE.size : place * PLACE.size + 8] = number.to_bytes(8, "little")
+
+    def _forget(self) -> None:
+        """What was written was laid out otherwise, or by an earlier attempt."""
+        if self._side is not None:
+            self._side.finish()
+        with self._path.open("r+b") as file:
+            file.write(bytes(PLACES * PLACE.size))
+        self.written = -1
+
+
+def _entries(values: Mapping[str, Any]) -> list[Any]:
+    """The values of a dict, as `encoded` has written it."""
+    word = next(iter(values), "")
+    return [value for _, value in values[word]] if word.startswith("$") else list(values.values())
+
+
+def _view(buffer: Tensor, part: Part, at: int, dtype: torch.dtype) -> Tensor:
+    """The memory of a part, as a tensor of its form."""
+    shape = [end - begin for begin, end in part.box]
+    return buffer[at : at + volume(part.box) * dtype.itemsize].view(dtype).view(shape)
+
+
+def _source(tensor: Tensor, box: Box | None) -> Tensor:
+    return local_of(tensor).detach() if box is None else view_of(tensor, box)

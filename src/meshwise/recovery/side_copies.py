@@ -1,0 +1,56 @@
+"""Copies from an accelerator to the host beside the training: on a stream of their own, into pinned memory.
+
+They overlap the forward and the backward of the next step, and its update waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from meshwise.compat import copying
+
+
+class SideCopies:
+    """The copies of one device; one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._done = torch.cuda.Event()
+        self._thread = ThreadPoolExecutor(1, "meshwise-copies")
+        self._waiting: Future[None] | None = None
+        self._pinned: Tensor | None = None
+
+    def pin(self, memory: Tensor) -> None:
+        """Copies go into this memory from now on."""
+        self.finish()
+        if self._pinned is not None:
+            copying.unpin(self._pinned)
+        self._pinned = memory if copying.pin(memory) else None
+
+    def copy(self, into: Sequence[Tensor], sources: Sequence[Tensor], then: Callable[[], None]) -> None:
+        """Begin to copy, once what the current stream has is done. then: is called, in a thread, when all is copied."""
+        self.finish()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            copying.copy_all(into, sources, non_blocking=True)
+            self._done.record(self._stream)
+        self._waiting = self._thread.submit(self._wait, then)
+
+    def _wait(self, then: Callable[[], None]) -> None:
+        self._done.synchronize()
+        then()
+
+    def hold_back(self) -> None:
+        """Let the current stream wait for the copies: what is copied may change afterwards."""
+        if self._waiting is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def finish(self) -> None:
+        """Wait until everything is copied."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.result()

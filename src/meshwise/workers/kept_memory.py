@@ -1,0 +1,43 @@
+"""Memory of each rank that its launcher holds: what a rank writes there outlives it, and ends with the launcher.
+
+On Linux it has no name in any file system; elsewhere it is a file in a folder that is removed.
+Tested in tests/workers/test_rescue.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+
+class KeptMemory:
+    """That of the ranks of one machine, by turns of all attempts. Empty until somebody writes."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._files: list[int] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if sys.platform == "linux":
+            self._files = [os.memfd_create(f"meshwise-rank{rank}") for rank in range(ranks)]
+        else:
+            self._folder = tempfile.TemporaryDirectory(prefix="meshwise-kept-", ignore_cleanup_errors=True)
+            for rank in range(ranks):
+                self.path(rank).touch()
+
+    def path(self, rank: int) -> Path:
+        """Where it is opened, by processes of this machine too."""
+        if self._folder is None:
+            return Path(f"/proc/{os.getpid()}/fd/{self._files[rank]}")
+        return Path(self._folder.name) / f"rank{rank}"
+
+    def __enter__(self) -> KeptMemory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        for file in self._files:
+            os.close(file)
+        if self._folder is not None:
+            self._folder.cleanup()
