@@ -1,4 +1,4 @@
-"""Who is asked for the state after the last step, and how long they are waited for. And the memory that they write in."""
+"""Who is asked for the state after the last step, how long they are waited for, and the memory that they write in."""
 
 from __future__ import annotations
 

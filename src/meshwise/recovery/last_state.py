@@ -12,8 +12,6 @@ Tested in tests/recovery/test_last_state.py.
 from __future__ import annotations
 
 import json
-import mmap
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -24,15 +22,15 @@ import torch
 from torch import Tensor
 
 from meshwise.compat.copying import copy_all
+from meshwise.compat.modules import buffers_in, parameters_in
 from meshwise.compat.reducer import versions
 from meshwise.compat.sharding import division, local_of, locals_of
 from meshwise.compat.tree import tensors_in
 from meshwise.records.boxes import Box, volume
-from meshwise.records.left_parts import HEAD, PLACE, PLACES
 from meshwise.recovery.layout import Held, Part, held, itemsize, view_of
+from meshwise.recovery.left_memory import LeftMemory
 from meshwise.recovery.side_copies import SideCopies
 from meshwise.recovery.state import RunState, tree_of
-from meshwise.recovery.tensor_files import laid_out
 from meshwise.recovery.values import encoded
 from meshwise.spec.errors import UsageError
 
@@ -60,9 +58,8 @@ class _Laid:
     """How the state lies in the memory.
 
     key: tells it from another one. found: where each tensor is found from step to step; empty where that is not known.
-    divided: whether some are parts of others.
-    changing, copies: numbers of those that a forward changes, and their copies. kept: what this rank writes: the number
-    of a tensor, the box where it holds several, and the part with its place in the file, of `size` bytes.
+    divided: whether some are parts of others. changing, copies: numbers of those that a forward changes, and their
+    copies. kept: what this rank writes: the number of a tensor, and the box where it holds several.
     """
 
     key: str
@@ -71,11 +68,7 @@ class _Laid:
     shapes: list[torch.Size]
     changing: list[int]
     copies: list[Tensor]
-    text: bytes
-    beginning: bytes
-    kept: list[tuple[int, Box | None, Part, int]]
-    dtypes: Mapping[str, torch.dtype]
-    size: int
+    kept: list[tuple[int, Box | None]]
 
 
 class LastState:
@@ -83,28 +76,25 @@ class LastState:
 
     def __init__(self, path: Path, state: RunState, among: Among, facts: Mapping[str, Any]) -> None:
         """path: the memory. facts: of the run, that a checkpoint has."""
-        self._path, self._state, self._among, self._facts = path, state, among, facts
+        first = next(iter(state.model.parameters()), None)
+        side = SideCopies(first.device) if first is not None and first.is_cuda else None
+        self._memory, self._side = LeftMemory(path, among.attempt, side), side
+        self._state, self._among, self._facts = state, among, facts
         self._modules = list(state.model.modules())
         self._laid: _Laid | None = None
-        self._memory: mmap.mmap | None = None
         self._objects: list[Tensor] = []
         self._locals: list[Tensor] = []  # this rank's part of each
         self._versions: list[int] = []
         self._now: dict[str, Any] = {}
-        self._starts: list[int] = []
-        self._into: list[list[Tensor]] = []
+        self._where: dict[str, int] = {}
         self._of_optimizer = (0, 0)
-        self._place = 0
-        self._lock = threading.Lock()
-        first = next(iter(state.model.parameters()), None)
-        self._side = SideCopies(first.device) if first is not None and first.is_cuda else None
-        self.noted = self.written = -1
-        """The step that was noted last, and the newest that was written."""
+        self.noted = -1
+        """The step that was noted last."""
 
     @property
     def size(self) -> int:
         """Bytes of the tensors that a step writes."""
-        return 0 if self._laid is None else self._laid.size
+        return self._memory.size
 
     @property
     def found_again(self) -> bool:
@@ -120,6 +110,7 @@ class LastState:
         if laid.copies:
             copy_all(laid.copies, [self._locals[number] for number in laid.changing])
         self._versions = versions(self._locals)
+        self._where = {name: getattr(self._state, name) for name in ("epoch", "index", "seed", "step")}
         self.noted = self._state.step
 
     def is_whole(self) -> bool:
@@ -129,14 +120,17 @@ class LastState:
         same = all(number in changing or is_now == before for number, (is_now, before) in now)
         return self._state.whole and self.noted == self._state.step >= 0 and same
 
+    @torch.no_grad()
     def write(self) -> None:
         """Write the state that was noted, if that was not done. Raises OSError where there is no memory for it."""
-        with self._lock, torch.no_grad():
-            if self._laid is None or self.written == self.noted:
-                return
-            if self._memory is None:
-                self._map(self._laid)
-            self._write(self._laid)
+        laid = self._laid
+        if laid is None or self._memory.step == self.noted:
+            return
+        copies = dict(zip(laid.changing, laid.copies, strict=True))
+        sources = [copies.get(number, _source(self._objects[number], box)) for number, box in laid.kept]
+        values = self._now if "all" in self._now else encoded(self._now)[0]
+        facts = {"facts": {**self._facts, **self._where}, "values": values}
+        self._memory.write(self.noted, json.dumps(facts, separators=(",", ":")).encode(), sources)
 
     def leave(self) -> bool:
         """Write what was noted, where a step has failed and the state is still that: whether it was."""
@@ -145,7 +139,7 @@ class LastState:
         self.write()
         if self.is_whole():  # and was so all the time
             return True
-        self._publish(self._place, 0)
+        self._memory.withdraw()
         return False
 
     def settle(self) -> None:
@@ -172,28 +166,19 @@ class LastState:
         found = self._find(values, self._objects)
         key = repr((list(shapes.items()), bool(found), self._of_optimizer, len(self._state.optimizer.param_groups)))
         if self._laid is None or self._laid.key != key:
-            with self._lock:
-                self._laid, self._memory = self._laid_out(key, found, values, shapes), None
-                self._forget()
+            self._laid = self._laid_out(key, found, values, shapes)
         self._laid.found = found
         self._now = self._changed() if found else {"all": values}
         return self._laid
 
     def _laid_out(self, key: str, found: list[Any], values: Any, shapes: dict[str, Held]) -> _Laid:
-        objects, names = self._locals, list(shapes)
+        objects = self._locals
         buffers = {id(local_of(buffer)) for buffer in self._state.model.buffers()}
         changing = [number for number, tensor in enumerate(objects) if id(tensor) in buffers]
-        beginning, places, size = laid_out(self._dealt(shapes), shapes)
-        boxes: dict[str, list[Any]] = {name: [] for name in names}
-        for part, at in places.items():
-            boxes[part.name].append([part.box, at])
-        layout = {
-            "world": self._among.world,
-            "whole": self._among.whole,
-            "tensors": {name: [each.dtype, each.shape, boxes[name]] for name, each in shapes.items()},
-            "values": values,
-        }
-        numbers = {name: (n, len(shapes[name].boxes) > 1) for n, name in enumerate(names)}
+        parts = self._dealt(shapes)
+        facts = {"world": self._among.world, "whole": self._among.whole, "values": values}
+        order = self._memory.lay_out(parts, shapes, facts)
+        numbers = {name: (number, len(shapes[name].boxes) > 1) for number, name in enumerate(shapes)}
         return _Laid(
             key,
             found,
@@ -201,11 +186,7 @@ class LastState:
             [tensor.shape for tensor in objects],
             changing,
             [torch.empty_like(objects[number]) for number in changing],
-            json.dumps(layout, separators=(",", ":")).encode(),
-            beginning,
-            [(numbers[p.name][0], p.box if numbers[p.name][1] else None, p, at) for p, at in places.items()],
-            {name: tensor.dtype for name, tensor in zip(names, objects, strict=True)},
-            size,
+            [(numbers[part.name][0], part.box if numbers[part.name][1] else None) for part in order],
         )
 
     def _dealt(self, shapes: Mapping[str, Held]) -> list[Part]:
@@ -225,7 +206,7 @@ class LastState:
         state may change."""
         optimizer, places = self._state.optimizer, dict[int, tuple[dict[Any, Any], Any]]()
         for module in self._modules:
-            for owner in (module._parameters, module._buffers):
+            for owner in (parameters_in(module), buffers_in(module)):
                 places.update({id(tensor): (owner, name) for name, tensor in owner.items() if tensor is not None})
         for entry in optimizer.state.values():
             if isinstance(entry, dict):
@@ -279,76 +260,11 @@ class LastState:
         of_step = {name: getattr(state, name) for name in ("seed", "epoch", "index", "step")}
         return {"groups": self._groups(), **self._of_schedule(), **of_step}
 
-    # Writing.
-
-    def _map(self, laid: _Laid) -> None:
-        """Take the memory: the text, the facts of a step and the tensors twice."""
-        starts = [HEAD]
-        for size in (len(laid.text), ROOM, ROOM, laid.size, laid.size):
-            starts.append(-(-(starts[-1] + size) // PAGE) * PAGE)
-        with self._path.open("r+b") as file:
-            file.truncate(starts[-1])
-            self._memory = memory = mmap.mmap(file.fileno(), starts[-1])
-        memory[HEAD : HEAD + len(laid.text)] = laid.text
-        self._starts = starts
-        self._into = []
-        for begin in starts[3:5]:
-            memory[begin : begin + len(laid.beginning)] = laid.beginning
-            buffer = torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=laid.size)
-            self._into.append([_view(buffer, part, at, laid.dtypes[part.name]) for _, _, part, at in laid.kept])
-        if self._side is not None:
-            self._side.pin(torch.frombuffer(memory, dtype=torch.uint8))
-
-    def _write(self, laid: _Laid) -> None:
-        place = 1 - self._place
-        self._publish(place, 0)
-        copies = dict(zip(laid.changing, laid.copies, strict=True))
-        sources = [copies.get(number, _source(self._objects[number], box)) for number, box, _, _ in laid.kept]
-        step, facts = self.noted, self._text()
-        if len(facts) > ROOM:
-            raise OSError(f"the values of a step have {len(facts)} bytes, more than {ROOM}")
-        assert self._memory is not None
-        at = self._starts[1 + place]
-        self._memory[at : at + len(facts)] = facts
-        words = (self._among.attempt, HEAD, len(laid.text), at, len(facts), self._starts[3 + place], laid.size)
-        PLACE.pack_into(self._memory, place * PLACE.size, 0, *words)
-        if self._side is None:
-            copy_all(self._into[place], sources)
-            self._publish(place, step + 1)
-        else:
-            self._side.copy(self._into[place], sources, lambda: self._publish(place, step + 1))
-        self._place, self.written = place, step
-
-    def _text(self) -> bytes:
-        of_step = {name: getattr(self._state, name) for name in ("epoch", "index", "seed")}
-        facts = {**self._facts, **of_step, "step": self.noted}
-        values = self._now if "all" in self._now else encoded(self._now)[0]
-        return json.dumps({"facts": facts, "values": values}, separators=(",", ":")).encode()
-
-    def _publish(self, place: int, number: int) -> None:
-        """Say of which step a place is: its number plus 1, or 0 for none."""
-        if self._memory is not None:
-            self._memory[place * PLACE.size : place * PLACE.size + 8] = number.to_bytes(8, "little")
-
-    def _forget(self) -> None:
-        """What was written was laid out otherwise, or by an earlier attempt."""
-        if self._side is not None:
-            self._side.finish()
-        with self._path.open("r+b") as file:
-            file.write(bytes(PLACES * PLACE.size))
-        self.written = -1
-
 
 def _entries(values: Mapping[str, Any]) -> list[Any]:
     """The values of a dict, as `encoded` has written it."""
     word = next(iter(values), "")
     return [value for _, value in values[word]] if word.startswith("$") else list(values.values())
-
-
-def _view(buffer: Tensor, part: Part, at: int, dtype: torch.dtype) -> Tensor:
-    """The memory of a part, as a tensor of its form."""
-    shape = [end - begin for begin, end in part.box]
-    return buffer[at : at + volume(part.box) * dtype.itemsize].view(dtype).view(shape)
 
 
 def _source(tensor: Tensor, box: Box | None) -> Tensor:

@@ -1,0 +1,111 @@
+"""Memory that outlives this process, with the state after a step in two places by turns (records/left_parts.py).
+
+Tested in tests/recovery/test_last_state.py.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.compat.copying import copy_all
+from meshwise.records.boxes import volume
+from meshwise.records.left_parts import HEAD, PLACE, PLACES
+from meshwise.recovery.layout import Held, Part
+from meshwise.recovery.side_copies import SideCopies
+from meshwise.recovery.tensor_files import laid_out
+
+PAGE, ROOM = 4096, 1 << 16  # bytes: what begins at a multiple of it; of the facts of a step
+
+
+class LeftMemory:
+    """That of one rank. Nothing is taken of it before the first write."""
+
+    def __init__(self, path: Path, attempt: int, side: SideCopies | None) -> None:
+        """side: copies from an accelerator."""
+        self._path, self._attempt, self._side = path, attempt, side
+        self._memory: mmap.mmap | None = None
+        self._text = self._beginning = b""
+        self._parts: list[tuple[Part, int, torch.dtype]] = []
+        self._starts: list[int] = []
+        self._into: list[list[Tensor]] = []
+        self._place = 0
+        self.size = 0
+        """Bytes of the tensors in each place."""
+        self.step = -1
+        """The newest that was written."""
+
+    def lay_out(self, parts: Sequence[Part], shapes: Mapping[str, Held], facts: Mapping[str, Any]) -> list[Part]:
+        """Forget what is there, and hold these parts from now on. Returns the order in which `write` takes them."""
+        if self._side is not None:
+            self._side.finish()
+        with self._path.open("r+b") as file:
+            file.write(bytes(PLACES * PLACE.size))
+        self._memory, self.step = None, -1
+        self._beginning, places, self.size = laid_out(parts, shapes)
+        self._parts = [(part, at, getattr(torch, shapes[part.name].dtype)) for part, at in places.items()]
+        boxes: dict[str, list[Any]] = {name: [] for name in shapes}
+        for part, at in places.items():
+            boxes[part.name].append([part.box, at])
+        tensors = {name: [each.dtype, each.shape, boxes[name]] for name, each in shapes.items()}
+        self._text = json.dumps({**facts, "tensors": tensors}, separators=(",", ":")).encode()
+        return list(places)
+
+    def _map(self) -> mmap.mmap:
+        """Take the memory: the text, the facts of a step and the tensors twice."""
+        self._starts = starts = [HEAD]
+        for size in (len(self._text), ROOM, ROOM, self.size, self.size):
+            starts.append(-(-(starts[-1] + size) // PAGE) * PAGE)
+        with self._path.open("r+b") as file:
+            file.truncate(starts[-1])
+            memory = mmap.mmap(file.fileno(), starts[-1])
+        memory[HEAD : HEAD + len(self._text)] = self._text
+        self._into = []
+        for begin in starts[3:5]:
+            memory[begin : begin + len(self._beginning)] = self._beginning
+            buffer = torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=self.size)
+            self._into.append([_view(buffer, *each) for each in self._parts])
+        if self._side is not None:
+            self._side.pin(torch.frombuffer(memory, dtype=torch.uint8))
+        return memory
+
+    def write(self, step: int, facts: bytes, sources: Sequence[Tensor]) -> None:
+        """Write the state after a step over the one before the last. Raises OSError where there is no room for it."""
+        if len(facts) > ROOM:
+            raise OSError(f"the values of a step have {len(facts)} bytes, more than {ROOM}")
+        memory = self._memory = self._memory or self._map()
+        place = 1 - self._place
+        at, words = self._starts[1 + place], (self._attempt, HEAD, len(self._text))
+        self._publish(place, 0)
+        memory[at : at + len(facts)] = facts
+        PLACE.pack_into(memory, place * PLACE.size, 0, *words, at, len(facts), self._starts[3 + place], self.size)
+        if self._side is None:
+            copy_all(self._into[place], sources)
+            self._publish(place, step + 1)
+        else:
+            self._side.copy(self._into[place], sources, lambda: self._publish(place, step + 1))
+        self._place, self.step = place, step
+
+    def withdraw(self) -> None:
+        """What was written last is not to be read."""
+        if self._side is not None:
+            self._side.finish()
+        self._publish(self._place, 0)
+        self.step = -1
+
+    def _publish(self, place: int, number: int) -> None:
+        """Say of which step a place is: its number plus 1, or 0 for none."""
+        if self._memory is not None:
+            self._memory[place * PLACE.size : place * PLACE.size + 8] = number.to_bytes(8, "little")
+
+
+def _view(buffer: Tensor, part: Part, at: int, dtype: torch.dtype) -> Tensor:
+    """The memory of a part, as a tensor of its form."""
+    shape = [end - begin for begin, end in part.box]
+    return buffer[at : at + volume(part.box) * dtype.itemsize].view(dtype).view(shape)
