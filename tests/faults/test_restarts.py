@@ -171,7 +171,7 @@ def test_a_kill_in_any_phase_on_any_rank_does_not_change_the_numbers(plan: str, 
 def test_a_kill_where_nothing_was_saved_begins_anew(tmp_path: Path) -> None:
     _, whole = trained(tmp_path / "a", "--set", "shard=2", "--save-every", "4")
     faults = ("--fault", "kill:rank=0,step=3", "--fault", "kill:rank=1,step=6,attempt=2")
-    run, folder = trained(tmp_path / "b", "--set", "shard=2", "--save-every", "4", *faults)
+    run, folder = trained(tmp_path / "b", "--set", "shard=2", "--save-every", "4", "--redundancy", "0", *faults)
     assert run.process.returncode == 0, run.output
     assert "attempt 2 of 4 begins from the beginning: no state was saved." in run.output
     assert "attempt 3 of 4 begins from the state saved at step 4." in run.output

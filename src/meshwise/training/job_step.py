@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,11 +22,16 @@ from meshwise.transfer.collectives import all_reduce
 
 
 def train_step(
-    engine: Engine, job: Job, state: RunState, parts: Sequence[Part], skipped: SkippedSteps | None = None
+    engine: Engine,
+    job: Job,
+    state: RunState,
+    parts: Sequence[Part],
+    skipped: SkippedSteps | None = None,
+    known: Callable[[Losses], None] = lambda losses: None,
 ) -> Losses:
     """One optimizer step on this rank's microbatches. Returns their losses and weights, still on the device.
 
-    skipped: skips the update where a gradient is not finite.
+    skipped: skips the update where a gradient is not finite. known: is given the losses before the update.
 
     An optimizer that needs a closure (LBFGS) runs the loss as often as it likes, each time with the same draws; the
     losses are then those before the step.
@@ -39,6 +44,7 @@ def train_step(
     if skipped is not None:
         skipped.step_begins()
     losses = _compute(engine, job, state, parts)
+    known(losses)
     with current().span("optimizer"):
         if skipped is not None and skipped.skips(state.step + 1):
             _end_step(state)

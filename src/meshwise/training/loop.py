@@ -231,7 +231,9 @@ def _train_epoch(run: _Run) -> bool:
         if run.best.is_over(state):
             return False
     for parts in batches:
-        losses = train_step(run.engine, job, state, parts, run.skipped)
+        losses = train_step(
+            run.engine, job, state, parts, run.skipped, partial(log.note_losses, state.epoch, state.step + 1)
+        )
         in_epoch += 1
         state.index = min(state.index + job.batch_size, run.train.samples)
         log.add(state.epoch, state.step, losses)

@@ -74,7 +74,10 @@ class MetricsLog:
     def add(self, epoch: int, step: int, losses: Losses) -> None:
         """Keep a step's losses for the next `sync`, on their device."""
         self._pending.append((epoch, step, losses))
-        if self._ledger is not None:
+
+    def note_losses(self, epoch: int, step: int, losses: Losses) -> None:
+        """Note a step's losses before its update, where they outlive this rank: others may come to the end of it."""
+        if self._ledger is not None and self._world.kind == "cpu":  # the step of an accelerator is not waited for
             self._ledger.note(epoch, step, losses)
 
     def keep_pending(self) -> bool:
