@@ -1,4 +1,7 @@
-"""Copies of many tensors in one call, and host memory that an accelerator copies into by itself."""
+"""Copies of many tensors in one call, and host memory that an accelerator copies into by itself.
+
+Tested in tests/recovery/test_last_state.py.
+"""
 
 from __future__ import annotations
 

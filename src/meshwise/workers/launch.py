@@ -40,7 +40,7 @@ from meshwise.workers.logged_values import LoggedValues
 from meshwise.workers.meeting import SILENCE
 from meshwise.workers.nodes import Nodes
 from meshwise.workers.parting import PartingWatch, last_verbs, parted
-from meshwise.workers.rescue import Rescue
+from meshwise.workers.rescue import RESCUES, Rescue
 from meshwise.workers.watched import State, WatchedWorker, shown
 from meshwise.workers.written_files import WrittenFiles
 
@@ -131,8 +131,7 @@ class _Launcher:
         self._compared: dict[str, Callable[..., str]] = {"writes": WrittenFiles().add, "logged": LoggedValues().add}
         self._halting: dict[int, int] | None = None
         self._last: int | None = None
-        self._halted_at, self._saves = 0.0, False
-        self._asked = 0.0
+        self._halted_at, self._asked, self._saves = 0.0, 0.0, False
         self._rescue = Rescue(lambda rank: self._channel.send(rank, "rescue"))
         self._hung: Failure | None = None
 
@@ -205,26 +204,23 @@ class _Launcher:
         """Have ranks parted, though none has failed? Where a run is stopped, a program may do what it likes."""
         if self.halt.wanted.is_set() or any(w.state is State.FAILED for w in self.workers):
             return
-        if text := self._parting.look(self._ended()):
+        if text := self._parting.look(self._in(State.DONE, State.EXITED)):
             self._fail(Failure(self.first_rank, "parted", text, plain=True))
 
     def _look_at_beats(self) -> None:
         """Does a rank not go on? Where a run is stopped, all wait."""
         if self.halt.wanted.is_set():
             return
-        running = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}
-        if self._hung is not None:
-            if not self._rescue.possible or self._rescue.is_over(list(running)):
-                self._fail(self._hung)
-            return
-        hang = self._hangs.look(running)
+        hang = self._hangs.look({w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING})
         if hang and hang.over:
-            self._hung = Failure(hang.rank, "hung", hang.text, plain=True, step=hang.step)
+            self._hung = self._hung or Failure(hang.rank, "hung", hang.text, plain=True, step=hang.step)
         elif hang:
             self.listeners.message(hang.rank, {"kind": "note", "text": hang.text})
+        if self._hung and self._rescue.is_over(self._hung, self._in(State.RUNNING)):
+            self._fail(self._hung)
 
-    def _ended(self) -> list[int]:
-        return [w.rank for w in self.workers if w.state in (State.DONE, State.EXITED)]
+    def _in(self, *states: State) -> list[int]:
+        return [w.rank for w in self.workers if w.state in states]
 
     def _fail(self, chosen: Failure) -> None:
         ranks = [w.rank for w in self.workers]
@@ -234,7 +230,7 @@ class _Launcher:
         if chosen.kind in ("killed", "left", "victim"):
             trails = self._parting.trails()
             last = [last_verbs(trails)] if chosen.kind == "victim" else []
-            text = parted(trails, self._ended()) or "\n".join([text, *last]).rstrip()
+            text = parted(trails, self._in(State.DONE, State.EXITED)) or "\n".join([text, *last]).rstrip()
         if self.nodes:
             self.nodes.fail(text, chosen, max(chosen.exit_code, 1))
         raise WorkerFailed(text, rank=chosen.rank, exit_code=max(chosen.exit_code, 1), failure=chosen)
@@ -270,10 +266,8 @@ class _Launcher:
             self.halt.ask(int(message["number"]))
         elif kind == "halting" and self._halting is not None:
             self._halting[rank] = int(message["begun"])
-        elif kind == "rescues":
-            self._rescue.possible = True
-        elif kind in ("rescuing", "rescued"):
-            (self._rescue.heard if kind == "rescuing" else self._rescue.over)(rank)
+        elif kind in RESCUES:
+            self._rescue.hear(rank, kind)
         elif kind in self._compared:
             facts = {name: value for name, value in message.items() if name != "kind"}
             if text := self._compared[kind](rank, **facts):
@@ -303,11 +297,8 @@ class _Launcher:
         certain = any(f.kind in ("killed", "raised", "corrupt") for f in failures)
         if self.nodes and all(f.kind == "victim" for f in failures):
             return waited > OTHERS_TIMEOUT
-        limit = CULPRIT_TIMEOUT / 4 if certain else CULPRIT_TIMEOUT
-        running = [w.rank for w in self.workers if w.state is State.RUNNING]
-        if self._rescue.is_wanted(failure.culprit(failures)) and not self._rescue.is_over(running):
-            return False
-        return waited > limit or not running
+        limit, running = CULPRIT_TIMEOUT / 4 if certain else CULPRIT_TIMEOUT, self._in(State.RUNNING)
+        return self._rescue.is_over(failure.culprit(failures), running) and (waited > limit or not running)
 
     def _look_at_once(self) -> None:
         if self.halt.at_once.is_set():

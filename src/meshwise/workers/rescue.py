@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 
 from meshwise.workers.failure import Failure
 
+RESCUES = ("rescues", "rescuing", "rescued")
+"""What ranks tell of it."""
 HEARD, WRITTEN = 1.0, 60.0  # seconds in which a rank that was asked says that it heard, and that it is done
 
 
@@ -22,23 +24,20 @@ class Rescue:
         self._asked: float | None = None
         self._heard: set[int] = set()
         self._over: set[int] = set()
-        self.possible = False
-        """Whether ranks keep what they could write."""
+        self._possible = False
 
-    def heard(self, rank: int) -> None:
-        """The rank was asked."""
-        self._heard.add(rank)
+    def hear(self, rank: int, kind: str) -> None:
+        """A rank tells that it keeps what it could write; that it was asked; that it has written, or cannot."""
+        self._possible = self._possible or kind == "rescues"
+        if kind != "rescues":
+            (self._heard if kind == "rescuing" else self._over).add(rank)
 
-    def over(self, rank: int) -> None:
-        """The rank has written, or cannot."""
-        self._over.add(rank)
-
-    def is_wanted(self, failure: Failure) -> bool:
-        """Whether the state is to be had: not after what has spoiled it."""
-        return self.possible and ((failure.of_machine and failure.kind != "corrupt") or bool(failure.smaller))
-
-    def is_over(self, running: Sequence[int]) -> bool:
-        """Whether nobody writes any more. running: the ranks that are left; they are asked once."""
+    def is_over(self, failure: Failure, running: Sequence[int]) -> bool:
+        """Whether nobody writes any more. running: the ranks that are left; they are asked once, where the failure has
+        not spoiled the state."""
+        wanted = (failure.of_machine and failure.kind != "corrupt") or bool(failure.smaller)
+        if not (self._possible and wanted):
+            return True
         now = time.monotonic()
         if self._asked is None:
             self._asked = now
