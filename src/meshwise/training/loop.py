@@ -24,7 +24,7 @@ from meshwise.recovery.loading import load
 from meshwise.recovery.saving import Saver
 from meshwise.recovery.state import RunState, tree_of, unpack
 from meshwise.recovery.weights import save_weights
-from meshwise.spec.errors import SaveError
+from meshwise.spec.errors import SaveError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import current
 from meshwise.training import faults
@@ -165,6 +165,11 @@ def _prepare(
         run.saver = Saver(folder / names.CHECKPOINTS, session.world, log.note, saves=options.saves, resumed=saved)
     if test is not None and job.best:  # one batch, since a wrong name is to be known before an epoch is over
         best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
+    if options.redundancy and KEPT not in os.environ:
+        raise UsageError(
+            "--redundancy 1: the launcher of one machine holds the memory for it, and here is none. Leave it out, and "
+            "say with --save-every how much may be lost."
+        )
     if folder is not None and session.channel is not None and KEPT in os.environ and log.keep_pending():
         run.last = LastStep(state, plan, session.world, folder, options.redundancy, engine.notify)
         run.last.answer(session.channel)
