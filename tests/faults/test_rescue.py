@@ -1,4 +1,7 @@
-"""No step is lost: whoever is lost and wherever, the run goes on after the last step that all ranks have finished."""
+"""No step is lost: whoever is lost and wherever, the run goes on after the last step that all ranks have finished.
+
+Of api/rescue.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What ranks leave of the state after the last step, and the checkpoint that is made of it.
 
-Of recovery/last_state.py and records/left_parts.py.
+Of recovery/last_state.py, recovery/left_memory.py, records/left_parts.py and compat/copying.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Every element of a state is written once, by a rank that holds it, and as equally as can be."""
+"""Every element of a state is written once, by a rank that holds it, and as equally as can be.
+
+Of records/boxes.py too.
+"""
 
 from __future__ import annotations
 

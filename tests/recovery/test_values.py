@@ -1,4 +1,7 @@
-"""The state as plain values and named tensors goes through JSON unchanged, and holds no code."""
+"""The state as plain values and named tensors goes through JSON unchanged, and holds no code.
+
+Of records/merging.py too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Who is asked for the state after the last step, how long they are waited for, and the memory that they write in."""
+"""Who is asked for the state after the last step, how long they are waited for, and the memory that they write in.
+
+Of workers/rescue.py and workers/kept_memory.py.
+"""
 
 from __future__ import annotations
 
