@@ -1,6 +1,7 @@
 """What ranks leave of the state after the last step, and the checkpoint that is made of it.
 
-Of recovery/last_state.py, recovery/left_memory.py, records/left_parts.py and compat/copying.py.
+Of recovery/last_state.py, recovery/left_memory.py, records/left_parts.py, recovery/side_copies.py and
+compat/copying.py.
 """
 
 from __future__ import annotations
@@ -176,3 +177,31 @@ def test_a_state_as_new_as_the_newest_checkpoint_is_not_written_again(tmp_path: 
     parts = newest_whole(list(read_parts(path, 0)), 1)
     assert commit_parts(tmp_path / "checkpoint", parts) is not None
     assert commit_parts(tmp_path / "checkpoint", parts) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_copies_of_a_gpu_are_of_the_step_that_was_noted(tmp_path: Path) -> None:
+    state = a_state()
+    state.model.cuda()
+    last = LastState(memory(tmp_path), state, Among(1, 1), {"plan": ""})
+    state.before_change = last.settle
+    for _ in range(4):
+        state.model(torch.randn(8, 3, device="cuda")).pow(2).mean().backward()
+        state.begin_change()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.step, state.whole = state.step + 1, True
+        last.note()
+        last.write()
+    noted = [tensor.detach().cpu() for tensor in tensors_in(tree_of(state)["model"])]
+    state.model(torch.randn(8, 3, device="cuda"))  # changes buffers while it is copied
+    last.settle()
+    with torch.no_grad():
+        for p in state.model.parameters():
+            p.zero_()
+    torch.cuda.synchronize()
+    last.leave()  # settles what is being copied; the parameters are others by now
+    found = restored(tmp_path, [memory(tmp_path)], a_state())
+    assert found.step in (3, 4)
+    if found.step == 4:
+        assert all(torch.equal(a, b) for a, b in zip(tensors_in(tree_of(found)["model"]), noted, strict=True))
