@@ -20,11 +20,12 @@ from meshwise.api.rescue import keep_left
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.files import read_lines, write_text
-from meshwise.spec.errors import WorkerFailed
+from meshwise.spec.errors import PlanError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN, FAILED, NO_PROGRESS
 from meshwise.spec.faults import Fault
 from meshwise.spec.plan import Plan
-from meshwise.spec.plan_file import plan_to_toml
+from meshwise.spec.plan_devices import on_devices
+from meshwise.spec.plan_file import plan_from_toml, plan_to_toml
 from meshwise.spec.units import plural
 from meshwise.workers.kept_memory import KeptMemory
 
@@ -51,6 +52,8 @@ class Restarts:
     resumable: bool = True
     command: str | None = None
     faults: Sequence[Fault] = ()
+    asked: Plan | None = None
+    """The plan that the run was started with; None leaves it to a script."""
     states: Path | None = None
     """Where a script saves its state; None: in the folder."""
     attempt: int = 1
@@ -70,6 +73,10 @@ class Restarts:
     """What it goes on under since it ran out of memory, as TOML."""
     resumes: bool = False
     """Whether the attempt goes on from a saved state."""
+    uses: int = 0
+    """How many devices of all machines, since the first restart."""
+    plan_now: Plan | None = None
+    """What the run goes on under, since the first restart."""
     _change: str = ""
     _smaller: int = 0
     _furthest: int = 0
@@ -92,8 +99,8 @@ class Restarts:
             and self.most > 0
             and self._smaller < MOST_SMALLER
         ):
-            self.smaller, self._change = failure.smaller
-            self.plan = self.smaller
+            self.smaller, changed = failure.smaller
+            self._change = f"with {changed}, and the same numbers"
             self.most, self._smaller, self._last = self.most + 1, self._smaller + 1, None
             return None
         if failure is None or not self.resumable or not (failure.of_machine or self._is_asked_for(failure)):
@@ -123,6 +130,28 @@ class Restarts:
     def _is_asked_for(self, failure: Any) -> bool:
         return self.exceptions and failure.kind in ("raised", "victim") and failure.exit_code == FAILED
 
+    def happened_now(self) -> list[Fault]:
+        """The injected faults of this attempt that happened."""
+        happened = {line.get("fault") for line in self.happened() if line.get("attempt") == self.number}
+        return [fault for fault in self.due() if str(fault) in happened]
+
+    def fit(self, devices: int) -> int:
+        """Go on with at most so many devices: how many the plan uses. Raises PlanError where it can use none."""
+        plan = self.plan_now = plan_from_toml(self.smaller) if self.smaller else self.asked
+        if plan is not None:
+            self.plan_now = on_devices(plan, devices)
+            devices = self.plan_now.devices
+        elif not devices:
+            raise PlanError("no device is left.")
+        self.plan = plan_to_toml(self.plan_now) if self.plan_now and (self.smaller or self.plan_now != plan) else ""
+        self.uses = devices
+        return devices
+
+    def moves_to(self, where: str) -> None:
+        """The next attempt has other devices, which its sentence says."""
+        under = "" if self.plan_now is None else f" under {self.plan_now}"
+        self._change = ", ".join(filter(None, [self._change, f"on {where}{under}"]))
+
     def next(self) -> str:
         """Go over to the next attempt; a sentence on where it begins."""
         self.attempt, self.failed = self.attempt + 1, time.monotonic()
@@ -130,12 +159,15 @@ class Restarts:
         saved = newest[0].step if newest else names.saved_step(self.folder)
         self.resumes = saved is not None
         where = "from the beginning: no state was saved" if saved is None else f"from the state saved at step {saved}"
-        change, self._change = f", with {self._change}, and the same numbers" if self._change else "", ""
+        change, self._change = f", {self._change}" if self._change else "", ""
         return f"attempt {self.attempt} of {self.most + 1} begins {where}{change}."
 
-    def keep_plan(self, plan: Plan) -> None:
-        """The run's plan is this one; where it ran out of memory before, a resumed run begins with what fits."""
-        write_text(self.folder / names.PLAN, plan_to_toml(plan))
+    def keep_plan(self) -> None:
+        """The run's plan is the one that fits; where it ran out of memory before, a resumed run begins with that."""
+        path = self.folder / names.PLAN
+        there = plan_from_toml(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if self.plan_now not in (None, there):
+            write_text(path, plan_to_toml(self.plan_now))
         if self.smaller:
             request = names.read_run(self.folder).get("request", {})
             names.change_run(self.folder, request={**request, "plan": self.smaller, **dict.fromkeys(OTHERS_OF_PLAN)})
@@ -152,6 +184,7 @@ class Restarts:
         self._last = None if told["_last"] is None else tuple(told["_last"])
         self.states = None if told["states"] is None else Path(told["states"])
         self.failed = time.monotonic()
+        self.plan_now = plan_from_toml(self.plan) if self.plan else self.asked
 
     def record(self) -> dict[str, Any]:
         """What is kept of an attempt as it begins."""

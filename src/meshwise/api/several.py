@@ -19,9 +19,6 @@ from meshwise.records.claims import is_over
 from meshwise.records.lock import FolderLock
 from meshwise.spec.errors import PlanError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN
-from meshwise.spec.plan import Plan
-from meshwise.spec.plan_devices import on_devices
-from meshwise.spec.plan_file import plan_from_toml, plan_to_toml
 from meshwise.spec.units import plural
 from meshwise.workers.failure import Failure, culprit
 from meshwise.workers.halt import Halt
@@ -34,15 +31,12 @@ Reports = dict[Member, dict[str, Any]]
 
 @dataclass
 class Several:
-    """The machines of a run. plan: the one that was asked for; None leaves it to a script. shares: whether this machine
-    sees the run's folder as machine 0 does. lock: on the folder, where this machine keeps its record."""
+    """The machines of a run. shares: whether this one sees the run's folder as machine 0 does. lock: on the folder,
+    where this machine keeps its record."""
 
     machines: Machines
-    plan: Plan | None
     shares: bool = True
     lock: FolderLock | None = None
-    plan_now: Plan | None = None
-    """Of the attempt that runs, since the first one."""
 
     @property
     def nodes(self) -> Nodes:
@@ -70,7 +64,6 @@ class Several:
         if not isinstance(told, Nodes):
             raise _as_seen(told, before)
         news = told.begins.facts
-        self.plan_now = plan_from_toml(news["plan"]) if news["plan"] else None
         return _as_seen(news["error"], before), str(news["sentence"])
 
     def _decide(self, restarts: Restarts, look: Look) -> Nodes | dict[str, Any]:
@@ -80,27 +73,28 @@ class Several:
         last = error if any(report["stopped"] for report in reports.values()) else restarts.after(error)
         if last is None:
             try:
-                members, plan = self._fitting(restarts, reports)
+                members = self._fitting(restarts, reports)
                 self._claim(restarts, reports, look)
             except (PlanError, _NotHere) as refused:
                 last = ended(error, str(refused), AGAIN)
         if last is not None:
             self.machines.end(_facts(last))
             return _facts(last)
-        return self._begin(restarts, error, members, plan)
+        return self._begin(restarts, error, members)
 
-    def _fitting(self, restarts: Restarts, reports: Reports) -> tuple[list[Member], Plan | None]:
-        """The machines of the next attempt with the workers of each, and the plan on them."""
-        if restarts.smaller:
-            self.plan = plan_from_toml(restarts.smaller)
-        members = [replace(member, size=report["size"]) for member, report in reports.items() if report["size"]]
+    def _fitting(self, restarts: Restarts, reports: Reports) -> list[Member]:
+        """The machines of the next attempt with the workers of each."""
+        members = [replace(member, size=report["size"]) for member, report in reports.items()]
         left = sum(member.size for member in members)
-        plan = None if self.plan is None else on_devices(self.plan, left)
-        surplus = 0 if plan is None else left - plan.devices
+        used = restarts.fit(left)
+        surplus = left - used
         for at in reversed(range(len(members))):
             fewer = min(surplus, members[at].size)
             surplus, members[at] = surplus - fewer, replace(members[at], size=members[at].size - fewer)
-        return [member for member in members if member.size], plan
+        members = [member for member in members if member.size]
+        if used != self.nodes.size:
+            restarts.moves_to(f"{plural(len(members), 'machine')} with {plural(used, 'device')}")
+        return members
 
     def _claim(self, restarts: Restarts, reports: Reports, look: Look) -> None:
         """Make the next attempt this machine's to begin. Raises where it is not."""
@@ -116,19 +110,14 @@ class Several:
         if not names.claim_session(restarts.folder, restarts.number + 1):
             raise _NotHere(f"The run goes on without this machine: attempt {restarts.number + 1} was begun by another.")
 
-    def _begin(self, restarts: Restarts, error: WorkerFailed, members: Sequence[Member], plan: Plan | None) -> Nodes:
+    def _begin(self, restarts: Restarts, error: WorkerFailed, members: Sequence[Member]) -> Nodes:
         """Begin the attempt that was claimed."""
-        changed = plan is not None and (plan != self.plan or restarts.smaller)
-        restarts.plan = plan_to_toml(plan) if plan and changed else ""
         restarts.number, sentence = restarts.number + 1, restarts.next()
-        world = sum(member.size for member in members)
-        if world != self.nodes.size:
-            on = f"{plural(len(members), 'machine')} with {plural(world, 'device')} under {plan}"
-            sentence = f"{sentence.removesuffix('.')}, on {on.removesuffix(' under None')}."
         if self.lock is None:  # the machine that held it is lost, or was
             self.lock = FolderLock(restarts.folder, claimed=True)
-        facts = {"restarts": restarts.told(), "sentence": sentence, "plan": plan_to_toml(plan) if plan else ""}
-        return self.machines.announce(self.nodes.begins.number + 1, members, {**facts, "error": _facts(error)})
+        restarts.keep_plan()  # before the others start: a script's workers read it
+        facts = {"restarts": restarts.told(), "sentence": sentence, "error": _facts(error)}
+        return self.machines.announce(self.nodes.begins.number + 1, members, facts)
 
 
 class _NotHere(Exception):

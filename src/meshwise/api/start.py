@@ -99,7 +99,7 @@ def start(make: Callable[[World], Program], options: RunOptions, began: float) -
     if program.sees_all:
         every = tuple(slot.index for slot in slots if slot.index is not None)
         slots = [replace(slot, sees=every) for slot in slots]
-    return opened(program, options, slots, None if machines is None else Several(machines, program.plan), began)
+    return opened(program, options, slots, None if machines is None else Several(machines), began)
 
 
 def worker_slots(options: RunOptions) -> list[WorkerSlot]:
@@ -155,6 +155,7 @@ def opened(
         command=options.on_failure,
         faults=faults,
         number=told.get("attempt", 1),
+        asked=program.plan,
     )
     started = Started(program, folder, slots, restarts, several, before, hang_limit=options.hang_seconds())
     if several is None or several.keeps:

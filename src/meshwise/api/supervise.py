@@ -17,15 +17,16 @@ from typing import Any
 
 from rich.console import Console
 
-from meshwise.api.restarts import Restarts
+from meshwise.api.devices_left import DevicesLeft
+from meshwise.api.restarts import Restarts, ended
 from meshwise.api.several import Several
 from meshwise.records import folder as names
 from meshwise.records.attempts import lost_texts
 from meshwise.records.claims import is_over
 from meshwise.spec.devices import WorkerSlot
-from meshwise.spec.errors import WorkerFailed
-from meshwise.spec.exit_codes import DONE, WARNINGS, stop_text
-from meshwise.spec.plan_file import plan_from_toml
+from meshwise.spec.errors import PlanError, WorkerFailed
+from meshwise.spec.exit_codes import AGAIN, DONE, WARNINGS, stop_text
+from meshwise.spec.units import plural
 from meshwise.terminal.screen import fitted
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
@@ -158,9 +159,9 @@ def supervise(
 
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit), KeptMemory(len(slots)) as kept:
         restarts.kept = kept if several is None else None
-        devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)]
+        named, devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], DevicesLeft(slots)
         first = (lambda: several.nodes.first_rank) if several else (lambda: 0)
-        viewer = Viewer(view, devices, live=view.draws, restarts=restarts, halt=halt, keeps=keeps, first=first)
+        viewer = Viewer(view, named, live=view.draws, restarts=restarts, halt=halt, keeps=keeps, first=first)
         listeners = Listeners(message=viewer.message, output=viewer.output, hang_limit=hang_limit)
         started = partial(launch, folder=restarts.folder, listeners=listeners, halt=halt, preload=forks)
         try:
@@ -168,9 +169,9 @@ def supervise(
             while results is None:
                 nodes = several.nodes if several else None
                 try:
-                    results = started(*task(), slots[: nodes.me.size] if nodes else slots, nodes=nodes)
+                    results = started(*task(), devices.used, nodes=nodes)
                 except WorkerFailed as error:
-                    _answer(error, restarts, keeps, view, halt, several, len(slots))
+                    _answer(error, restarts, keeps, view, halt, several, devices)
         finally:
             if several is not None:
                 several.nodes.leave()
@@ -191,17 +192,20 @@ def _answer(
     view: LiveView,
     halt: Halt,
     several: Several | None,
-    size: int,
+    devices: DevicesLeft,
 ) -> None:
-    """Keep how an attempt failed, and begin the next one; raises what ends the run. size: workers of this machine."""
+    """Keep how an attempt failed, and begin the next one; raises what ends the run."""
     number, last, goes_on, lost = restarts.number, None, "", restarts.keep_left(error)
+    rank = -1 if error.failure is None else error.failure.rank - (several.nodes.first_rank if several else 0)
+    devices.failed(error.failure, rank, restarts.attempt, restarts.happened_now())
+    left = devices.left(restarts.attempt + 1)
     if several is not None:
         try:
-            error, goes_on = several.go_on(restarts, error, size, halt)
+            error, goes_on = several.go_on(restarts, error, left, halt)
         except WorkerFailed as ends:
             error = last = ends
     else:
-        last = error if halt.wanted.is_set() else restarts.after(error)
+        last = error if halt.wanted.is_set() else restarts.after(error) or _without(restarts, error, devices, left)
     if folder := keeps():
         status = "stopped" if error.rank is None else "failed"
         names.end_session(folder, status, str(last or error), **restarts.facts(error, number))
@@ -210,12 +214,23 @@ def _answer(
     if last is not None:
         raise last
     view.print(fitted(f"{error}\n{lost}{goes_on or restarts.next()}", sys.stdout))
+    devices.use(several.nodes.me.size if several else restarts.uses)
     if folder:
-        plan = several.plan_now if several else plan_from_toml(restarts.plan) if restarts.plan else None
-        if plan is not None:
-            restarts.keep_plan(plan)
-        facts = {"world": several.nodes.size, "machine": several.machines.me.node} if several else {}
+        restarts.keep_plan()
+        facts: dict[str, Any] = {"devices": [slot.name for slot in devices.used], "world": len(devices.used)}
+        facts |= {"world": several.nodes.size, "machine": several.machines.me.node} if several else {}
         restarts.number = names.begin_session(folder, time.time(), restarts.record(), **facts)
+
+
+def _without(restarts: Restarts, error: WorkerFailed, devices: DevicesLeft, left: int) -> WorkerFailed | None:
+    """Go on with the devices that are left of the only machine; what ends the run where they are too few."""
+    try:
+        used = restarts.fit(left)
+    except PlanError as refused:
+        return ended(error, str(refused), AGAIN)
+    if used != len(devices.used):
+        restarts.moves_to(plural(used, "device"))
+    return None
 
 
 @contextlib.contextmanager

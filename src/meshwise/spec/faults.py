@@ -10,6 +10,7 @@ from meshwise.spec.errors import UsageError, check_known
 
 KINDS = {
     "kill": "the rank's process is killed (SIGKILL)",
+    "lost": "the process is killed, and its device is gone for the rest of the run, or for back=2 attempts",
     "raise": "an exception is raised",
     "exit": "the process ends with exit code 1, without a word",
     "hang": "the rank sleeps for ever",
@@ -34,7 +35,8 @@ EXAMPLE = "Write --fault kill:rank=1,step=40, and phase=backward or attempt=2 be
 @dataclass(frozen=True)
 class Fault:
     """One fault, which happens once. step: from 1, over the whole run. attempt: of this command, from 1: 2 is the
-    first restart. seconds: of `slow`. steps: for which a disk is full."""
+    first restart. seconds: of `slow`. steps: for which a disk is full.
+    back: attempts after which a lost device is there again; 0: never."""
 
     kind: str
     rank: int
@@ -43,12 +45,14 @@ class Fault:
     attempt: int = 1
     seconds: float = 0.0
     steps: int = FULL_FOR
+    back: int = 0
 
     def __str__(self) -> str:
         slow = f" {self.seconds * 1e3:g}ms" if self.kind == "slow" else ""
         attempt = f",attempt={self.attempt}" if self.attempt != 1 else ""
         steps = f",steps={self.steps}" if self.steps != FULL_FOR else ""
-        return f"{self.kind}{slow}:rank={self.rank},step={self.step},phase={self.phase}{attempt}{steps}"
+        back = f",back={self.back}" if self.back else ""
+        return f"{self.kind}{slow}:rank={self.rank},step={self.step},phase={self.phase}{attempt}{steps}{back}"
 
 
 def parse_fault(text: str) -> Fault:
@@ -63,13 +67,15 @@ def parse_fault(text: str) -> Fault:
     given = [part.partition("=") for part in rest.split(",") if part.strip()]
     values = {name.strip(): value.strip() for name, _, value in given}
     for name in values:
-        check_known(f"--fault {text!r}: a field", name, ("rank", "step", "phase", "attempt", "steps"))
+        check_known(f"--fault {text!r}: a field", name, ("rank", "step", "phase", "attempt", "steps", "back"))
     if missing := [name for name in ("rank", "step") if name not in values]:
         raise UsageError(f"--fault {text!r}: {' and '.join(missing)} is missing. {EXAMPLE}")
     if len(values) < len(given):
         raise UsageError(f"--fault {text!r}: a field is given twice. {EXAMPLE}")
     if "steps" in values and kind != "disk-full":
         raise UsageError(f"--fault {text!r}: only disk-full goes on for so many steps. Leave steps= out.")
+    if "back" in values and kind != "lost":
+        raise UsageError(f"--fault {text!r}: only a lost device comes back. Leave back= out, or write lost:rank=1,…")
     phase = values.pop("phase", "forward")
     check_known(f"--fault {text!r}: phase", phase, PHASES)
     numbers = {name: _number(text, name, value) for name, value in values.items()}

@@ -88,8 +88,8 @@ class ArmedFaults:
 
     def _happen(self, fault: Fault) -> None:
         kind = fault.kind
-        if kind in ("kill", "stop"):
-            os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        if kind in ("kill", "lost", "stop"):
+            os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
         elif kind == "exit":
             os._exit(1)
         elif kind == "raise":

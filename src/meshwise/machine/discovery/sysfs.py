@@ -49,6 +49,19 @@ def pci_facts(sys: Path, address: str) -> PciFacts:
     )
 
 
+def is_there(sys: Path, address: str) -> bool:
+    """Whether the device at an address answers on its bus; True where that cannot be known."""
+    folder = sys / "bus/pci/devices" / address.lower()
+    if not address or not folder.parent.is_dir():
+        return True
+    try:
+        return (folder / "config").read_bytes()[:4] != b"\xff" * 4  # what a bus reads of a device that fell off it
+    except FileNotFoundError:
+        return folder.is_dir()
+    except OSError:
+        return True
+
+
 def narrowest(sys: Path, device: PciFacts) -> tuple[int | None, int | None]:
     """(generation, lanes) of the slowest link above an AMD device, up to the host.
 

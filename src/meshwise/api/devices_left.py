@@ -1,0 +1,60 @@
+"""The devices of this machine that a run goes on with: one that is gone, or on which ranks twice came to no step, is
+left out.
+
+Tested in tests/faults/test_fewer_devices.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from meshwise.machine.discovery.sysfs import is_there
+from meshwise.machine.find import pci_address
+from meshwise.spec.devices import WorkerSlot
+from meshwise.spec.faults import Fault
+from meshwise.workers.failure import Failure
+
+EARLY_DEATHS, NEVER = 2, 1 << 30
+
+
+class DevicesLeft:
+    """The slots of this machine, and which of them are left out. used: those of the attempt that runs."""
+
+    def __init__(self, slots: Sequence[WorkerSlot], sys: Path = Path("/sys")) -> None:
+        self._slots, self._sys = list(slots), sys
+        self._addresses = [pci_address(slot.name) for slot in slots]
+        self._used = self._left = list(range(len(slots)))
+        self._early: Counter[int] = Counter()
+        self._back: dict[int, int] = {}  # the attempt of the command from which a slot is there again
+
+    @property
+    def used(self) -> list[WorkerSlot]:
+        chosen = [self._slots[at] for at in self._used]
+        every = tuple(slot.index for slot in chosen if slot.index is not None)
+        return [replace(slot, sees=every) if slot.sees else slot for slot in chosen]
+
+    def failed(self, failure: Failure | None, local_rank: int, attempt: int, happened: Iterable[Fault]) -> None:
+        """A worker failed in this attempt of the command. happened: the injected faults of the attempt."""
+        if failure is None or not 0 <= local_rank < len(self._used):
+            return
+        slot = self._used[local_rank]
+        for fault in happened:
+            if fault.kind == "lost" and fault.rank == failure.rank:
+                self._back[slot] = attempt + 1 + fault.back if fault.back else NEVER
+        if failure.step is None and failure.kind in ("killed", "left", "hung"):
+            self._early[slot] += 1
+            if self._early[slot] == EARLY_DEATHS:
+                self._back[slot] = NEVER
+
+    def left(self, attempt: int) -> int:
+        """How many devices an attempt may use."""
+        pairs = enumerate(self._addresses)
+        self._left = [at for at, pci in pairs if self._back.get(at, 0) <= attempt and is_there(self._sys, pci)]
+        return len(self._left)
+
+    def use(self, count: int) -> None:
+        """The next attempt takes so many of those that are left."""
+        self._used = self._left[:count]
