@@ -85,7 +85,7 @@ def test_a_run_goes_on_with_one_device_fewer(tmp_path: Path) -> None:
     run, folder = trained(tmp_path / "b", *EXACT, "--fault", "lost:rank=1,step=10")
     assert run.process.returncode == 0, run.output
     assert "attempt 2 of 4 begins from the state saved at step " in run.output
-    assert ", on 1 device under Plan(precision='fp64')." in " ".join(run.output.split())
+    assert ", on 1 device under Plan(data=1, precision='fp64')." in " ".join(run.output.split())
     assert same_within(folder, whole), run.output
     facts = names.read_run(folder)
     assert (facts["world"], facts["devices"]) == (1, ["cpu"])

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from meshwise.records import claims
+from meshwise.records.checkpoints import checkpoints_in, name_of
+from meshwise.records.files import append_lines, keep_lines, read_lines
 from meshwise.records.folder import begin_session, claim_session, end_session, read_run, write_run
 from meshwise.records.lock import FolderLock, is_abandoned
 
@@ -45,3 +47,27 @@ def test_who_claims_an_attempt_takes_the_folder_from_one_that_was_cut_off(tmp_pa
     assert not is_abandoned(tmp_path)
     here.close()
     assert is_abandoned(tmp_path)
+
+
+def test_a_checkpoint_that_is_whole_only_after_a_later_attempt_began_does_not_count(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    for name in (name_of(4, 1), name_of(8, 1)):
+        (folder / name).mkdir(parents=True)
+    assert claim_session(tmp_path, 1) and claim_session(tmp_path, 2)
+    (folder / name_of(12, 1)).mkdir()
+    assert [saved.step for saved in checkpoints_in(folder)] == [4, 8]
+    (folder / name_of(10, 2)).mkdir()
+    assert claim_session(tmp_path, 3)
+    (folder / name_of(14, 2)).mkdir()
+    assert [(saved.attempt, saved.step) for saved in checkpoints_in(folder)] == [(1, 4), (1, 8), (2, 10)]
+
+
+def test_lines_go_to_the_file_that_was_opened_and_to_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_lines(path, [{"step": 1}])
+    with path.open("rb") as held:
+        assert append_lines(path, [{"step": 2}], held)
+        keep_lines(path, lambda record: record["step"] <= 1)  # a later attempt, which goes on after step 1
+        append_lines(path, [{"step": 2, "of": "the later"}])
+        assert not append_lines(path, [{"step": 3}], held)
+    assert read_lines(path) == [{"step": 1}, {"step": 2, "of": "the later"}]

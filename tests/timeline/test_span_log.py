@@ -61,11 +61,14 @@ def test_damaged_text_is_told_and_never_read_as_something_else(seed: int, data: 
     assert [c.tolist() for c in columns] == [c.tolist() for c in unpack(text, 20)]
 
 
-def write_log(folder: Path, rank: int = 0, world: int = 1, steps: int = 12, *, close: bool = True) -> Recorder:
+def write_log(
+    folder: Path, rank: int = 0, world: int = 1, steps: int = 12, *, close: bool = True, attempt: int = 0
+) -> Recorder:
     """A log of some steps, by the recorder and the thread that runs write in."""
     recorder = Recorder()
     head = {"rank": rank, "world": world, "device": "cpu", "host": "here"}
-    log = SpanLog(span_log(folder, rank), recorder, head)
+    head |= {"attempt": attempt} if attempt else {}
+    log = SpanLog(span_log(folder, rank, attempt or 1), recorder, head)
     for step in range(1, steps + 1):
         recorder.begin_step(step)
         for kind in ("data", "forward", "backward", "optimizer"):
@@ -224,6 +227,17 @@ def test_a_run_that_was_gone_on_with_is_one_timeline(tmp_path: Path) -> None:
     parts = {part.name: part.seconds for part in report.goodput}
     assert parts["lost"] > 9 * 4 * 0.0005 and sum(parts.values()) == pytest.approx(report.wall_seconds)
     assert report.wall_seconds < time.time() - begun + 0.1
+
+
+def test_what_a_rank_records_after_a_later_attempt_began_does_not_count(tmp_path: Path) -> None:
+    for ago in (20, 10):
+        begin_session(tmp_path, time.time() - ago, job="cut off", devices=["cpu"])
+    write_log(tmp_path, steps=9, attempt=1)  # its machine came back too late
+    write_log(tmp_path, steps=3, attempt=2)
+    end_session(tmp_path, "finished")
+    timeline = read_timeline(tmp_path)
+    assert timeline.spans["step"].max() == 3 and len(timeline.spans) == 12
+    assert [path.name for path in sorted((tmp_path / "spans").iterdir())] == ["rank0.2.jsonl", "rank0.jsonl"]
 
 
 def test_days_between_two_sessions_are_no_part_of_the_run(tmp_path: Path) -> None:

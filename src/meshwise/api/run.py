@@ -168,7 +168,8 @@ def _job_of(options: RunOptions) -> Job:
 def _finish(started: Started, results: Sequence[dict[str, Any]], console: Console, *, keep: bool) -> RunSummary:
     """The summary of a job's run, shown, and kept in the folder."""
     folder = started.folder
-    summary = summarise(results, repr(started.program.plan), started.slots, folder)
+    plan, slots = started.restarts.plan_now or started.program.plan, started.slots[: len(results)]
+    summary = summarise(results, repr(plan), slots, folder)
     if keep:
         write_text(folder / names.SUMMARY, json.dumps(json_value(summary), indent=2) + "\n")
         if names.read_run(folder)["status"] == "running":  # another launcher started the workers

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from meshwise.records.claims import claims_of
 from meshwise.spec.errors import CheckpointError
 
 FORMAT, CHECKPOINTS, MANIFEST, PART = 2, "checkpoint", "manifest.json", ".part"
@@ -91,11 +92,16 @@ def name_of(step: int, attempt: int) -> str:
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """The checkpoints of a run, the oldest first. They were whole when they got their names."""
+    """The checkpoints of a run, the oldest first. They were whole when they got their names. Of earlier attempts those
+    count that were there when the next one was claimed: what a machine saves that was cut off is not read."""
     found = []
+    counts = {
+        number: facts["checkpoints"] for number, facts in claims_of(folder.parent).items() if "checkpoints" in facts
+    }
     for path in folder.iterdir() if folder.is_dir() else ():
         named = _NAME.fullmatch(path.name)
-        if named and path.is_dir():
+        late = named and any(path.name not in names for n, names in counts.items() if int(named[2]) < n)
+        if named and path.is_dir() and not late:
             found.append(Checkpoint(int(named[2]), int(named[1]), path))
     return sorted(found)
 

@@ -44,11 +44,14 @@ def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
         write(file)
 
 
-def append_lines(path: Path, records: Iterable[Record]) -> None:
-    """Append each record as one line, all or none; the file and its folder are made where they are missing."""
+def append_lines(path: Path, records: Iterable[Record], same: BinaryIO | None = None) -> bool:
+    """Append each record as one line, all or none; the file and its folder are made where they are missing. same: the
+    file as it was opened; nothing is written, and False returned, where another one lies there by now."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(record) + "\n" for record in records)
     with path.open("ab+", buffering=0) as file:
+        if same is not None and not os.path.sameopenfile(file.fileno(), same.fileno()):
+            return False
         before = file.tell()
         if before > 0:
             file.seek(-1, 2)
@@ -62,6 +65,7 @@ def append_lines(path: Path, records: Iterable[Record]) -> None:
             with contextlib.suppress(OSError):  # none of them is there, so that all may be tried again
                 file.truncate(before)
             raise
+    return True
 
 
 def read_lines(path: Path) -> list[Record]:

@@ -5,7 +5,7 @@ run.lock              held by the launcher as long as it runs
 plan.toml             the plan
 metrics.jsonl         one line a step (epoch, step, loss) and one an evaluation
 workers/rank0.log     what each worker printed
-spans/rank0.jsonl     what each rank did when: its spans, counters and clock
+spans/rank0.jsonl     what each rank did when: its spans, counters and clock; rank0.2.jsonl in attempt 2
 checkpoint/           states of the run, a folder each (see records/checkpoints.py)
 weights.safetensors   final weights, for plain PyTorch
 best.safetensors      those of the best epoch, where the job says which that is
@@ -101,9 +101,9 @@ def saved_step(folder: Path) -> int | None:
     return None
 
 
-def span_log(folder: Path, rank: int) -> Path:
-    """The file in which a rank says what it did when."""
-    return folder / SPANS / f"rank{rank}.jsonl"
+def span_log(folder: Path, rank: int, attempt: int = 1) -> Path:
+    """The file in which a rank says what it did when, one for each attempt."""
+    return folder / SPANS / (f"rank{rank}.jsonl" if attempt == 1 else f"rank{rank}.{attempt}.jsonl")
 
 
 def write_run(folder: Path, facts: dict[str, Any]) -> None:

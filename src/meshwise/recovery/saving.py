@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import secrets
 import threading
 import time
@@ -21,6 +20,7 @@ from torch import Tensor
 from meshwise.records import checkpoints as files
 from meshwise.records.boxes import volume
 from meshwise.records.checkpoints import Checkpoint
+from meshwise.records.claims import is_over
 from meshwise.records.merging import merged
 from meshwise.recovery.collect import collected
 from meshwise.recovery.layout import Held, Part, deal, held, plainly_held, view_of, within
@@ -32,7 +32,7 @@ from meshwise.spec.world import World
 from meshwise.timeline.recorder import current
 from meshwise.transfer import collectives
 from meshwise.transfer.sharded import Box
-from meshwise.workers.environment import ATTEMPT
+from meshwise.workers.environment import attempt
 from meshwise.workers.join import rank_context
 
 DEFAULT = Saves()
@@ -81,7 +81,7 @@ class Saver:
         """
         with current().span("checkpoint"):
             self._asked = time.monotonic()
-            key, attempt, shared = self._begin()
+            key, number, shared = self._begin()
             self._settle(None if wait else PATIENCE)
             values, tensors = self._encoded(make(False)) if shared else (None, {})
             shapes = {name: held(tensor) for name, tensor in tensors.items()}
@@ -98,7 +98,7 @@ class Saver:
                 empty: list[list[Part]] = [[] for _ in range(self._world.size - 1)]
                 self._deal = Deal((), shapes, [*deal([shapes]), *empty])
             self._start(
-                key, {"attempt": attempt, "world": self._world.size, "time": time.time(), **facts}, values, tensors
+                key, {"attempt": number, "world": self._world.size, "time": time.time(), **facts}, values, tensors
             )
         return True
 
@@ -111,9 +111,9 @@ class Saver:
                 with contextlib.suppress(OSError):  # what cannot be written is said where it is written
                     self._folder.mkdir(parents=True, exist_ok=True)
                     files.remove_leftovers(self._folder)
-            attempt = max([int(os.environ.get(ATTEMPT, "1")), *(c.attempt + 1 for c in self._known())])
-            key, attempt = collectives.broadcast_object((key, attempt), collectives.everyone())
-            self._begun = key, attempt, seen_by_all(self._folder, self._world, key)
+            number = max([attempt(), *(c.attempt + 1 for c in self._known())])
+            key, number = collectives.broadcast_object((key, number), collectives.everyone())
+            self._begun = key, number, seen_by_all(self._folder, self._world, key)
             if not self._begun[2]:
                 self._tell(f"not every machine sees {self._folder}: rank 0 gathers and writes the whole state.")
         return self._begun
@@ -179,7 +179,7 @@ class Saver:
                 f"step {writing.facts['step']} could not be saved: {writing.said}. The checkpoints before it are "
                 "unharmed; the next save is tried as ever."
             )
-        elif writing.rank == 0:
+        elif writing.rank == 0 and not is_over(self._folder.parent, attempt()):
             left = files.abandoned_by([c for c in self._known() if c.attempt < writing.facts["attempt"]], self._resumed)
             files.prune(self._folder, keep=self._saves.keep, limit=self._saves.limit, abandoned=left)
 

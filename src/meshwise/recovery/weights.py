@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from meshwise.records.claims import is_over
 from meshwise.records.files import write_text, write_with
 from meshwise.recovery.collect import collected, state_of
 from meshwise.recovery.layout import Held, Part, held
@@ -19,6 +20,7 @@ from meshwise.recovery.loading import Stored
 from meshwise.recovery.tensor_files import NAMES, as_bytes, laid_out
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import some
+from meshwise.workers.environment import attempt
 
 MOST = 5_000_000_000  # bytes of a file, as Hugging Face divides
 
@@ -40,7 +42,7 @@ def save_weights(model: nn.Module, path: Path, header: Mapping[str, str] | None 
     name.
     """
     state = collected(state_of(model))
-    if state is not None:
+    if state is not None and not is_over(path.parent, attempt()):
         tensors = {name: tensor.contiguous().clone() for name, tensor in state.items()}
         write_with(path, lambda file: file.write(save(tensors, metadata={"format": "pt", **(header or {})})))
 

@@ -108,8 +108,13 @@ def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[Rank
 
 def rank_of(path: Path) -> int:
     """The rank whose log a file is, by its name."""
-    match = re.search(r"\d+", path.name)
-    return int(match[0]) if match else 0
+    return place_of(path)[0]
+
+
+def place_of(path: Path) -> tuple[int, int]:
+    """The rank and the attempt whose log a file is, by its name."""
+    numbers = [int(number) for number in re.findall(r"\d+", path.name)] or [0]
+    return numbers[0], numbers[1] if len(numbers) > 1 else 1
 
 
 def _whole(value: Any, most: int = MOST) -> int:

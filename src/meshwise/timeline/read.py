@@ -23,7 +23,7 @@ from meshwise.spec.units import plural, seconds_text
 from meshwise.timeline.align import ClockFit, causal_shifts, fit_clock, widened
 from meshwise.timeline.arrivals import arrival_table
 from meshwise.timeline.pack import Column
-from meshwise.timeline.rank_log import RankLog, rank_of, read_rank_log
+from meshwise.timeline.rank_log import RankLog, place_of, read_rank_log
 from meshwise.timeline.spans import KIND, LANE, SPAN
 from meshwise.timeline.timeline import NO_PHASE, PER_SESSION, Clock, Counter, Rank, RunSession, Spans, Timeline, of_rank
 
@@ -31,6 +31,8 @@ SILENT = 60.0
 """Seconds without any record after which a run that run.json has as running was probably killed."""
 SILENT_RANK = 10_000_000_000
 """ns after which a rank of a running run was cut off, if others still record."""
+CLOCKS_DIFFER = 1_000_000_000
+"""ns by which the time of day of two hosts may differ."""
 Row = tuple[int, int, int, float]
 """Of a counter: time, step, phase, value."""
 
@@ -64,8 +66,10 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metr
     facts["best"] = str(best_of(folder) or "")
     missing: list[str] = []
     logs: list[RankLog] = []
-    for path in sorted((folder / names.SPANS).glob("rank*.jsonl"), key=rank_of):
+    for path in sorted((folder / names.SPANS).glob("rank*.jsonl"), key=place_of):
         found, unread = read_rank_log(path, last_blocks)
+        if last_blocks is not None and logs and found and logs[-1].rank == found[-1].rank:
+            logs[-1].packed = []  # of an earlier attempt
         logs += found
         missing += [unread] if unread else []
     facts |= {"program": "job" if "request" in facts else next((log.program for log in logs if log.program), "script")}
@@ -75,7 +79,7 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metr
         by_time = max([i for i, start in enumerate(began) if start <= log.unix + 1.0], default=0)
         log.session = log.attempt - 1 if 0 < log.attempt <= len(began) else by_time
     aligned = _aligned(logs, began)
-    spans, kinds = _spans(aligned)
+    spans, kinds = _spans(aligned, [round((each - began[0]) * 1e9) for each in began])
     clocks = _made_causal(spans, kinds, aligned)
     ranks = _ranks(aligned, spans)
     sessions = _sessions(facts, entries, ranks, spans)
@@ -98,8 +102,9 @@ def _aligned(logs: Sequence[RankLog], began: Sequence[float]) -> list[_Aligned]:
     return [_Aligned(log, fit, origins[log.session]) for log, fit in zip(logs, fits, strict=True)]
 
 
-def _spans(aligned: Sequence[_Aligned]) -> tuple[Spans, list[str]]:
-    """All spans, sorted, on one clock."""
+def _spans(aligned: Sequence[_Aligned], began: Sequence[int]) -> tuple[Spans, list[str]]:
+    """All spans, sorted, on one clock. What a rank records of which a later attempt had begun by then does not count:
+    its machine was cut off."""
     found: dict[str, int] = {"": 0}
     spans = np.empty(sum(a.log.spans for a in aligned), SPAN)
     at = 0
@@ -112,6 +117,10 @@ def _spans(aligned: Sequence[_Aligned]) -> tuple[Spans, list[str]]:
         for block in a.log.blocks():
             rows = spans[at : at + len(block[0])]
             _fill(rows, block, of_code, a)
+            if a.log.session + 1 < len(began):
+                kept = rows["start"] <= began[a.log.session + 1] + CLOCKS_DIFFER
+                rows[: kept.sum()] = rows[kept]
+                rows = rows[: kept.sum()]
             at += len(rows)
     spans = spans[:at]
     for rank in {a.log.rank for a in aligned}:

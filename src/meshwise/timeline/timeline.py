@@ -116,7 +116,8 @@ class Timeline:
         later = [(counter, counter.time >= newest.began) for counter in self.counters]
         counters = tuple(counter.where(kept) for counter, kept in later if kept.any())
         spans = self.spans[self.spans["start"] >= newest.began]
-        return replace(self, spans=spans, counters=counters, sessions=(newest,))
+        ranks = tuple(rank for rank in self.ranks if rank.last >= newest.began)  # it may have fewer than before
+        return replace(self, spans=spans, counters=counters, sessions=(newest,), ranks=ranks or self.ranks)
 
     def of_steps(self, first: int, last: int) -> Spans:
         """The spans of the steps from `first` to `last`, both included."""

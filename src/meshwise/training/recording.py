@@ -27,7 +27,7 @@ from meshwise.timeline.span_log import SpanLog
 from meshwise.training import faults
 from meshwise.workers import heartbeat
 from meshwise.workers.clock import ClockProbe, ClockServer
-from meshwise.workers.environment import ATTEMPT, RUN_FOLDER
+from meshwise.workers.environment import ATTEMPT, RUN_FOLDER, attempt
 
 PATIENCE = timedelta(minutes=30)  # as the process group's own
 _numbers = count(1)  # of the recordings of this process: ranks begin them together
@@ -93,10 +93,10 @@ class Recording:
             "device": _device_name(world),
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            **({"attempt": int(os.environ[ATTEMPT])} if ATTEMPT in os.environ else {}),
+            **({"attempt": attempt()} if ATTEMPT in os.environ else {}),
             **({"program": "plain"} if recorder is not None else {}),
         }
-        path = names.span_log(folder, world.rank)
+        path = names.span_log(folder, world.rank, attempt())
         sample = self._clocks.sample if self._clocks is not None else None
         self._log = SpanLog(path, self.recorder, head, sample_clock=sample, failed=say)
 

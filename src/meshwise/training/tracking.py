@@ -9,20 +9,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from torch import Tensor
 
 from meshwise.records import folder as names
-from meshwise.records.files import Record, append_lines
+from meshwise.records.claims import is_over, newest
+from meshwise.records.files import Record, append_lines, keep_lines
 from meshwise.spec.errors import UsageError
 from meshwise.spec.json_values import json_value
 from meshwise.spec.user_code import user_place
 from meshwise.spec.words import error_text
 from meshwise.training import session
 from meshwise.training.trackers import OpenTracker, Tracker, check_trackers, open_tracker
-from meshwise.workers.environment import LOG, RUN_FOLDER
+from meshwise.workers.environment import LOG, RUN_FOLDER, attempt
 from meshwise.workers.join import rank_context
 
 COMPARED = 3
@@ -40,10 +41,18 @@ class Tracking:
         self._wanted = list(dict.fromkeys(trackers))
         self._open: list[OpenTracker] = []
         self._unwritten: list[Record] = []
+        self._held: BinaryIO | None = None
+        """metrics.jsonl as this attempt of the run began it: a later attempt, on other machines, makes it anew."""
 
     def open(self, step: int) -> None:
         """Open the trackers. step: the last one that the run has behind it."""
+        self._hold()
         self._open_now(self._wanted, step)
+
+    def _hold(self) -> None:
+        path = None if self._folder is None else self._folder / names.METRICS
+        if path is not None and path.is_file():
+            self._held = path.open("rb")
 
     def add(self, trackers: Iterable[str | Tracker], step: int) -> None:
         """Open these too, but for those that it has."""
@@ -71,7 +80,11 @@ class Tracking:
             return
         first, records = not self._unwritten, [*self._unwritten, *map(json_value, records)]
         try:
-            append_lines(folder / names.METRICS, records)
+            if self._held is None and is_over(folder, attempt()):
+                return
+            append_lines(folder / names.METRICS, records, self._held)
+            if self._held is None:
+                self._hold()
         except OSError as error:
             self._unwritten = records
             if first:
@@ -88,6 +101,9 @@ class Tracking:
             self._write(self._folder, ())
         if self._unwritten:
             self._notify(f"{len(self._unwritten)} lines of {names.METRICS} could not be written, and are lost.")
+        if self._held is not None:
+            self._held.close()
+            self._held = None
         while self._open:
             tracker = self._open.pop()
             with self._optional(tracker.name):
@@ -189,6 +205,8 @@ def _of_script(first: bool) -> _Target:
     wanted = [name for name in os.environ.get(LOG, "").split(",") if name]
     check_trackers(wanted)
     folder = Path(os.environ[RUN_FOLDER]) if RUN_FOLDER in os.environ else None
+    if folder is not None and first and newest(folder):
+        keep_lines(folder / names.METRICS, lambda record: True)  # a file of this attempt's own
     tracking = Tracking(folder, wanted if first else (), session.tell)
     tracking.open(0)
     atexit.register(tracking.close)

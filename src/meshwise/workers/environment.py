@@ -37,6 +37,11 @@ ATTEMPT = "MESHWISE_ATTEMPT"
 """Which attempt of the run its workers are, from 1: each start is one."""
 
 
+def attempt() -> int:
+    """The attempt of the run that this process belongs to."""
+    return int(os.environ.get(ATTEMPT, "1"))
+
+
 def result_path(task: Path, rank: int) -> Path:
     """Where the worker of `rank` puts the result of `task`."""
     return task.with_name(f"result-{rank}.pickle")
