@@ -1,4 +1,5 @@
-"""A run goes on with the devices that are left of a machine, with the same global batch, and with more again."""
+"""A run goes on with the devices that are left of a machine, with the same global batch, and with more again
+(api/devices_left.py)."""
 
 from __future__ import annotations
 

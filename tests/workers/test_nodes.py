@@ -1,4 +1,5 @@
-"""Launchers of several machines: what they tell each other, and that a lost one is noticed (workers/nodes.py)."""
+"""Launchers of several machines: what they tell each other, and that a lost one is noticed (workers/nodes.py, by
+workers/meeting.py at a workers/store.py)."""
 
 from __future__ import annotations
 
