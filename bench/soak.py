@@ -1,0 +1,338 @@
+"""Faults of any kind, at any time, on three hosts: what a run loses, and whether its numbers stay the same.
+
+    python bench/soak.py --minutes 20 --every 20     as root, on Linux: hosts are network namespaces with shaped links
+
+Faults come from outside, at moments of a Poisson process: a worker is killed, stopped for ever or for a second, a link
+is cut for a second or slow for five, a bit of the newest checkpoint flips, a whole host dies (what is left is then
+asked to stop, as a scheduler does, and starts again with --resume on all hosts). At the end the run is stopped so.
+
+Claim: every fault that ends an attempt is noticed, with its rank; every step is in the record once, with the loss and
+the last parameters of a run that was never disturbed (float64: within 1e-9); no process, socket, shared memory or
+temporary file is left over. Goodput is steps that count by their undisturbed seconds, of the wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from keep import keep
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from meshwise.records.checkpoints import checkpoints_in
+from meshwise.records.files import read_lines
+from meshwise.recovery.loading import open_newest, whole
+from meshwise.training.faulty_disk import flip_bit, newest_file
+from tests.hosts import INTERFACE, Host, _kill_inside, hosts, why_not
+
+JOB = Path(__file__).parents[1] / "tests" / "faults" / "job_that_lasts.py"
+EXACT = ("--precision", "fp64", "--exact-random")
+RATE, PORT, SAFE = "1gbit", 29500, 60.0
+ENDS = {"kill": "killed", "stop": "hung", "host": "lost"}
+"""Faults that end an attempt, and as what the record has them."""
+
+
+class Run:
+    """A run on three hosts that share a folder."""
+
+    def __init__(self, cluster: list[Host], out: Path, pause: float) -> None:
+        self.cluster, self.out = cluster, out
+        self.variables = {
+            "SOAK_PAUSE": str(pause),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+        }
+        self.scratch = [out / f"tmp{node}" for node in range(len(cluster))]
+        for folder in self.scratch:
+            folder.mkdir(parents=True)
+        self.launchers: list[subprocess.Popen[bytes]] = []
+        self.pids: set[int] = set()
+        self.starts = 0
+
+    def start(self) -> None:
+        """Start a launcher on each host, and wait for a step."""
+        before = self.steps()
+        first = (
+            ["--resume", str(self.folder)] if self.starts else [f"{JOB}:job", "--out", str(self.out / "runs"), *EXACT]
+        )
+        first += [] if self.starts else ["--save-every", "2s"]
+        self.starts += 1
+        words = ["--nnodes", str(len(self.cluster)), "--rdzv", f"{self.cluster[0].address}:{PORT + self.starts}"]
+        words += ["--devices", "1xcpu", "--restarts", "1000", "--hang-limit", "4s"]
+        self.launchers = []
+        for node, host in enumerate(self.cluster):
+            command = [sys.executable, "-m", "meshwise", "run", *first, *words, "--node-rank", str(node)]
+            with (self.out / f"host{node}.txt").open("ab") as log:
+                variables = self.variables | {"TMPDIR": str(self.scratch[node])}
+                self.launchers.append(host.popen(command, variables, stdout=log, stderr=log))
+        until = time.monotonic() + SAFE
+        while self.steps() <= before and time.monotonic() < until:
+            time.sleep(0.2)
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return next((self.out / "runs").iterdir())
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Its run.json."""
+        try:
+            found: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
+        except (OSError, ValueError, StopIteration):
+            return {}
+        return found
+
+    def steps(self) -> int:
+        """The last step whose loss is written."""
+        with suppress(StopIteration, OSError):
+            return max(
+                (line["step"] for line in read_lines(self.folder / "metrics.jsonl") if "loss" in line), default=0
+            )
+        return 0
+
+    def worker(self, rank: int) -> int | None:
+        """The process of a rank, where it lives."""
+        heads = [line for line in read_lines(self.folder / "spans" / f"rank{rank}.jsonl") if "pid" in line]
+        pid = heads[-1]["pid"] if heads else None
+        self.pids |= {pid} if pid else set()
+        return pid if pid and Path(f"/proc/{pid}").exists() else None
+
+    def stop(self) -> list[int]:
+        """As a scheduler does before the time is over; exit codes of the launchers that were left."""
+        left = [launcher for launcher in self.launchers if launcher.poll() is None]
+        for launcher in left:
+            launcher.send_signal(signal.SIGUSR1)
+        return [launcher.wait(timeout=SAFE + 60) for launcher in left]
+
+
+def link(run: Run, node: int, *words: str) -> None:
+    """Change the switch's end of a host's link."""
+    switch = run.cluster[0].namespace.replace("host0", "switch")
+    subprocess.run(["ip", "-n", switch, "link", "set", f"host{node}", *words], check=True)
+
+
+def slow_link(run: Run, node: int, rate: str) -> None:
+    """Change the rate of what a host sends."""
+    where = ["tc", "-n", run.cluster[node].namespace, "qdisc", "change", "dev", INTERFACE, "root", "tbf"]
+    subprocess.run([*where, "rate", rate, "burst", "64kb", "latency", "50ms"], check=True)
+
+
+def signalled(run: Run, node: int, number: signal.Signals, after: float | None = None) -> bool:
+    """Send a signal to the worker of a host, and SIGCONT after so many seconds. False where there is none now."""
+    pid = run.worker(node)
+    if pid is None:
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+        if after is not None:
+            time.sleep(after)
+            os.kill(pid, signal.SIGCONT)
+        return True
+    return False
+
+
+def for_a_while(begin: Callable[[], None], seconds: float, end: Callable[[], None]) -> bool:
+    """Something, and its end after so many seconds."""
+    begin()
+    time.sleep(seconds)
+    end()
+    return True
+
+
+def rot(run: Run, node: int) -> bool:
+    """A bit of the newest checkpoint flips."""
+    path = newest_file(run.folder / "checkpoint", node)
+    if path is None:
+        return False
+    with suppress(OSError):  # it was removed meanwhile
+        flip_bit(path)
+        return True
+    return False
+
+
+def host_dies(run: Run, node: int) -> bool:
+    """All that runs on a host is gone; what is left goes on, and is then started again on all hosts."""
+    attempts = len(run.record.get("sessions", []))
+    _kill_inside(run.cluster[node].namespace)
+    shutil.rmtree(run.scratch[node])  # its own disk
+    run.scratch[node].mkdir()
+    until = time.monotonic() + SAFE
+    while len(run.record.get("sessions", [])) == attempts and time.monotonic() < until:
+        time.sleep(0.2)
+    time.sleep(5.0)
+    run.stop()
+    run.start()
+    return True
+
+
+FAULTS: dict[str, Callable[[Run, int], bool]] = {
+    "kill": lambda run, node: signalled(run, node, signal.SIGKILL),
+    "stop": lambda run, node: signalled(run, node, signal.SIGSTOP),
+    "pause": lambda run, node: signalled(run, node, signal.SIGSTOP, after=1.0),
+    "cut": lambda run, node: for_a_while(lambda: link(run, node, "down"), 1.0, lambda: link(run, node, "up")),
+    "slow link": lambda run, node: for_a_while(
+        lambda: slow_link(run, node, "2mbit"), 5.0, lambda: slow_link(run, node, RATE)
+    ),
+    "rot": rot,
+    "host": host_dies,
+}
+
+
+def soaked(run: Run, minutes: float, every: float, draw: random.Random) -> list[dict[str, Any]]:
+    """Let faults happen until the time is over; what happened when."""
+    done, until = [], time.monotonic() + 60 * minutes
+    run.start()
+    while time.monotonic() < until:
+        time.sleep(min(draw.expovariate(1 / every), max(0.0, until - time.monotonic())))
+        if all(launcher.poll() is not None for launcher in run.launchers):
+            codes = [launcher.returncode for launcher in run.launchers]
+            done.append({"kind": "ended", "codes": codes, "time": time.time()})
+            print(f"the run ended with {codes}: started again", flush=True)
+            run.start()
+        kind, node = draw.choice(list(FAULTS)), draw.randrange(len(run.cluster))
+        began, attempt = time.time(), len(run.record.get("sessions", []))
+        if FAULTS[kind](run, node):
+            done.append({"kind": kind, "host": node, "time": began, "attempt": attempt, "step": run.steps()})
+            print(
+                f"{time.monotonic() - until + 60 * minutes:6.0f} s  step {run.steps():5}  {kind} on host {node}",
+                flush=True,
+            )
+    return done
+
+
+def noticed(faults: list[dict[str, Any]], sessions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each fault that ends an attempt: whether its attempt's record has the kind and the rank, and after how long.
+
+    One that came while another one was being answered is that one's."""
+    found = []
+    for fault in faults:
+        if fault["kind"] not in ENDS or fault["attempt"] < 1:
+            continue
+        session = sessions[fault["attempt"] - 1]
+        before = [f for f in faults if f.get("attempt") == fault["attempt"] and f["time"] < fault["time"]]
+        ends = session.get("ended") or 0
+        if any(f["kind"] in ENDS for f in before) or (session["status"] != "stopped" and ends < fault["time"]):
+            continue
+        right = session.get("kind") == ENDS[fault["kind"]] and session.get("rank") == fault["host"]
+        found.append({**fault, "right": right, "seconds": ends - fault["time"], "seen": session.get("reason")})
+    return found
+
+
+def differences(run: Run, alone: Path, step: int) -> dict[str, Any]:
+    """What the run has beside one that was never disturbed: losses, and the parameters after the last step."""
+    ours, theirs = (
+        {line["step"]: line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line}
+        for folder in (run.folder, alone)
+    )
+    steps = [line["step"] for line in read_lines(run.folder / "metrics.jsonl") if "loss" in line]
+    once = steps == list(range(1, step + 1))
+    losses = max(abs(ours[at] - theirs[at]) / max(1.0, abs(theirs[at])) for at in ours)
+    states = [
+        whole(open_newest(folder / "checkpoint", only=f"step-{step:08d}.{n}").tree)
+        for folder, n in ((run.folder, checkpoints_in(run.folder / "checkpoint")[-1].attempt), (alone, 1))
+    ]
+    models = [state["model"] for state in states]
+    parameters = max(float((models[0][name].double() - models[1][name].double()).abs().max()) for name in models[0])
+    return {"steps_once": once, "losses_apart": losses, "parameters_apart": parameters}
+
+
+def undisturbed(out: Path, step: int) -> Path:
+    """The folder of a run of three ranks on one machine that saves after this step."""
+    words = [
+        "--devices",
+        "3xcpu",
+        *EXACT,
+        "--epochs",
+        str(step // 20 + 1),
+        "--save-every",
+        str(step),
+        "--log-every",
+        "1000",
+    ]
+    command = [sys.executable, "-m", "meshwise", "run", f"{JOB}:job", *words, "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    return next(out.iterdir())
+
+
+def left_over(run: Run) -> dict[str, Any]:
+    """Processes and sockets of the hosts, shared memory and temporary files of the run."""
+    time.sleep(2.0)
+    found: dict[str, Any] = {}
+    for host in run.cluster:
+        pids = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True).stdout.split()
+        words = ["ip", "netns", "exec", host.namespace, "ss", "-Hxtan", "state", "connected", "state", "listening"]
+        sockets = subprocess.run(words, capture_output=True, text=True).stdout.splitlines()
+        found[host.address] = {"processes": len(pids), "sockets": len([s for s in sockets if "TIME-WAIT" not in s])}
+    shared = [path.name for path in Path("/dev/shm").iterdir() if any(str(pid) in path.name for pid in run.pids)]
+    files = [path.name for folder in run.scratch for path in folder.iterdir() if path.name[:6] != "torchi"]
+    return {"hosts": found, "shared_memory": shared, "temporary": files}
+
+
+def main() -> None:
+    """Soak, judge, keep."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--every", type=float, default=20.0, help="mean seconds between two faults")
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds of a step")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    if reason := why_not():
+        raise SystemExit(reason)
+    with tempfile.TemporaryDirectory() as name, hosts(3, RATE) as cluster:
+        run = Run(cluster, Path(name) / "soak", given.pause)
+        began = time.monotonic()
+        faults = soaked(run, given.minutes, given.every, random.Random(given.seed))
+        codes, wall = run.stop(), time.monotonic() - began
+        left, step, sessions = left_over(run), run.steps(), run.record["sessions"]
+        apart = differences(run, undisturbed(Path(name) / "alone", step), step)
+        texts = [(run.out / f"host{node}.txt").read_text() for node in range(3)]
+    seen = noticed(faults, sessions)
+    seconds = [one["seconds"] for one in seen if one["right"]]
+    again = [session["seconds_to_step"] for session in sessions if "seconds_to_step" in session]
+    result = {
+        "claim": " ".join((__doc__ or "").partition("Claim: ")[2].split()),
+        "given": vars(given),
+        "wall_seconds": wall,
+        "steps": step,
+        "goodput": step * given.pause / wall,
+        "attempts": len(sessions),
+        "steps_lost": sum(session.get("steps_lost", 0) for session in sessions),
+        "faults": dict(Counter(fault["kind"] for fault in faults)),
+        "ended_attempts": {"faults": len(seen), "named": sum(one["right"] for one in seen)},
+        "not_named": [one for one in seen if not one["right"]],
+        "seconds_to_detect": _middle(seconds),
+        "seconds_to_step": _middle(again),
+        "rotten_noticed": sum(text.count(" is not used: ") for text in texts),
+        "exit_codes": codes,
+        "left_over": left,
+        **apart,
+    }
+    print(json.dumps({name: value for name, value in result.items() if name not in ("claim", "given")}, indent=1))
+    if "Traceback" in "".join(texts):
+        print("\n".join(texts)[-4000:])
+    keep("soak", result)
+
+
+def _middle(values: list[float]) -> dict[str, float]:
+    if len(values) < 2:
+        return dict.fromkeys(("p50", "p95"), values[0]) if values else {}
+    return {"p50": median(values), "p95": quantiles(values, n=20)[-1]}
+
+
+if __name__ == "__main__":
+    main()
