@@ -75,7 +75,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    """A scenario. faults: with R for the rank that fails, O for another one. kind: as the record names the failure;
+    """A scenario. faults: R is the rank that fails, O another one, A each. kind: as the record names the failure;
     "" where nobody fails. says: what is printed. replicas: least number of them that notice it."""
 
     name: str
@@ -92,6 +92,7 @@ class Row:
 
 
 BOTH = ("kill:rank=R,step=15", "kill:rank=O,step=15")
+ALL = "kill:rank=A,step=15"
 LINK = "look at the link between them"
 EXCEPTION = ("--restart-on=exception",)
 ROWS = (
@@ -106,12 +107,13 @@ ROWS = (
     Row("hang", ["hang:rank=R,step=15"], "hung", options=HANGS),
     Row("stop", ["stop:rank=R,step=15,phase=backward"], "hung", options=HANGS),
     Row("drop-link", ["drop-link:rank=R,step=15"], "hung", options=HANGS, says=LINK, any_rank=True),
+    Row("reset-link", ["reset-link:rank=R,step=15"], "link", says=LINK, any_rank=True),
     Row("slow", ["slow 30ms:rank=R,step=3"], "", says="rank R", attempts=1, step=0),
     Row("nan", ["nan:rank=R,step=15"], "raised", 1, attempts=1, any_rank=True, numbers=False, step=0),
     Row("bitflip", ["bitflip:rank=R,step=14"], "corrupt", options=("--check-every=2",), replicas=3, step=0),
     Row("disk-full", ["disk-full:rank=0,step=11,steps=3"], "", says=" needed. The checkpoints before it", attempts=1),
-    Row("corrupt-checkpoint", ["corrupt-checkpoint:rank=R,step=14", *BOTH], says="12 is not used", any_rank=True),
-    Row("cut-checkpoint", ["cut-checkpoint:rank=R,step=14", *BOTH], says="12 is not used", any_rank=True),
+    Row("corrupt-checkpoint", ["corrupt-checkpoint:rank=R,step=14", ALL], says="12 is not used", any_rank=True),
+    Row("cut-checkpoint", ["cut-checkpoint:rank=R,step=14", ALL], says="12 is not used", any_rank=True),
 )
 
 
@@ -179,12 +181,19 @@ def job_of(case: Case) -> str:
 def tried(row: Row, case: Case, victim: int, undisturbed: str) -> dict[str, Any]:
     """A run with a fault, and what the oracles say of it."""
     other = (victim + 1) % case.ranks
-    faults = [text.replace("rank=R", f"rank={victim}").replace("rank=O", f"rank={other}") for text in row.faults]
+    known = {"rank=R": [victim], "rank=O": [other], "rank=A": range(case.ranks), "rank=0": [0]}
+    faults = [
+        text.replace(word, f"rank={rank}")
+        for text in row.faults
+        for word, ranks in known.items()
+        if word in text
+        for rank in ranks
+    ]
     with tempfile.TemporaryDirectory() as folder:
         words = [*case.words(), *row.options, *(f"--fault={text}" for text in faults)]
         done = run(Path(folder), job_of(case), *words)
-        known = done["folder"].name != Path(folder).name
-        record = json.loads((done["folder"] / "run.json").read_text()) if known else {}
+        record = done["folder"] / "run.json"
+        record = json.loads(record.read_text()) if record.exists() else {}
         happened = done["folder"] / "faults.jsonl"
         count = len(happened.read_text().splitlines()) if happened.exists() else 0
         bitwise = numbers(done["folder"]) == undisturbed

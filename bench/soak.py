@@ -236,11 +236,11 @@ def noticed(faults: list[dict[str, Any]], sessions: list[dict[str, Any]]) -> lis
 def differences(run: Run, alone: Path, step: int) -> dict[str, Any]:
     """What the run has beside one that was never disturbed: losses, and the parameters after the last step."""
     ours, theirs = (
-        {line["step"]: line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line}
+        {line["step"]: line["loss"] for line in read_lines(folder / "metrics.jsonl") if line.get("step", 0) <= step}
         for folder in (run.folder, alone)
     )
     steps = [line["step"] for line in read_lines(run.folder / "metrics.jsonl") if "loss" in line]
-    once = steps == list(range(1, step + 1))
+    once = steps[:step] == list(range(1, step + 1)) and len(set(steps)) == len(steps)
     losses = max(abs(ours[at] - theirs[at]) / max(1.0, abs(theirs[at])) for at in ours)
     states = [
         whole(open_newest(folder / "checkpoint", only=f"step-{step:08d}.{n}").tree)
@@ -298,7 +298,12 @@ def main() -> None:
         began = time.monotonic()
         faults = soaked(run, given.minutes, given.every, random.Random(given.seed))
         codes, wall = run.stop(), time.monotonic() - began
-        left, step, sessions = left_over(run), run.steps(), run.record["sessions"]
+        left, step, sessions = (
+            left_over(run),
+            checkpoints_in(run.folder / "checkpoint")[-1].step,
+            run.record["sessions"],
+        )
+        written = run.steps()
         apart = differences(run, undisturbed(Path(name) / "alone", step), step)
         texts = [(run.out / f"host{node}.txt").read_text() for node in range(3)]
     seen = noticed(faults, sessions)
@@ -319,6 +324,7 @@ def main() -> None:
         "seconds_to_step": _middle(again),
         "rotten_noticed": sum(text.count(" is not used: ") for text in texts),
         "exit_codes": codes,
+        "steps_written": written,
         "left_over": left,
         **apart,
     }

@@ -21,6 +21,7 @@ KINDS = {
     "bitflip": "a bit of a parameter of the rank is flipped",
     "disk-full": "the rank's writes into the run's folder fail, for steps=10, and until one has failed",
     "drop-link": "the rank's connections to the others carry nothing any more (CPU workers)",
+    "reset-link": "the rank's connections to the others are closed (CPU workers)",
     "corrupt-checkpoint": "a bit of the newest checkpoint on the disk is flipped",
     "cut-checkpoint": "a file of the newest checkpoint on the disk loses its second half",
 }

@@ -26,7 +26,7 @@ from meshwise.training import faulty_disk, faulty_link
 from meshwise.training.faulty_disk import FullDisk
 from meshwise.workers.environment import ATTEMPT
 
-OF_THE_MACHINE = ("disk-full", "drop-link", "corrupt-checkpoint", "cut-checkpoint")
+OF_THE_MACHINE = ("disk-full", "drop-link", "reset-link", "corrupt-checkpoint", "cut-checkpoint")
 
 
 class InjectedFault(RuntimeError):
@@ -76,9 +76,10 @@ class ArmedFaults:
         """What is to happen to the disk or to the link; None where there is nothing that it could happen to."""
         if fault.kind == "disk-full":
             return partial(self._fill, fault)
-        if fault.kind == "drop-link":
+        if fault.kind.endswith("link"):
             connections = faulty_link.connections_to_peers()
-            return partial(faulty_link.freeze, connections) if connections else None
+            happen = faulty_link.freeze if fault.kind == "drop-link" else faulty_link.close
+            return partial(happen, connections) if connections else None
         path = faulty_disk.newest_file(self.states, fault.rank)
         damage = faulty_disk.cut if fault.kind == "cut-checkpoint" else faulty_disk.flip_bit
         return None if path is None else partial(damage, path)

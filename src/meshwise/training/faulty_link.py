@@ -1,4 +1,5 @@
-"""A link that carries nothing any more: for `--fault drop-link`. Nobody is told, as with a cable that was pulled.
+"""A link that carries nothing any more, and nobody is told, as with a cable that was pulled: for `--fault drop-link`.
+One that is closed, which both ends hear: `reset-link`.
 
 Of a process's connections to its peers, in each place a socket is put that is connected to nothing; the real one stays
 open, so that the peers do not hear of its end.
@@ -14,13 +15,15 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from meshwise.workers.channel import ADDRESS
+
 FDS = Path("/dev/fd")
 
 
 def connections_to_peers() -> list[int]:
-    """The TCP connections of this process, but for those to the store of the process group: it is not the link's."""
-    store = int(os.environ.get("MASTER_PORT", "0"))
-    return [fd for fd, ends in _connections() if store not in ends]
+    """The TCP connections of this process, but for those to the store of the process group and to the launcher."""
+    known = os.environ.get("MASTER_PORT", "0"), os.environ.get(ADDRESS, "").rpartition(":")[2] or "0"
+    return [fd for fd, ends in _connections() if not {*map(int, known)} & {*ends}]
 
 
 def _connections() -> Iterator[tuple[int, tuple[int, int]]]:
@@ -42,6 +45,13 @@ def freeze(connections: Sequence[int]) -> None:
         os.close(mine)
         for poll in waited:  # its owner takes it out again when it closes it
             poll.register(fd, 0)
+
+
+def close(connections: Sequence[int]) -> None:
+    """Both ends hear that these connections are over."""
+    for fd in connections:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
+            each.shutdown(socket.SHUT_RDWR)
 
 
 def _polls() -> list[select.epoll]:

@@ -9,24 +9,19 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwise.spec.errors import MeshwiseError, ReplicaError, UsageError
 from meshwise.spec.user_code import OURS, name_line
 from meshwise.spec.words import error_text, readable
 
 MORE_MEMORY = "Let the ranks of this machine use less, or give them more memory."
+LINK = "The ranks lost their connections to each other, and all of them live: look at the link between them."
 MOST_FRAMES = 20
 """Of a traceback: half of them its beginning, half its end."""
 _COMMUNICATION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
-_COMMUNICATION_WORDS = (
-    "gloo",
-    "connection closed by peer",
-    "connection reset by peer",
-    "nccl",
-    "socket timeout",
-    "tcpstore",
-)
+_CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection timed out")
+_COMMUNICATION_WORDS = ("gloo", "nccl", "socket timeout", "tcpstore", *_CONNECTION_WORDS)
 
 
 @dataclass(frozen=True)
@@ -34,8 +29,9 @@ class Failure:
     """What is known of one failed worker.
 
     kind: `raised`, `killed` (by a signal), `left` (without saying done), `victim` (raised inside a collective), `hung`
-    (no progress), `lost` (its machine), `corrupt` (its values are not those of its replicas) or `parted` (ranks that
-    make other calls). smaller: for one that ran out of memory, a plan that needs less (TOML) and what changes with it.
+    (no progress), `lost` (its machine), `link` (all ranks live, and lost each other), `corrupt` (its values are not
+    those of its replicas) or `parted` (ranks that make other calls). smaller: for one that ran out of memory, a plan
+    that needs less (TOML) and what changes with it.
     step: the one that the rank was in; done: the last that all ranks of this machine have finished, as far as known.
     plain: the message is a sentence for the user, to be shown as it is. notes: what else is known, a line each.
     """
@@ -55,7 +51,7 @@ class Failure:
     @property
     def of_machine(self) -> bool:
         """Whether the program is not to blame, so that it may be started again."""
-        return self.kind in ("killed", "left", "hung", "lost", "corrupt")
+        return self.kind in ("killed", "left", "hung", "lost", "corrupt", "link")
 
 
 def is_gloo_abort(line: str) -> bool:
@@ -128,10 +124,16 @@ def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | Non
     return Failure(rank, "left", f"left with exit code {status} without saying that its work is done", time=time.time())
 
 
-def culprit(failures: Sequence[Failure]) -> Failure:
-    """The failure to show: one that is nobody's consequence, and the earliest of those."""
-    order = {"killed": 0, "raised": 0, "hung": 0, "lost": 0, "corrupt": 0, "left": 1, "victim": 2}
-    return min(failures, key=lambda failure: (order[failure.kind], failure.time))
+def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
+    """The failure to show: one that is nobody's consequence, and the earliest of those.
+
+    ranks: of the run; where each of them has lost another one, and none was lost, the link between them failed.
+    """
+    order = {"killed": 0, "raised": 0, "hung": 0, "lost": 0, "corrupt": 0, "link": 0, "left": 1, "victim": 2}
+    first = min(failures, key=lambda failure: (order[failure.kind], failure.time))
+    lost = {f.rank for f in failures if any(word in f.message.lower() for word in _CONNECTION_WORDS)}
+    all_lost = first.kind == "victim" and len(lost) == ranks > 1
+    return replace(first, kind="link", message=LINK, plain=True, traceback="") if all_lost else first
 
 
 def sentence(failure: Failure, size: int, others: Sequence[Failure] = ()) -> str:

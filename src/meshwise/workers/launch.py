@@ -45,7 +45,8 @@ from meshwise.workers.watched import State, WatchedWorker, shown
 from meshwise.workers.written_files import WrittenFiles
 
 # Time limits, in seconds.
-CULPRIT_TIMEOUT = 1.0  # after a victim's report, for the real culprit's
+CULPRIT_TIMEOUT = 1.0  # after a report, for the real culprit's
+VICTIMS_TIMEOUT = 10.0  # after those of victims alone, for those of all ranks
 FOLLOW_TIMEOUT = 3.0  # after a rank left in the middle of an epoch, for the others to leave too
 END_TIMEOUT = 10.0  # for a worker that is done to end
 HALT_INTERVAL = 0.3  # between two requests to halt to a worker that has not answered
@@ -184,7 +185,7 @@ class _Launcher:
             self._look_at_beats()
             failures = self._failures()
             if failures and self._settled(failures):
-                self._fail(failure.culprit(failures))
+                self._fail(failure.culprit(failures, self.size))
             if self._over() and all(w.seconds > END_TIMEOUT for w in self.workers):
                 break  # one that cannot end by itself is ended by end()
         self._look_at_verbs()
@@ -298,7 +299,9 @@ class _Launcher:
         if self.nodes and all(f.kind == "victim" for f in failures):
             return waited > OTHERS_TIMEOUT
         limit, running = CULPRIT_TIMEOUT / 4 if certain else CULPRIT_TIMEOUT, self._in(State.RUNNING)
-        return self._rescue.is_over(failure.culprit(failures), running) and (waited > limit or not running)
+        if all(f.kind == "victim" for f in failures):  # whether the others lost each other too is still to be told
+            limit = VICTIMS_TIMEOUT
+        return self._rescue.is_over(failure.culprit(failures, self.size), running) and (waited > limit or not running)
 
     def _look_at_once(self) -> None:
         if self.halt.at_once.is_set():
