@@ -212,6 +212,9 @@ def soaked(run: Run, minutes: float, every: float, draw: random.Random) -> list[
                 f"{time.monotonic() - until + 60 * minutes:6.0f} s  step {run.steps():5}  {kind} on host {node}",
                 flush=True,
             )
+    step, until = run.steps(), time.monotonic() + SAFE
+    while run.steps() <= step and time.monotonic() < until:  # the last of them is answered
+        time.sleep(0.2)
     return done
 
 

@@ -20,6 +20,7 @@ LINK = "The ranks lost their connections to each other, and all of them live: lo
 MOST_FRAMES = 20
 """Of a traceback: half of them its beginning, half its end."""
 _COMMUNICATION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
+CULPRIT_TIMEOUT, VICTIMS_TIMEOUT = 1.0, 10.0
 _CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection timed out")
 _COMMUNICATION_WORDS = ("gloo", "nccl", "socket timeout", "tcpstore", *_CONNECTION_WORDS)
 
@@ -134,6 +135,14 @@ def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
     lost = {f.rank for f in failures if any(word in f.message.lower() for word in _CONNECTION_WORDS)}
     all_lost = first.kind == "victim" and len(lost) == ranks > 1
     return replace(first, kind="link", message=LINK, plain=True, traceback="") if all_lost else first
+
+
+def patience(failures: Sequence[Failure]) -> float:
+    """Seconds after the first of these in which another one may turn out to be the culprit."""
+    if all(failure.kind == "victim" for failure in failures):  # whether all ranks lost each other is still to be told
+        return VICTIMS_TIMEOUT
+    certain = any(failure.kind in ("killed", "raised", "corrupt") for failure in failures)
+    return CULPRIT_TIMEOUT / 4 if certain else CULPRIT_TIMEOUT
 
 
 def sentence(failure: Failure, size: int, others: Sequence[Failure] = ()) -> str:

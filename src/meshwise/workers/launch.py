@@ -45,8 +45,6 @@ from meshwise.workers.watched import State, WatchedWorker, shown
 from meshwise.workers.written_files import WrittenFiles
 
 # Time limits, in seconds.
-CULPRIT_TIMEOUT = 1.0  # after a report, for the real culprit's
-VICTIMS_TIMEOUT = 10.0  # after those of victims alone, for those of all ranks
 FOLLOW_TIMEOUT = 3.0  # after a rank left in the middle of an epoch, for the others to leave too
 END_TIMEOUT = 10.0  # for a worker that is done to end
 HALT_INTERVAL = 0.3  # between two requests to halt to a worker that has not answered
@@ -295,12 +293,9 @@ class _Launcher:
     def _settled(self, failures: Sequence[Failure]) -> bool:
         """Whether the culprit cannot change any more: all have reported, or the time for it is over."""
         waited = max(w.seconds for w in self.workers if w.failure)
-        certain = any(f.kind in ("killed", "raised", "corrupt") for f in failures)
         if self.nodes and all(f.kind == "victim" for f in failures):
             return waited > OTHERS_TIMEOUT
-        limit, running = CULPRIT_TIMEOUT / 4 if certain else CULPRIT_TIMEOUT, self._in(State.RUNNING)
-        if all(f.kind == "victim" for f in failures):  # whether the others lost each other too is still to be told
-            limit = VICTIMS_TIMEOUT
+        limit, running = failure.patience(failures), self._in(State.RUNNING)
         return self._rescue.is_over(failure.culprit(failures, self.size), running) and (waited > limit or not running)
 
     def _look_at_once(self) -> None:
