@@ -56,6 +56,8 @@ class Restarts:
     """The plan that the run was started with; None leaves it to a script."""
     states: Path | None = None
     """Where a script saves its state; None: in the folder."""
+    launched: Mapping[str, Any] = field(default_factory=dict)
+    """Who started this command, as each attempt keeps it."""
     attempt: int = 1
     """Of this command, from 1."""
     number: int = 1
@@ -188,7 +190,8 @@ class Restarts:
 
     def record(self) -> dict[str, Any]:
         """What is kept of an attempt as it begins."""
-        return {"faults": [str(fault) for fault in self.due()]} if self.due() else {}
+        faults = {"faults": [str(fault) for fault in self.due()]} if self.due() else {}
+        return {**self.launched, **faults}
 
     def facts(self, error: WorkerFailed, number: int) -> dict[str, Any]:
         """What is kept of attempt `number` of the run, which failed."""

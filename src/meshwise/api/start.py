@@ -154,6 +154,7 @@ def opened(
         resumable=program.again is not None,
         command=options.on_failure,
         faults=faults,
+        launched=place_in(os.environ).record(),
         number=told.get("attempt", 1),
         asked=program.plan,
     )

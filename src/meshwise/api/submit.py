@@ -130,7 +130,7 @@ def send(submission: Submission) -> tuple[Path, str | None]:
         "job": submission.word,
         "nodes": job.nodes,
         "time": job.seconds,
-        "jobs": [],
+        "jobs": {},
         "site": job.site.file,
         "sent": time.time(),
     }
@@ -160,9 +160,10 @@ def send_again(run: Path) -> tuple[Path, str | None]:
 def _sent(run: Path) -> str | None:
     if not slurm.is_here():
         return None
+    sent = time.time()
     job = slurm.send(run / SCRIPT, [f"--output={run}/slurm-%j.out"])
     record: dict[str, Any] = names.read_run(run).get("submission", {})
-    names.change_run(run, submission={**record, "jobs": [*record.get("jobs", []), job], "sent": time.time()})
+    names.change_run(run, submission={**record, "jobs": {**record.get("jobs", {}), job: sent}, "sent": sent})
     return job
 
 

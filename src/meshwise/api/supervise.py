@@ -181,7 +181,8 @@ def supervise(
         if stopped:
             viewer.stops()
     if folder := keeps():
-        names.end_session(folder, "stopped" if stopped else "finished")
+        facts = {"reason": viewer.stopped.removeprefix("stopped by ")} if stopped else {}
+        names.end_session(folder, "stopped" if stopped else "finished", **facts)
     return results, halt.exit_code if stopped else DONE
 
 

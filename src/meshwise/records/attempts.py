@@ -14,7 +14,7 @@ from meshwise.spec.units import plural, seconds_text
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run's workers. reason: why it failed, "" where it did not. step: in which the culprit was.
+    """One start of a run's workers. reason: why it ended, "" where it came to its end. step: in which the culprit was.
 
     seconds_to_detect: from an injected fault to the launcher's word on it. from_step: the last step that was behind it
     as it began. What came before, where it is a restart: steps_lost were done again, seconds_to_step from the word on
@@ -29,6 +29,11 @@ class Attempt:
     from_step: int | None
     steps_lost: int | None
     seconds_to_step: float | None
+    began: float | None = None
+    ended: float | None = None
+    launched: str = ""
+    devices: int | None = None
+    waited: float | None = None
 
 
 def attempts_of(facts: Mapping[str, Any]) -> list[Attempt]:
@@ -45,16 +50,46 @@ def attempts_of(facts: Mapping[str, Any]) -> list[Attempt]:
             _number(session.get("from_step"), int),
             _number(session.get("steps_lost"), int),
             _number(session.get("seconds_to_step"), float),
+            _number(session.get("began"), float),
+            _number(session.get("ended"), float),
+            _launched(session),
+            _number(session.get("world"), int),
+            _waited(facts, before, session),
         )
-        for number, session in enumerate(found, 1)
+        for number, (before, session) in enumerate(zip([{}, *found], found, strict=False), 1)
     ]
+
+
+def _launched(session: Mapping[str, Any]) -> str:
+    if not session.get("scheduler_job"):
+        return ""
+    return f"{session.get('launcher')} job {session['scheduler_job']}, start {session.get('start')}"
+
+
+def _waited(facts: Mapping[str, Any], before: Mapping[str, Any], session: Mapping[str, Any]) -> float | None:
+    """Seconds in the queue: of the first attempt of a start alone."""
+    start, submission = (session.get("scheduler_job"), session.get("start")), facts.get("submission")
+    if not start[0] or start == (before.get("scheduler_job"), before.get("start")):
+        return None
+    jobs = submission.get("jobs") if isinstance(submission, Mapping) else None
+    sent = _number(jobs.get(start[0]), float) if isinstance(jobs, Mapping) else None
+    same = before.get("scheduler_job") == start[0]
+    since, began = _number(before.get("ended"), float) if same else sent, _number(session.get("began"), float)
+    return None if since is None or began is None else max(0.0, began - since)
+
+
+def attempt_text(one: Attempt) -> str:
+    """How an attempt ended: `failed: rank 1 was killed by SIGKILL`, `stopped by SIGTERM after step 40`."""
+    between = " by " if one.status == "stopped" else ": "
+    return f"{one.status}{between}{one.reason}" if one.reason else one.status
 
 
 def lost_texts(facts: Mapping[str, Any]) -> list[str]:
     """A sentence on each attempt that failed: why, and what it cost."""
     attempts = attempts_of(facts)
     following = [*attempts[1:], None]
-    return [_lost(one, after) for one, after in zip(attempts, following, strict=False) if one.reason]
+    pairs = zip(attempts, following, strict=False)
+    return [_lost(one, after) for one, after in pairs if one.reason and one.status == "failed"]
 
 
 def _lost(one: Attempt, after: Attempt | None) -> str:

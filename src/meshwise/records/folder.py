@@ -170,7 +170,9 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
     which attempt they are, from 1. attempt: what else is known of it; facts: of the run."""
     run = _written(folder) if (folder / RUN).exists() else {}
     run.setdefault("started", _text(began))  # of one that was queued: now
-    sessions = [*run.get("sessions", []), {"began": began, "ended": None, "status": RUNNING, **(attempt or {})}]
+    world = facts.get("world", run.get("world"))
+    attempt = {"began": began, "ended": None, "status": RUNNING, "world": world, **(attempt or {})}
+    sessions = [*run.get("sessions", []), attempt]
     write_run(folder, run | facts | {"status": RUNNING, "ended": None, "error": None, "sessions": sessions})
     return len(sessions)
 

@@ -139,7 +139,7 @@ def jobs_of(facts: Mapping[str, Any]) -> list[str]:
     """The numbers of the jobs that a run was sent as, the newest last, by its record."""
     submission = facts.get("submission")
     jobs = submission.get("jobs") if isinstance(submission, dict) else None
-    return [str(job) for job in jobs] if isinstance(jobs, list) else []
+    return list(jobs) if isinstance(jobs, dict) else []
 
 
 def _seconds(sessions: Any) -> float | None:

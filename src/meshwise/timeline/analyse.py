@@ -16,6 +16,7 @@ from meshwise.records.attempts import lost_texts
 from meshwise.records.run_list import fields_of
 from meshwise.spec.bandwidth import FACTORS, bus_bandwidth
 from meshwise.timeline.arrivals import ABSENT, Arrivals
+from meshwise.timeline.attempt_report import attempt_reports
 from meshwise.timeline.attribution import Whole
 from meshwise.timeline.findings import RunFacts, findings_of, verdict_of
 from meshwise.timeline.goodput import goodput_of
@@ -101,6 +102,7 @@ def report_of(
         views=step_windows(timeline, table, steps, findings[0].rank if findings else None),
         pipeline=pipeline,
         predicted=predicted,
+        attempts=attempt_reports(timeline.facts),
     )
 
 

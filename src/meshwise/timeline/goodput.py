@@ -4,6 +4,7 @@ useful       forward, backward and optimizer of steps that count
 evaluation   saving
 waiting      for data, transfers, exposed communication, stragglers, and between phases
 starting     from the command to the first step of each session, and from the last span to its end
+queued       in the queue of a scheduler, before each of its starts
 lost         steps that were done again after a stop, and what followed a failed session's last span
 
 Tested in tests/timeline/test_span_log.py.
@@ -11,6 +12,7 @@ Tested in tests/timeline/test_span_log.py.
 
 from __future__ import annotations
 
+from meshwise.records.attempts import attempts_of
 from meshwise.timeline.attribution import OUTSIDE, session_of
 from meshwise.timeline.run_report import COMPUTING, GoodputPart
 from meshwise.timeline.spans import KIND
@@ -29,12 +31,14 @@ WAITING = {
 
 def goodput_of(timeline: Timeline, table: StepTable) -> tuple[float, list[GoodputPart], list[GoodputPart]]:
     """Wall seconds, their parts, and the parts of the waiting."""
-    wall = sum(session.ended - session.began for session in timeline.sessions) / 1e9
+    alive = sum(session.ended - session.began for session in timeline.sessions) / 1e9
+    queued = sum(attempt.waited or 0.0 for attempt in attempts_of(timeline.facts))
+    wall = alive + queued
     counted = table.seconds[table.counted][:, :, :OUTSIDE].sum(axis=0)  # (ranks, kinds)
     ranks = max(len(table.ranks), 1)
     of_kind = counted.sum(axis=0) / ranks
     waiting = {name: float(of_kind[code]) for name, code in WAITING.items()}
-    starting, lost = _around(timeline, table, wall)
+    starting, lost = _around(timeline, table, alive)
     seconds = {
         "useful": float(of_kind[USEFUL].sum()),
         "evaluation": float(of_kind[KIND["evaluate"]]),
@@ -42,7 +46,7 @@ def goodput_of(timeline: Timeline, table: StepTable) -> tuple[float, list[Goodpu
         "waiting": sum(waiting.values()),
         "starting": starting,
         "lost": lost,
-    }
+    } | ({"queued": queued} if queued else {})
     if table.arrivals.of_stages:
         waiting = {"other stages" if name == "stragglers" else name: value for name, value in waiting.items()}
     return wall, _parts(seconds, wall), _parts(waiting, wall)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from meshwise.spec.json_values import json_value
 from meshwise.spec.units import bytes_text, count_text, percent_text, rate_text, seconds_text
+from meshwise.timeline.attempt_report import AttemptReport
 
 MEMORY = ("allocated", "resident")
 """The counters of what a rank itself uses; the first that there is stands for its memory."""
@@ -297,6 +298,7 @@ class Report:
     views: list[StepWindow]
     pipeline: PipelineReport | None = None
     predicted: Reconciled | None = None
+    attempts: list[AttemptReport] = field(default_factory=list)
 
     @property
     def chosen_steps(self) -> tuple[int, int] | None:

@@ -2,7 +2,7 @@
 // Builds the page from the JSON that it carries. No number is made or written here: `shown` takes its text from there.
 const R = JSON.parse(document.getElementById("report").textContent);
 const page = document.getElementById("page");
-const HATCHED = ["waiting", "idle", "starting"];
+const HATCHED = ["waiting", "idle", "starting", "queued"];
 document.documentElement.dataset.errors = "0";
 window.addEventListener("error", () => { document.documentElement.dataset.errors++; });
 
@@ -74,6 +74,15 @@ function goodput() {
   add(el("div", { class: "card" }, stack(R.goodput.map((part) => [part.name, part.share])),
     el("div", { class: "keys" }, ...R.goodput.map((part, i) => key(`goodput/${i}`, part.name))),
     el("div", { class: "keys soft" }, "waiting for", ...R.waiting.map((_, i) => key(`waiting/${i}`, null)))));
+}
+function attempts() {
+  if (R.attempts.length < 2) return;
+  section("Attempts", "Each start of the workers. Hatched: between two of them, in a queue or until somebody started it again.");
+  const colours = { finished: "useful", running: "useful", stopped: "evaluation", failed: "lost" };
+  const whole = R.attempts.reduce((sum, one, i) => sum + one.seconds + (i || one.queued ? one.before : 0), 0) || 1;
+  add(el("div", { class: "card" }, stack(R.attempts.flatMap((one, i) => [[one.queued ? "queued" : "idle", i || one.queued ? one.before / whole : 0], [colours[one.status] || "idle", one.seconds / whole]]))));
+  const heads = [["attempt"], ["began", true], ["after"], ["on", true], ["devices"], ["lived"], ["from step"], ["done again"], ["ended", true]];
+  add(table(heads, R.attempts.map((one, i) => [...["number", "began", "before", "launched", "devices", "seconds", "from_step", "steps_lost", "ended"].map((name) => shown(`attempts/${i}/${name}`))])));
 }
 function ranks() {
   if (!R.ranks.length) return;
@@ -249,7 +258,7 @@ if (R.plan) {
   planned(); timeline(); memoryOverStep(); stages();
   add(el("footer", {}, "meshwise plan"));
 } else {
-  head(); findings(); goodput(); ranks(); timeline(); stages(); predicted(); series(); memoryByPhase(); collectives(); watching();
+  head(); findings(); goodput(); attempts(); ranks(); timeline(); stages(); predicted(); series(); memoryByPhase(); collectives(); watching();
   add(el("footer", {}, "meshwise report ", shown("folder")));
 }
 drawAll().then(() => { document.documentElement.dataset.drawn = "yes"; });

@@ -30,6 +30,7 @@ LEAST_NEEDED = (
     ("marks", False),
     ("advice", False),
     ("predicted", False),
+    ("attempts", False),
     ("about", False),
 )
 """What is left out, or shortened (True), in this order, where the screen is too low."""
@@ -58,6 +59,7 @@ def report_lines(report: Report, screen: Screen, height: int | None) -> list[Tex
         "predicted": _predicted(report, screen),
         "gantt": [],
         "marks": legend(kinds, width, ascii_only) if table else [],
+        "attempts": _attempts(report, width),
         "goodput": screen.wrap(*_goodput(report)),
         "missing": screen.wrap(*_missing(report)),
         "advice": screen.wrap(*_advice(report)),
@@ -70,7 +72,7 @@ def report_lines(report: Report, screen: Screen, height: int | None) -> list[Tex
     parts["gantt"] = _gantt(report, width, most - sum(map(len, parts.values())), ascii_only)
     marks = parts["gantt"] + parts["marks"]
     first = [parts["table"], parts["stages"], marks] if parts["gantt"] else [parts["table"] + marks, parts["stages"]]
-    first.append(parts["predicted"])
+    first += [parts["predicted"], parts["attempts"]]
     last = [line for name in ("goodput", "missing", "advice", "clocks", "about") for line in parts[name]]
     return spaced([parts["head"], *first, last], height)
 
@@ -137,6 +139,21 @@ def _stages(report: Report, width: int) -> list[Text]:
         times = (stage.forward_seconds, stage.backward_seconds, stage.forward_seconds + stage.backward_seconds)
         rows.append([str(stage.stage), ",".join(map(str, stage.ranks)), *map(seconds_text, times)])
     return table_lines(["stage", "ranks", "forward", "backward", "a microbatch"], rows, width, left=(0, 1))
+
+
+def _attempts(report: Report, width: int) -> list[Text]:
+    """Each start of the workers, where there were several: a row each."""
+    if len(report.attempts) < 2:
+        return []
+    rows: list[list[Cell]] = []
+    for one in report.attempts:
+        before = f"{seconds_text(one.before)} in the queue" if one.queued else seconds_text(one.before)
+        place = one.launched or (plural(one.devices, "device") if one.devices else "")
+        place += f", {plural(one.devices, 'device')}" if one.launched and one.devices else ""
+        facts = [str(one.number), one.began, before if one.before else "", place, seconds_text(one.seconds)]
+        rows.append([*facts, str(one.from_step), str(one.steps_lost), one.ended])
+    titles = ["attempt", "began", "after", "on", "lived", "from step", "done again", "ended"]
+    return table_lines(titles, rows, width, left=(1, 3, 7))
 
 
 def _predicted(report: Report, screen: Screen) -> list[Text]:

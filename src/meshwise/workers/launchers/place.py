@@ -49,6 +49,10 @@ class Place:
         where = dict(zip(("MASTER_ADDR", "MASTER_PORT"), self.rendezvous or (), strict=False))
         return {name: str(value) for name, value in (named | where).items()}
 
+    def record(self) -> dict[str, object]:
+        """What an attempt of a run keeps of it; nothing without a job."""
+        return {"launcher": self.launcher, "scheduler_job": self.job, "start": self.attempt} if self.job else {}
+
     def told(self, devices: int, nodes: int | None = None) -> str:
         """`Slurm job 4711, 2 nodes × 4 devices, attempt 2`; empty without a launcher. devices: of all nodes."""
         if not self.launcher:

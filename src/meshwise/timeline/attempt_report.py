@@ -1,0 +1,64 @@
+"""The attempts of a run in its report: where and when each ran, what came before it, and how it ended.
+
+Tested in tests/timeline/test_attempt_report.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from typing import Annotated, Any
+
+from meshwise.records.attempts import Attempt, attempt_text, attempts_of
+from meshwise.spec.units import count_text, seconds_text
+
+Count = Annotated[int, count_text]
+Seconds = Annotated[float, seconds_text]
+
+
+@dataclass(frozen=True)
+class AttemptReport:
+    """One start of the workers. began: by this machine's clock. launched: by whom: `Slurm job 7, start 2`. devices: how
+    many; 0 unknown. before: seconds since the end of the attempt before it, or since it was sent; queued: whether
+    they went by in the queue of a scheduler. seconds: that it lived. steps_lost: of the attempt before, done again."""
+
+    number: Count
+    began: str
+    launched: str
+    devices: Count
+    before: Seconds
+    queued: bool
+    seconds: Seconds
+    from_step: Count
+    steps_lost: Count
+    status: str
+    ended: str
+
+
+def attempt_reports(facts: Mapping[str, Any]) -> list[AttemptReport]:
+    """All attempts of a run, by its record."""
+    found = attempts_of(facts)
+    gaps = [
+        *[None][: len(found)],
+        *((later.began or 0.0) - (one.ended or later.began or 0.0) for one, later in pairwise(found)),
+    ]
+    return [_report(one, gap) for one, gap in zip(found, gaps, strict=True)]
+
+
+def _report(one: Attempt, gap: float | None) -> AttemptReport:
+    began = one.began or 0.0
+    return AttemptReport(
+        number=one.number,
+        began=f"{datetime.fromtimestamp(began):%Y-%m-%d %H:%M:%S}",
+        launched=one.launched,
+        devices=one.devices or 0,
+        before=max(0.0, one.waited if one.waited is not None else gap or 0.0),
+        queued=one.waited is not None,
+        seconds=max(0.0, (one.ended or began) - began),
+        from_step=one.from_step or 0,
+        steps_lost=one.steps_lost or 0,
+        status=one.status,
+        ended=attempt_text(one),
+    )
