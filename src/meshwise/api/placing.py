@@ -32,7 +32,8 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
         return options, False
     _refuse_contradiction(options, place)
     count = _devices_here(options, place)
-    if place.one_a_node and (count > 1 or options.nnodes > 1):
+    launches = count > 1 or options.nnodes > 1 or options.folder is not None  # the last: as `meshwise submit` sends it
+    if place.one_a_node and launches:
         where = options.rdzv or ":".join(map(str, place.rendezvous or meet(place)))
         return replace(options, nnodes=place.nodes, node_rank=place.node, rdzv=where), False
     if options.devices is not None and parse_devices(options.devices).kind == "cpu":
