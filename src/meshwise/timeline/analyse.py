@@ -69,8 +69,7 @@ def report_of(
             shares=_shares(timeline),
         ),
     )
-    seconds = table.step_seconds()[table.trained]
-    kinds = table.kind_seconds()[table.counted].sum(axis=0)
+    seconds, kinds = table.step_seconds()[table.trained], table.kind_seconds()[table.counted].sum(axis=0)
     status = timeline.sessions[-1].status if timeline.sessions else str(timeline.facts.get("status", "unknown"))
     ranks = [_rank(facts, timeline, table) for facts in timeline.ranks]
     predicted, not_shown = reconciled(timeline.facts, table, ranks)
