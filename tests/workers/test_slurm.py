@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -111,6 +112,20 @@ def test_a_batch_script_that_was_sent_from_inside_a_step_is_one_process(cluster:
         outer.communicate(timeout=60)
     assert "rank 0 of 2 on" in output and "code 0" in output, output
     assert "1 node × 2 devices, attempt 1" in output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="`mpirun` is not installed (package openmpi-bin)")
+@pytest.mark.parametrize("started", ["task", "node"])
+def test_mpirun_in_a_job_of_slurm_goes_by_mpirun(started: str, cluster: Slurm, programs: Path) -> None:
+    words = f"mpirun --allow-run-as-root {'-N 1' if started == 'node' else ''}"
+    program = f"{MESHWISE} run --devices 2xcpu who.py" if started == "node" else f"{sys.executable} who.py"
+    # Open MPI uses any address of the machine, of which only those of the namespace are there.
+    done = cluster.call("salloc", "-N2", "--ntasks-per-node=2", *words.split(), *program.split(), folder=programs)
+    expected = [f"rank {rank} of 4 on n{1 + rank // 2}" for rank in range(4)]
+    shown = [line.partition(" task")[0] for line in lines(done.stdout, has="sum 6")]
+    assert shown == (expected if started == "task" else expected[:1]), done.stdout  # of a script rank 0's output
+    assert "Open MPI, 2 nodes × 2 devices" in done.stdout
 
 
 # ---- The end of the time ---------------------------------------------------------------------------------------------

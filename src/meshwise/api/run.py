@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ from meshwise.workers.channel import Message
 from meshwise.workers.join import join, rank_context
 from meshwise.workers.launch import Listeners
 from meshwise.workers.launch import launch as launch_workers
+from meshwise.workers.launchers.find import place_in
 from meshwise.workers.stopping import agree_to_stop
 
 shown_by(RunSummary, summary_text)
@@ -120,7 +122,8 @@ def start_job(
         if started.keeps_record:
             names.end_session(started.folder, "failed", text)
         raise WorkerFailed(text)
-    return _finish(started, results, console, keep=started.keeps_record), code
+    once = place_in(os.environ).one_a_node and not started.keeps_record  # one output of all nodes: shown by one of them
+    return _finish(started, results, Console(quiet=True) if once else console, keep=started.keeps_record), code
 
 
 def _job_program(job: Job, options: RunOptions, world: World) -> Program:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +268,7 @@ def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[W
     return RunSummary(
         job=first["job"],
         plan=plan,
-        devices=tuple(slot.name for slot in slots),
+        devices=tuple(islice(cycle(slot.name for slot in slots), max(len(report.ranks), len(slots)))),
         status=first["status"],
         epochs=first["epochs"] - began["epoch"],
         steps=first["steps"] - began["step"],
