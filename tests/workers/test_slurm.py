@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 import signal
@@ -18,12 +17,9 @@ import pytest
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.folder import read_run
 from meshwise.spec.exit_codes import AGAIN
-from tests.slurm import Slurm, slurm, why_not
+from tests.slurm import Slurm, needs_slurm, slurm
 
-pytestmark = [
-    pytest.mark.usefixtures("processes"),
-    pytest.mark.skipif(why_not() is not None and not os.environ.get("MESHWISE_SUITE"), reason=str(why_not())),
-]
+pytestmark = pytest.mark.usefixtures("processes")
 
 MESHWISE = f"{sys.executable} -m meshwise"
 JOB = f"{Path(__file__).parents[1] / 'faults' / 'jobs_that_fail.py'}:job_long"
@@ -58,7 +54,8 @@ finally:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Slurm]:
+def cluster(pytestconfig: pytest.Config) -> Iterator[Slurm]:
+    needs_slurm(pytestconfig)
     with slurm(2) as made:
         yield made
 
@@ -112,6 +109,15 @@ def test_a_batch_script_that_was_sent_from_inside_a_step_is_one_process(cluster:
         outer.communicate(timeout=60)
     assert "rank 0 of 2 on" in output and "code 0" in output, output
     assert "1 node × 2 devices, attempt 1" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [f"{sys.executable} who.py", f"{MESHWISE} run --devices 2xcpu who.py"])
+def test_nodes_whose_names_have_no_address_meet_too(words: str, programs: Path, pytestconfig: pytest.Config) -> None:
+    needs_slurm(pytestconfig)
+    with slurm(2, named=False) as cluster:
+        done = cluster.call("srun", "-N2", "--ntasks-per-node=1", *words.split(), folder=programs)
+        assert done.returncode == 0 and "rank 0 of " in done.stdout, done.stdout
 
 
 @pytest.mark.slow

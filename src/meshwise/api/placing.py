@@ -45,17 +45,21 @@ def _devices_here(options: RunOptions, place: Place) -> int:
     """The devices of this task, as far as they matter: of several tasks on a machine each has one."""
     if place.one_a_node:
         return len(find_devices(parse_devices(options.devices or "all")))
-    if options.devices is None:
-        return 1
-    request = parse_devices(options.devices)
+    refuse_devices(options.devices, place, " or one a machine (--ntasks-per-node=1)")
+    return 1
+
+
+def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> None:
+    """Of a task that is one device. otherwise: what else may be started. Raises UsageError where `--devices` asks for
+    more than its launcher started."""
+    request = parse_devices(devices or "all")
     count = len(request.indices) if request.indices else request.count or 1
     if count not in (1, place.tasks_here):
         raise UsageError(
-            f"--devices {options.devices} asks for {count}, and {place.launcher or 'the launcher'} started "
+            f"--devices {devices} asks for {count}, and {place.launcher or 'the launcher'} started "
             f"{plural(place.tasks_here, 'task')} on this machine, {place.size} in all, each of which is one device. "
-            "Leave --devices out, or start one task a machine (srun --ntasks-per-node=1)."
+            f"Leave --devices out, and start a task a device (srun --ntasks-per-node={count}){otherwise}."
         )
-    return 1
 
 
 def _refuse_contradiction(options: RunOptions, place: Place) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
+from meshwise.api.placing import refuse_devices
 from meshwise.api.start import worker_slots
 from meshwise.api.supervise import PRELOAD, forwarded_signals
 from meshwise.jobs.registry import find_in_file, find_job
@@ -33,10 +35,10 @@ from meshwise.training.predict import SAID, digest_of, run_predict
 from meshwise.training.predict_options import PredictOptions
 from meshwise.transfer.collectives import broadcast_object, everyone
 from meshwise.workers.channel import Message
-from meshwise.workers.environment import started_by_launcher
 from meshwise.workers.halt import Halt
 from meshwise.workers.join import join
 from meshwise.workers.launch import Listeners, launch
+from meshwise.workers.launchers.find import place_in
 
 QUIET_SECONDS = 10
 """Without a line, before another says how far it is."""
@@ -83,7 +85,9 @@ def predict_with(options: PredictOptions, console: Console) -> tuple[Predictions
     """Predict, and show it on the console. Returns what came of it and the exit code: 0, or that of a signal."""
     _check_files(options)
     options = replace(options, data=_data_of(options))
-    if started_by_launcher():
+    place = place_in(os.environ)
+    if place.size > 1:
+        refuse_devices(options.devices, place)
         results, stopped = [_joined(options)], 0
         console.quiet |= join().world.rank > 0
     else:

@@ -19,6 +19,7 @@ from meshwise.workers import parting_of_others
 from meshwise.workers.channel import WorkerChannel, connect
 from meshwise.workers.environment import DEVICE_KIND, LISTENER, derived_ranks, read_world
 from meshwise.workers.gate import StepGate
+from meshwise.workers.interface import interface_towards
 from meshwise.workers.launchers.find import place_in
 from meshwise.workers.launchers.place import ALONE, Place
 from meshwise.workers.rendezvous import meet, taken
@@ -123,14 +124,16 @@ def _see_one_gpu(local_rank: int) -> None:
 def enter_process_group(world: World) -> None:
     """gloo for CPU tensors and, beside it, nccl for CUDA tensors. Leaves the group when the process ends."""
     global _made_group
-    if world.local_size == world.size:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own host name often does not resolve
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise UsageError(
             f"RANK={world.rank} and WORLD_SIZE={world.size} are set, and {' and '.join(missing)} not: where rank 0 is "
             "reached. Start all ranks with meshwise run, torchrun or srun; for one process, unset RANK and WORLD_SIZE."
         )
+    alone = world.local_size == world.size  # on this machine, whose own name often does not resolve
+    interface = "lo" if alone else interface_towards(os.environ["MASTER_ADDR"])
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     backend = "cpu:gloo,cuda:nccl" if world.kind == "cuda" else "gloo"
     device = torch.device(world.device) if world.kind == "cuda" else None
     _made_group = True
