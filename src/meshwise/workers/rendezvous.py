@@ -18,6 +18,7 @@ import json
 import os
 import re
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -34,6 +35,7 @@ from meshwise.workers.launchers.place import Place
 
 TIMEOUT = 600.0  # seconds for rank 0 to open its door
 PORTS = 8  # that follow from the key
+PATIENCE = 20.0  # seconds after which a rank says what it waits for
 REACH, ANSWER = 2.0, 5.0  # seconds for a connection, and for the line that answers
 PREFIX = ".meshwise-rendezvous-"
 
@@ -88,19 +90,23 @@ def open_door(place: Place, port: int, folder: Path) -> None:
 
 def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str, int]:
     """On another rank: the host and the port of the store. Raises UsageError where rank 0 is not found in time."""
-    until, mine, path = time.monotonic() + timeout, uuid.uuid4().hex, _path(place, folder)
+    began, mine, path = time.monotonic(), uuid.uuid4().hex, _path(place, folder)
+    host = place.hosts[0] if place.hosts else "no host that is known"
+    tried = f"no answer by {path}, nor at {host}, ports {', '.join(map(str, _ports(place.key)))}"
     question = json.dumps({"key": place.key, "rank": place.rank, "who": mine}).encode() + b"\n"
-    while time.monotonic() < until:
+    said = False
+    while (waited := time.monotonic() - began) < timeout:
+        if waited > PATIENCE and not said:
+            print(f"rank {place.rank} of {place.size} waits for rank 0: {tried}", file=sys.stderr, flush=True)
+            said = True
         for address, port in _doors(place, path):
             answer = _ask(address, port, question)
             if answer.get("key") == place.key and "port" in answer:
                 return address, int(answer["port"])
         time.sleep(0.1)
-    host = place.hosts[0] if place.hosts else "no host that is known"
     raise UsageError(
-        f"rank {place.rank} of {place.size} did not find rank 0 within {timeout:.0f} s: not by {path}, and not at "
-        f"{host}, ports {', '.join(map(str, _ports(place.key)))}. See whether rank 0 has started, start it in a folder "
-        "that all machines share, or set MASTER_ADDR and MASTER_PORT."
+        f"rank {place.rank} of {place.size} did not find rank 0 within {timeout:.0f} s: {tried}. See whether rank 0 has "
+        "started, start it in a folder that all machines share, or set MASTER_ADDR and MASTER_PORT."
     )
 
 
