@@ -105,7 +105,7 @@ def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str
                 return address, int(answer["port"])
         time.sleep(0.1)
     raise UsageError(
-        f"rank {place.rank} of {place.size} did not find rank 0 within {timeout:.0f} s: {tried}. See whether rank 0 has "
+        f"rank {place.rank} of {place.size} did not find rank 0 within {timeout:.0f} s: {tried}. See whether it has "
         "started, start it in a folder that all machines share, or set MASTER_ADDR and MASTER_PORT."
     )
 
