@@ -23,17 +23,16 @@ class Launchers:
     """`meshwise run` on several machines with one worker each, which share the folder `out`."""
 
     def __init__(self, out: Path, count: int, *words: str, job: str = f"{JOB}:job", shared: bool = True) -> None:
-        self.out = out
+        self.out, self._shared = out, shared
         meeting = ("--nnodes", str(count), "--rdzv", f"127.0.0.1:{free_port()}", "--devices", "1xcpu")
-        self.runs = [
-            CommandRun(
-                *(job, *meeting, "--node-rank", str(node), *words),
-                *("--out", str(out / "runs" if shared else out / f"runs{node}")),
-                out=out / f"machine{node}",
-                GLOO_SOCKET_IFNAME="lo",
-            )
-            for node in range(count)
-        ]
+        self._words = (job, *meeting, *words)
+        self.runs = [self.start(node) for node in range(count)]
+
+    def start(self, node: int, again: str = "", *words: str) -> CommandRun:
+        """The launcher of a machine; again: the name of its output, where it was there before."""
+        out = self.out / ("runs" if self._shared else f"runs{node}")
+        words = (*self._words, "--node-rank", str(node), *words, "--out", str(out))
+        return CommandRun(*words, out=self.out / f"machine{node}{again}", GLOO_SOCKET_IFNAME="lo")
 
     def ended(self) -> list[int]:
         return [run.wait() for run in self.runs]
@@ -118,3 +117,39 @@ def test_without_a_shared_folder_the_run_does_not_go_on_where_its_states_are_not
     two.kill(0)
     assert two.runs[1].wait() == 85, two.shown
     assert "The saved states lie on machine 0, which is not here" in two.runs[1].output
+
+
+SLOW_TWICE = ("--fault", "slow 400ms:rank=0,step=9", "--fault", "slow 1000ms:rank=0,step=9,attempt=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", [0, 2])
+def test_a_machine_that_is_started_again_joins(node: int, tmp_path: Path) -> None:
+    _, whole = trained(tmp_path / "a", *EXACT, devices="3xcpu")
+    three = Launchers(tmp_path / "b", 3, *EXACT, *SLOW_TWICE)
+    saved(tmp_path / "b", 8)
+    three.kill(node)
+    left = [run for at, run in enumerate(three.runs) if at != node]
+    left[0].wait_for("attempt 2 of 4 begins")
+    back = three.start(node, "-back")
+    assert [run.wait() for run in (*left, back)] == [0, 0, 0], three.shown + back.output
+    said = " ".join(left[0].output.split())
+    assert "A machine joins: all ranks have stopped after a step. attempt 3 of 5 begins from the state saved" in said
+    assert ", on 3 machines with 3 devices under Plan(data=3" in said
+    assert "the run is under way: this machine joins it" in " ".join(back.output.split())
+    folder = run_folder(tmp_path / "b")
+    assert same_within(folder, whole), three.shown
+    steps = [line["step"] for line in read_lines(folder / names.METRICS) if "loss" in line]
+    assert steps == list(range(1, 21))
+    assert [session["status"] for session in names.read_run(folder)["sessions"]] == ["failed", "stopped", "finished"]
+
+
+@pytest.mark.slow
+def test_a_machine_that_was_started_with_another_command_does_not_join(tmp_path: Path) -> None:
+    two = Launchers(tmp_path / "b", 2, *EXACT, *SLOW_TWICE)
+    saved(tmp_path / "b", 8)
+    two.kill(1)
+    two.runs[0].wait_for("attempt 2 of 4 begins")
+    back = two.start(1, "-back", "--epochs", "7")
+    assert (back.wait(), two.runs[0].wait()) == (2, 0), back.output
+    assert "the run is under way with epochs: None, and this machine has 7." in " ".join(back.output.split())

@@ -50,7 +50,8 @@ from meshwise.training.tracking import nowhere
 from meshwise.workers.environment import PLAN_FILE, started_by_launcher
 from meshwise.workers.failure import user_traceback
 from meshwise.workers.join import join
-from meshwise.workers.launch import Listeners, launch
+from meshwise.workers.launch import launch
+from meshwise.workers.listeners import Listeners
 
 shown_by(Proof, check_text)
 

@@ -37,8 +37,9 @@ from meshwise.transfer.collectives import broadcast_object, everyone
 from meshwise.workers.channel import Message
 from meshwise.workers.halt import Halt
 from meshwise.workers.join import join
-from meshwise.workers.launch import Listeners, launch
+from meshwise.workers.launch import launch
 from meshwise.workers.launchers.find import place_in
+from meshwise.workers.listeners import Listeners
 
 QUIET_SECONDS = 10
 """Without a line, before another says how far it is."""

@@ -149,6 +149,11 @@ class Restarts:
         self.uses = devices
         return devices
 
+    def could_use(self, devices: int) -> int:
+        """How many of so many devices the plan would use."""
+        plan = plan_from_toml(self.smaller) if self.smaller else self.asked
+        return devices if plan is None else on_devices(plan, devices).devices
+
     def moves_to(self, where: str) -> None:
         """The next attempt has other devices, which its sentence says."""
         under = "" if self.plan_now is None else f" under {self.plan_now}"

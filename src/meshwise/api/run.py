@@ -47,9 +47,9 @@ from meshwise.transfer.collectives import broadcast_object, gather_objects
 from meshwise.workers import deadline
 from meshwise.workers.channel import Message
 from meshwise.workers.join import join, rank_context
-from meshwise.workers.launch import Listeners
 from meshwise.workers.launch import launch as launch_workers
 from meshwise.workers.launchers.find import place_in
+from meshwise.workers.listeners import Listeners
 from meshwise.workers.stopping import agree_to_stop
 
 shown_by(RunSummary, summary_text)

@@ -25,6 +25,8 @@ from meshwise.workers.halt import Halt
 from meshwise.workers.machines import Look, Machines
 from meshwise.workers.nodes import ELSEWHERE, Member, Nodes
 
+JOINED = -1
+"""As an exit code, between launchers: an attempt ended for a machine that joins."""
 MINORITY_WAIT = 10.0  # seconds in which the larger half of a cut network claims the next attempt first
 Reports = dict[Member, dict[str, Any]]
 
@@ -37,6 +39,8 @@ class Several:
     machines: Machines
     shares: bool = True
     lock: FolderLock | None = None
+    world: int = 0
+    """The ranks of the first attempt."""
 
     @property
     def nodes(self) -> Nodes:
@@ -48,6 +52,13 @@ class Several:
         """Whether this machine keeps the record of the run, or one of its own."""
         return self.nodes.leads or not self.shares
 
+    def has_more(self, restarts: Restarts) -> bool:
+        """Whether a machine waits to join, and the run could use it."""
+        if not (self.nodes.leads and restarts.resumable and restarts.most):
+            return False
+        more = sum(member.size for member in self.machines.joiners())
+        return more > 0 and restarts.could_use(self.nodes.size + more) > self.nodes.size
+
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
         """Agree on the next attempt: why the last one failed, and a sentence on where it begins. Raises what ends the
         run, the same on all machines.
@@ -55,7 +66,7 @@ class Several:
         size: the workers that this machine can have.
         """
         before, look = self.nodes, partial(_look, halt)
-        self.machines.report({**_facts(error), "size": size, "stopped": halt.wanted.is_set()})
+        self.machines.report({**_facts(error), "size": size, "stopped": halt.ends})
         told = self.machines.next(look)
         if told is self.nodes and told.begins.number == before.begins.number:
             told = self._decide(restarts, look)
@@ -70,7 +81,14 @@ class Several:
         """The leader's: whether the run goes on, with which machines and under which plan; else how it ends."""
         reports = self.machines.reports(look)
         error = _error_of(reports)
-        last = error if any(report["stopped"] for report in reports.values()) else restarts.after(error)
+        joined = all(report["code"] == JOINED for report in reports.values())
+        last = None
+        if any(report["stopped"] for report in reports.values()):
+            last = error
+        elif joined:
+            restarts.most += 1  # it is no fault
+        else:
+            last = restarts.after(error)
         if last is None:
             try:
                 members = self._fitting(restarts, reports)
@@ -85,6 +103,7 @@ class Several:
     def _fitting(self, restarts: Restarts, reports: Reports) -> list[Member]:
         """The machines of the next attempt with the workers of each."""
         members = [replace(member, size=report["size"]) for member, report in reports.items()]
+        members += self.machines.joiners()
         left = sum(member.size for member in members)
         used = restarts.fit(left)
         surplus = left - used
@@ -116,7 +135,14 @@ class Several:
         if self.lock is None:  # the machine that held it is lost, or was
             self.lock = FolderLock(restarts.folder, claimed=True)
         restarts.keep_plan()  # before the others start: a script's workers read it
-        facts = {"restarts": restarts.told(), "sentence": sentence, "error": _facts(error)}
+        folder = {"name": restarts.folder.name, "attempt": restarts.number}
+        facts = {
+            "folder": folder,
+            "world": self.world,
+            "restarts": restarts.told(),
+            "sentence": sentence,
+            "error": _facts(error),
+        }
         return self.machines.announce(self.nodes.begins.number + 1, members, facts)
 
 

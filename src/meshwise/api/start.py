@@ -88,10 +88,12 @@ def start(make: Callable[[World], Program], options: RunOptions, began: float) -
     """Meet the other machines, make the program for all devices together, and open its run folder."""
     several = options.nnodes != 1 or options.node_rank or options.rdzv
     slots = worker_slots(options)
-    machines = options.rendezvous(len(slots)) if several else None
-    size = machines.nodes.size if machines else len(slots)
+    asked = {name: value for name, value in options.record().items() if name not in OWN_OPTIONS}
+    machines = options.rendezvous(len(slots), asked | {"job": Path(str(options.job)).name}) if several else None
+    late = machines is not None and machines.nodes.begins.number > 1
+    size = machines.nodes.begins.facts.get("world", machines.nodes.size) if machines else len(slots)
     program = make(World(size=size, device=slots[0].device))
-    if machines is not None:
+    if machines is not None and not late:
         given = {name: value for name, value in program.record.get("request", {}).items() if name not in OWN_OPTIONS}
         if options.folder is not None:
             given["saved state"] = names.saved_step(Path(options.folder))
@@ -99,7 +101,7 @@ def start(make: Callable[[World], Program], options: RunOptions, began: float) -
     if program.sees_all:
         every = tuple(slot.index for slot in slots if slot.index is not None)
         slots = [replace(slot, sees=every) for slot in slots]
-    return opened(program, options, slots, None if machines is None else Several(machines), began)
+    return opened(program, options, slots, None if machines is None else Several(machines, world=size), began)
 
 
 def worker_slots(options: RunOptions) -> list[WorkerSlot]:
@@ -130,20 +132,21 @@ def opened(
     Machines that share a disk share the folder; the first of them keeps its run.json.
     """
     nodes, out = several.nodes if several else None, Path(options.out)
-    machine, size = (nodes.node_rank, nodes.size) if nodes else (0, len(slots))
+    machine, size = (nodes.node_rank, several.world) if nodes and several else (0, len(slots))
     faults = faults_of(options.fault, size)
-    told = nodes.get("folder") if nodes and machine else {}
+    late = nodes.begins.facts if nodes else {}  # of a run that is under way
+    told = late.get("folder") or (nodes.get("folder") if nodes and machine else {})
     if options.resume is not None:
         folder, _ = run_and_checkpoint(Path(options.resume))
     elif options.folder is not None:
         folder = names.own_run_folder(Path(options.folder))
-    elif not machine:
+    elif not told:
         folder = names.create_run_folder(out, program.name)
     else:
         folder = out / str(told["name"])
         folder.mkdir(parents=True, exist_ok=True)
     if several is not None:
-        several.shares = not machine or newest(folder) == told["attempt"]
+        several.shares = not told or newest(folder) == told["attempt"]
     goes_on = options.resume is not None or options.folder is not None
     kept = [folder / name for name in (names.RUN, names.PLAN)] if goes_on else []
     before = {path: path.read_text(encoding="utf-8") for path in kept if path.is_file()}
@@ -158,6 +161,8 @@ def opened(
         number=told.get("attempt", 1),
         asked=program.plan,
     )
+    if late:
+        restarts.take(late["restarts"])
     started = Started(program, folder, slots, restarts, several, before, hang_limit=options.hang_seconds())
     if several is None or several.keeps:
         started = replace(started, lock=FolderLock(folder))
@@ -169,17 +174,19 @@ def opened(
             names.read_run(folder) if (folder / names.RUN).exists() else {}
         ):
             facts[ASKED] = options.record()
-        if newest(folder) or (several is not None and not machine):
+        if newest(folder) or (several is not None and not told):
             names.claim_session(folder, names.attempts_in(folder) + 1)
         number = names.begin_session(folder, began, restarts.record(), **facts)
         restarts.number = told.get("attempt", number)
     if several is not None and started.lock is not None:
         several.lock = started.lock
-    if program.plan is not None:  # on every machine: a script's workers read it in their own folder
+    if late:
+        restarts.keep_plan()
+    elif program.plan is not None:  # on every machine: a script's workers read it in their own folder
         predicted = program.record.get(PREDICTED)
         table = prediction_to_toml(prediction_of(predicted)) if isinstance(predicted, Mapping) else ""
         write_text(folder / names.PLAN, plan_to_toml(program.plan) + table)
-    if nodes is not None and not machine:
+    if nodes is not None and not told:
         nodes.set("folder", {"name": folder.name, "attempt": restarts.number})
     return started
 

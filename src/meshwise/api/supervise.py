@@ -20,13 +20,13 @@ from rich.console import Console
 
 from meshwise.api.devices_left import DevicesLeft
 from meshwise.api.restarts import Restarts, ended
-from meshwise.api.several import Several
+from meshwise.api.several import JOINED, Several
 from meshwise.records import folder as names
 from meshwise.records.attempts import lost_texts
 from meshwise.records.claims import is_over
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import PlanError, WorkerFailed
-from meshwise.spec.exit_codes import AGAIN, DONE, WARNINGS, stop_text
+from meshwise.spec.exit_codes import AGAIN, DONE, JOINS, WARNINGS, stop_text
 from meshwise.spec.units import plural
 from meshwise.terminal.screen import fitted
 from meshwise.timeline.analyse import report_of
@@ -39,7 +39,8 @@ from meshwise.workers.fork_server import Forks
 from meshwise.workers.gate import StepGate
 from meshwise.workers.halt import Halt
 from meshwise.workers.kept_memory import KeptMemory
-from meshwise.workers.launch import Listeners, launch
+from meshwise.workers.launch import launch
+from meshwise.workers.listeners import Listeners
 
 STOPS = (signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []), *WARNINGS)
 """Signals that stop all ranks after the same step."""
@@ -64,6 +65,8 @@ class Viewer:
         self._view, self._live, self._halt = view, live, halt
         self._restarts, self._keeps, self._first = restarts, keeps, first
         self.stopped = ""
+        self.steps = self.joins = False
+        """Of the attempt: whether its workers step, and whether they have stopped for a machine that joins."""
         self._devices = tuple(devices)
         self._memory: list[int | None] = [None] * len(devices)
         self._job = ""
@@ -75,6 +78,7 @@ class Viewer:
             if rank == self._first():
                 self._keep(self._restarts.began(message["step"]))
         elif kind == "stepped":
+            self.steps = True
             self._keep(self._restarts.stepped())
         elif kind == "restores":
             self._restarts.resumable, self._restarts.states = True, Path(message["folder"])
@@ -84,11 +88,16 @@ class Viewer:
             self._view.update(self._progress(message))
         elif kind == "evaluated":
             self._view.print(metrics_line(message))
+        elif kind == "stopping" and self._joins():
+            self.joins = True
         elif kind == "stopping" and rank == 0:
             epoch = "" if message["epoch"] is None else f" (epoch {message['epoch']})"
             self.stops(f" after step {message['step']}{epoch}")
         elif kind == "note":
             self._view.print(fitted(message["text"], sys.stdout))
+
+    def _joins(self) -> bool:
+        return isinstance(self._halt, Halt) and self._halt.wanted.is_set() and not self._halt.ends
 
     def stops(self, where: str = "") -> None:
         """Say once that the run is stopped, by what, and where it stood."""
@@ -163,14 +172,24 @@ def supervise(
         named, devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], DevicesLeft(slots)
         first = (lambda: several.nodes.first_rank) if several else (lambda: 0)
         viewer = Viewer(view, named, live=view.draws, restarts=restarts, halt=halt, keeps=keeps, first=first)
-        listeners = Listeners(message=viewer.message, output=viewer.output, hang_limit=hang_limit)
+
+        def look() -> None:
+            if several is not None and viewer.steps and several.has_more(restarts):
+                halt.ask(JOINS)
+
+        listeners = Listeners(message=viewer.message, output=viewer.output, look=look, hang_limit=hang_limit)
         started = partial(launch, folder=restarts.folder, listeners=listeners, halt=halt, preload=forks)
         try:
             results = None
             while results is None:
-                nodes = several.nodes if several else None
+                nodes, viewer.steps, viewer.joins = several.nodes if several else None, False, False
+                if nodes is not None:
+                    devices.use(nodes.me.size)
                 try:
                     results = started(*task(), devices.used, nodes=nodes)
+                    if viewer.joins and not halt.ends:
+                        results = None
+                        raise WorkerFailed("A machine joins: all ranks have stopped after a step.", exit_code=JOINED)
                 except WorkerFailed as error:
                     _answer(error, restarts, keeps, view, halt, several, devices)
         finally:
@@ -178,7 +197,7 @@ def supervise(
                 several.nodes.leave()
             forks.close()
             restarts.close(view.print)
-        stopped = halt.wanted.is_set()
+        stopped = halt.ends
         if stopped:
             viewer.stops()
     if folder := keeps():
@@ -207,7 +226,7 @@ def _answer(
         except WorkerFailed as ends:
             error = last = ends
     else:
-        last = error if halt.wanted.is_set() else restarts.after(error) or _without(restarts, error, devices, left)
+        last = error if halt.ends else restarts.after(error) or _without(restarts, error, devices, left)
     if folder := keeps():
         status = "stopped" if error.rank is None else "failed"
         names.end_session(folder, status, str(last or error), **restarts.facts(error, number))
@@ -216,6 +235,7 @@ def _answer(
     if last is not None:
         raise last
     view.print(fitted(f"{error}\n{lost}{goes_on or restarts.next()}", sys.stdout))
+    halt.begin_anew()
     devices.use(several.nodes.me.size if several else restarts.uses)
     if folder:
         restarts.keep_plan()

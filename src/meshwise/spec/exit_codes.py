@@ -9,6 +9,8 @@ from collections.abc import Mapping
 DONE, FAILED, USAGE, AGAIN, NO_PROGRESS, INTERRUPTED = 0, 1, 2, 85, 93, 130
 TIME_LIMIT = int(getattr(signal, "SIGALRM", 14))
 """Stands for the time limit of a run, among the signals that stop one."""
+JOINS = 0
+"""Stands, among them, for a machine that joins: the run goes on with it."""
 WARNINGS = tuple(int(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 """Signals that schedulers send before the end, often to every process of a task."""
 OF_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST")
@@ -32,7 +34,12 @@ def code_of_stop(number: int, environment: Mapping[str, str] = os.environ) -> in
 
 def stop_text(number: int) -> str:
     """What stopped a run: `Ctrl-C`, `SIGTERM`, `its time limit`."""
-    told = {signal.SIGINT: "Ctrl-C", _number("SIGHUP"): "a closed terminal", TIME_LIMIT: "its time limit"}
+    told = {
+        JOINS: "a machine that joins",
+        signal.SIGINT: "Ctrl-C",
+        _number("SIGHUP"): "a closed terminal",
+        TIME_LIMIT: "its time limit",
+    }
     return told.get(number) or next((name.name for name in signal.Signals if name == number), f"signal {number}")
 
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from meshwise.spec.exit_codes import TIME_LIMIT, code_of_stop
+from meshwise.spec.exit_codes import JOINS, TIME_LIMIT, code_of_stop
 
 
 class Halt:
@@ -16,13 +16,23 @@ class Halt:
         self.wanted = threading.Event()
         self.at_once = threading.Event()
         self.signal = 2
-        """The signal that asked for it, or TIME_LIMIT."""
+        """The signal that asked for it, TIME_LIMIT or JOINS."""
 
     def ask(self, number: int) -> None:
-        """Ask for it, unless somebody has."""
-        if not self.wanted.is_set():
+        """Ask for it, unless somebody has; what ends the run goes before a machine that joins it."""
+        if not self.wanted.is_set() or (self.signal == JOINS and number != JOINS):
             self.signal = number
             self.wanted.set()
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run is to end: not for a machine that joins."""
+        return self.wanted.is_set() and self.signal != JOINS
+
+    def begin_anew(self) -> None:
+        """The machine has joined."""
+        if not self.ends:
+            self.wanted.clear()
 
     @property
     def exit_code(self) -> int:

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from meshwise.workers.fork_server import Forks, start_worker
 from meshwise.workers.halt import Halt
 from meshwise.workers.hang import HangWatch
 from meshwise.workers.heartbeat import steps_of
+from meshwise.workers.listeners import Listeners
 from meshwise.workers.logged_values import LoggedValues
 from meshwise.workers.meeting import SILENCE
 from meshwise.workers.nodes import Nodes
@@ -50,20 +51,6 @@ END_TIMEOUT = 10.0  # for a worker that is done to end
 HALT_INTERVAL = 0.3  # between two requests to halt to a worker that has not answered
 HALT_TIMEOUT = 60.0  # for a halted run to finish its step
 OTHERS_TIMEOUT = SILENCE + 2.0  # after a victim's report, for what happened on another machine
-
-
-@dataclass(frozen=True)
-class Listeners:
-    """What the launcher tells its caller while the workers run.
-
-    message: `(rank, message)` for every message of a worker that the launcher does not use itself.
-    output: `(stream, text)` for every line that rank 0 prints; stream is `stdout` or `stderr`.
-    hang_limit: after so many seconds a rank that does not go on ends the run; None: it is told of alone.
-    """
-
-    message: Callable[[int, Message], None] = lambda rank, message: None
-    output: Callable[[str, str], None] = lambda stream, text: None
-    hang_limit: float | None = None
 
 
 def launch(
@@ -181,6 +168,7 @@ class _Launcher:
             self._look_at_nodes()
             self._look_at_verbs()
             self._look_at_beats()
+            self.listeners.look()
             failures = self._failures()
             if failures and self._settled(failures):
                 self._fail(failure.culprit(failures, self.size))

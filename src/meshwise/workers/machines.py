@@ -8,8 +8,10 @@ Tested in tests/workers/test_machines.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +29,7 @@ from meshwise.workers.store import Exchanges, Link, Store
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 REACH_TIMEOUT = 3.0  # seconds to reach another machine's store
 MOVE_TIMEOUT = 3 * SILENCE  # for the machines that are left to come to another store
+CALL_EVERY = 3.0  # seconds between two calls to machine 0
 LEAD_TIMEOUT = 60.0  # for a leader that is heard of to say how it goes on
 Look = Callable[[], object]
 """Called again and again while something is waited for: may raise."""
@@ -37,12 +40,15 @@ class Machines:
 
     nodes: Nodes
 
-    def __init__(self, meeting: Meeting, store: Store, me: Member, nnodes: int) -> None:
-        """me: this machine. meeting: at the store of machine 0."""
-        self._meeting, self._store, self.me, self.nnodes = meeting, store, me, nnodes
+    def __init__(
+        self, meeting: Meeting, store: Store, me: Member, nnodes: int, rdzv: tuple[str, int] | None = None
+    ) -> None:
+        """me: this machine. meeting: at the store of machine 0, which is reached at `rdzv`."""
+        self._meeting, self._store, self.me, self.nnodes, self._rdzv = meeting, store, me, nnodes, rdzv
         self._leader = 0
         self._report: dict[str, Any] | None = None
-        self._present()
+        self._gone: set[str] = set()
+        """Machines at which this one did not find the others."""
 
     @property
     def leads(self) -> bool:
@@ -56,17 +62,30 @@ class Machines:
         told = self._meeting.try_get(f"machine/{node}")
         return None if told is None else Member(**json.loads(told))
 
-    def meet(self) -> Nodes:
-        """The first attempt, of all machines; waits for them. Raises WorkerFailed where they do not come."""
+    def meet(self, asked: Mapping[str, Any] | None = None, say: Callable[[str], None] = print) -> Nodes:
+        """The first attempt, of all machines; waits for them. Where the run is under way without this machine, the next
+        attempt that it takes part in: the others stop for it after a step. Raises WorkerFailed where they do not come.
+
+        asked: what must be the same on a machine that joins, else UsageError. say: takes a line on that.
+        """
+        if self._meeting.try_get("begins") is not None:
+            self._join(dict(asked or {}), say)
+        else:
+            self._present()
+            if self.leads:
+                self._meeting.set("asked", json.dumps(asked or {}))
         until = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
 
         def look() -> None:
-            if self._meeting.error is not None or time.monotonic() > until:
+            if self.leads and (told := self._meeting.try_get("moved")):
+                self._follow(dict(json.loads(told)), dict(asked or {}), say)
+            waits = self._meeting.try_get("begins") is None
+            if self._meeting.error is not None or (waits and time.monotonic() > until):
                 raise WorkerFailed(
                     f"not all {self.nnodes} machines came within {RENDEZVOUS_TIMEOUT.seconds // 60} min. Start each "
                     "with its --node-rank."
                     if self._meeting.error is None
-                    else "machine 0, where the others meet, is gone. Start the command again on all machines."
+                    else "the machine where the others meet is gone, or the run has ended."
                 )
 
         while self.leads and any(self._machine(node) is None for node in range(self.nnodes)):
@@ -79,6 +98,43 @@ class Machines:
             look()
             time.sleep(0.02)
         return self._begin(begins)
+
+    def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        """The run is under way at the store of another machine, which has called."""
+        self._meeting.close()
+        link = Link((moved["host"], moved["port"]), REACH_TIMEOUT)
+        self._leader, self._meeting = int(moved["node"]), Meeting(lambda: link, self.me.name)
+        while not self._meeting.heard and self._meeting.error is None:
+            time.sleep(0.01)
+        self._join(asked, say)
+
+    def _join(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        """Be there for the next attempt of a run that is under way."""
+        theirs = json.loads(self._meeting.try_get("asked") or "{}")
+        for name, value in theirs.items():
+            if (own := json.loads(json.dumps(asked.get(name)))) != value:
+                raise UsageError(
+                    f"the run is under way with {name}: {value}, and this machine has {own}. Start it with the same "
+                    "command as the others, but for --node-rank and --devices."
+                )
+        say("the run is under way: this machine joins it after the next step that is saved.")
+        self._present()
+
+    def joiners(self) -> list[Member]:
+        """The leader's: machines that are there and take no part in the attempt."""
+        taking = {member.name for member in self.nodes.members}
+        found = [member for member in map(self._machine, range(self.nnodes)) if member and member.name not in taking]
+        return [m for m in found if self._meeting.has_seen(m.name) and self._meeting.silence_of(m.name) is None]
+
+    def _call_back(self) -> None:
+        """Where another machine than 0 leads: tell machine 0, once it is there again, where the run is."""
+        moved = {"node": self.me.node, "host": self.me.host, "port": self.me.port}
+        while self.leads and self._rdzv is not None and not self._meeting.is_over:
+            with contextlib.suppress(OSError, ValueError):
+                link = Link(self._rdzv, REACH_TIMEOUT)
+                link.exchange(self.me.name, {"moved": json.dumps(moved)}, 0)
+                link.close()
+            time.sleep(CALL_EVERY)
 
     # Between two attempts.
 
@@ -93,7 +149,7 @@ class Machines:
 
         def lost(member: Member) -> bool:
             now = self._machine(member.node)
-            if now is not None and now.name != member.name:
+            if member.name in self._gone or (now is not None and now.name != member.name):
                 return True
             if self._meeting.has_seen(member.name):
                 return self._meeting.silence_of(member.name) is not None
@@ -152,6 +208,7 @@ class Machines:
     def _move(self) -> None:
         """To the store of the next machine that is reached, or to this one's own."""
         self._meeting.close()
+        self._gone |= {m.name for m in self.nodes.members if m.node == self._leader}
         later = sorted((m for m in self.nodes.members if m.node > self._leader), key=lambda m: m.node)
         for member in later:
             if member.node == self.me.node:
@@ -159,13 +216,18 @@ class Machines:
             try:
                 link = Link((member.host, member.port), REACH_TIMEOUT)
             except OSError:
+                self._gone.add(member.name)
                 continue
             self._meet_at(member.node, link)
             return
         self._meet_at(self.me.node, self._store)
 
     def _meet_at(self, node: int, store: Exchanges) -> None:
+        asked = self._meeting.try_get("asked")
         self._leader, self._meeting = node, Meeting(lambda: store, self.me.name)
+        if self.leads:
+            self._meeting.set("asked", asked or "{}")
+            threading.Thread(target=self._call_back, name="meshwise-call", daemon=True).start()
         begins = self.nodes.begins
         members = sorted(begins.members, key=lambda m: (m.node != node, m.node))
         self._begin(replace(begins, members=tuple(members)))
@@ -193,8 +255,11 @@ class NodeOptions:
                 f"to {self.nnodes - 1}."
             )
 
-    def rendezvous(self, local_size: int) -> Machines | None:
-        """Meet the launchers of the other machines; None when there is one machine. Blocks until all are there."""
+    def rendezvous(
+        self, local_size: int, asked: Mapping[str, Any] | None = None, say: Callable[[str], None] = print
+    ) -> Machines | None:
+        """Meet the launchers of the other machines; None when there is one machine. Blocks until all are there. asked,
+        say: as `Machines.meet` has them."""
         if self.nnodes == 1 and self.node_rank == 0 and self.rdzv is None:
             return None
         host, _, port = (self.rdzv or "").rpartition(":")
@@ -204,7 +269,7 @@ class NodeOptions:
                 "for instance --rdzv node0:29500."
             )
         machines = joined((host, int(port)), self.node_rank, self.nnodes, local_size)
-        machines.meet()
+        machines.meet(asked, say)
         return machines
 
 
@@ -235,4 +300,4 @@ def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) ->
             raise UsageError(f"{where}: no meeting there ({meeting.error}). Is machine 0 started, and the port free?")
         time.sleep(0.01)
     host = meeting.store.host if isinstance(meeting.store, Link) else address[0]
-    return Machines(meeting, store, Member(node, name, local_size, host, store.port), nnodes)
+    return Machines(meeting, store, Member(node, name, local_size, host, store.port), nnodes, address)

@@ -65,6 +65,11 @@ class Meeting:
             self.store.interrupt()
 
     @property
+    def is_over(self) -> bool:
+        """Whether it was closed, or its store is gone."""
+        return self._over.is_set() or self.error is not None
+
+    @property
     def silence(self) -> float | None:
         """The seconds since the store answered, where they are too many; 0 where it is gone."""
         now = time.monotonic()

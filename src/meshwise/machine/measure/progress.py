@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.spec.machine import Machine
 from meshwise.workers.channel import Message, WorkerChannel
-from meshwise.workers.launch import Listeners
+from meshwise.workers.listeners import Listeners
 
 
 def _ignore(event: object) -> None:

@@ -1,0 +1,24 @@
+"""What a launcher tells its caller. Tested in tests/workers/test_launchers.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from meshwise.workers.channel import Message
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """What the launcher tells its caller while the workers run.
+
+    message: `(rank, message)` for every message of a worker that the launcher does not use itself.
+    output: `(stream, text)` for every line that rank 0 prints; stream is `stdout` or `stderr`.
+    look: called several times a second.
+    hang_limit: after so many seconds a rank that does not go on ends the run; None: it is told of alone.
+    """
+
+    message: Callable[[int, Message], None] = lambda rank, message: None
+    output: Callable[[str, str], None] = lambda stream, text: None
+    look: Callable[[], None] = lambda: None
+    hang_limit: float | None = None
