@@ -5,8 +5,8 @@
 
 The hosts share a disk. Claim: the run goes on with those that are left, the host that kept the store included, and ends
 with the parameters of the run that was never disturbed: bitwise on as many ranks, else within 1e-9 in float64. Every
-step's loss is there once. Of two halves one goes on; the host that was cut off, or stopped and continued, ends with exit
-code 85, and nothing that it writes is read.
+step's loss is there once. Of two halves one goes on; the host that was cut off, or stopped and continued, ends with
+exit code 85, and nothing that it writes is read.
 """
 
 from __future__ import annotations
@@ -59,15 +59,18 @@ def saved(out: Path) -> None:
 
 
 def processes(host: Host) -> list[int]:
+    """What runs on the host."""
     listed = subprocess.run(["ip", "netns", "pids", host.namespace], check=True, capture_output=True, text=True)
     return [int(pid) for pid in listed.stdout.split()]
 
 
 def power_off(cluster: Sequence[Host], node: int) -> None:
+    """Kill all that runs on the host."""
     cluster[node].end()
 
 
 def cut(cluster: Sequence[Host], node: int) -> None:
+    """The host's link carries nothing from now on."""
     switch = cluster[0].namespace.replace("host0", "switch")
     subprocess.run(["ip", "-n", switch, "link", "set", f"host{node}", "down"], check=True)
 
@@ -134,6 +137,7 @@ def judged(facts: dict[str, Any], row: Row) -> bool:
 
 
 def main() -> None:
+    """Measure the rows, and keep them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="rows with this in their name")
     only = parser.parse_args().only

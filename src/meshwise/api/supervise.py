@@ -194,7 +194,7 @@ def supervise(
                     _answer(error, restarts, keeps, view, halt, several, devices)
         finally:
             if several is not None:
-                several.nodes.leave()
+                several.machines.leave(halt.exit_code if halt.ends else DONE)
             forks.close()
             restarts.close(view.print)
         stopped = halt.ends

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.options import Option
 from meshwise.workers.channel import listening
-from meshwise.workers.meeting import SILENCE, Meeting
+from meshwise.workers.meeting import ROUND, SILENCE, Meeting
 from meshwise.workers.nodes import Beginning, Member, Nodes
 from meshwise.workers.rendezvous import taken
 from meshwise.workers.store import Exchanges, Link, Store
@@ -47,6 +47,7 @@ class Machines:
         self._meeting, self._store, self.me, self.nnodes, self._rdzv = meeting, store, me, nnodes, rdzv
         self._leader = 0
         self._report: dict[str, Any] | None = None
+        self._ended = False
         self._gone: set[str] = set()
         """Machines at which this one did not find the others."""
 
@@ -77,6 +78,9 @@ class Machines:
         until = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
 
         def look() -> None:
+            if ends := self._meeting.try_get("ends"):
+                told = json.loads(ends)
+                raise WorkerFailed("the run has ended without this machine.", exit_code=told["code"])
             if self.leads and (told := self._meeting.try_get("moved")):
                 self._follow(dict(json.loads(told)), dict(asked or {}), say)
             waits = self._meeting.try_get("begins") is None
@@ -121,7 +125,11 @@ class Machines:
         self._present()
 
     def joiners(self) -> list[Member]:
-        """The leader's: machines that are there and take no part in the attempt."""
+        """The leader's: machines that take no part in the attempt, and could."""
+        return [member for member in self._waiting() if member.size]
+
+    def _waiting(self) -> list[Member]:
+        """Machines that are there and take no part in the attempt."""
         taking = {member.name for member in self.nodes.members}
         found = [member for member in map(self._machine, range(self.nnodes)) if member and member.name not in taking]
         return [m for m in found if self._meeting.has_seen(m.name) and self._meeting.silence_of(m.name) is None]
@@ -141,6 +149,9 @@ class Machines:
     def report(self, facts: Mapping[str, Any]) -> None:
         """This machine's workers of the attempt are gone: what the leader is to know for the next one."""
         self._report = dict(facts)
+        if facts["size"] != self.me.size:
+            self.me = replace(self.me, size=facts["size"])
+            self._present()
         self.nodes.set(f"ended/{self.me.node}", self._report)
 
     def reports(self, look: Look) -> dict[Member, dict[str, Any]]:
@@ -183,7 +194,18 @@ class Machines:
 
     def end(self, facts: Mapping[str, Any]) -> None:
         """The leader's: the run ends, and how."""
-        self._meeting.set("ends", json.dumps(facts))
+        if not self._ended:
+            self._ended = True
+            self._meeting.set("ends", json.dumps(facts))
+
+    def leave(self, code: int) -> None:
+        """This machine has nothing more to do. code: with which the run ends, for those that take no part."""
+        if self.leads and self._waiting():
+            text = "the run has ended without this machine."
+            self.end({"text": text, "code": code, "failure": None})
+            self._meeting.flush(REACH_TIMEOUT)
+            time.sleep(4 * ROUND)
+        self.nodes.leave()
 
     def next(self, look: Look) -> Nodes | dict[str, Any]:
         """What the leader says: the next attempt, or how the run ends. Where the leader is lost, the machines that are

@@ -8,6 +8,7 @@ Tested in tests/workers/test_nodes.py.
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -107,7 +108,8 @@ class Nodes:
     def lost(self) -> Failure | None:
         """A machine that is not heard of any more, as what ends the attempt."""
         for member in self.others:
-            if why := self._why_lost(member):
+            done = member is not self.members[0] and self.try_get(f"done/{member.node}")  # it may have left
+            if not done and (why := self._why_lost(member)):
                 first = sum(m.size for m in self.members[: self.members.index(member)])
                 last = first + member.size - 1
                 ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
@@ -120,7 +122,7 @@ class Nodes:
         leader = member is self.members[0]
         seconds = self._meeting.silence if leader else self._meeting.silence_of(member.name)
         if seconds is not None:
-            gone = leader and self._meeting.error is not None
+            gone = seconds == math.inf or (leader and self._meeting.error is not None)
             return "its launcher is gone" if gone else f"no word from it for {seconds:.1f} s"
         told = self._meeting.try_get(f"machine/{member.node}")
         again = told is not None and json.loads(told)["name"] != member.name

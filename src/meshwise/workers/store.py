@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import threading
 import time
@@ -25,7 +26,8 @@ MOST_LINE = 16 << 20
 
 @dataclass(frozen=True)
 class Answer:
-    """Of an exchange. version: where the next one goes on. new: what has changed. silent: seconds, by machine."""
+    """Of an exchange. version: where the next one goes on. new: what has changed. silent: seconds, by machine;
+    infinity of one whose process is gone."""
 
     version: int
     new: Mapping[str, str]
@@ -79,13 +81,18 @@ class Store:
             threading.Thread(target=self._serve, args=(connection,), name="meshwise-store", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        name = ""
         wrong = (OSError, ValueError, TypeError, KeyError, AttributeError)  # it is gone, or is no launcher
         with contextlib.suppress(*wrong), connection, connection.makefile("rb") as lines:
             while line := lines.readline(MOST_LINE):
                 asked = json.loads(line)
                 told = {str(key): str(value) for key, value in asked["told"].items()}
-                answer = self.exchange(str(asked["name"]), told, int(asked["since"]))
+                name = str(asked["name"])
+                answer = self.exchange(name, told, int(asked["since"]))
                 connection.sendall(json.dumps(vars(answer)).encode() + b"\n")
+        with self._lock:
+            if name in self._heard:  # its process is gone, or has hung up: nobody waits for it
+                self._heard[name] = -math.inf
 
 
 class Link:
