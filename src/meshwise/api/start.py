@@ -124,6 +124,19 @@ def refuse_restarts(options: RunOptions, where: str) -> None:
             )
 
 
+def _folder_of(program: Program, options: RunOptions, name: str | None) -> Path:
+    """The folder of a run, new or resumed. name: as another machine has called it."""
+    if options.resume is not None:
+        return run_and_checkpoint(Path(options.resume))[0]
+    if options.folder is not None:
+        return names.own_run_folder(Path(options.folder))
+    if name is None:
+        return names.create_run_folder(Path(options.out), program.name)
+    folder = Path(options.out) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def opened(
     program: Program, options: RunOptions, slots: Sequence[WorkerSlot], several: Several | None, began: float
 ) -> Started:
@@ -131,20 +144,12 @@ def opened(
 
     Machines that share a disk share the folder; the first of them keeps its run.json.
     """
-    nodes, out = several.nodes if several else None, Path(options.out)
+    nodes = several.nodes if several else None
     machine, size = (nodes.node_rank, several.world) if nodes and several else (0, len(slots))
     faults = faults_of(options.fault, size)
     late = nodes.begins.facts if nodes else {}  # of a run that is under way
     told = late.get("folder") or (nodes.get("folder") if nodes and machine else {})
-    if options.resume is not None:
-        folder, _ = run_and_checkpoint(Path(options.resume))
-    elif options.folder is not None:
-        folder = names.own_run_folder(Path(options.folder))
-    elif not told:
-        folder = names.create_run_folder(out, program.name)
-    else:
-        folder = out / str(told["name"])
-        folder.mkdir(parents=True, exist_ok=True)
+    folder = _folder_of(program, options, told.get("name"))
     if several is not None:
         several.shares = not told or newest(folder) == told["attempt"]
     goes_on = options.resume is not None or options.folder is not None
