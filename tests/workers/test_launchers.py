@@ -94,6 +94,21 @@ def two_machines(job: str, here: Path) -> list[tuple[int, str]]:
     return [(process.returncode, text) for process, text in zip(started, shown, strict=True)]
 
 
+@pytest.mark.slow
+def test_agents_of_torchrun_that_start_one_process_each_launch_the_workers_there(here: Path) -> None:
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    agent += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    run = ["-m", "meshwise", "run", "small.py:job", "--devices", "2xcpu", "--out", "runs"]
+    agents = [
+        subprocess.Popen([*agent, "--node-rank", str(node), *run], cwd=here, stdout=subprocess.PIPE, text=True)
+        for node in range(2)
+    ]
+    shown = [process.communicate(timeout=120)[0] for process in agents]
+    assert [process.returncode for process in agents] == [0, 0], shown
+    assert "torchrun, 2 nodes × 2 devices, attempt 1" in shown[0] and "Plan(data=4)" in shown[0]
+    assert [text.count("finished after 2 epochs") for text in shown] == [1, 0]
+
+
 def test_two_machines_make_one_run(here: Path) -> None:
     ended = two_machines("small.py:job", here)
     assert [code for code, _ in ended] == [0, 0], ended

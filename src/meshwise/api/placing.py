@@ -34,7 +34,8 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
     count = _devices_here(options, place)
     launches = count > 1 or options.nnodes > 1 or options.folder is not None  # the last: as `meshwise submit` sends it
     if place.one_a_node and launches:
-        where = options.rdzv or ":".join(map(str, place.rendezvous or meet(place)))
+        known = None if place.launcher == "torchrun" else place.rendezvous  # at torchrun's port its own store listens
+        where = options.rdzv or ":".join(map(str, known or meet(place)))
         return replace(options, nnodes=place.nodes, node_rank=place.node, rdzv=where), False
     if options.devices is not None and parse_devices(options.devices).kind == "cpu":
         os.environ.setdefault(DEVICE_KIND, "cpu")

@@ -32,5 +32,7 @@ def read(environment: Mapping[str, str]) -> Place | None:
         local_rank=0 if pods else number(environment, "LOCAL_RANK", rank),
         tasks_here=tasks,
         attempt=number(environment, "TORCHELASTIC_RESTART_COUNT", 0) + 1 if agent else 0,
+        hosts=(where[0],) if where[0] else (),
         rendezvous=(where[0], int(where[1])) if where[0] and where[1].isdigit() else None,
+        key=f"torchrun-{environment['TORCHELASTIC_RUN_ID']}.{where[1]}" if agent else "",
     )
