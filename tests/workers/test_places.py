@@ -324,5 +324,11 @@ def test_options_that_contradict_the_launcher_are_refused(
     assert says in str(caught.value)
 
 
+def test_a_step_of_which_half_is_known_is_refused_and_one_process_needs_no_list() -> None:
+    with pytest.raises(UsageError, match="SLURM_STEP_TASKS_PER_NODE and SLURM_STEP_NODELIST not, as srun does"):
+        place_in(BATCH | {"SLURM_STEP_NUM_TASKS": "2"})
+    assert place_in(BATCH | {"SLURM_JOB_NODELIST": "n[1-"}).size == 1
+
+
 def test_a_place_is_a_value() -> None:
     assert Place("Slurm", job="1") == Place("Slurm", job="1") != ALONE

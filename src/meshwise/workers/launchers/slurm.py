@@ -8,6 +8,7 @@ variables of the step agree with those that every task and batch script gets ane
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from meshwise.workers.launchers.place import Place, number
 
 JOB = "SLURM_JOB_ID"
 STEPS = "SLURM_STEP_NUM_TASKS"
+OF_STEPS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_NODEID", "SLURM_LOCALID")
 
 
 def read(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Place | None:
@@ -25,9 +27,15 @@ def read(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Place | 
     if JOB not in environment:
         return None
     job, attempt = job_id(environment), number(environment, "SLURM_RESTART_COUNT", 0) + 1
+    if number(environment, STEPS, 1) > 1 and (missing := [name for name in OF_STEPS if name not in environment]):
+        raise UsageError(
+            f"{STEPS} is set, and {' and '.join(missing)} not, as srun does. Start it with srun, or unset it."
+        )
     if number(environment, STEPS, 1) < 2 or not in_step(environment, proc):
-        nodes = environment.get("SLURM_JOB_NODELIST", "")
-        return Place("Slurm", job=job, attempt=attempt, hosts=host_list(nodes) if nodes else ())
+        hosts: tuple[str, ...] = ()
+        with contextlib.suppress(UsageError):  # one process needs no list
+            hosts = host_list(environment.get("SLURM_JOB_NODELIST", ""))
+        return Place("Slurm", job=job, attempt=attempt, hosts=hosts)
     tasks = tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
     node, local_rank = number(environment, "SLURM_NODEID"), number(environment, "SLURM_LOCALID")
     if not 0 <= node < len(tasks):
