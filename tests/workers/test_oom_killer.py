@@ -66,19 +66,27 @@ def test_another_killer_is_not_called_that(counters: dict[str, Path], tmp_path: 
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """A control group that allows 1.2 GiB."""
+    """A control group that allows 1.5 GB."""
     versions = {"/sys/fs/cgroup/memory": "memory.limit_in_bytes", "/sys/fs/cgroup": "memory.max"}
     for root, limit in versions.items():
         group = Path(root) / f"meshwise-test-{os.getpid()}"
         with contextlib.suppress(OSError):
             group.mkdir()
             if (group / limit).exists():
-                (group / limit).write_text(str(1200 << 20))
+                (group / limit).write_text(str(1500 << 20))
                 yield group
                 group.rmdir()
                 return
             group.rmdir()
     pytest.skip("no control group of memory can be made here")
+
+
+def run_in(group: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`meshwise run` inside a control group."""
+    text = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+    alone = {name: value for name, value in os.environ.items() if name != LISTENS}  # the kept server is elsewhere
+    command = ["sh", "-c", text, str(group), sys.executable, "-m", "meshwise", "run", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=alone)
 
 
 HUNGRY = """
@@ -108,9 +116,29 @@ for step, (x,) in enumerate(loader):
 def test_a_run_says_who_killed_its_worker(kill: str, says: str, small_group: Path, tmp_path: Path) -> None:
     script = tmp_path / "hungry.py"
     script.write_text(HUNGRY.replace("KILL", kill))
-    run = [sys.executable, "-m", "meshwise", "run", "--devices", "2xcpu", "--out", str(tmp_path / "runs"), str(script)]
-    text = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
-    alone = {name: value for name, value in os.environ.items() if name != LISTENS}  # the kept server is elsewhere
-    command = ["sh", "-c", text, str(small_group), *run]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=alone)
+    done = run_in(small_group, "--devices", "2xcpu", "--out", str(tmp_path / "runs"), str(script))
     assert done.returncode != 0 and says in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+HUNGRY_JOB = """
+import torch, meshwise as mw
+
+def loss(model, batch):
+    rows = len(batch[0])
+    kept = torch.ones(rows * 150 << 18) if mw.rank() == 1 and rows > 4 else 0  # 1.2 GB
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+x = torch.ones(160, 4)
+job = mw.Job(name="hungry", model=lambda: torch.nn.Linear(4, 1), loss=loss, batch_size=16, epochs=1,
+             optimizer=lambda p: torch.optim.SGD(p, 0.1), data=lambda: (x, x.sum(1, keepdim=True)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
+def test_a_job_goes_on_with_less_where_the_killer_ended_a_worker(small_group: Path, tmp_path: Path) -> None:
+    (tmp_path / "hungry.py").write_text(HUNGRY_JOB)
+    done = run_in(small_group, f"{tmp_path / 'hungry.py'}:job", "--devices", "2xcpu", "--out", str(tmp_path / "runs"))
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "killed by the kernel's out-of-memory killer" in said, said
+    assert "with accumulate=2: microbatches of half the size, and the same numbers." in said, said

@@ -17,6 +17,7 @@ from meshwise.spec.units import bytes_text
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import Recorder
 from meshwise.training.smaller import smaller_plan
+from meshwise.workers.failure import is_communication_error
 
 
 def explain(
@@ -35,10 +36,12 @@ def explain(
     step = f"step {steps + 1}" if steps is not None else "before the first step"
     note_what_was_not_gathered(error)
     error.add_note(f"rank {world.rank}, {step}, phase {recorder.phase}")
-    if is_out_of_memory(error):
+    full = is_out_of_memory(error)
+    if full or is_communication_error(error):  # of use where a peer was killed for the memory of its machine
         found = smaller()
         if found is not None:
             error.smaller_plan = (plan_to_toml(found[0]), found[1])  # type: ignore[attr-defined]
+    if full:
         advice = f"What would need less: {found[1]}" if found else "Use a smaller --batch-size or more devices"
         error.add_note(_memory_text(world.device, advice))
 

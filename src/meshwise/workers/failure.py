@@ -128,10 +128,14 @@ def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | Non
 def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
     """The failure to show: one that is nobody's consequence, and the earliest of those.
 
-    ranks: of the run; where each of them has lost another one, and none was lost, the link between them failed.
+    ranks: of the run; where each of them has lost another one, and none was lost, the link between them failed. One
+    that the out-of-memory killer ended has from its victims the plan that needs less.
     """
     order = {"killed": 0, "raised": 0, "hung": 0, "lost": 0, "corrupt": 0, "link": 0, "left": 1, "victim": 2}
     first = min(failures, key=lambda failure: (order[failure.kind], failure.time))
+    if first.kind == "victim" or MORE_MEMORY in first.notes:  # what a victim knows helps one that had too little memory
+        known = [failure.smaller for failure in failures if failure.smaller]
+        first = replace(first, smaller=known[0] if known and first.kind == "killed" else ())
     lost = {f.rank for f in failures if any(word in f.message.lower() for word in _CONNECTION_WORDS)}
     all_lost = first.kind == "victim" and len(lost) == ranks > 1
     return replace(first, kind="link", message=LINK, plain=True, traceback="") if all_lost else first
