@@ -3,8 +3,8 @@
     python bench/soak.py --minutes 20 --every 20     as root, on Linux: hosts are network namespaces with shaped links
 
 Faults come from outside, at moments of a Poisson process: a worker is killed, stopped for ever or for a second, a link
-is cut for a second or slow for five, a bit of the newest checkpoint flips, a whole host dies (what is left is then
-asked to stop, as a scheduler does, and starts again with --resume on all hosts). At the end the run is stopped so.
+is cut for a second or slow for five, a bit of the newest checkpoint flips, a whole host dies and comes back after the
+others went on without it. At the end the run is stopped, as a scheduler does.
 
 Claim: every fault that ends an attempt is noticed, with its rank; every step is in the record once, with the loss and
 the last parameters of a run that was never disturbed (float64: within 1e-9); no process, socket, shared memory or
@@ -61,27 +61,27 @@ class Run:
             folder.mkdir(parents=True)
         self.launchers: list[subprocess.Popen[bytes]] = []
         self.pids: set[int] = set()
-        self.starts = 0
+        self.starts, self.resumes = 0, False
 
     def start(self) -> None:
         """Start a launcher on each host, and wait for a step."""
-        before = self.steps()
-        first = (
-            ["--resume", str(self.folder)] if self.starts else [f"{JOB}:job", "--out", str(self.out / "runs"), *EXACT]
-        )
-        first += [] if self.starts else ["--save-every", "2s"]
-        self.starts += 1
-        words = ["--nnodes", str(len(self.cluster)), "--rdzv", f"{self.cluster[0].address}:{PORT + self.starts}"]
-        words += ["--devices", "1xcpu", "--restarts", "1000", "--hang-limit", "4s"]
-        self.launchers = []
-        for node, host in enumerate(self.cluster):
-            command = [sys.executable, "-m", "meshwise", "run", *first, *words, "--node-rank", str(node)]
-            with (self.out / f"host{node}.txt").open("ab") as log:
-                variables = self.variables | {"TMPDIR": str(self.scratch[node])}
-                self.launchers.append(host.popen(command, variables, stdout=log, stderr=log))
+        before, self.starts = self.steps(), self.starts + 1
+        self.resumes = self.starts > 1
+        self.launchers = [self.launched(node) for node in range(len(self.cluster))]
         until = time.monotonic() + SAFE
         while self.steps() <= before and time.monotonic() < until:
             time.sleep(0.2)
+
+    def launched(self, node: int) -> subprocess.Popen[bytes]:
+        """A launcher on this host, by the same command as before."""
+        new = [f"{JOB}:job", "--out", str(self.out / "runs"), *EXACT, "--save-every", "2s"]
+        words = ["--resume", str(self.folder)] if self.resumes else new
+        words += ["--nnodes", str(len(self.cluster)), "--rdzv", f"{self.cluster[0].address}:{PORT + self.starts}"]
+        words += ["--devices", "1xcpu", "--restarts", "1000", "--hang-limit", "4s", "--node-rank", str(node)]
+        command = [sys.executable, "-m", "meshwise", "run", *words]
+        variables = self.variables | {"TMPDIR": str(self.scratch[node])}
+        with (self.out / f"host{node}.txt").open("ab") as log:
+            return self.cluster[node].popen(command, variables, stdout=log, stderr=log)
 
     @property
     def folder(self) -> Path:
@@ -166,18 +166,22 @@ def rot(run: Run, node: int) -> bool:
 
 
 def host_dies(run: Run, node: int) -> bool:
-    """All that runs on a host is gone; what is left goes on, and is then started again on all hosts."""
+    """All that runs on a host is gone; the others go on, and it comes back by the same command."""
     attempts = len(run.record.get("sessions", []))
     _kill_inside(run.cluster[node].namespace)
     shutil.rmtree(run.scratch[node])  # its own disk
     run.scratch[node].mkdir()
-    until = time.monotonic() + SAFE
-    while len(run.record.get("sessions", [])) == attempts and time.monotonic() < until:
-        time.sleep(0.2)
-    time.sleep(5.0)
-    run.stop()
-    run.start()
+    wait_for(run, attempts + 1)
+    run.launchers[node] = run.launched(node)
+    wait_for(run, attempts + 2)
     return True
+
+
+def wait_for(run: Run, attempts: int) -> None:
+    """Until so many attempts have begun, or the patience is over."""
+    until = time.monotonic() + SAFE
+    while len(run.record.get("sessions", [])) < attempts and time.monotonic() < until:
+        time.sleep(0.2)
 
 
 FAULTS: dict[str, Callable[[Run, int], bool]] = {
