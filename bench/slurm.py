@@ -1,0 +1,314 @@
+"""What a real Slurm does to a run that `meshwise submit` sent, and what becomes of the run.
+
+    python bench/slurm.py                             every row, two clusters side by side, as root on Linux
+    python bench/slurm.py --events usr1,stop --kinds job --launch node
+
+Each row is a cluster of three nodes of its own (tests/slurm.py), a run on two of them with two ranks each, and one
+event while it trains. Claim: the run goes on exactly once without a hand, and never after `scancel` or `meshwise stop`;
+its last parameters are bitwise those of a run that nothing happened to, where it had four ranks all the time, else
+within 1e-9 (float64); a run that was warned repeats no step; run.json does not say "running" after the end. A row whose
+event did not happen has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from keep import keep
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from meshwise.records import folder as names
+from meshwise.records.attempts import attempts_of
+from tests.slurm import slurm, why_not
+
+JOBS = Path(__file__).with_name("slurm_jobs.py")
+KINDS, LAUNCH = ("job", "loop"), ("node", "device")
+EVENTS = ("usr1", "limit", "requeue", "killed", "cut", "cut_script", "preempted", "preempted_grace", "scancel", "stop")
+ENDS = ("scancel", "stop")
+NO_WARNING = ("killed", "cut", "cut_script")
+STEPS, SAVE_EVERY = 300, 20
+PREEMPTION = "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\nPartitionName=high Nodes=ALL PriorityTier=10\n"
+LIMIT = 300.0  # seconds for what a row waits for
+
+
+class Row:
+    """One run, and what happens to it."""
+
+    def __init__(self, kind: str, launch: str, event: str, folder: Path) -> None:
+        self.kind, self.launch, self.event, self.here = kind, launch, event, folder
+        self.facts: dict[str, Any] = {"kind": kind, "launch": launch, "event": event}
+        self.wrong: list[str] = []
+
+    def run(self) -> dict[str, Any]:
+        more = PREEMPTION if self.event.startswith("preempted") else ""
+        if self.event == "preempted_grace":
+            more += "PartitionName=main Nodes=ALL Default=YES GraceTime=15 PreemptMode=REQUEUE\n"
+        try:
+            with slurm(3, more=more, kill_wait=10) as cluster:
+                self.cluster = cluster
+                self._send()
+                _until(lambda: self.steps() >= 45, "it never trained")
+                before = self.steps()
+                began = time.time()
+                getattr(self, f"_{self.event}")()
+                self._watch(began, before)
+        except AssertionError as error:
+            self.wrong.append(str(error)[:300])
+        return self.facts | {"wrong": self.wrong}
+
+    def _send(self) -> None:
+        options = ["--nodes", "2", "--site", str(self.here / "site.toml")]
+        options += ["--time", "1min"] if self.event == "limit" else ["--time", "20min"]
+        (self.here / "site.toml").write_text(
+            f'devices = "2xcpu"\ncommand = "{sys.executable} -m meshwise"\npartition = "main"\n'
+        )
+        own = [str(self.here / "own")] if self.kind == "loop" else []
+        words = ["--save-every", str(SAVE_EVERY), str(JOBS) if own else f"{JOBS}:job", *own]
+        script = self._typed("submit", *options, "--dry-run", *words)
+        script = script[script.index("#!/bin/bash") :]
+        if self.launch == "device":
+            script = script.replace("--ntasks-per-node=1", "--ntasks-per-node=2").replace("--devices 2xcpu ", "")
+        (self.here / "own").mkdir(exist_ok=True)
+        (self.here / "submit.sh").write_text(script)
+        line = next(line for line in script.splitlines() if line.startswith("run="))
+        self.folder = Path(shlex.split(line.removeprefix("run="))[0].partition("${")[0])
+        said = self.cluster.call("sbatch", "--parsable", "-o", "out-%j.txt", "submit.sh", folder=self.here)
+        self.job = said.stdout.strip()
+        names.write_run(
+            _made(self.folder),
+            {"job": "slurm-bench", "status": "queued", "submission": {"jobs": {self.job: time.time()}}},
+        )
+
+    def _typed(self, *words: str) -> str:
+        done = self.cluster.call(sys.executable, "-m", "meshwise", *words, folder=self.here)
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    def steps(self) -> int:
+        """Steps done, as far as the disk tells: of a loop those of its newest state."""
+        if self.kind == "job":
+            path = self.folder / "metrics.jsonl"
+            return path.read_text().count('"loss"') if path.exists() else 0
+        saved = [
+            int(path.name.split("-")[1].split(".")[0])
+            for path in (self.here / "own" / "state").glob("step-*.*")
+            if not path.name.endswith("part")
+        ]
+        return max(saved, default=0)
+
+    # What happens.
+
+    def _usr1(self) -> None:
+        self.cluster.call("scancel", "--signal=USR1", self.job)
+
+    def _limit(self) -> None:
+        pass  # it comes by itself
+
+    def _requeue(self) -> None:
+        self.cluster.call("scontrol", "requeue", self.job)
+
+    def _killed(self) -> None:
+        for process in self._on_node(self._nodes()[-1]):
+            process.kill()
+
+    def _cut(self) -> None:
+        self._link(self._nodes()[-1], "down")
+
+    def _cut_script(self) -> None:
+        """The node on which the batch script runs; its link comes back later, when the run is on other nodes."""
+        self._link(self._nodes()[0], "down")
+        _until(lambda: self._restarts() >= 1 and self.cluster.facts(self.job)["JobState"] == "RUNNING", "not requeued")
+        time.sleep(10)
+        self._link(self._cut_node, "up")
+
+    def _preempted(self) -> None:
+        done = self.cluster.call(
+            "sbatch",
+            "--parsable",
+            "-p",
+            "high",
+            "-N3",
+            "--exclusive",
+            "-o",
+            "high.txt",
+            "--wrap",
+            "sleep 5",
+            folder=self.here,
+        )
+        self.facts["by"] = done.stdout.strip()
+
+    _preempted_grace = _preempted
+
+    def _scancel(self) -> None:
+        self.cluster.call("scancel", self.job)
+
+    def _stop(self) -> None:
+        self._typed("stop", "--in", str(self.folder.parent), self.folder.name)
+
+    def _link(self, node: str, state: str) -> None:
+        self._cut_node = node
+        self.cluster.call("ip", "link", "set", f"v{node.removeprefix('n')}", state)
+
+    def _nodes(self) -> list[str]:
+        listed = self.cluster.facts(self.job)["NodeList"]
+        return self.cluster.call("scontrol", "show", "hostnames", listed).stdout.split()
+
+    def _on_node(self, node: str) -> list[psutil.Process]:
+        found = []
+        for process in psutil.Process(self.cluster.process).children(recursive=True):
+            done = subprocess.run(["nsenter", "-t", str(process.pid), "-u", "hostname"], capture_output=True, text=True)
+            if done.stdout.strip() == node:
+                found.append(process)
+        return found
+
+    # What becomes of it.
+
+    def _restarts(self) -> int:
+        return int(self.cluster.facts(self.job).get("Restarts", "0"))
+
+    def _watch(self, began: float, before: int) -> None:
+        if self.event in ENDS:
+            _until(lambda: self.cluster.facts(self.job)["JobState"] not in ("RUNNING", "COMPLETING"), "it did not end")
+            time.sleep(20)  # longer than Slurm needs to start a requeued job
+            self._claim(self._restarts() == 0, f"started again {self._restarts()} times after {self.event}")
+            self._claim(self.cluster.facts(self.job)["JobState"] != "PENDING", "it is queued again")
+            self._claim(self._saved(), "no state was saved")
+        else:
+            _until(lambda: self._restarts() >= 1 or self._over(), "Slurm did not requeue it", 120.0)
+            requeued = time.time()
+            _until(lambda: self.steps() > before or self._over(), "no step came again")
+            self.facts |= {"seconds_to_requeue": requeued - began, "seconds_to_step": time.time() - began}
+            _until(self._over, "it did not come to its end")
+            self._claim(self._restarts() == 1, f"started again {self._restarts()} times")
+            self._claim(
+                self.cluster.facts(self.job)["JobState"] == "COMPLETED",
+                f"ended {self.cluster.facts(self.job)['JobState']}",
+            )
+            self._compare()
+        self._records()
+
+    def _over(self) -> bool:
+        return self.cluster.facts(self.job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+    def _saved(self) -> bool:
+        return (self.folder / "checkpoint").exists() or (self.here / "own" / "state").exists()
+
+    def _compare(self) -> None:
+        path = self.folder / "weights.safetensors" if self.kind == "job" else self.here / "own" / "last.pt"
+        if not path.exists():
+            return self._claim(False, "no last parameters")
+        after = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+        whole = UNDISTURBED[self.kind]
+        apart = max(
+            float((after[name] - value).abs().max()) for name, value in whole.items() if value.is_floating_point()
+        )
+        sizes = {one.devices for one in attempts_of(names.read_run(self.folder))} - {None}
+        self.facts |= {"apart": apart, "sizes": sorted(sizes)}
+        self._claim(apart == 0 if sizes <= {4} else apart < 1e-9, f"last parameters differ by {apart:.2g}")
+
+    def _records(self) -> None:
+        facts = names.read_run(self.folder)
+        self.facts["attempts"] = [f"{one.status}: {one.reason}"[:120] for one in attempts_of(facts)]
+        if self.kind == "loop" and self.launch == "device":
+            return  # a loop of one's own whose ranks srun starts keeps no record
+        self._claim(facts["status"] != "running", "run.json says running")
+        if self.kind == "job":
+            lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+            steps = [line["step"] for line in lines if "loss" in line]
+            done = list(range(1, len(steps) + 1))
+            self._claim(steps == done and (self.event in ENDS or len(steps) == STEPS), "steps are missing or twice")
+            lost = sum(one.steps_lost or 0 for one in attempts_of(facts))
+            self.facts["steps_again"] = lost
+            self._claim(lost <= (SAVE_EVERY if self.event in NO_WARNING else 0), f"{lost} steps were done again")
+
+    def _claim(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self.wrong.append(otherwise)
+
+
+UNDISTURBED: dict[str, dict[str, torch.Tensor]] = {}
+
+
+def undisturbed(kind: str, folder: Path) -> dict[str, torch.Tensor]:
+    """The last parameters of a run on four ranks to which nothing happens."""
+    words = [f"{JOBS}:job", "--out", str(folder)] if kind == "job" else ["--out", str(folder), str(JOBS), str(folder)]
+    command = [sys.executable, "-m", "meshwise", "run", "--devices", "4xcpu", *words]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"SLURM_BENCH_PAUSE": "0"})
+    if kind == "loop":
+        return torch.load(folder / "last.pt")
+    return load_file(next(folder.glob("*/weights.safetensors")))
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _until(true: Callable[[], Any], otherwise: str, seconds: float = LIMIT) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"{otherwise} in {seconds:.0f} s"
+        time.sleep(0.2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--events", default=",".join(EVENTS))
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--launch", default=",".join(LAUNCH))
+    parser.add_argument("--clusters", type=int, default=2, help="side by side")
+    parser.add_argument("--minutes", type=float, default=90.0, help="no row begins later than this")
+    given = parser.parse_args()
+    if why_not() is not None:
+        sys.exit(why_not())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    began = time.monotonic()
+    rows = [*itertools.product(given.events.split(","), given.kinds.split(","), given.launch.split(","))]
+    done: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="slurm-bench-", ignore_cleanup_errors=True) as made:
+        for kind in given.kinds.split(","):
+            UNDISTURBED[kind] = undisturbed(kind, _made(Path(made) / kind))
+
+        def one(number: int) -> None:
+            event, kind, launch = rows[number]
+            if time.monotonic() - began > 60 * given.minutes:
+                return
+            row = Row(kind, launch, event, _made(Path(made) / f"row{number}")).run()
+            done.append(row)
+            print(f"{event:<16}{kind:<6}{launch:<8}{_row_text(row)}", flush=True)
+
+        with ThreadPoolExecutor(given.clusters) as pool:
+            list(pool.map(one, range(len(rows))))
+    good = sum(not row["wrong"] for row in done)
+    print(f"{good} of {len(done)} rows hold; {len(rows) - len(done)} were not begun")
+    keep("slurm", {"rows": sorted(done, key=lambda row: (row["event"], row["kind"], row["launch"])), "of": len(rows)})
+    sys.exit(good != len(rows))
+
+
+def _row_text(row: dict[str, Any]) -> str:
+    figures = {name: f"{row[name]:.1f} s" for name in ("seconds_to_requeue", "seconds_to_step") if name in row}
+    if "steps_again" in row:
+        figures["steps_again"] = str(row["steps_again"])
+    told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items())
+    return f"{told}  {'; '.join(row['wrong']) or 'holds'}"
+
+
+if __name__ == "__main__":
+    main()
