@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from meshwise.records import folder as names
 from meshwise.records.attempts import attempts_of
+from meshwise.records.checkpoints import checkpoints_in
 from tests.slurm import slurm, why_not
 
 JOBS = Path(__file__).with_name("slurm_jobs.py")
@@ -65,10 +66,9 @@ class Row:
                 self.cluster = cluster
                 self._send()
                 _until(lambda: self.steps() >= 45, "it never trained")
-                before = self.steps()
                 began = time.time()
                 getattr(self, f"_{self.event}")()
-                self._watch(began, before)
+                self._watch(began)
         except AssertionError as error:
             self.wrong.append(str(error)[:300])
         return self.facts | {"wrong": self.wrong}
@@ -91,10 +91,8 @@ class Row:
         self.folder = Path(shlex.split(line.removeprefix("run="))[0].partition("${")[0])
         said = self.cluster.call("sbatch", "--parsable", "-o", "out-%j.txt", "submit.sh", folder=self.here)
         self.job = said.stdout.strip()
-        names.write_run(
-            _made(self.folder),
-            {"job": "slurm-bench", "status": "queued", "submission": {"jobs": {self.job: time.time()}}},
-        )
+        sent = {"jobs": {self.job: time.time()}}
+        names.write_run(_made(self.folder), {"job": "slurm-bench", "status": "queued", "submission": sent})
 
     def _typed(self, *words: str) -> str:
         done = self.cluster.call(sys.executable, "-m", "meshwise", *words, folder=self.here)
@@ -106,11 +104,7 @@ class Row:
         if self.kind == "job":
             path = self.folder / "metrics.jsonl"
             return path.read_text().count('"loss"') if path.exists() else 0
-        saved = [
-            int(path.name.split("-")[1].split(".")[0])
-            for path in (self.here / "own" / "state").glob("step-*.*")
-            if not path.name.endswith("part")
-        ]
+        saved = [each.step for each in checkpoints_in(self.here / "own" / "state")]
         return max(saved, default=0)
 
     # What happens.
@@ -139,19 +133,8 @@ class Row:
         self._link(self._cut_node, "up")
 
     def _preempted(self) -> None:
-        done = self.cluster.call(
-            "sbatch",
-            "--parsable",
-            "-p",
-            "high",
-            "-N3",
-            "--exclusive",
-            "-o",
-            "high.txt",
-            "--wrap",
-            "sleep 5",
-            folder=self.here,
-        )
+        words = ["-p", "high", "-N3", "--exclusive", "-o", "high.txt", "--wrap", "sleep 5"]
+        done = self.cluster.call("sbatch", "--parsable", *words, folder=self.here)
         self.facts["by"] = done.stdout.strip()
 
     _preempted_grace = _preempted
@@ -183,7 +166,7 @@ class Row:
     def _restarts(self) -> int:
         return int(self.cluster.facts(self.job).get("Restarts", "0"))
 
-    def _watch(self, began: float, before: int) -> None:
+    def _watch(self, began: float) -> None:
         if self.event in ENDS:
             _until(lambda: self.cluster.facts(self.job)["JobState"] not in ("RUNNING", "COMPLETING"), "it did not end")
             time.sleep(20)  # longer than Slurm needs to start a requeued job
@@ -192,7 +175,7 @@ class Row:
             self._claim(self._saved(), "no state was saved")
         else:
             _until(lambda: self._restarts() >= 1 or self._over(), "Slurm did not requeue it", 120.0)
-            requeued = time.time()
+            requeued, before = time.time(), self.steps()
             _until(lambda: self.steps() > before or self._over(), "no step came again")
             self.facts |= {"seconds_to_requeue": requeued - began, "seconds_to_step": time.time() - began}
             _until(self._over, "it did not come to its end")
@@ -269,6 +252,7 @@ def _until(true: Callable[[], Any], otherwise: str, seconds: float = LIMIT) -> N
 
 
 def main() -> None:
+    """Run the rows, and keep them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", default=",".join(EVENTS))
     parser.add_argument("--kinds", default=",".join(KINDS))
