@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from meshwise import cli
 from meshwise.records import folder as names
@@ -249,3 +253,53 @@ def test_the_logs_of_a_run_name_rank_attempt_and_host(command: Command, processe
     assert command("logs", "mine", "--rank", 1)[1].count("I am 1") == 2
     code, _, err = command("logs", "mine", "--rank", 7)
     assert code == 2 and "ranks 0 to 1" in err
+
+
+LONG_JOB = """
+import time
+import torch
+from torch import nn
+import meshwise as mw
+
+x = torch.randn(240, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+def loss(model, batch):
+    time.sleep(0.02)
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+job = mw.Job(
+    name="long", data=lambda: (x, x.sum(1, keepdim=True)), batch_size=12, epochs=6, loss=loss,
+    model=lambda: nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)).double(),
+    scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30, 0.5),
+    optimizer=lambda params: torch.optim.Adam(params, lr=0.01))
+"""
+
+
+@pytest.mark.slow
+def test_attempts_of_another_size_have_the_numbers_of_an_undisturbed_run(processes: None, tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text(LONG_JOB)
+
+    def begun(folder: str, devices: int) -> subprocess.Popen[bytes]:
+        words = ["run", "--folder", folder, "--devices", f"{devices}xcpu", "long.py:job"]
+        return subprocess.Popen([sys.executable, "-m", "meshwise", *words], cwd=tmp_path)
+
+    def records(folder: str) -> list[dict[str, float]]:
+        path = tmp_path / folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [record for line in lines if "loss" in (record := json.loads(line))]
+
+    assert begun("whole", 1).wait(timeout=120) == 0
+    for devices in (4, 2):
+        run, until = begun("parts", devices), len(records("parts")) + 30
+        while len(records("parts")) < until:
+            assert run.poll() is None, "it ended before it was asked to"
+            time.sleep(0.02)
+        run.send_signal(signal.SIGUSR1)
+        assert run.wait(timeout=120) == 85
+    assert begun("parts", 3).wait(timeout=120) == 0
+    assert [one["world"] for one in names.read_run(tmp_path / "parts")["sessions"]] == [4, 2, 3]
+    whole, parts = records("whole"), records("parts")
+    assert [one["step"] for one in parts] == [one["step"] for one in whole] == list(range(1, 121))
+    assert [one["loss"] for one in parts] == pytest.approx([one["loss"] for one in whole], rel=1e-9)
+    after, before = (load_file(tmp_path / folder / "weights.safetensors") for folder in ("parts", "whole"))
+    assert all(torch.allclose(value, before[name], rtol=0, atol=1e-9) for name, value in after.items())

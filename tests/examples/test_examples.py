@@ -15,6 +15,7 @@ import nbformat
 import pytest
 import torch
 
+from meshwise.schedulers.site import read_site
 from meshwise.workers.environment import PLAN_FILE, RUN_FOLDER
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -131,6 +132,7 @@ def test_the_files_for_a_cluster_are_what_they_say(tmp_path: Path) -> None:
     script = (EXAMPLES / "cluster" / "slurm.sbatch").read_text()
     subprocess.run(["bash", "-n", str(EXAMPLES / "cluster" / "slurm.sbatch")], check=True)
     assert {RUN_FOLDER, PLAN_FILE} <= set(re.findall(r"MESHWISE_\w+", script))
+    assert read_site(EXAMPLES / "cluster" / "site.toml").machine == "4xA100-80GB"
     image = (EXAMPLES / "cluster" / "Dockerfile").read_text()
     copied = re.findall(r"^COPY (\S+)", image, re.MULTILINE)
     assert copied and all((EXAMPLES.parent / path).exists() for path in copied)
