@@ -271,8 +271,9 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
     try:
         yield
     finally:
+        leaves = halt.wanted.is_set() and halt.exit_code == AGAIN  # whoever asked for it may ask again until the end
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if leaves and number in WARNINGS else handler)
 
 
 def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[WorkerSlot], folder: Path) -> RunSummary:

@@ -29,6 +29,7 @@ ANSWER = 20.0  # seconds in which squeue answers, or is not asked for this time
 SAVES = 3  # a save may meet one that is still being written, on a disk on which all ranks and jobs write at the end
 UNKNOWN, SHARE = 20.0, 0.1
 """Seconds that a save is thought to take before the first was measured; all together at most this share of the time."""
+LEAVES = 5.0  # seconds for the processes of a job to end once all is saved: last lines, the interpreter
 
 
 @contextlib.contextmanager
@@ -62,15 +63,16 @@ def watch(
     text, left_of = environment.get("SLURM_JOB_END_TIME", ""), left_of or left_by_squeue
     end = float(text) if job and text.isdigit() else math.inf
     asked = time.time() - (0.0 if end < math.inf else ASK)
-    guess = 0.0
+    guess = leaves = 0.0
     while not over.wait(LOOK):
         now = time.time()
         if job and now - asked >= ASK:
             asked, told = now, left_of(job)
             end = end if told is None else time.time() + told
         guess = guess or min(UNKNOWN, SHARE / SAVES * (end - now))
+        leaves = leaves or min(LEAVES, SHARE * (end - now))
         limits = [("the time limit", float(environment.get(LIMIT, "inf")), 0.0)]
-        limits += [(f"job {job}", end, guess)] if gate.saves else []  # what saves nothing is left its last second
+        limits += [(f"job {job}", end - leaves, guess)] if gate.saves else []  # else to its last second
         for of, at, unknown in limits:
             left, need = at - time.time(), seconds_needed(gate, unknown)
             if left < need + LOOK:

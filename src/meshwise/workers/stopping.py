@@ -53,6 +53,7 @@ def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> 
     if world.size == 1 and not interrupts and not any(name in os.environ for name in OF_SCHEDULERS):
         return  # a person's process: SIGTERM ends it
     _catch([number for number in (*WARNINGS, signal.SIGINT) if number != signal.SIGINT or interrupts])
+    atexit.register(leave_in_peace)
     if first and world.rank == 0:
         _in_thread(lambda: watch(gate, lambda: _asked.put(TIME_LIMIT), _over))
     if first:
@@ -61,6 +62,14 @@ def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> 
         if store is not None:
             _in_thread(lambda: _follow(own_connection_to_store(), world, gate))
             atexit.register(_end, _threads[-1])
+
+
+def leave_in_peace() -> None:
+    """This process is about to end: the signals that asked for it, which schedulers repeat, do not change its exit
+    code any more. Python gives them back to the system before it has ended. Called by the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        for number in WARNINGS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 _threads: list[threading.Thread] = []
