@@ -16,8 +16,9 @@ y = x.sum(1, keepdim=True)
 
 
 def made() -> nn.Module:
-    """A model with what is easily lost, a batch norm's buffers. A bias before it has no gradient but rounding, which Adam
-    would scale up."""
+    """A model with what is easily lost, a batch norm's buffers.
+
+    No bias before it: its gradient is nothing but rounding, which Adam would scale up."""
     return nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)).double()
 
 
