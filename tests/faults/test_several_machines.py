@@ -119,7 +119,7 @@ def test_without_a_shared_folder_the_run_does_not_go_on_where_its_states_are_not
     assert "The saved states lie on machine 0, which is not here" in two.runs[1].output
 
 
-SLOW_TWICE = ("--fault", "slow 400ms:rank=0,step=9", "--fault", "slow 1000ms:rank=0,step=9,attempt=2")
+SLOW_TWICE = ("--fault", "slow 400ms:rank=0,step=9", "--fault", "slow 2500ms:rank=0,step=9,attempt=2")
 
 
 @pytest.mark.slow
