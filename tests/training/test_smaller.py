@@ -66,13 +66,15 @@ def test_what_draws_random_numbers_is_known_by_its_code(model: Callable[[], nn.M
 def test_what_needs_less_and_keeps_the_numbers(
     plan: Plan, model: nn.Module, rows: int, world: World, changes: dict[str, object] | None
 ) -> None:
-    found = smaller_plan(plan, model, rows, world)
+    found = smaller_plan(plan, model, rows, world, apart=True)
     if changes is None:
         assert found is None
         return
     assert found is not None
     fewer, text = found
     assert {name: getattr(fewer, name) for name in changes} == changes
+    unknown = smaller_plan(plan, model, rows, world)  # a loss over pairs of samples would be another one
+    assert unknown is not None and unknown[0].accumulate == plan.accumulate
     assert text.startswith(next(iter(changes)))
 
 

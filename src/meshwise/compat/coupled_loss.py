@@ -34,25 +34,27 @@ SEPARATE = {*KNOWN, "AddBackward0", "SubBackward0", "NegBackward0", "MeanBackwar
 """Losses of these alone couple nothing, but for a softmax over samples."""
 
 
-def couples_samples(loss: Tensor, samples: int) -> bool:
-    """Whether the loss of these `samples` is known to be no mean or sum of what each has of its own.
+def couples_samples(loss: Tensor, samples: int) -> bool | None:
+    """Whether the loss of these `samples` is no mean or sum of what each has of its own; None where it is not known.
 
     Runs the backward of the loss function twice, without its model. Draws nothing and leaves no gradient.
     """
     if samples < 2 or not loss.requires_grad or loss.grad_fn is None or loss.numel() != 1:
-        return False
+        return None
     found = _between(loss.grad_fn, samples)
     if found is None:
-        return False
+        return None
     kinds, rows, chosen = found
     if chosen:
         return True
-    if kinds <= SEPARATE or not rows or sum(map(_elements, rows)) > MOST_ELEMENTS or _has_hooked():
+    if kinds <= SEPARATE:
         return False
+    if not rows or sum(map(_elements, rows)) > MOST_ELEMENTS or _has_hooked():
+        return None
     try:
         return _are_coupled(loss, rows)
     except RuntimeError:  # of what has no second derivative, or takes too much memory
-        return False
+        return None
 
 
 def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], bool] | None:

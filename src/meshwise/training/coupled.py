@@ -34,6 +34,12 @@ class CoupledLosses:
     def __init__(self) -> None:
         self._looks = 0
         self._foreign: Foreign | None = None
+        self._found = list[bool | None]()
+
+    @property
+    def apart(self) -> bool:
+        """Whether each loss that was looked at is a mean or a sum of what its samples have of their own."""
+        return bool(self._found) and all(found is False for found in self._found)
 
     def look(self, found: Any, part: BatchSlice, plan: Plan, where: str) -> str:
         """What to say of a loss, which may come with its weight, before its backward. where: by default the line."""
@@ -45,7 +51,8 @@ class CoupledLosses:
         loss = found[0] if isinstance(found, tuple) and found else found
         if joined or not isinstance(loss, Tensor) or plan.parameters_divided or plan.offload:
             return ""
-        if not couples_samples(loss, len(part.indices)):
+        self._found.append(couples_samples(loss, len(part.indices)))
+        if not self._found[-1]:
             return ""
         return COUPLED.format(place=where or user_place(), ranks=plan.devices)
 

@@ -108,7 +108,8 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
         _finish(run)
         status = "stopped" if run.stopped else "finished"
     except BaseException as error:
-        less = partial(smaller_plan, plan, run.state.model, job.batch_size, engine.world) if run else lambda: None
+        given, apart = (job.batch_size, engine.world), engine.coupled.apart
+        less = partial(smaller_plan, plan, run.state.model, *given, apart=apart) if run else lambda: None
         if run is not None and run.last is not None and isinstance(error, Exception) and not session.gate.halted:
             with contextlib.suppress(Exception):  # the error that is there already is the one to tell
                 run.last.leave()

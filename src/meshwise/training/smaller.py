@@ -21,14 +21,17 @@ from meshwise.training.replicas import BATCH_NORMS
 _DRAWS = re.compile(r"drop|rand|bernoulli|multinomial|normal_|uniform_|noise|sample", re.IGNORECASE)
 
 
-def smaller_plan(plan: Plan, model: nn.Module, batch_size: int | None, world: World) -> tuple[Plan, str] | None:
+def smaller_plan(
+    plan: Plan, model: nn.Module, batch_size: int | None, world: World, *, apart: bool = False
+) -> tuple[Plan, str] | None:
     """The plan that is tried next, and what changes; None where nothing is left.
 
     batch_size: None of a loop of one's own, which cuts its batches itself. world: those that divide a batch.
+    apart: whether its loss is known to be a mean of what each sample has of its own.
     """
     rows = 0 if batch_size is None else batch_size // (world.size * plan.accumulate)
     divided = world.size > 1 or plan.accumulate > 1
-    if rows >= 2 and divided and not has_batch_norm(model) and not may_draw(model):
+    if apart and rows >= 2 and divided and not has_batch_norm(model) and not may_draw(model):
         several = 2 * plan.accumulate
         if fewer := _changed(plan, accumulate=several):
             return fewer, f"accumulate={several}: microbatches of half the size"

@@ -1,0 +1,90 @@
+"""A step that runs out of memory: no step is lost, and the losses are those of the run that had enough.
+
+    python bench/memory_limit.py [--jobs resnet,pairs] [--plans data=2,shard=2]
+
+Each job runs 50 steps in float64 on two CPU workers under each plan, once undisturbed, and once for each phase in which
+one rank runs out of memory in step 25. Kept are the largest difference of a loss over all steps, the steps that were
+done again, and how the plan was changed. The built-in jobs are among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from keep import keep
+
+from meshwise.records import folder as names
+from meshwise.records.files import read_lines
+
+HERE = Path(__file__).parent
+OWN = ("perceptrons", "resnet", "transformer", "pairs")
+BUILT_IN = {"mlp": ["--batch-size", "64"], "gpt": ["--batch-size", "8"]}
+PLANS = ("data=2", "shard=2")
+PHASES = ("forward", "backward", "communication", "optimizer")
+STEP = 25
+
+
+def run(job: str, plan: str, out: Path, *words: str) -> Path:
+    """One run; its folder."""
+    source = [f"{HERE / 'memory_jobs.py'}:{job}"] if job in OWN else [job, *BUILT_IN[job]]
+    command = [sys.executable, "-m", "meshwise", "run", *source, "--devices", "2xcpu", "--precision", "fp64"]
+    command += ["--set", plan, "--redundancy", "1", "--log-every", "10", "--out", str(out), *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=600, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    (folder,) = out.iterdir()
+    return folder
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """By step."""
+    return {line["step"]: line["loss"] for line in read_lines(folder / names.METRICS) if "loss" in line}
+
+
+def compared(job: str, plan: str, scratch: Path) -> dict[str, Any]:
+    """The undisturbed run beside one for each phase."""
+    extra = () if job in OWN else ("--epochs", "1")
+    whole = losses(run(job, plan, scratch / "whole", *extra))
+    found: dict[str, Any] = {"job": job, "plan": plan, "steps": len(whole), "phases": {}}
+    for phase in PHASES:
+        folder = run(job, plan, scratch / phase, *extra, "--fault", f"oom:rank=1,step={STEP},phase={phase}")
+        mine, sessions = losses(folder), names.read_run(folder)["sessions"]
+        assert len(sessions) == 2 and mine.keys() == whole.keys(), (folder, len(sessions), len(mine), len(whole))
+        text = (folder / names.PLAN).read_text()
+        found["phases"][phase] = {
+            "largest_difference": max(abs(mine[step] - whole[step]) for step in whole),
+            "steps_lost": sessions[1]["steps_lost"],
+            "now": [line for line in text.splitlines() if line.startswith(("accumulate", "recompute"))],
+        }
+    print(job, plan, found["steps"], found["phases"], flush=True)
+    return found
+
+
+def main() -> None:
+    """Run them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", default=",".join((*OWN, *BUILT_IN)))
+    parser.add_argument("--plans", default=",".join(PLANS))
+    parser.add_argument("--show", action="store_true", help="write no result")
+    given = parser.parse_args()
+    rows = []
+    for job in given.jobs.split(","):
+        for plan in given.plans.split(","):
+            with tempfile.TemporaryDirectory() as scratch:
+                rows.append(compared(job, plan, Path(scratch)))
+    phases = [phase for row in rows for phase in row["phases"].values()]
+    largest, lost = (max(phase[name] for phase in phases) for name in ("largest_difference", "steps_lost"))
+    if not given.show:
+        keep(
+            "memory_limit", {"largest_difference": largest, "most_steps_lost": lost, "runs": len(phases), "rows": rows}
+        )
+
+
+if __name__ == "__main__":
+    main()
