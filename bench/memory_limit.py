@@ -1,6 +1,6 @@
 """A step that runs out of memory: no step is lost, and the losses are those of the run that had enough.
 
-    python bench/memory_limit.py [--jobs resnet,pairs] [--plans data=2,shard=2]
+    python bench/memory_limit.py [--jobs resnet,pairs] [--plans data=2,shard=2] [--phases forward]
 
 Each job runs 50 steps in float64 on two CPU workers under each plan, once undisturbed, and once for each phase in which
 one rank runs out of memory in step 25. Kept are the largest difference of a loss over all steps, the steps that were
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +48,18 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read_lines(folder / names.METRICS) if "loss" in line}
 
 
-def compared(job: str, plan: str, scratch: Path) -> dict[str, Any]:
+def compared(job: str, plan: str, phases: Sequence[str], scratch: Path) -> dict[str, Any]:
     """The undisturbed run beside one for each phase."""
     extra = () if job in OWN else ("--epochs", "1")
     whole = losses(run(job, plan, scratch / "whole", *extra))
     found: dict[str, Any] = {"job": job, "plan": plan, "steps": len(whole), "phases": {}}
-    for phase in PHASES:
+    for phase in phases:
         folder = run(job, plan, scratch / phase, *extra, "--fault", f"oom:rank=1,step={STEP},phase={phase}")
         mine, sessions = losses(folder), names.read_run(folder)["sessions"]
         assert len(sessions) == 2 and mine.keys() == whole.keys(), (folder, len(sessions), len(mine), len(whole))
         text = (folder / names.PLAN).read_text()
         found["phases"][phase] = {
-            "largest_difference": max(abs(mine[step] - whole[step]) for step in whole),
+            "difference": max(abs(mine[step] - whole[step]) for step in whole),
             "steps_lost": sessions[1]["steps_lost"],
             "now": [line for line in text.splitlines() if line.startswith(("accumulate", "recompute"))],
         }
@@ -67,23 +68,22 @@ def compared(job: str, plan: str, scratch: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run them."""
+    """Run them; what is known is kept after each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", default=",".join((*OWN, *BUILT_IN)))
     parser.add_argument("--plans", default=",".join(PLANS))
+    parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--show", action="store_true", help="write no result")
     given = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for job in given.jobs.split(","):
         for plan in given.plans.split(","):
             with tempfile.TemporaryDirectory() as scratch:
-                rows.append(compared(job, plan, Path(scratch)))
-    phases = [phase for row in rows for phase in row["phases"].values()]
-    largest, lost = (max(phase[name] for phase in phases) for name in ("largest_difference", "steps_lost"))
-    if not given.show:
-        keep(
-            "memory_limit", {"largest_difference": largest, "most_steps_lost": lost, "runs": len(phases), "rows": rows}
-        )
+                rows.append(compared(job, plan, given.phases.split(","), Path(scratch)))
+            phases = [phase for row in rows for phase in row["phases"].values()]
+            most = {f"most_{name}": max(phase[name] for phase in phases) for name in ("difference", "steps_lost")}
+            if not given.show:
+                keep("memory_limit", {**most, "runs": len(phases), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_no_step_is_lost_under_any_plan(plan: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["hang", "stop"])
 def test_a_rank_that_hangs_or_is_stopped_costs_no_step(kind: str, plan: str, tmp_path: Path) -> None:
     _, whole = trained(tmp_path / "a", plan)
-    for phase in ("forward", "optimizer", "evaluate"):
+    for phase in ("forward", "optimizer"):  # an evaluation is given a minute
         fault = f"{kind}:rank=1,step=15,phase={phase}"
         check(plan, fault, tmp_path / phase, whole, "--hang-limit", "2s", "--redundancy", "1")
 
