@@ -59,8 +59,6 @@ class Row:
 
     def run(self) -> dict[str, Any]:
         more = PREEMPTION if self.event.startswith("preempted") else ""
-        if self.event == "preempted_grace":
-            more += "PartitionName=main Nodes=ALL Default=YES GraceTime=15 PreemptMode=REQUEUE\n"
         try:
             with slurm(3, more=more, kill_wait=10) as cluster:
                 self.cluster = cluster
@@ -137,7 +135,9 @@ class Row:
         done = self.cluster.call("sbatch", "--parsable", *words, folder=self.here)
         self.facts["by"] = done.stdout.strip()
 
-    _preempted_grace = _preempted
+    def _preempted_grace(self) -> None:
+        self.cluster.call("scontrol", "update", "PartitionName=main", "GraceTime=15")
+        self._preempted()
 
     def _scancel(self) -> None:
         self.cluster.call("scancel", self.job)

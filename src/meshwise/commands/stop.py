@@ -25,7 +25,8 @@ def stop(
     \b
     meshwise stop 20261121-140502-gpt        by a part of its name
     meshwise stop gpt --wait 10min           saving takes long
-    meshwise submit runs/20261121-140502-gpt   go on with it later, on Slurm
-    meshwise run --resume runs/20261121-140502-gpt   or here
+    meshwise stop gpt --in /shared/me/runs   of another folder
+
+    Later, meshwise submit RUN or meshwise run --resume RUN goes on with it.
     """
     api.stop.stop(Path(folder), run, print, wait=seconds_of(wait, "--wait"))
