@@ -105,12 +105,16 @@ class Run:
             )
         return 0
 
-    def worker(self, rank: int) -> int | None:
-        """The process of a rank, where it lives."""
-        heads = [line for line in read_lines(self.folder / "spans" / f"rank{rank}.jsonl") if "pid" in line]
-        pid = heads[-1]["pid"] if heads else None
-        self.pids |= {pid} if pid else set()
-        return pid if pid and Path(f"/proc/{pid}").exists() else None
+    def worker(self, node: int) -> tuple[int, int] | None:
+        """The rank and the process of the worker on a host, where one lives."""
+        words = ["ip", "netns", "pids", self.cluster[node].namespace]
+        here = {int(pid) for pid in subprocess.run(words, capture_output=True, text=True).stdout.split()}
+        for path in self.folder.glob("spans/**/*.jsonl"):
+            for line in read_lines(path):
+                if line.get("pid") in here:
+                    self.pids.add(line["pid"])
+                    return line["rank"], line["pid"]
+        return None
 
     def stop(self) -> list[int]:
         """As a scheduler does before the time is over; exit codes of the launchers that were left."""
@@ -134,9 +138,10 @@ def slow_link(run: Run, node: int, rate: str) -> None:
 
 def signalled(run: Run, node: int, number: signal.Signals, after: float | None = None) -> bool:
     """Send a signal to the worker of a host, and SIGCONT after so many seconds. False where there is none now."""
-    pid = run.worker(node)
-    if pid is None:
+    worker = run.worker(node)
+    if worker is None:
         return False
+    pid = worker[1]
     with suppress(ProcessLookupError):
         os.kill(pid, number)
         if after is not None:
@@ -209,9 +214,9 @@ def soaked(run: Run, minutes: float, every: float, draw: random.Random) -> list[
             print(f"the run ended with {codes}: started again", flush=True)
             run.start()
         kind, node = draw.choice(list(FAULTS)), draw.randrange(len(run.cluster))
-        began, attempt = time.time(), len(run.record.get("sessions", []))
+        began, attempt, worker = time.time(), len(run.record.get("sessions", [])), run.worker(node)
         if FAULTS[kind](run, node):
-            done.append({"kind": kind, "host": node, "time": began, "attempt": attempt, "step": run.steps()})
+            done.append({"kind": kind, "host": node, "time": began, "attempt": attempt, "rank": worker and worker[0]})
             print(
                 f"{time.monotonic() - until + 60 * minutes:6.0f} s  step {run.steps():5}  {kind} on host {node}",
                 flush=True,
@@ -235,7 +240,7 @@ def noticed(faults: list[dict[str, Any]], sessions: list[dict[str, Any]]) -> lis
         ends = session.get("ended") or 0
         if any(f["kind"] in ENDS for f in before) or (session["status"] != "stopped" and ends < fault["time"]):
             continue
-        right = session.get("kind") == ENDS[fault["kind"]] and session.get("rank") == fault["host"]
+        right = session.get("kind") == ENDS[fault["kind"]] and session.get("rank") == fault["rank"]
         found.append({**fault, "right": right, "seconds": ends - fault["time"], "seen": session.get("reason")})
     return found
 
