@@ -10,7 +10,7 @@ from torch import nn
 
 import meshwise as mw
 
-EPOCHS, PAUSE = 6, float(os.environ.get("SLURM_BENCH_PAUSE", "0.05"))
+EPOCHS, PAUSE = 6, float(os.environ.get("BENCH_PAUSE", "0.05"))
 x = torch.randn(400, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 y = x.sum(1, keepdim=True)
 
