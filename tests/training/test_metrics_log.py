@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,9 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> MetricsLog:
-    return MetricsLog(tmp_path, None, ALONE, scaled=False)
+def log(tmp_path: Path) -> Iterator[MetricsLog]:
+    with closing(MetricsLog(tmp_path, None, ALONE, scaled=False)) as made:
+        yield made
 
 
 def test_losses_are_weighted_means_and_written_when_they_are_gathered(log: MetricsLog, tmp_path: Path) -> None:
@@ -57,9 +60,9 @@ def test_the_error_says_when_no_loss_was_finite(log: MetricsLog) -> None:
 
 
 def test_under_a_loss_scaler_such_a_step_is_only_skipped(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, None, ALONE, scaled=True)
-    log.add(0, 1, losses(math.inf))
-    log.sync()
+    with closing(MetricsLog(tmp_path, None, ALONE, scaled=True)) as log:
+        log.add(0, 1, losses(math.inf))
+        log.sync()
     assert log.losses == [math.inf]
 
 
@@ -73,8 +76,8 @@ def test_a_resumed_run_writes_over_what_came_after_its_state(log: MetricsLog, tm
 
 def test_an_evaluation_is_written_and_sent(tmp_path: Path) -> None:
     sent: list[tuple[str, dict[str, Any]]] = []
-    log = MetricsLog(tmp_path, lambda kind, **facts: sent.append((kind, facts)), ALONE, scaled=False)
-    log.add_evaluation(1, 3, 40, {"accuracy": 0.5})
+    with closing(MetricsLog(tmp_path, lambda kind, **facts: sent.append((kind, facts)), ALONE, scaled=False)) as log:
+        log.add_evaluation(1, 3, 40, {"accuracy": 0.5})
     assert lines(tmp_path) == [{"epoch": 2, "step": 40, "test": {"accuracy": 0.5}}]
     assert sent == [("evaluated", {"epoch": 2, "epochs": 3, "metrics": {"accuracy": 0.5}, "best": False})]
 

@@ -52,6 +52,8 @@ class Tracking:
     def _hold(self) -> None:
         path = None if self._folder is None else self._folder / names.METRICS
         if path is not None and path.is_file():
+            if self._held is not None:
+                self._held.close()
             self._held = path.open("rb")
 
     def add(self, trackers: Iterable[str | Tracker], step: int) -> None:
