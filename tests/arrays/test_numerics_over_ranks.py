@@ -43,13 +43,17 @@ def calls(xp: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "cross", lambda t=t, la=la: la.cross(t, t[:1] + 1)
 
 
+SMALL_BLOCKS = ((products, "BLOCKS_FROM", 0), (fft, "LONG", 4), (selection, "SAMPLES", 8), (stacks, "LARGE", 0))
+"""What small arrays take the ways of large ones by."""
+
+
 def program(devices: str | None, blocks: bool) -> list[tuple[str, list[Any]]]:
     """What each function gives, read, or the sentence of its refusal."""
-    if blocks:
-        products.BLOCKS_FROM, fft.LONG, selection.SAMPLES, stacks.LARGE = 0, 4, 8, 0
     xp = mw.array_namespace(devices)
     read = []
-    with mw.guard("allow"):
+    with pytest.MonkeyPatch.context() as patch, mw.guard("allow"):  # undone: other tests run in the same ranks
+        for module, name, value in SMALL_BLOCKS if blocks else ():
+            patch.setattr(module, name, value)
         for name, call in calls(xp):
             found = call()
             read.append((name, [each.numpy() for each in (found if isinstance(found, tuple) else (found,))]))
@@ -59,10 +63,8 @@ def program(devices: str | None, blocks: bool) -> list[tuple[str, list[Any]]]:
 @pytest.mark.parametrize("blocks", [False, True])
 def test_strict_virtual_devices_mix_nothing(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = program("3xcpu", False)
-    if blocks:
-        for module, name, value in ((products, "BLOCKS_FROM", 0), (fft, "LONG", 4), (selection, "SAMPLES", 8)):
-            monkeypatch.setattr(module, name, value)
-        monkeypatch.setattr(stacks, "LARGE", 0)
+    for module, name, value in SMALL_BLOCKS if blocks else ():
+        monkeypatch.setattr(module, name, value)
     with mw.virtual_devices(3):
         ours = program("3xcpu", False)
     for (name, found), (_, values) in zip(ours, expected, strict=True):
