@@ -183,4 +183,4 @@ def test_where_python_stands_is_asked_of_a_process_and_of_what_it_started(tmp_pa
         os.kill(each.pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert here.users and "test_hang.py:" in here.place and "in test_where_python_stands" in here.place
-    assert child is not None and child.pid != pid and child.place == here.place
+    assert child is not None and child.pid != pid and "in test_where_python_stands" in child.place
