@@ -113,9 +113,9 @@ def test_a_job_is_sent_without_what_slurm_told_this_shell(
     code, out, _ = command("runs")
     assert "queued, pending (Priority)" in out
     (slurm / "queue").write_text("7|RUNNING|None\n")
-    assert "starts" in command("runs")[1]
+    assert "starting" in command("runs")[1]
     (slurm / "queue").write_text("")
-    assert "failed, not in the queue" in command("runs")[1]
+    assert "failed, see its slurm-7.out" in command("runs")[1]
 
 
 def test_what_sbatch_refuses_leaves_no_run(command: Command, slurm: Path, tmp_path: Path) -> None:
@@ -140,6 +140,28 @@ def test_a_run_that_waits_is_cancelled_for_good_and_can_be_sent_again(
     code, out, _ = command("submit", run)
     assert code == 0 and "Slurm job 8" in out and not (run / "stop").exists()
     assert names.read_run(run)["submission"]["jobs"].keys() == {"7", "8"}
+
+
+def test_a_run_that_is_sent_again_may_have_other_nodes_and_time(command: Command, slurm: Path, tmp_path: Path) -> None:
+    command("submit", "small.py:job")
+    run = run_in(tmp_path)
+    (slurm / "queue").write_text("")
+    code, out, _ = command("submit", "--dry-run", "--time", "8h", run)
+    assert code == 0 and out.startswith(f"# sbatch --time=08:00:00 {run}/submit.sh\n#!/bin/bash")
+    code, _, err = command("submit", run, "--epochs", 9)
+    assert code == 2 and "--epochs: meshwise submit RUN goes on with the run's own options" in err
+    assert names.read_run(run)["submission"]["jobs"].keys() == {"7"}
+    code, _, _ = command("submit", run, "--nodes", 3, "--time", "8h", "--", "-p", "long")
+    assert code == 0 and "--nodes=3 --time=08:00:00 -p long" in (slurm / "asked").read_text()
+
+
+def test_what_the_launcher_showed_is_in_the_logs(command: Command, slurm: Path, tmp_path: Path) -> None:
+    command("submit", "small.py:job")
+    run = run_in(tmp_path)
+    (slurm / "queue").write_text("")
+    (run / "slurm-7.out").write_text("UsageError: small.py: no such file\n")
+    code, out, _ = command("logs", run.name)
+    assert code == 0 and "slurm-7.out: what the launcher showed\nUsageError: small.py: no such file" in out
 
 
 def test_a_run_in_the_queue_is_not_sent_twice(command: Command, slurm: Path, tmp_path: Path) -> None:
@@ -179,6 +201,12 @@ def test_the_end_is_known_before(command: Command, tmp_path: Path) -> None:
         ("submit small.py:job --time-limit 4h", "write --time"),
         ("submit small.py:job --folder here", "name it --out"),
         ("submit small.py:job -- gpu", "stand options of sbatch"),
+        ("submit small.py:job --time 90", "write the unit, 90min or 90s"),
+        ("submit small.py:nosuch", "nosuch"),
+        ("submit runs/nosuch", "nosuch"),
+        ("submit small.py:job --devices 2xtpu", "tpu"),
+        ("submit small.py --dry-run", "stands behind the name of the script"),
+        ("submit small.py -- --dry-run", "stands among the options of sbatch"),
         ("submit small.py:job --machine 8xH999", "H999"),
         ("stop nothing", "no such run"),
         ("logs nothing", "no such run"),
@@ -207,6 +235,8 @@ def test_what_runs_is_what_was_checked(command: Command, tmp_path: Path) -> None
     (tmp_path / "layers.py").write_text("width = 8\n")
     code, _, err = command("run", "small.py:job", "--folder", run, "--devices", "1xcpu")
     assert code == 2 and "layers.py: changed since meshwise submit has checked this run" in err
+    facts = names.read_run(run)
+    assert facts["status"] == "failed" and "layers.py: changed" in facts["error"]
 
 
 def test_a_run_that_comes_no_step_further_is_not_started_for_ever(

@@ -16,6 +16,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.words import printable
 
 ROUND = 0.3  # seconds between two looks
+LAST = 15  # lines of what a batch script printed
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,19 @@ def log_lines(folder: Path, ranks: Sequence[int] = (), *, follow: bool = False) 
         if over:
             return
         time.sleep(ROUND)
+
+
+def batch_output(folder: Path) -> list[tuple[str, str]]:
+    """Of a run that a scheduler started: the file of its newest start, and the last lines in it."""
+    files = sorted(folder.glob("slurm-*.out"), key=lambda path: path.stat().st_mtime)[-1:]
+    return [(str(path), "\n".join(_last_lines(path))) for path in files]
+
+
+def _last_lines(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 16_384))
+        lines = file.read().decode(errors="replace").splitlines()
+    return [printable(line) for line in lines[-LAST:]]
 
 
 def _new_lines(folder: Path, logs: dict[Path, _Log], ranks: Sequence[int]) -> Iterator[LogLine]:

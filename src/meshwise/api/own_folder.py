@@ -11,7 +11,7 @@ from pathlib import Path
 from meshwise.api.restarts import refuse_without_progress
 from meshwise.records import folder as names
 from meshwise.records.code_files import refuse_changed_code
-from meshwise.spec.errors import UsageError
+from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.options import options_of
 from meshwise.training.run_options import RunOptions
 
@@ -30,8 +30,12 @@ def continued(options: RunOptions) -> RunOptions:
         return options
     refuse_stopped(folder)
     facts = names.read_run(folder)
-    refuse_without_progress(folder, facts)
-    refuse_changed_code(folder, str(options.job or facts.get("job", "")))
+    try:
+        refuse_without_progress(folder, facts)
+        refuse_changed_code(folder, str(options.job or facts.get("job", "")))
+    except MeshwiseError as error:  # whoever looks at the run later sees why it does not go on
+        names.change_run(folder, status="failed", error=str(error))
+        raise
     asked = facts.get(ASKED)
     if not facts.get("sessions") or not isinstance(asked, dict):
         return options

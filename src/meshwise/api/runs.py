@@ -41,9 +41,9 @@ def _with_queue(entry: RunEntry, known: Mapping[str, slurm.Queued]) -> RunEntry:
     job = known.get(entry.scheduler_job)
     if job is None:
         lost = entry.scheduler_job and entry.status == "queued" and slurm.answers()
-        return replace(entry, status="failed", queue="not in the queue") if lost else entry
+        return replace(entry, status="failed", queue=f"see its slurm-{entry.scheduler_job}.out") if lost else entry
     if job.state == slurm.RUNNING:
-        return entry if entry.status == "running" else replace(entry, queue="starts")
+        return entry if entry.status == "running" else replace(entry, queue="starting")
     why = f" ({job.reason})" if job.reason not in ("", "None") else ""
     return replace(entry, status="queued", queue=f"{job.state.lower()}{why}")
 

@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from meshwise.jobs.registry import find_job
 from meshwise.machine.words import machine_from_words
 from meshwise.records import code_files
 from meshwise.records import folder as names
 from meshwise.records.files import write_text
 from meshwise.records.run_list import find_run, jobs_of
 from meshwise.schedulers import slurm
-from meshwise.schedulers.batch_script import BatchJob, batch_script, nodes_of
+from meshwise.schedulers.batch_script import BatchJob, batch_script, nodes_of, slurm_time
 from meshwise.schedulers.site import Site, find_site
+from meshwise.spec.devices import parse_devices
 from meshwise.spec.durations import seconds_of
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option, option_name, options_of
@@ -37,7 +39,7 @@ class SubmitOptions:
     """What is asked of the cluster."""
 
     nodes: Annotated[str, Option("how many nodes: 4, or 2-8 for what the queue gives", metavar="N|N-M")] = "1"
-    time: Annotated[str | None, Option("time limit of an attempt: 4h, 30min; default: the site's")] = None
+    time: Annotated[str | None, Option("time limit of an attempt: 4h, 30min; default: the partition's")] = None
     machine: Annotated[str | None, Option("one node, for the rehearsal: 8xH100; default: the site's")] = None
     site: Annotated[
         str | None,
@@ -53,6 +55,8 @@ class SubmitOptions:
 
     def seconds(self) -> float | None:
         """The time limit."""
+        if self.time is not None and self.time.strip().isdigit():  # minutes for sbatch, seconds elsewhere
+            raise UsageError(f"--time {self.time}: write the unit, {self.time}min or {self.time}s.")
         return None if self.time is None else seconds_of(self.time, "--time")
 
 
@@ -66,9 +70,9 @@ class Submission:
     arguments: tuple[str, ...] = ()
 
 
-def site_of(options: SubmitOptions) -> Site:
-    """The site, with the machine that the options name."""
-    site = find_site(options.site)
+def site_of(options: SubmitOptions, beside: Path) -> Site:
+    """The site, with the machine that the options name. beside: the folder of the job."""
+    site = find_site(options.site, beside=beside)
     return site if options.machine is None else replace(site, machine=options.machine)
 
 
@@ -88,10 +92,12 @@ def prepare(
         raise UsageError(
             "no job is given. Use meshwise submit train.py:job, or a run that was sent: meshwise submit RUN."
         )
-    site, word = site_of(options), str(run.job)
+    word = str(run.job)
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
+    site = site_of(options, file.parent)
     if file.suffix == ".py" and not file.is_file():
         raise UsageError(f"{file}: no such file. Name a Python file, or a job: mnist-mlp, train.py:job.")
+    _check_program(run, file)
     out = Path(run.out if typed.get("out") not in (None, "runs") else site.runs or run.out).absolute()
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", word.replace(".py", "")).strip("-") or "run"
     folder = out / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
@@ -115,7 +121,7 @@ def prepare(
 def send(submission: Submission) -> tuple[Path, str | None]:
     """Make the run folder, and send its script: the script, and the number of its job, None where no queue is here."""
     job = submission.job
-    missing = [name for name in job.site.secrets if name not in os.environ]
+    missing = [name for name in job.site.secrets if not os.environ.get(name)]
     if missing:
         raise UsageError(
             f"{', '.join(missing)}: not in the environment, and {job.site.file} says that the job needs it."
@@ -145,23 +151,44 @@ def send(submission: Submission) -> tuple[Path, str | None]:
         raise
 
 
-def send_again(run: Path) -> tuple[Path, str | None]:
-    """Send the script of a run once more, with the program as it is now; the run goes on where it stopped."""
+def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tuple[Path, str | None]:
+    """Send the script of a run once more, with the program as it is now; the run goes on where it stopped. What the
+    options ask of the cluster goes before the script's own."""
     facts = names.read_run(run)
     if not (run / SCRIPT).is_file():
         raise UsageError(f"{run}: was not sent by meshwise submit. Go on with it here: meshwise run --resume {run}")
     if facts.get("status") == names.RUNNING or state_of(facts):
         raise UsageError(f"{run}: is still in the queue or runs. Stop it first: meshwise stop {run.name}")
+    words = again_words(options, sbatch)
     code_files.write_code(run, str(facts.get("submission", {}).get("job", "")))
     (run / names.STOP).unlink(missing_ok=True)
-    return run / SCRIPT, _sent(run)
+    return run / SCRIPT, _sent(run, words)
 
 
-def _sent(run: Path) -> str | None:
+def again_words(options: SubmitOptions, sbatch: Sequence[str]) -> list[str]:
+    """What sbatch gets before the script of a run that is sent again: its own words win over those in the script."""
+    low, high = nodes_of(options.nodes)
+    if low != high or options.site or options.machine:
+        raise UsageError(
+            "meshwise submit RUN sends the run's own script, and takes --nodes N, --time and options of sbatch behind "
+            "--. For another range of nodes or site edit submit.sh in its folder."
+        )
+    nodes = [f"--nodes={low}"] if options.nodes != "1" else []
+    seconds = options.seconds()
+    return [*nodes, *([] if seconds is None else [f"--time={slurm_time(seconds)}"]), *sbatch]
+
+
+def refuse_options_of_runs(typed: Mapping[str, Any]) -> None:
+    """Raises UsageError for options of `meshwise run` where a run is sent again: it has its own."""
+    if given := _words(typed):
+        raise UsageError(f"{given[0]}: meshwise submit RUN goes on with the run's own options. Leave it out.")
+
+
+def _sent(run: Path, words: Sequence[str] = ()) -> str | None:
     if not slurm.is_here():
         return None
     sent = time.time()
-    job = slurm.send(run / SCRIPT, [f"--output={run}/slurm-%j.out"])
+    job = slurm.send(run / SCRIPT, [f"--output={run.absolute()}/slurm-%j.out", *words])
     record: dict[str, Any] = names.read_run(run).get("submission", {})
     names.change_run(run, submission={**record, "jobs": {**record.get("jobs", {}), job: sent}, "sent": sent})
     return job
@@ -203,12 +230,27 @@ def _words(typed: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def _check_program(run: RunOptions, file: Path) -> None:
+    """What needs no machine to be known: that there is such a job and such devices, or that the script is Python."""
+    if run.devices is not None:
+        parse_devices(run.devices)
+    if str(run.job).endswith(".py"):
+        try:
+            compile(file.read_text(encoding="utf-8"), str(file), "exec")
+        except (SyntaxError, ValueError) as error:
+            raise UsageError(f"{file}: is no Python program ({error}).") from None
+    else:
+        find_job(str(run.job), data=run.data, seed=run.seed, args=run.args)
+
+
 def _gpus(site: Site, devices: str | None) -> int:
     """The GPUs of a node that are to be asked for."""
     if devices and "cpu" in devices:
         return 0
     if devices and (found := re.fullmatch(r"(\d+)x\w+", devices)):
         return int(found[1])
+    if not (site.gpus_per_node or site.machine) and (site.gpu_type or site.gpus == "gres"):
+        raise UsageError(f"{site.file}: how many GPUs a node has is not said. Add gpus_per_node = 8, or machine.")
     if site.gpus_per_node or not site.machine or site.machine.endswith(".toml"):
         return site.gpus_per_node
     machine = machine_from_words(site.machine)

@@ -37,3 +37,5 @@ def logs(
             print(f"--- attempt {attempt}", flush=True)
         host = f" @ {line.host}" if line.host else ""
         print(f"rank {line.rank}{host}: {line.text}", flush=True)
+    for name, last in api.logs.batch_output(found):
+        print(f"--- the end of {name}: what the launcher showed\n{last}" if last else f"--- {name}: empty")

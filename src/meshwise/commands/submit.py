@@ -12,9 +12,11 @@ from meshwise.api.submit import SubmitOptions
 from meshwise.commands.command_line import BEHIND, ScriptCommand, from_dataclass, is_script
 from meshwise.records.run_list import find_run
 from meshwise.schedulers.batch_script import nodes_of
-from meshwise.spec.errors import PlanError
+from meshwise.spec.errors import PlanError, UsageError
+from meshwise.spec.options import option_name, options_of
 from meshwise.training.run_options import RunOptions
 
+BEFORE = "stands behind the name of the script, which would get it. Write it before the name."
 app = typer.Typer(add_completion=False)
 
 
@@ -36,7 +38,13 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
     own, sbatch = _parts(context, options)
     word = str(options.job or "")
     if api.submit.is_run(word):
-        _say_sent(*api.submit.send_again(find_run(Path("runs"), word)))
+        run = find_run(Path("runs"), word)
+        api.submit.refuse_options_of_runs(context.params)
+        if cluster.dry_run:
+            print(" ".join(["# sbatch", *api.submit.again_words(cluster, sbatch), str(run / api.submit.SCRIPT)]))
+            print((run / api.submit.SCRIPT).read_text(encoding="utf-8"), end="")
+            return
+        _say_sent(*api.submit.send_again(run, cluster, sbatch))
         return
     submission = api.submit.prepare(cluster, options, context.params, own, sbatch)
     site = submission.job.site
@@ -57,9 +65,20 @@ def _parts(context: typer.Context, options: RunOptions) -> tuple[list[str], list
     """The words of the script itself, and those of sbatch."""
     behind: list[str] = context.meta[BEHIND] if is_script(options.job) else ["--", *context.args]
     if "--" not in behind:
+        _refuse_ours(behind, BEFORE)
         return behind, []
     at = len(behind) - 1 - behind[::-1].index("--")
+    _refuse_ours(behind[at + 1 :], f"stands among the options of sbatch. Write it before {options.job}.")
+    _refuse_ours(behind[:at], BEFORE)
     return behind[:at], behind[at + 1 :]
+
+
+def _refuse_ours(words: list[str], why: str) -> None:
+    """Raises UsageError for an option of this command where others' stand: it would be sent unread."""
+    ours = {option_name(name, option) for name, _, option in options_of(SubmitOptions)} - {"--time", "--nodes"}
+    for word in words:
+        if word.partition("=")[0] in ours:
+            raise UsageError(f"{word} {why}")
 
 
 def _say_sent(script: Path, job: str | None) -> None:
@@ -67,4 +86,6 @@ def _say_sent(script: Path, job: str | None) -> None:
     if job is None:
         print(f"sbatch is not on this machine: the script is written. Send it where it is: sbatch {script}")
         return
-    print(f"sent        Slurm job {job}\nrecords     {run}\nmore with   meshwise runs, meshwise logs {run.name} -f")
+    where = "" if run.absolute().parent == Path("runs").absolute() else f" --in {run.parent}"
+    print(f"sent        Slurm job {job}\nrecords     {run}\noutput      {run}/slurm-{job}.out")
+    print(f"more with   meshwise runs{where}, meshwise logs {run.name} -f{where}")

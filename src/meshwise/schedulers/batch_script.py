@@ -69,8 +69,9 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
     site = job.site
     named = {"partition": site.partition, "account": site.account, "qos": site.qos, "mem": site.memory}
     lines = [f"--job-name={_word(job.name)}", f"--nodes={job.nodes}"]
+    # With a number of tasks Slurm takes the least nodes of a range: there only the step has one.
     lines += ["--no-kill  # a lost node does not end it: it goes on with those that are left"] if elastic else []
-    lines += ["--ntasks-per-node=1  # meshwise starts the workers of a node itself"]
+    lines += [] if elastic else ["--ntasks-per-node=1  # meshwise starts the workers of a node itself"]
     if job.gpus and site.gpus != "none":
         kind = f"{site.gpu_type}:" if site.gpu_type else ""
         lines += [f"--gres=gpu:{kind}{job.gpus}" if site.gpus == "gres" else f"--gpus-per-node={kind}{job.gpus}"]
@@ -98,7 +99,7 @@ def _joined(words: Sequence[str]) -> list[str]:
 
 def _step(job: BatchJob, *, elastic: bool) -> list[str]:
     site = job.site
-    words = ["srun", *(["--no-kill"] if elastic else [])]
+    words = ["srun", *(["--no-kill", "--ntasks-per-node=1"] if elastic else [])]
     if site.container and site.runtime == "pyxis":
         words += [f"--container-image={site.container}", f"--container-workdir={job.workdir}"]
         words += [f"--container-mounts={','.join(site.mounts)}"] if site.mounts else []

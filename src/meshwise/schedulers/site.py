@@ -57,13 +57,16 @@ class Site:
     file: str = ""
 
 
-def find_site(named: str | Path | None = None, *, home: Path | None = None) -> Site:
-    """The site of a file that is named; else of ./site.toml, else of ~/.config/meshwise/site.toml; else one without
-    defaults. Raises UsageError for a file that cannot be read, or that says what a site cannot have."""
+def find_site(named: str | Path | None = None, *, beside: Path = Path(), home: Path | None = None) -> Site:
+    """The site of a file that is named; else of site.toml here or beside the job, else of
+    ~/.config/meshwise/site.toml; else one without defaults.
+
+    Raises UsageError for a file that cannot be read, or that says what a site cannot have.
+    """
     if named is not None:
         return read_site(Path(named))
     config = Path(os.environ.get("XDG_CONFIG_HOME") or (home or Path.home()) / ".config")
-    for path in (Path(FILE), config / "meshwise" / FILE):
+    for path in (Path(FILE), beside / FILE, config / "meshwise" / FILE):
         if path.is_file():
             return read_site(path)
     return Site()
