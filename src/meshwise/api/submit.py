@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from meshwise.jobs.registry import find_job
 from meshwise.machine.words import machine_from_words
 from meshwise.records import code_files
 from meshwise.records import folder as names
@@ -22,7 +21,6 @@ from meshwise.records.run_list import find_run, jobs_of
 from meshwise.schedulers import slurm
 from meshwise.schedulers.batch_script import BatchJob, batch_script, nodes_of, slurm_time
 from meshwise.schedulers.site import Site, find_site
-from meshwise.spec.devices import parse_devices
 from meshwise.spec.durations import seconds_of
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option, option_name, options_of
@@ -97,7 +95,6 @@ def prepare(
     site = site_of(options, file.parent)
     if file.suffix == ".py" and not file.is_file():
         raise UsageError(f"{file}: no such file. Name a Python file, or a job: mnist-mlp, train.py:job.")
-    _check_program(run, file)
     out = Path(run.out if typed.get("out") not in (None, "runs") else site.runs or run.out).absolute()
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", word.replace(".py", "")).strip("-") or "run"
     folder = out / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
@@ -228,19 +225,6 @@ def _words(typed: Mapping[str, Any]) -> list[str]:
             for each in value if isinstance(value, list | tuple) else [value]:
                 words += [option_name(name, option), str(each)]
     return words
-
-
-def _check_program(run: RunOptions, file: Path) -> None:
-    """What needs no machine to be known: that there is such a job and such devices, or that the script is Python."""
-    if run.devices is not None:
-        parse_devices(run.devices)
-    if str(run.job).endswith(".py"):
-        try:
-            compile(file.read_text(encoding="utf-8"), str(file), "exec")
-        except (SyntaxError, ValueError) as error:
-            raise UsageError(f"{file}: is no Python program ({error}).") from None
-    else:
-        find_job(str(run.job), data=run.data, seed=run.seed, args=run.args)
 
 
 def _gpus(site: Site, devices: str | None) -> int:

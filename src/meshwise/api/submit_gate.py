@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from meshwise.api.machines import find_machine
 from meshwise.api.plan import Plans, plan_options
@@ -12,6 +13,7 @@ from meshwise.api.plan_options import PlanOptions
 from meshwise.jobs.registry import find_job
 from meshwise.rehearsal.estimate import FITS, UNKNOWN, Estimate
 from meshwise.schedulers.site import Site
+from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan_settings import settings_text
 from meshwise.spec.units import bytes_text, plural, seconds_text
@@ -33,6 +35,7 @@ def verdict(
     options: RunOptions, arguments: Sequence[str], site: Site, nodes: tuple[int, int], limit: float | None
 ) -> Verdict:
     """Rehearse the run at the least and the most nodes. limit: seconds of an attempt."""
+    _check_program(options)
     if not site.machine:
         where = site.file or "site.toml"
         return Verdict((f'not rehearsed: {where} names no machine. Write machine = "8xH100" for one node there.',))
@@ -43,6 +46,20 @@ def verdict(
         lines += told
         refused = refused or why
     return Verdict(tuple(lines), refused)
+
+
+def _check_program(run: RunOptions) -> None:
+    """What needs no machine to be known: that there is such a job and such devices, or that the script is Python."""
+    if run.devices is not None:
+        parse_devices(run.devices)
+    if str(run.job).endswith(".py"):
+        file = Path(str(run.job))
+        try:
+            compile(file.read_text(encoding="utf-8"), str(file), "exec")
+        except (SyntaxError, ValueError) as error:
+            raise UsageError(f"{file}: is no Python program ({error}).") from None
+    else:
+        find_job(str(run.job), data=run.data, seed=run.seed, args=run.args)
 
 
 def _of_size(
