@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from meshwise.api.submit import state_of
 from meshwise.records import folder as names
@@ -35,13 +34,13 @@ class _Log:
 
     path: Path
     rank: int
-    began: Sequence[float]
     host: str = ""
     attempt: int = 1
     at: int = 0
     rest: bytes = field(default=b"", repr=False)
 
-    def lines(self) -> Iterator[LogLine]:
+    def lines(self, began: Sequence[float]) -> Iterator[LogLine]:
+        """What has come since the last time. began: when each attempt did."""
         with self.path.open("rb") as file:
             file.seek(self.at)
             read = file.read()
@@ -51,7 +50,7 @@ class _Log:
             text = line.decode(errors="replace")
             if (begins := BEGINS.fullmatch(text)) is not None:
                 self.host = begins["host"]
-                self.attempt = max(1, bisect_right(self.began, float(begins["time"]) + 0.1))
+                self.attempt = max(1, bisect_right(began, float(begins["time"]) + 0.1))
             else:
                 yield LogLine(self.rank, self.host, self.attempt, printable(text))
 
@@ -87,12 +86,10 @@ def _last_lines(path: Path) -> list[str]:
 
 
 def _new_lines(folder: Path, logs: dict[Path, _Log], ranks: Sequence[int]) -> Iterator[LogLine]:
-    began = [session["began"] for session in _facts(folder).get("sessions", [])]
+    began = [session["began"] for session in names.read_run(folder).get("sessions", [])]
     for rank, path in logs_of(folder).items():
         if not ranks or rank in ranks:
-            log = logs.setdefault(path, _Log(path, rank, began))
-            log.began = began
-            yield from log.lines()
+            yield from logs.setdefault(path, _Log(path, rank)).lines(began)
 
 
 def _ranks(folder: Path) -> str:
@@ -101,9 +98,5 @@ def _ranks(folder: Path) -> str:
 
 
 def _is_over(folder: Path) -> bool:
-    facts = _facts(folder)
+    facts = names.read_run(folder)
     return facts.get("status") not in (names.RUNNING, names.QUEUED) and state_of(facts) is None
-
-
-def _facts(folder: Path) -> dict[str, Any]:
-    return names.read_run(folder)

@@ -33,7 +33,7 @@ def runs(parent: Path, *, status: str | None = None, name: str | None = None, jo
 def with_queue(entries: Sequence[RunEntry]) -> list[RunEntry]:
     """The runs, with what the queue of the cluster says of those that were sent there."""
     jobs = [entry.scheduler_job for entry in entries if entry.scheduler_job]
-    known = slurm.queue(jobs) if jobs else {}
+    known = slurm.queue(jobs)
     return [_with_queue(entry, known) for entry in entries]
 
 

@@ -27,8 +27,7 @@ def stop(parent: Path, word: str, say: Callable[[str], object], *, wait: float) 
     folder = find_run(parent, word)
     facts = names.read_run(folder)
     jobs = jobs_of(facts)
-    queued = slurm.queue(jobs[-1:])
-    if queued:
+    if jobs and slurm.queued(jobs[-1]):
         _stop_job(folder, jobs[-1], say, wait)
     elif facts.get("status") == names.RUNNING:
         _stop_here(folder, say, wait)
@@ -42,7 +41,7 @@ def stop(parent: Path, word: str, say: Callable[[str], object], *, wait: float) 
 def _stop_job(folder: Path, job: str, say: Callable[[str], object], wait: float) -> None:
     until, asked = time.monotonic() + wait, False
     (folder / names.STOP).touch()  # whatever ends the job now: its script and its next start look for this
-    while found := next(iter(slurm.queue([job]).values()), None):
+    while found := slurm.queued(job):
         if found.state == slurm.PENDING:  # never begun, or it waits for its next start
             slurm.cancel(job)
             say(f"Slurm job {job} waited in the queue: cancelled.")

@@ -194,7 +194,7 @@ def _sent(run: Path, words: Sequence[str] = ()) -> str | None:
 def state_of(facts: Mapping[str, Any]) -> slurm.Queued | None:
     """What the queue says of the newest job of a run, by its record; None where it is not there any more."""
     jobs = jobs_of(facts)
-    return next(iter(slurm.queue(jobs[-1:]).values()), None)
+    return slurm.queued(jobs[-1]) if jobs else None
 
 
 def is_run(word: str) -> bool:

@@ -106,7 +106,7 @@ def _told(plans: Plans, first: Estimate, where: str, options: RunOptions, limit:
     room = "" if memory.capacity is None else f" of {bytes_text(memory.capacity)}"
     step = f"the time of a step is not known: {first.unknown}"
     if first.seconds is not None:
-        step = f"a step takes {seconds_text(first.seconds.value)} ({_range(first, 1)})"
+        step = f"a step takes {seconds_text(first.seconds.value)} ({_range(first)})"
     lines = [f"{where}: {settings_text(first.plan)} {memory.verdict}, {low} to {high}{room}; {step}."]
     if (whole := _to_the_end(plans, first, options, limit)) is not None:
         lines.append(whole)
@@ -137,6 +137,6 @@ def _with_epochs(plans: Plans, options: RunOptions) -> int:
     return round((plans.steps or 0) / job.epochs * (options.epochs or job.epochs))
 
 
-def _range(estimate: Estimate, times: int) -> str:
+def _range(estimate: Estimate) -> str:
     assert estimate.seconds is not None
-    return f"{seconds_text(times * estimate.seconds.low)} to {seconds_text(times * estimate.seconds.high)}"
+    return f"{seconds_text(estimate.seconds.low)} to {seconds_text(estimate.seconds.high)}"

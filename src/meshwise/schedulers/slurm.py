@@ -52,6 +52,11 @@ def queue(jobs: Iterable[str]) -> dict[str, Queued]:
     return {row[0]: Queued(*row) for row in rows if row[0].partition("_")[0] in wanted and row[1] not in OVER}
 
 
+def queued(job: str) -> Queued | None:
+    """What the queue says of one job, of an array of one of its tasks; None where it is not there."""
+    return next(iter(queue([job]).values()), None)
+
+
 def answers() -> bool:
     """Whether the queue can be asked here."""
     return bool(_queue())
