@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import meshwise as mw
-from meshwise import cli
 from meshwise.records import folder as names
 from meshwise.recovery.weights import export_weights
 from meshwise.spec.errors import UsageError
@@ -22,20 +20,6 @@ from meshwise.training.loop import run_job
 from meshwise.training.run_options import RunOptions
 
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`command("checkpoints", "RUN")`: its exit code, and what it prints."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["meshwise", *map(str, words)])
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-        shown = capsys.readouterr()
-        return int(exit.value.code or 0), shown.out, shown.err
-
-    return call
 
 
 def job() -> mw.Job:

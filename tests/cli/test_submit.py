@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwise import cli
 from meshwise.records import folder as names
 
 JOB = """
@@ -35,22 +34,14 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+def command(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
     """`command("submit", …)` where small.py lies: its exit code, and what it prints."""
     (tmp_path / "small.py").write_text(JOB)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no config"))
     monkeypatch.setenv("PATH", str(tmp_path / "no commands"))
     monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["meshwise", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        shown = capsys.readouterr()
-        return int(end.value.code or 0), shown.out, shown.err
-
-    return call
+    return command
 
 
 @pytest.fixture
