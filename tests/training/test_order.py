@@ -19,6 +19,7 @@ from meshwise.training.job import Job
 from meshwise.training.loop import run_job
 from meshwise.training.order import (
     BatchSlice,
+    batch_bounds,
     batch_slice,
     epoch_order,
     epoch_slices,
@@ -163,3 +164,14 @@ def test_an_epochs_slices_are_made_as_it_goes() -> None:
     loop = iter(mw.distribute(DataLoader(TensorDataset(x), batch_size=4, shuffle=True)))
     next(loop)
     assert seen[0] - before < 5 and slices_now() - before < 5
+
+
+@given(samples, batch_sizes, st.data())
+def test_batches_that_are_left_out_take_no_sample_of_another(count: int, batch: int, data: st.DataObject) -> None:
+    every = list(batch_bounds(count, batch))
+    gone = [bounds for bounds in every if data.draw(st.booleans())]
+    kept = list(batch_bounds(count, batch, 0, gone))
+    assert kept == [bounds for bounds in every if bounds not in gone]
+    other = data.draw(batch_sizes)  # a run that goes on with another size
+    read = [sample for bounds in batch_bounds(count, other, 0, gone) for sample in range(*bounds)]
+    assert read == [sample for bounds in kept for sample in range(*bounds)]

@@ -90,7 +90,7 @@ def test_what_is_given_goes_before_the_record(name: str) -> None:
         "seed": 0,
         "restart_on": "exception",
         "save_limit": "50GiB",
-        "on_nan": "skip",
+        "on_nan": "back",
         "memory_limit": "8GiB",
     }
     given = {name: new.get(name, "other" if isinstance(getattr(FULL, name), str) else 1)}

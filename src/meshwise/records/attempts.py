@@ -18,7 +18,7 @@ class Attempt:
 
     seconds_to_detect: from an injected fault to the launcher's word on it. from_step: the last step that was behind it
     as it began. What came before, where it is a restart: steps_lost were done again, seconds_to_step from the word on
-    the failure to the first step that was done. None is unknown.
+    the failure to the first step that was done. left_out: sentences on batches. None is unknown.
     """
 
     number: int
@@ -34,6 +34,7 @@ class Attempt:
     launched: str = ""
     devices: int | None = None
     waited: float | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def attempts_of(facts: Mapping[str, Any]) -> list[Attempt]:
@@ -55,6 +56,7 @@ def attempts_of(facts: Mapping[str, Any]) -> list[Attempt]:
             _launched(session),
             _number(session.get("world"), int),
             _waited(facts, before, session),
+            _texts(session.get("left_out")),
         )
         for number, (before, session) in enumerate(zip([{}, *found], found, strict=False), 1)
     ]
@@ -85,11 +87,13 @@ def attempt_text(one: Attempt) -> str:
 
 
 def lost_texts(facts: Mapping[str, Any]) -> list[str]:
-    """A sentence on each attempt that failed: why, and what it cost."""
-    attempts = attempts_of(facts)
-    following = [*attempts[1:], None]
-    pairs = zip(attempts, following, strict=False)
-    return [_lost(one, after) for one, after in pairs if one.reason and one.status == "failed"]
+    """A sentence on each batch that was left out, and on each attempt that failed: why, and what it cost."""
+    attempts, found = attempts_of(facts), list[str]()
+    for one, after in zip(attempts, [*attempts[1:], None], strict=False):
+        found += one.left_out
+        if one.reason and one.status == "failed":
+            found.append(_lost(one, after))
+    return found
 
 
 def _lost(one: Attempt, after: Attempt | None) -> str:
@@ -102,6 +106,10 @@ def _lost(one: Attempt, after: Attempt | None) -> str:
     if after is not None and after.seconds_to_step is not None:
         costs.append(f"the next step came {seconds_text(after.seconds_to_step)} later")
     return f"Attempt {one.number}: {reason}{where}{noticed}{'; ' if costs else ''}{', '.join(costs)}."
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(text for text in value if isinstance(text, str)) if isinstance(value, list) else ()
 
 
 def _number(value: Any, kind: type[int] | type[float]) -> Any:

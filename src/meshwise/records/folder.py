@@ -13,6 +13,7 @@ summary.json          accuracy, throughput, where the time went
 submit.sh, code.json  what `meshwise submit` has sent: its script, the hashes of the program's files
 stop                  there once `meshwise stop` has stopped it for good
 faults.jsonl          injected faults that happened, one line each (`--fault`)
+left-out.jsonl        batches that the run leaves out, one line each (`--on-nan back`)
 attempts/             of a run on several machines: who began which attempt (see records/claims.py)
 tensorboard/          the metrics as TensorBoard events, where tensorboard is installed
 """
@@ -56,7 +57,7 @@ KILLED = "all its processes are gone, and none said why: killed, or its machine 
 MOST_RANKS, LATEST = 1_000_000, 4e9
 """Above these a number is no count of ranks, and no time in seconds since 1970."""
 SPANS, TENSORBOARD, BEST = "spans", "tensorboard", "best.safetensors"
-FAULTS = "faults.jsonl"
+FAULTS, LEFT_OUT = "faults.jsonl", "left-out.jsonl"
 _unwritten: dict[Path, dict[str, Any]] = {}
 """What run.json would say, of runs of this process whose disk is full."""
 STOP = "stop"

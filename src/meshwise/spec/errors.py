@@ -6,6 +6,7 @@
     │   ├── DataError              a data set that is missing, damaged or empty
     │   └── CheckpointError        a saved state that is missing, damaged or of another model
     ├── LossError                  the loss is not a number any more
+    │   └── SpoiledError           the parameters are not finite any more: an earlier state is wanted
     ├── SaveError                  the last state of a run could not be saved
     ├── ReplicaError               replicas that must be alike are not
     ├── TransferError              bytes did not arrive as they were sent
@@ -52,6 +53,14 @@ class CheckpointError(UsageError):
 
 class LossError(MeshwiseError):
     """The loss is not a number any more."""
+
+
+class SpoiledError(LossError):
+    """Parameters are not finite any more. ranks: those that hold them."""
+
+    def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class SaveError(MeshwiseError):

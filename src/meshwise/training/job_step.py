@@ -14,6 +14,7 @@ from meshwise.recovery.state import RunState
 from meshwise.timeline.recorder import current
 from meshwise.training.engine import Engine, Part
 from meshwise.training.job import Job
+from meshwise.training.left_out import LeftOut
 from meshwise.training.microbatches import LossOfJob, compute
 from meshwise.training.model_stream import seed_draws
 from meshwise.training.not_finite import SkippedSteps
@@ -26,12 +27,13 @@ def train_step(
     job: Job,
     state: RunState,
     parts: Sequence[Part],
-    skipped: SkippedSteps | None = None,
+    skipped: SkippedSteps | LeftOut | None = None,
     known: Callable[[Losses], None] = lambda losses: None,
 ) -> Losses:
     """One optimizer step on this rank's microbatches. Returns their losses and weights, still on the device.
 
-    skipped: skips the update where a gradient is not finite. known: is given the losses before the update.
+    skipped: skips the update where a gradient is not finite, and counts the step or not. known: is given the losses
+    before the update.
 
     An optimizer that needs a closure (LBFGS) runs the loss as often as it likes, each time with the same draws; the
     losses are then those before the step.
@@ -46,10 +48,12 @@ def train_step(
     losses = _compute(engine, job, state, parts)
     known(losses)
     with current().span("optimizer"):
-        if skipped is not None and skipped.skips(state.step + 1):
+        if skipped is None or not skipped.skips(state.step + 1, losses):
+            _update(engine, job, state)
+        elif skipped.is_step:
             _end_step(state)
         else:
-            _update(engine, job, state)
+            _clear(state)
     return losses
 
 
@@ -106,9 +110,13 @@ def _clip(engine: Engine, job: Job, state: RunState) -> None:
         torch.nn.utils.clip_grad_norm_(state.model.parameters(), job.clip_norm)
 
 
-def _end_step(state: RunState) -> None:
+def _clear(state: RunState) -> None:
     state.optimizer.zero_grad(set_to_none=True)
     state.model.zero_grad(set_to_none=True)  # of what it does not hold too: the clip norm and the mean are of one step
+
+
+def _end_step(state: RunState) -> None:
+    _clear(state)
     if state.scheduler is not None:
         state.scheduler.step()
     state.step += 1

@@ -40,14 +40,15 @@ from meshwise.training.job_start import begun as begun
 from meshwise.training.job_start import make_engine as make_engine
 from meshwise.training.job_step import train_step
 from meshwise.training.last_step import LastStep
+from meshwise.training.left_out import LeftOut
 from meshwise.training.metrics_log import MetricsLog, Send
-from meshwise.training.not_finite import SkippedSteps
-from meshwise.training.order import epoch_order, epoch_slices, sequential_slices
+from meshwise.training.not_finite import SkippedSteps, refuse_closures
+from meshwise.training.order import batch_bounds, epoch_order, epoch_slices, sequential_slices
 from meshwise.training.pace import Pace
 from meshwise.training.recording import Recording
 from meshwise.training.replica_check import ReplicaCheck
 from meshwise.training.resume_changes import honour, made_with
-from meshwise.training.run_options import CHECK_EVERY, LOG_EVERY, SKIP, RunOptions
+from meshwise.training.run_options import BACK, CHECK_EVERY, LOG_EVERY, SKIP, RunOptions
 from meshwise.training.smaller import smaller_plan
 from meshwise.training.tracking import log_into
 from meshwise.transfer.collectives import barrier
@@ -73,10 +74,11 @@ class _Run:
     train: Data
     test: Data | None
     replicas: ReplicaCheck
+    left_out: LeftOut
     metrics: dict[str, float] = field(default_factory=dict)
     stopped: bool = False
     saver: Saver | None = None
-    skipped: SkippedSteps | None = None
+    skipped: SkippedSteps | LeftOut | None = None
     last: LastStep | None = None
     """The state after the last step, where a launcher holds it."""
     evaluated: tuple[int, bool] = (-1, False)
@@ -121,7 +123,11 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
         engine.close()
         recording.close(status)
         log.close()
-    notes = [run.best.why_over(run.state), run.skipped.note() if run.skipped else "", *engine.notes]
+    notes = [
+        run.best.why_over(run.state),
+        run.skipped.note() if isinstance(run.skipped, SkippedSteps) else "",
+        *engine.notes,
+    ]
     notes += [*(said() if plan.split else ()), engine.draws.note() if engine.draws else ""]
     return {
         "job": job.name,
@@ -156,9 +162,13 @@ def _prepare(
     best = BestEpoch(job, folder, resumed=options.resume is not None)
     every = CHECK_EVERY if options.check_every is None else options.check_every
     check, clock = ReplicaCheck(plan, every), SaveClock(options.saves)
-    run = _Run(job, session, options, plan, folder, engine, state, log, best, clock, train, test, check)
+    left_out = LeftOut(state, folder, log.send, scaled=plan.dtypes.scaled)
+    run = _Run(job, session, options, plan, folder, engine, state, log, best, clock, train, test, check, left_out)
+    refuse_closures(options.on_nan, state.optimizer)
     if options.on_nan == SKIP and not plan.dtypes.scaled:
         run.skipped = SkippedSteps(state.model, log.note)
+    elif options.on_nan == BACK:
+        run.skipped = left_out
     run.began = {"epoch": state.epoch, "step": state.step}
     if folder is not None:
         faults.saves_into(folder / names.CHECKPOINTS)
@@ -225,7 +235,9 @@ def _train_epoch(run: _Run) -> bool:
     """Train from where the state is to the end of the epoch. Returns whether all ranks stop before that."""
     state, job, log = run.state, run.job, run.log
     in_epoch = -(-state.index // job.batch_size)
-    steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size)
+    gaps = run.left_out.ranges(state.epoch, state.index)
+    steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size) - len(gaps)
+    bounds = batch_bounds(run.train.samples, job.batch_size, state.index, gaps)
     pace = Pace(run.train.samples * job.epochs, current().samples)
     log_every = run.options.log_every or LOG_EVERY
     # Held by this frame: a rank that leaves inside the loop is still in the middle of an epoch when it is asked.
@@ -236,12 +248,17 @@ def _train_epoch(run: _Run) -> bool:
         _evaluate(run, state.epoch + 1)  # an earlier attempt has ended before
         if run.best.is_over(state):
             return False
-    for parts in batches:
+    for parts, (first, stop) in zip(batches, bounds, strict=False):
+        run.left_out.batch_begins(first, stop)
+        done = state.step
         losses = train_step(
             run.engine, job, state, parts, run.skipped, partial(log.note_losses, state.epoch, state.step + 1)
         )
+        state.index = stop
+        if state.step == done:  # the batch is left out
+            steps -= 1
+            continue
         in_epoch += 1
-        state.index = min(state.index + job.batch_size, run.train.samples)
         log.add(state.epoch, state.step, losses)
         if run.last is not None:
             run.last.keep()
@@ -270,7 +287,8 @@ def _train_batches(run: _Run) -> Iterator[list[Part]]:
     """The microbatches of each step, on the device, with the next ones on their way."""
     state, world, accumulate = run.state, run.engine.world, run.plan.accumulate
     order = epoch_order(state.seed, state.epoch, run.train.samples)
-    slices, ahead = tee(epoch_slices(order, run.job.batch_size, world, accumulate, state.index))
+    gaps = run.left_out.ranges(state.epoch)
+    slices, ahead = tee(epoch_slices(order, run.job.batch_size, world, accumulate, state.index, gaps))
     pairs = read_parts(run.train, chain.from_iterable(ahead), state.epoch, world.device)
     for step in slices:
         yield [next(pairs) for _ in step]
@@ -298,6 +316,8 @@ def _save(run: _Run, *, wait: bool = False) -> None:
     state = run.state
     run.log.sync()  # what a restart goes on after is in the records too
     run.replicas.compare(state)
+    if run.skipped is run.left_out:
+        run.left_out.refuse_spoiled(state.step)
     if run.saver is not None:
         facts = {name: getattr(state, name) for name in ("step", "epoch", "index", "seed")}
         run.saver.save(lambda whole: tree_of(state, whole=whole), facts | {"plan": str(run.plan)}, wait=wait)

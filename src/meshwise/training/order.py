@@ -7,7 +7,7 @@ accumulation may change at any step, and no sample is lost or repeated.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,15 +67,33 @@ def divides_evenly(total: int, world: World) -> bool:
     return not world.shares and total % world.size == 0
 
 
+def batch_bounds(
+    samples: int, batch_size: int, begin: int = 0, left_out: Sequence[tuple[int, int]] = ()
+) -> Iterator[tuple[int, int]]:
+    """Where each global batch from sample `begin` on begins and ends. left_out: ranges of samples that none has."""
+    start = begin
+    while start < samples:
+        if inside := next((last for first, last in left_out if first <= start < last), 0):
+            start = inside
+            continue
+        stop = min([start + batch_size, samples, *(first for first, _ in left_out if first > start)])
+        yield start, stop
+        start = stop
+
+
 def epoch_slices(
-    order: Tensor, batch_size: int, world: World, accumulate: int = 1, begin: int = 0
+    order: Tensor,
+    batch_size: int,
+    world: World,
+    accumulate: int = 1,
+    begin: int = 0,
+    left_out: Sequence[tuple[int, int]] = (),
 ) -> Iterator[list[BatchSlice]]:
     """This rank's shares of every global batch from sample `begin` on: one list a step, one share a microbatch.
 
-    A ragged last batch makes fewer microbatches rather than empty ones.
+    A ragged last batch makes fewer microbatches rather than empty ones. left_out: as in `batch_bounds`.
     """
-    for start in range(begin, len(order), batch_size):
-        stop = min(start + batch_size, len(order))
+    for start, stop in batch_bounds(len(order), batch_size, begin, left_out):
         micro = min(accumulate, stop - start)
         yield [batch_slice(order, *part(start, stop, micro, k), stop - start, world) for k in range(micro)]
 

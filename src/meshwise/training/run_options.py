@@ -24,7 +24,7 @@ from meshwise.workers.hang import HANG_LIMIT
 from meshwise.workers.machines import NodeOptions
 
 LOG_EVERY, CHECK_EVERY = 100, 500
-STOP, SKIP = ON_NAN = ("stop", "skip")
+STOP, SKIP, BACK = ON_NAN = ("stop", "skip", "back")
 RESTARTS = 3
 AUTO = "auto"
 """As a plan: the one that `meshwise plan` would choose for the devices."""
@@ -78,7 +78,12 @@ class RunOptions(NodeOptions):
         Option("1: after each step its state also lies in memory that outlives a worker; 0: never", scripts=False),
     ] = None
     on_nan: Annotated[
-        str, Option("gradients that are not finite: stop, or skip the step", metavar="WHAT", scripts=False)
+        str,
+        Option(
+            "a loss or gradient that is not finite: stop, skip the step, back: leave the batch out",
+            metavar="WHAT",
+            scripts=False,
+        ),
     ] = STOP
     check_every: Annotated[
         int | None,

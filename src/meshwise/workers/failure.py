@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from meshwise.spec.errors import MeshwiseError, ReplicaError, UsageError
+from meshwise.spec.errors import MeshwiseError, ReplicaError, SpoiledError, UsageError
 from meshwise.spec.user_code import OURS, name_line
 from meshwise.spec.words import error_text, readable
 
@@ -31,8 +31,8 @@ class Failure:
 
     kind: `raised`, `killed` (by a signal), `left` (without saying done), `victim` (raised inside a collective), `hung`
     (no progress), `lost` (its machine), `link` (all ranks live, and lost each other), `corrupt` (its values are not
-    those of its replicas) or `parted` (ranks that make other calls). smaller: for one that ran out of memory, a plan
-    that needs less (TOML) and what changes with it.
+    those of its replicas), `spoiled` (its parameters are not finite: the run is to go back) or `parted` (ranks that
+    make other calls). smaller: for one that ran out of memory, a plan that needs less (TOML) and what changes with it.
     step: the one that the rank was in; done: the last that all ranks of this machine have finished, as far as known.
     plain: the message is a sentence for the user, to be shown as it is. notes: what else is known, a line each.
     """
@@ -52,7 +52,7 @@ class Failure:
     @property
     def of_machine(self) -> bool:
         """Whether the program is not to blame, so that it may be started again."""
-        return self.kind in ("killed", "left", "hung", "lost", "corrupt", "link")
+        return self.kind in ("killed", "left", "hung", "lost", "corrupt", "spoiled", "link")
 
 
 def is_gloo_abort(line: str) -> bool:
@@ -93,6 +93,8 @@ def by_error(rank: int, error: BaseException) -> Failure:
 def _kind_of(rank: int, error: BaseException) -> str:
     if isinstance(error, ReplicaError):  # raised on all ranks
         return "corrupt" if rank in error.ranks else "victim"
+    if isinstance(error, SpoiledError):
+        return "spoiled" if rank == error.ranks[0] else "victim"
     return "victim" if not isinstance(error, MeshwiseError) and is_communication_error(error) else "raised"
 
 
@@ -131,7 +133,17 @@ def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
     ranks: of the run; where each of them has lost another one, and none was lost, the link between them failed. One
     that the out-of-memory killer ended has from its victims the plan that needs less.
     """
-    order = {"killed": 0, "raised": 0, "hung": 0, "lost": 0, "corrupt": 0, "link": 0, "left": 1, "victim": 2}
+    order = {
+        "killed": 0,
+        "raised": 0,
+        "hung": 0,
+        "lost": 0,
+        "corrupt": 0,
+        "spoiled": 0,
+        "link": 0,
+        "left": 1,
+        "victim": 2,
+    }
     first = min(failures, key=lambda failure: (order[failure.kind], failure.time))
     if first.kind == "victim" or MORE_MEMORY in first.notes:  # what a victim knows helps one that had too little memory
         known = [failure.smaller for failure in failures if failure.smaller]
@@ -145,7 +157,7 @@ def patience(failures: Sequence[Failure]) -> float:
     """Seconds after the first of these in which another one may turn out to be the culprit."""
     if all(failure.kind == "victim" for failure in failures):  # whether all ranks lost each other is still to be told
         return VICTIMS_TIMEOUT
-    certain = any(failure.kind in ("killed", "raised", "corrupt") for failure in failures)
+    certain = any(failure.kind in ("killed", "raised", "corrupt", "spoiled") for failure in failures)
     return CULPRIT_TIMEOUT / 4 if certain else CULPRIT_TIMEOUT
 
 
