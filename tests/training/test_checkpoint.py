@@ -17,7 +17,8 @@ from meshwise.compat.tree import all_leaves
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.spec.errors import CheckpointError, UsageError
 from meshwise.spec.plan import Plan
-from meshwise.training.session import end_sessions
+from meshwise.training.session import default_engine, end_sessions
+from meshwise.workers.gate import StepGate
 
 EPOCHS, STEPS = 3, 6  # of 43 samples in batches of 8
 
@@ -185,3 +186,75 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .* Use another folder\."):
         mw.checkpoint(tmp_path, model=model, loader=loader)
     end_sessions()
+
+
+def by_epochs(
+    folder: Path, epochs: int, *, fails_in: int = -1, stops_in: int = -1, most: int = STEPS, **given: Any
+) -> Any:
+    """A loop that reads the loss after each epoch, and lets its scheduler step there: what it printed, the learning
+    rate, and where it began. fails_in, stops_in: in the validation of this epoch it fails, or is asked to stop. most:
+    steps of an epoch."""
+    end_sessions()
+    torch.manual_seed(1)
+    x = torch.randn(43, 6, dtype=torch.float64)
+    model, printed = nn.Linear(6, 1).double(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(TensorDataset(x), 8, shuffle=True))
+    saved = mw.checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, **given)
+    begun, validation = (saved.epoch, saved.step), mw.distribute(DataLoader(TensorDataset(x[:9]), 4))
+    gate = default_engine().gate = StepGate()
+    for epoch in range(saved.epoch, epochs):
+        for number, (a,) in enumerate(loader, 1):
+            loss = mw.backward(model(a).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == most:
+                break
+        if epoch == fails_in:
+            raise InterruptedError
+        validated = 0.0
+        for number, (a,) in enumerate(validation):
+            if epoch == stops_in and number == 1:
+                gate.set_last(gate.freeze())
+            validated += float(a.sum())
+        scheduler.step()
+        printed.append((float(loss), validated))
+    return printed, optimizer.param_groups[0]["lr"], begun
+
+
+@pytest.mark.parametrize("given", [{}, {"every": 2}])
+@pytest.mark.parametrize("most", [STEPS, 4])
+def test_a_state_of_an_epochs_end_goes_on_with_the_next_one(most: int, given: dict[str, Any], tmp_path: Path) -> None:
+    whole = by_epochs(tmp_path / "whole", 3, most=most, **given)
+    first = by_epochs(tmp_path / "cut", 2, most=most, **given)
+    end_sessions()
+    assert [saved.step for saved in checkpoints_in(tmp_path / "cut")][-1] == 2 * most
+    printed, rate, begun = by_epochs(tmp_path / "cut", 3, most=most, **given)
+    assert begun == (2, 2 * most)
+    assert (first[0] + printed, rate) == whole[:2]
+    assert by_epochs(tmp_path / "cut", 3, most=most, **given)[0] == []
+
+
+def test_what_fails_between_two_epochs_is_done_again(tmp_path: Path) -> None:
+    whole = by_epochs(tmp_path / "whole", 3)
+    try:
+        by_epochs(tmp_path / "cut", 3, fails_in=1)
+    except InterruptedError:
+        end_sessions()
+    printed, rate, begun = by_epochs(tmp_path / "cut", 3)
+    assert (printed, rate, begun) == (whole[0][1:], whole[1], (1, STEPS))
+
+
+@pytest.mark.parametrize("given", [{}, {"every": 4}])
+def test_a_run_that_is_asked_to_stop_in_a_validation_stops_before_the_next_epoch(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = by_epochs(tmp_path / "whole", 3, **given)
+    try:
+        by_epochs(tmp_path / "cut", 3, stops_in=1, **given)
+    except SystemExit:
+        end_sessions()
+    assert [saved.step for saved in checkpoints_in(tmp_path / "cut")][-1] == 2 * STEPS
+    printed, rate, begun = by_epochs(tmp_path / "cut", 3, **given)
+    assert (printed, rate, begun) == (whole[0][2:], whole[1], (2, 2 * STEPS))

@@ -205,5 +205,5 @@ def test_a_state_of_an_earlier_version_goes_on_in_its_own_order() -> None:
         loader.load_state_dict(state)
         torch.rand(3)
         seen.append([whole(batch) for batch in loader])
-        assert loader.state_dict() == {"epoch": 2, "index": 0}
+        assert loader.state_dict() == {"epoch": 2, "index": 0, "batches": 0}
     assert seen[0] == seen[1][1:]

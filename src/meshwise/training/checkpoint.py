@@ -1,7 +1,8 @@
 """`mw.checkpoint`: the state of a loop of one's own, saved while it runs and restored where it starts.
 
 A step is over when the next batch is asked for and `optimizer.step` was called since the last one: there the state is
-saved, with the place in the loader's epoch, the random generators and the count of steps.
+saved, with the place in the loader's epoch, the random generators and the count of steps. After an epoch's last step it
+is saved as the next epoch begins: what the program does in between (a validation, a scheduler) belongs to the epoch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import is_initialized
 from torch.optim import Optimizer
 
 from meshwise.compat.fake import rehearsing
@@ -105,6 +107,7 @@ class LoopState:
         self._saver: Saver | None = None
         self._clean: bool | None = None  # whether a step has just ended; None before the first batch
         self._last = 0
+        self._due = self._between = False  # whether a save waits for its time, and the program stands between epochs
         self._drawn: tuple[Any, ...] | None = None  # the generators after the last step: the next batch may be drawn
 
     def begin(self) -> None:
@@ -135,6 +138,7 @@ class LoopState:
         """Save now, between two steps. Collective."""
         if self._saver is None:
             return
+        self._due = False
         epoch, index = (0, 0) if self._loader is None else self._loader.place
         facts = {"step": self.step, "epoch": epoch, "index": index, "plan": str(self._engine.plan)}
         if self._saver.save(self._tree, facts):
@@ -142,16 +146,41 @@ class LoopState:
 
     # What the engine tells.
 
-    def step_ends(self, loader: DistributedLoader, *, epoch_ends: bool = False) -> None:
-        """The next batch of `loader` is asked for, or there is none any more."""
+    def step_ends(self, loader: DistributedLoader) -> None:
+        """The next batch of `loader` is asked for. Where there is none, what is due waits for `epoch_begins`."""
         if loader is not self._loader:
             return
-        if not epoch_ends:
+        self._clean = self._engine.phases.step_done
+        self.step += int(self._clean)
+        self._due |= self._clean and not self._by_epochs and self._clock.is_due(self.step)
+        if self._due and self._clean and not loader.at_end:
+            self.save()
+
+    def epoch_ends(self, loader: DistributedLoader, *, early: bool) -> None:
+        """There is no further batch of `loader` in this epoch, or (early) its loop was left."""
+        if loader is not self._loader:
+            return
+        if early and self._engine.phases.trained:  # the next batch was not asked for
             self._clean = self._engine.phases.step_done
             self.step += int(self._clean)
-        by_epochs = self._saves.steps is None and self._saves.seconds is None
-        if self._clean and (epoch_ends if by_epochs else not epoch_ends and self._clock.is_due(self.step)):
-            self.save()
+            by_steps = self._saves.steps is not None  # of a time the ranks would have to agree, and one may have failed
+            self._due |= self._clean and by_steps and self._clock.is_due(self.step)
+        self._between, self._due = True, self._due or self._by_epochs
+
+    def epoch_begins(self, loader: DistributedLoader) -> None:
+        """A loop over `loader` begins: what the program does between two epochs is done, and is saved with the first.
+        So a loop goes on with the second."""
+        if loader is self._loader and self._between:
+            self._between = False
+            if self._due and self._clean:
+                self.save()
+
+    def finishes_epoch(self) -> bool:
+        """The run was asked to stop: whether the program first comes to its next epoch, or its end. A state that was
+        saved in between could not tell what of that is done: a validation, a step of the scheduler."""
+        if self._between and (channel := rank_context().channel) is not None:
+            channel.send("finishes_epoch")
+        return self._between
 
     def stops(self) -> None:
         """The run was asked to stop, before the same batch on every rank."""
@@ -170,13 +199,31 @@ class LoopState:
         """The program ends: wait for what is being written. Raises SaveError where that failed."""
         if self._saver is None:
             return
-        saver, self._saver = self._saver, None
         if sys.exc_info()[0] is not None or hasattr(sys, "last_type"):  # it failed: nobody waits for long
-            saver.close()
+            self._saver.close()
+            self._saver = None
             return
+        if self._due and self._between and self._clean:
+            self._save_at_end()
+        saver, self._saver = self._saver, None
         saver.settle()
         if saver.wrong:
             raise SaveError(f"the last state, of step {self.step}, could not be saved: {saver.wrong}.")
+
+    def _save_at_end(self) -> None:
+        if rank_context().world.size == 1 or is_initialized():
+            assert self._loader is not None
+            self._loader.leave_epoch()
+            self.save()
+        else:
+            tell(
+                f"the state after the last epoch, of step {self.step}, is not saved: the program has ended its process "
+                "group before. Leave destroy_process_group out: it ends by itself."
+            )
+
+    @property
+    def _by_epochs(self) -> bool:
+        return self._saves.steps is None and self._saves.seconds is None
 
     # What is saved.
 

@@ -42,7 +42,6 @@ from meshwise.training.split_loader import LoaderSpec, check_same_data, split_lo
 from meshwise.training.wrapped_loader import Wrapper, loader_inside, read_through
 from meshwise.transfer.prefetch import prefetch
 from meshwise.transfer.splitmix import mixed
-from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import BATCH, came_to, left_loop
 
 First = TypeVar("First")
@@ -124,7 +123,7 @@ class DistributedLoader:
     def __init__(self, loader: DataLoader[Any], spec: LoaderSpec, seed: int, engine: Engine) -> None:
         self.dataset, self.batch_size = loader.dataset, spec.batch_size
         self._loader, self._spec, self._seed, self._engine = loader, spec, seed, engine
-        self._epoch, self._index, self._running = 0, 0, False
+        self._epoch, self._index, self._batches_given, self._running = 0, 0, 0, False
         self._generators = OrderGenerators(engine.generator, spec.drawn or (TORCH,))
         self._order: States | None = None  # the states in which the order of this epoch began, once it has
         self._keyed = False
@@ -149,13 +148,18 @@ class DistributedLoader:
         """Epochs that are over, and samples of this one that were given out."""
         return self._epoch, self._index
 
+    @property
+    def at_end(self) -> bool:
+        """Whether this epoch has no further batch, as far as that is known."""
+        return self._spec.length == self._batches_given
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is: the epoch, how many samples of it have been given out, and random generators: as they
         were where the order of this epoch began, and as they are now.
 
         Any number of devices goes on from it.
         """
-        state: dict[str, Any] = {"epoch": self._epoch, "index": self._index}
+        state: dict[str, Any] = {"epoch": self._epoch, "index": self._index, "batches": self._batches_given}
         if self._keyed:
             return state
         order = {} if self._order is None else {"order": packed(self._order)}
@@ -165,6 +169,7 @@ class DistributedLoader:
         """Go on from `state` with the next loop over this loader. The program's random generator goes on from there
         too, so that later epochs have the order that they would have had; a state of version 0.1 has none."""
         self._epoch, self._index = int(state["epoch"]), int(state["index"])
+        self._batches_given = int(state.get("batches", -(-self._index // (self.batch_size or 1))))
         self._running, self._keyed = False, "generators" not in state
         self._order = unpacked(state["order"]) if "order" in state else None
         if not self._keyed:
@@ -176,8 +181,9 @@ class DistributedLoader:
 
     def begin_loop(self) -> Iterator[Any]:
         """An epoch, or the rest of it."""
-        if self._running:  # the loop before this one was left early: its epoch is over
-            self._epoch, self._index, self._order = self._epoch + 1, 0, None
+        self.leave_epoch()
+        for state in self._engine.loop_states:
+            state.epoch_begins(self)
         self._running = True
         came_to(BATCH, self._number, self._epoch, 1)
         loader = self._loader
@@ -185,6 +191,15 @@ class DistributedLoader:
             with self._engine.generator.drawing():
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as torch seeds its workers
         return self._batches(self._read(None) if loader.num_workers else None)
+
+    def leave_epoch(self) -> None:
+        """The epoch is over, where its loop was left early."""
+        if self._running:
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self._running = False
+        self._epoch, self._index, self._batches_given, self._order = self._epoch + 1, 0, 0, None
 
     def _batches(self, source: Iterator[tuple[Any, Any]] | None) -> Iterator[Any]:
         engine, name, read = self._engine, f"epoch {self._epoch} of a loader", LoopRead()
@@ -194,6 +209,7 @@ class DistributedLoader:
             for given, (batch, part) in enumerate(batches, 1):
                 key = mixed(self._seed, self._epoch), self._index
                 self._index += self.batch_size if self._spec.own else part.total
+                self._batches_given += 1
                 batch = engine.cast(batch)
                 engine.begin(part, read)
                 engine.agreed.shapes.given(self._number, batch, part)
@@ -203,6 +219,8 @@ class DistributedLoader:
                         yield batch
                 except GeneratorExit:
                     left_loop(given)
+                    for state in engine.loop_states:
+                        state.epoch_ends(self, early=True)
                     raise
                 if given == 1:
                     loop.first_batch_ends()
@@ -214,8 +232,8 @@ class DistributedLoader:
                 state.stops()
             raise engine.gate.stop(engine.phases.step, self._epoch + 1)
         for state in engine.loop_states:
-            state.step_ends(self, epoch_ends=True)
-        self._epoch, self._index, self._order, self._running = self._epoch + 1, 0, None, False
+            state.epoch_ends(self, early=False)
+        self._end_epoch()
 
     def _read(self, limit: int | None) -> Iterator[tuple[Any, Any]]:
         """The rest of the epoch; with `limit` one batch more, of at most so many samples unless all are whole."""
@@ -298,11 +316,6 @@ def _begin_split(engine: Engine, part: BatchSlice) -> None:
         engine.watcher.batch_given(counted, split=True)
 
 
-def accumulate() -> contextlib.AbstractContextManager[None]:
-    """`mw.backward` inside keeps its gradients on their rank; the next outside, or `optimizer.step`, reduces all."""
-    return default_engine().accumulate()
-
-
 def sum(value: Number) -> Number:
     """`value` added over all ranks, padding samples left out. Collective.
 
@@ -333,13 +346,3 @@ def gather_samples(values: Tree) -> Tree:
     """
     came_to("mw.gather_samples")
     return cast(Tree, gather_over_ranks(default_engine(), values))
-
-
-def rank() -> int:
-    """This process's rank, from 0."""
-    return rank_context().world.rank
-
-
-def world_size() -> int:
-    """How many ranks the run has."""
-    return rank_context().world.size

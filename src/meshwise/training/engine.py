@@ -70,8 +70,17 @@ LOOKED_AT = 8  # backwards whose losses are looked at: a program may have severa
 class LoopState(Protocol):
     """What `mw.checkpoint` has made."""
 
-    def step_ends(self, loader: Any, *, epoch_ends: bool = False) -> None:
-        """The next batch of `loader` is asked for, or there is none any more."""
+    def step_ends(self, loader: Any) -> None:
+        """The next batch of `loader` is asked for."""
+
+    def epoch_ends(self, loader: Any, *, early: bool) -> None:
+        """There is no further batch of `loader` in this epoch, or (early) its loop was left."""
+
+    def epoch_begins(self, loader: Any) -> None:
+        """A loop over `loader` begins."""
+
+    def finishes_epoch(self) -> bool:
+        """The run was asked to stop: whether the program first comes to its next epoch."""
 
     def stops(self) -> None:
         """The run was asked to stop."""
@@ -236,7 +245,7 @@ class Engine:
                     batch = next(source, None)
                     if batch is None:
                         break
-                    if not self.gate.begin():
+                    if not self.gate.begin() and not any([state.finishes_epoch() for state in self.loop_states]):
                         self.stopped = True
                         break
                     phases.batch_given(None if step is None else step())

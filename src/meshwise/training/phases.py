@@ -45,6 +45,11 @@ class Phases:
         return self._steps + self._trained
 
     @property
+    def trained(self) -> bool:
+        """Whether there was a backward since the last batch was given."""
+        return self._trained
+
+    @property
     def step_done(self) -> bool:
         """Whether the batch that was given last has ended a step."""
         return self._trained and (self._stepped or not self.optimizers)

@@ -21,6 +21,21 @@ from meshwise.workers.join import join, rank_context
 from meshwise.workers.verb_log import came_to
 
 
+def rank() -> int:
+    """This process's rank, from 0."""
+    return rank_context().world.rank
+
+
+def world_size() -> int:
+    """How many ranks the run has."""
+    return rank_context().world.size
+
+
+def accumulate() -> contextlib.AbstractContextManager[None]:
+    """`mw.backward` inside keeps its gradients on their rank; the next outside, or `optimizer.step`, reduces all."""
+    return session.default_engine().accumulate()
+
+
 def is_main() -> bool:
     """Whether this is rank 0: for what is done once, such as a plot or a line in a file of one's own.
 

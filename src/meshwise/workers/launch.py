@@ -251,6 +251,8 @@ class _Launcher:
             entry.turn(State.FAILED, Failure(**message["failure"]))
         elif kind == "stop":
             self.halt.ask(int(message["number"]))
+        elif kind == "finishes_epoch":
+            self._saves = True
         elif kind == "halting" and self._halting is not None:
             self._halting[rank] = int(message["begun"])
         elif kind in RESCUES:
