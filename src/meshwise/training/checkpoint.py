@@ -149,6 +149,7 @@ class LoopState:
     def step_ends(self, loader: DistributedLoader) -> None:
         """The next batch of `loader` is asked for. Where there is none, what is due waits for `epoch_begins`."""
         if loader is not self._loader:
+            self._between = self._between and not self._engine.phases.trained  # else the program goes on with that one
             return
         self._clean = self._engine.phases.step_done
         self.step += int(self._clean)

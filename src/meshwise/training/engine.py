@@ -245,7 +245,7 @@ class Engine:
                     batch = next(source, None)
                     if batch is None:
                         break
-                    if not self.gate.begin() and not any([state.finishes_epoch() for state in self.loop_states]):
+                    if not self.gate.begin() and not any(state.finishes_epoch() for state in self.loop_states):
                         self.stopped = True
                         break
                     phases.batch_given(None if step is None else step())
