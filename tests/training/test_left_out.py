@@ -41,7 +41,7 @@ def largest_difference(folder: Path, losses: list[float], net: nn.Module) -> flo
 def trained(folder: str, plan: Plan) -> Any:
     said: list[tuple[str, Any]] = []
     made = run_job(job, replace(BACK, plan=plan), Path(folder), lambda kind, **facts: said.append((kind, facts)))
-    return made["steps"], [facts["text"] for kind, facts in said if kind == "left-out"]
+    return made["steps"], [facts["text"] for kind, facts in said if kind == "told"]
 
 
 PLANS = {
@@ -80,7 +80,7 @@ def test_spoiled_parameters_go_back_to_the_saved_state_and_leave_out_two_batches
     words = ("--devices", "2xcpu", "--precision", "fp64", "--on-nan", "back", "--save-every", "4")
     run = CommandRun(f"{job_file()}:job", *words, "--fault", "nan:rank=1,step=7", out=tmp_path)
     assert run.wait() == 0, run.output
-    assert "step 7: parameters of rank 1 are not finite. Its order goes on without samples 112 to 127" in run.output
+    assert "step 7: The order of the data goes on without samples 112 to 127 of epoch 1 and samples 128" in run.output
     assert "attempt 2 of 4 begins from the state saved at step 4." in run.output
     folder = run_folder(tmp_path)
     gone = [
@@ -90,7 +90,7 @@ def test_spoiled_parameters_go_back_to_the_saved_state_and_leave_out_two_batches
     assert largest_difference(folder, losses, net) < 1e-9
     first, second = names.read_run(folder)["sessions"]
     assert (first["kind"], first["rank"], first["step"], second["steps_lost"]) == ("spoiled", 1, 7, 2)
-    assert len(first["left_out"]) == 3 and first["left_out"][0].startswith("Step ")
+    assert len(first["told"]) == 3 and first["told"][0].startswith("step ")
 
 
 def job_file() -> Path:
@@ -116,7 +116,7 @@ def step(left: LeftOut, value: float, number: int = 0) -> bool:
     return left.skips(1, [(torch.tensor(value), 1.0)])
 
 
-def nobody(kind: str, **facts: Any) -> None:
+def nobody(text: str) -> None:
     pass
 
 

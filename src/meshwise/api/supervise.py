@@ -70,15 +70,15 @@ class Viewer:
         self._devices = tuple(devices)
         self._memory: list[int | None] = [None] * len(devices)
         self._job = ""
-        self._left_out: list[str] = []
-        """Sentences on the batches that the attempt leaves out."""
+        self._told: list[str] = []
+        """Lines of the attempt that its record keeps."""
 
     def message(self, rank: int, message: Message) -> None:
         kind = message["kind"]
         if kind == "began":
             self._job = message["job"]
             if rank == self._first():
-                self._left_out = []
+                self._told = []
                 self._keep(self._restarts.began(message["step"]))
         elif kind == "stepped":
             self.steps = True
@@ -96,9 +96,10 @@ class Viewer:
         elif kind == "stopping" and rank == 0:
             epoch = "" if message["epoch"] is None else f" (epoch {message['epoch']})"
             self.stops(f" after step {message['step']}{epoch}")
-        elif kind == "left-out":
-            self._left_out.append(message["text"])
-            self._keep({"left_out": self._left_out})
+        elif kind == "told":
+            self._told.append(message["text"])
+            self._keep({"told": self._told})
+            self._view.print(fitted(message["text"], sys.stdout))
         elif kind == "note":
             self._view.print(fitted(message["text"], sys.stdout))
 

@@ -18,7 +18,7 @@ class Attempt:
 
     seconds_to_detect: from an injected fault to the launcher's word on it. from_step: the last step that was behind it
     as it began. What came before, where it is a restart: steps_lost were done again, seconds_to_step from the word on
-    the failure to the first step that was done. left_out: sentences on batches. None is unknown.
+    the failure to the first step that was done. told: what happened in it, a sentence each. None is unknown.
     """
 
     number: int
@@ -34,7 +34,7 @@ class Attempt:
     launched: str = ""
     devices: int | None = None
     waited: float | None = None
-    left_out: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
 
 
 def attempts_of(facts: Mapping[str, Any]) -> list[Attempt]:
@@ -56,7 +56,7 @@ def attempts_of(facts: Mapping[str, Any]) -> list[Attempt]:
             _launched(session),
             _number(session.get("world"), int),
             _waited(facts, before, session),
-            _texts(session.get("left_out")),
+            _texts(session.get("told")),
         )
         for number, (before, session) in enumerate(zip([{}, *found], found, strict=False), 1)
     ]
@@ -87,10 +87,10 @@ def attempt_text(one: Attempt) -> str:
 
 
 def lost_texts(facts: Mapping[str, Any]) -> list[str]:
-    """A sentence on each batch that was left out, and on each attempt that failed: why, and what it cost."""
+    """What attempts have told, and a sentence on each that failed: why, and what it cost."""
     attempts, found = attempts_of(facts), list[str]()
     for one, after in zip(attempts, [*attempts[1:], None], strict=False):
-        found += one.left_out
+        found += one.told
         if one.reason and one.status == "failed":
             found.append(_lost(one, after))
     return found

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from meshwise.compat.sharding import local_of
 from meshwise.records import folder as names
@@ -34,11 +33,11 @@ class LeftOut:
     is_step = False
     """Whether a step whose update is left out counts."""
 
-    def __init__(self, state: RunState, folder: Path | None, send: Callable[..., None], *, scaled: bool) -> None:
-        """folder: of the run; None remembers nothing for a later one. send: takes a message to the launcher.
+    def __init__(self, state: RunState, folder: Path | None, tell: Callable[[str], None], *, scaled: bool) -> None:
+        """folder: of the run; None remembers nothing for a later one. tell: takes a line for the user.
         scaled: whether a loss scaler looks after the gradients. Collective."""
         self._state, self._scaled, self._first = state, scaled, collectives.get_rank() == 0
-        self._send = send if self._first else nobody
+        self._tell = tell
         self._file = None if folder is None else folder / names.LEFT_OUT
         self._kept = KeptBuffers(state.model)
         own = list(_read(self._file)) if self._first else []
@@ -74,7 +73,7 @@ class LeftOut:
                 "the data, or go on from an earlier state with a lower learning rate."
             )
         text = f"step {step}: the loss or a gradient is not finite. {self._leave_out(step, self._last[-1:])}"
-        self._send("note", text=f"{text} The run goes on from the state after step {self._state.step}.")
+        self._tell(text)
         return True
 
     def refuse_spoiled(self, step: int) -> None:
@@ -85,21 +84,20 @@ class LeftOut:
         if any(flags):
             ranks = [rank for rank, flag in enumerate(flags) if flag]
             who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-            text = self._leave_out(step, self._last)
-            raise SpoiledError(f"step {step}: parameters of {who} are not finite. {text}", ranks=ranks)
+            self._tell(f"step {step}: {self._leave_out(step, self._last)}")
+            raise SpoiledError(f"step {step}: parameters of {who} are not finite, and the run goes back.", ranks=ranks)
 
     def _leave_out(self, step: int, batches: Sequence[Batch]) -> str:
         """Remember them; a sentence on which they are."""
         self._every += batches
         which = " and ".join(f"samples {first} to {stop - 1} of epoch {epoch + 1}" for epoch, first, stop in batches)
-        text = f"Its order goes on without {which}."
-        self._send("left-out", text=f"Step {step}: {text}")
+        text = f"The order of the data goes on without {which}."
         if self._file is not None and self._first:
             lines = [{"epoch": epoch, "first": first, "stop": stop, "step": step} for epoch, first, stop in batches]
             try:
                 append_lines(self._file, lines)
             except OSError as error:
-                self._send("note", text=f"{self._file}: {error.strerror}. A later attempt would meet it again.")
+                self._tell(f"{self._file}: {error.strerror}. A later attempt would meet it again.")
         return text
 
 
@@ -109,7 +107,3 @@ def _read(file: Path | None) -> Iterator[Batch]:
         found = [number for name in ("epoch", "first", "stop") if isinstance(number := line.get(name), int)]
         if len(found) == 3:
             yield found[0], found[1], found[2]
-
-
-def nobody(kind: str, **facts: Any) -> None:
-    """Takes a message that another rank sends too."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, tee
 from pathlib import Path
@@ -22,10 +21,9 @@ from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.recovery.clock import SaveClock
 from meshwise.recovery.loading import load
 from meshwise.recovery.saving import Saver
-from meshwise.recovery.state import RunState, tree_of, unpack
+from meshwise.recovery.state import tree_of, unpack
 from meshwise.recovery.weights import save_weights
 from meshwise.spec.errors import SaveError, UsageError
-from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import current
 from meshwise.training import faults
 from meshwise.training.best import BestEpoch
@@ -36,6 +34,7 @@ from meshwise.training.job import EpochEnd, Job
 from meshwise.training.job_data import Data as Data
 from meshwise.training.job_data import open_data as open_data
 from meshwise.training.job_data import read_parts as read_parts
+from meshwise.training.job_run import JobRun
 from meshwise.training.job_start import begun as begun
 from meshwise.training.job_start import make_engine as make_engine
 from meshwise.training.job_step import train_step
@@ -50,41 +49,12 @@ from meshwise.training.replica_check import ReplicaCheck
 from meshwise.training.resume_changes import honour, made_with
 from meshwise.training.run_options import BACK, CHECK_EVERY, LOG_EVERY, SKIP, RunOptions
 from meshwise.training.smaller import smaller_plan
+from meshwise.training.spikes import Spikes
 from meshwise.training.tracking import log_into
 from meshwise.transfer.collectives import barrier
 from meshwise.workers.environment import KEPT
 from meshwise.workers.heartbeat import watched_loop
 from meshwise.workers.join import RankContext, join
-
-
-@dataclass
-class _Run:
-    """One rank's run of a job."""
-
-    job: Job
-    session: RankContext
-    options: RunOptions
-    plan: Plan
-    folder: Path | None
-    engine: Engine
-    state: RunState
-    log: MetricsLog
-    best: BestEpoch
-    clock: SaveClock
-    train: Data
-    test: Data | None
-    replicas: ReplicaCheck
-    left_out: LeftOut
-    metrics: dict[str, float] = field(default_factory=dict)
-    stopped: bool = False
-    saver: Saver | None = None
-    skipped: SkippedSteps | LeftOut | None = None
-    last: LastStep | None = None
-    """The state after the last step, where a launcher holds it."""
-    evaluated: tuple[int, bool] = (-1, False)
-    """The step after which it was evaluated last, and whether that was the best."""
-    began: dict[str, int] = field(default_factory=dict)
-    """The epochs and steps that were done before this session."""
 
 
 def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | None = None) -> dict[str, Any]:
@@ -146,7 +116,7 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
 
 def _prepare(
     job: Job, options: RunOptions, folder: Path | None, session: RankContext, log: MetricsLog, engine: Engine
-) -> _Run:
+) -> JobRun:
     train = open_data(job, job.data(), "training set")
     test = open_data(job, job.test(), "test set") if job.test else None
     plan = options.plan_on(session.world.size)
@@ -162,13 +132,14 @@ def _prepare(
     best = BestEpoch(job, folder, resumed=options.resume is not None)
     every = CHECK_EVERY if options.check_every is None else options.check_every
     check, clock = ReplicaCheck(plan, every), SaveClock(options.saves)
-    left_out = LeftOut(state, folder, log.send, scaled=plan.dtypes.scaled)
-    run = _Run(job, session, options, plan, folder, engine, state, log, best, clock, train, test, check, left_out)
+    left_out = LeftOut(state, folder, log.tell, scaled=plan.dtypes.scaled)
+    run = JobRun(job, session, options, plan, folder, engine, state, log, best, clock, train, test, check, left_out)
     refuse_closures(options.on_nan, state.optimizer)
     if options.on_nan == SKIP and not plan.dtypes.scaled:
         run.skipped = SkippedSteps(state.model, log.note)
     elif options.on_nan == BACK:
         run.skipped = left_out
+    run.spikes = Spikes() if options.on_spike else None
     run.began = {"epoch": state.epoch, "step": state.step}
     if folder is not None:
         faults.saves_into(folder / names.CHECKPOINTS)
@@ -188,7 +159,7 @@ def _prepare(
     return run
 
 
-def _train(run: _Run) -> None:
+def _train(run: JobRun) -> None:
     state, job = run.state, run.job
     state.model.train()
     while state.epoch < job.epochs and not run.best.is_over(state):
@@ -199,7 +170,7 @@ def _train(run: _Run) -> None:
         _end_epoch(run)
 
 
-def _end_epoch(run: _Run) -> None:
+def _end_epoch(run: JobRun) -> None:
     """Evaluate, where it is time, and call the job's callbacks."""
     state, job = run.state, run.job
     if run.evaluated[0] != state.step and any(_evaluation_is_due(run, unit) for unit in ("steps", "epochs")):
@@ -212,7 +183,7 @@ def _end_epoch(run: _Run) -> None:
         state.model.train()
 
 
-def _evaluation_is_due(run: _Run, unit: str) -> bool:
+def _evaluation_is_due(run: JobRun, unit: str) -> bool:
     """Whether it is time after this step, or at the end of this epoch; and at the end of the training."""
     every, of = run.job.evaluates
     done = run.state.step if unit == "steps" else run.state.epoch
@@ -220,7 +191,7 @@ def _evaluation_is_due(run: _Run, unit: str) -> bool:
     return run.test is not None and (last or (of == unit and done % every == 0))
 
 
-def _evaluate(run: _Run, epoch: int) -> None:
+def _evaluate(run: JobRun, epoch: int) -> None:
     """Evaluate in this epoch (from 1), and keep what is best. Collective."""
     state, job = run.state, run.job
     assert run.test is not None
@@ -231,7 +202,7 @@ def _evaluate(run: _Run, epoch: int) -> None:
         run.log.add_evaluation(epoch - 1, job.epochs, state.step, run.metrics, **facts)
 
 
-def _train_epoch(run: _Run) -> bool:
+def _train_epoch(run: JobRun) -> bool:
     """Train from where the state is to the end of the epoch. Returns whether all ranks stop before that."""
     state, job, log = run.state, run.job, run.log
     in_epoch = -(-state.index // job.batch_size)
@@ -273,7 +244,7 @@ def _train_epoch(run: _Run) -> bool:
                 break
         elif log.live_is_due():
             _send_progress(run, "progress", pace, in_epoch, steps)
-        if run.clock.is_due(state.step):
+        if run.clock.is_due(state.step) | _has_spiked(run):
             _save(run)
         if run.replicas.is_due(state.step):
             run.replicas.compare(state)
@@ -283,7 +254,19 @@ def _train_epoch(run: _Run) -> bool:
     return run.engine.stopped
 
 
-def _train_batches(run: _Run) -> Iterator[list[Part]]:
+def _has_spiked(run: JobRun) -> bool:
+    """Whether a loss since the last look was a spike, which is told. Collective where it is time."""
+    step = run.state.step
+    if run.spikes is None or not run.spikes.is_due(step):
+        return False
+    run.log.sync()
+    text = run.spikes.look(run.log.losses, step)
+    if text:
+        run.log.tell(f"{text} The state after step {step} is saved.")
+    return bool(text)
+
+
+def _train_batches(run: JobRun) -> Iterator[list[Part]]:
     """The microbatches of each step, on the device, with the next ones on their way."""
     state, world, accumulate = run.state, run.engine.world, run.plan.accumulate
     order = epoch_order(state.seed, state.epoch, run.train.samples)
@@ -294,14 +277,14 @@ def _train_batches(run: _Run) -> Iterator[list[Part]]:
         yield [next(pairs) for _ in step]
 
 
-def _test_batches(run: _Run, samples: int) -> Iterator[Part]:
+def _test_batches(run: JobRun, samples: int) -> Iterator[Part]:
     """The first samples of the test set."""
     assert run.test is not None
     slices = sequential_slices(samples, run.job.batch_size, run.engine.world)
     return read_parts(run.test, slices, 0, run.engine.world.device)
 
 
-def _send_progress(run: _Run, kind: str, pace: Pace, in_epoch: int, steps: int) -> None:
+def _send_progress(run: JobRun, kind: str, pace: Pace, in_epoch: int, steps: int) -> None:
     if run.session.world.rank != 0:
         return
     state = run.state
@@ -310,7 +293,7 @@ def _send_progress(run: _Run, kind: str, pace: Pace, in_epoch: int, steps: int) 
     run.log.send(kind, **facts, loss=run.log.last_loss, **pace.facts(current().samples, behind))
 
 
-def _save(run: _Run, *, wait: bool = False) -> None:
+def _save(run: JobRun, *, wait: bool = False) -> None:
     """Save the state: every rank writes its part, behind the training. What replicas do not hold alike, or with a loss
     that is not finite, is not saved. Collective."""
     state = run.state
@@ -323,14 +306,14 @@ def _save(run: _Run, *, wait: bool = False) -> None:
         run.saver.save(lambda whole: tree_of(state, whole=whole), facts | {"plan": str(run.plan)}, wait=wait)
 
 
-def _save_weights(run: _Run, path: Path) -> None:
+def _save_weights(run: JobRun, path: Path) -> None:
     try:
         save_weights(run.state.model, path)
     except OSError as error:
         raise SaveError(f"the run is done, and its weights could not be written: {path}: {error.strerror}.") from None
 
 
-def _finish(run: _Run) -> None:
+def _finish(run: JobRun) -> None:
     """Save the state and, of a run that came to its end, the weights. Raises SaveError where the state is not saved."""
     saver = run.saver
     if saver is not None:

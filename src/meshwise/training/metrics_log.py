@@ -143,6 +143,11 @@ class MetricsLog:
         """Send a line for the user."""
         self.send("note", text=text)
 
+    def tell(self, text: str) -> None:
+        """Send a line for the user that the run's record and its report keep too, once for all ranks."""
+        if self._world.rank == 0:
+            self.send("told", text=text)
+
     def live_is_due(self) -> bool:
         """Whether it is time for another message to the live view."""
         now = time.monotonic()

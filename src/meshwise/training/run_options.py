@@ -85,6 +85,9 @@ class RunOptions(NodeOptions):
             scripts=False,
         ),
     ] = STOP
+    on_spike: Annotated[
+        str | None, Option("save: also save where the loss is far above those before it", metavar="WHAT", scripts=False)
+    ] = None
     check_every: Annotated[
         int | None,
         Option(f"steps between comparisons of replicas, 0 for none; default: {CHECK_EVERY}", scripts=False),
@@ -159,6 +162,8 @@ class RunOptions(NodeOptions):
         if self.redundancy not in (None, 0, 1):
             raise UsageError(f"--redundancy {self.redundancy}: a state lies once more in memory, or not: use 1 or 0.")
         check_known("--on-nan", self.on_nan, ON_NAN)
+        if self.on_spike is not None:
+            check_known("--on-spike", self.on_spike, ["save"])
         if self.check_every is not None and self.check_every < 0:
             raise UsageError(f"--check-every {self.check_every}: must be at least 1, or 0 for no comparison.")
         if isinstance(self.job, Job):  # here: a worker has another program, in which it is not bound
