@@ -57,7 +57,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name, text in stand_ins.items():
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
         (tools / name).chmod(0o755)
-    (tools / "queue").write_text("7|PENDING|Priority\n")
+    (tools / "queue").write_text("7|PENDING|Priority|gpu\n")
     (tools / "answer").write_text("7\n")
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
     return tools
@@ -103,10 +103,16 @@ def test_a_job_is_sent_without_what_slurm_told_this_shell(
     assert names.read_run(run)["submission"]["jobs"].keys() == {"7"}
     code, out, _ = command("runs")
     assert "queued, pending (Priority)" in out
-    (slurm / "queue").write_text("7|RUNNING|None\n")
+    (slurm / "queue").write_text("7|RUNNING|None|gpu\n")
     assert "starting" in command("runs")[1]
+    code, _, err = command("runs", "remove", "--yes", run.name)
+    assert code == 2 and f"Stop it first: meshwise stop {run.name}" in err and run.exists()
     (slurm / "queue").write_text("")
-    assert "failed, see its slurm-7.out" in command("runs")[1]
+    assert "failed, left the queue before its start" in command("runs")[1]
+    (run / "slurm-7.out").write_text("setup of the site: module load cuda: exit code 1\n")
+    code, out, _ = command("runs")
+    assert "failed, see its slurm-7.out" in out and "meshwise submit RUN" in out
+    assert "exit code 1" in command("logs", run.name, "-f")[1]  # it ends: the job will never start
 
 
 def test_what_sbatch_refuses_leaves_no_run(command: Command, slurm: Path, tmp_path: Path) -> None:
@@ -144,6 +150,26 @@ def test_a_run_that_is_sent_again_may_have_other_nodes_and_time(command: Command
     assert names.read_run(run)["submission"]["jobs"].keys() == {"7"}
     code, _, _ = command("submit", run, "--nodes", 3, "--time", "8h", "--", "-p", "long")
     assert code == 0 and "--nodes=3 --time=08:00:00 -p long" in (slurm / "asked").read_text()
+
+
+def test_what_is_done_is_not_sent_again(command: Command, slurm: Path, tmp_path: Path) -> None:
+    command("submit", "small.py:job")
+    run = run_in(tmp_path)
+    (slurm / "queue").write_text("")
+    names.change_run(run, status="finished")
+    code, _, err = command("submit", run)
+    assert code == 2 and "is finished, so nothing is left to do" in err and "--epochs N" in err
+    assert names.read_run(run)["submission"]["jobs"].keys() == {"7"}
+
+
+def test_a_refusal_leaves_a_run_that_is_sent_again_as_it_was(command: Command, slurm: Path, tmp_path: Path) -> None:
+    command("submit", "small.py:job")
+    run = run_in(tmp_path)
+    (slurm / "queue").write_text("")
+    names.change_run(run, status="stopped")
+    (slurm / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: no such partition' >&2; exit 1\n")
+    code, _, err = command("submit", run)
+    assert code == 1 and "no such partition" in err and names.read_run(run)["status"] == "stopped"
 
 
 def test_what_the_launcher_showed_is_in_the_logs(command: Command, slurm: Path, tmp_path: Path) -> None:
@@ -192,6 +218,11 @@ def test_the_end_is_known_before(command: Command, tmp_path: Path) -> None:
         ("submit small.py:job --time-limit 4h", "write --time"),
         ("submit small.py:job --folder here", "name it --out"),
         ("submit small.py:job -- gpu", "stand options of sbatch"),
+        ("submit small.py:job --nodes 2 -- --nodes=1", "--nodes 2, and behind -- stands --nodes 1. Write"),
+        ("submit small.py:job -- -N 3", "--nodes 1, and behind -- stands -N 3. Write"),
+        ("submit small.py:job --time 4h -- -t 8:00:00", "--time 4h, and behind -- stands -t 8:00:00"),
+        ("submit small.py:job -- --ntasks 8", "meshwise starts the workers of a node itself"),
+        ("submit small.py:job -- -o here.txt", "the output lies in the run's folder"),
         ("submit small.py:job --time 90", "write the unit, 90min or 90s"),
         ("submit small.py:nosuch", "nosuch"),
         ("submit runs/nosuch", "nosuch"),
@@ -217,6 +248,9 @@ def test_a_secret_is_named_and_asked_for(command: Command, tmp_path: Path, monke
     assert command("submit", "small.py:job")[0] == 0
     kept = "".join(path.read_text() for path in run_in(tmp_path).iterdir())
     assert "TRACKER_KEY" in kept and "abcdef" not in kept
+    monkeypatch.delenv("TRACKER_KEY")
+    code, _, err = command("submit", run_in(tmp_path))
+    assert code == 2 and "TRACKER_KEY: not in the environment, and site.toml says that" in err
 
 
 def test_what_runs_is_what_was_checked(command: Command, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_warning_saves_and_asks_to_be_started_again(number: signal.Signals, tm
 
 @pytest.mark.slow
 def test_a_time_limit_of_our_own(tmp_path: Path) -> None:
-    run = CommandRun(f"{JOBS}:job_long", "--devices", "2xcpu", "--time-limit", "6s", out=tmp_path)
+    run = CommandRun(f"{JOBS}:job_long", "--devices", "2xcpu", "--time-limit", "12s", out=tmp_path)
     assert run.wait() == AGAIN, run.output
     assert "stopped by its time limit" in run.output
     assert read_run(run_folder(tmp_path))["status"] == "stopped"

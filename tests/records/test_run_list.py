@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwise.records.files import keep_lines
+from meshwise.records.folder import newest_run
 from meshwise.records.metrics import Metrics
 from meshwise.records.run_list import find_run, run_entry, run_list
 from meshwise.spec.errors import UsageError
@@ -45,6 +47,15 @@ def test_plan_time_and_size(tmp_path: Path) -> None:
     entry = run_entry(folder)
     assert (entry.plan, entry.seconds, entry.status) == ("shard=2, precision='bf16'", 6.5, "stopped")
     assert entry.size == 1000 + sum((folder / name).stat().st_size for name in ("run.json", "plan.toml"))
+
+
+def test_a_run_that_has_not_begun_stands_where_it_was_sent(tmp_path: Path) -> None:
+    sent = datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp()
+    for name, at in (("a", sent + 9), ("b", sent)):
+        made(tmp_path, name, {"job": "gpt", "status": "queued", "submission": {"sent": at}})
+    made(tmp_path, "c")  # began at ten
+    assert [entry.name for entry in run_list(tmp_path)] == ["c", "b", "a"]
+    assert newest_run(tmp_path).name == "c" and newest_run(tmp_path, queued=True).name == "a"
 
 
 def test_what_a_job_or_a_script_was_given(tmp_path: Path) -> None:

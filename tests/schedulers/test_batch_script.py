@@ -151,6 +151,15 @@ def test_only_the_start_that_slurm_counts_asks_for_another(
         assert (tmp_path / "asked").read_text() == "requeue 7\n"
 
 
+def test_a_line_of_setup_that_fails_is_said_and_nothing_starts(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text("false  # what fails inside a file is the file's own\nmodule() { return 3; }\n")
+    setup = (f"source {tmp_path}/env.sh", "if false; then :; fi", "module load cuda/99")
+    (tmp_path / "submit.sh").write_text(batch_script(job_in(tmp_path, site=Site(setup=setup))))
+    ended = subprocess.run(["bash", str(tmp_path / "submit.sh")], env=slurm, text=True, capture_output=True)
+    assert ended.returncode == 2 and not (tmp_path / "ran").exists()
+    assert ended.stderr == "setup of the site: module load cuda/99: exit code 3. Nothing was started.\n"
+
+
 def test_a_run_that_was_stopped_for_good_is_not_started_again(slurm: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "code").write_text("85")
     (tmp_path / "state").write_text("RUNNING None")

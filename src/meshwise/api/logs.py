@@ -11,6 +11,7 @@ from pathlib import Path
 from meshwise.api.submit import state_of
 from meshwise.records import folder as names
 from meshwise.records.rank_logs import BEGINS, logs_of
+from meshwise.schedulers import slurm
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import printable
 
@@ -99,4 +100,6 @@ def _ranks(folder: Path) -> str:
 
 def _is_over(folder: Path) -> bool:
     facts = names.read_run(folder)
-    return facts.get("status") not in (names.RUNNING, names.QUEUED) and state_of(facts) is None
+    if state_of(facts) is not None or facts.get("status") == names.RUNNING:
+        return False
+    return facts.get("status") != names.QUEUED or slurm.answers()  # a job that left the queue without a start

@@ -110,13 +110,14 @@ def start_job(
         raise UsageError("no job is given. Use meshwise run mnist-mlp, or meshwise run file.py:name.")
     if options.plan == AUTO:
         options = api.auto.with_plan(options, console)
+    began = began or time.time()
     options, joined = placed(options)
     if joined:
-        return _run_joined(options, console)
+        return _run_joined(options, console, began)
     starts(options)
     job = _job_of(options)  # here too: what is wrong is reported before any worker starts
-    started = start(partial(_job_program, job, options), options, began or time.time())
-    results, code = supervised(started, console, options.seconds_limit)
+    started = start(partial(_job_program, job, options), options, began)
+    results, code = supervised(started, console, options.seconds_left(began))
     if None in results:
         text = f"{job.name} called sys.exit(0) on every rank before its end: no weights were saved."
         if started.keeps_record:
@@ -181,14 +182,14 @@ def _finish(started: Started, results: Sequence[dict[str, Any]], console: Consol
     return summary
 
 
-def _run_joined(options: RunOptions, console: Console) -> tuple[RunSummary, int]:
+def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[RunSummary, int]:
     """Run in this process, one of those that torchrun, srun or mpirun started."""
     session = join()
     world, first = session.world, session.world.rank == 0
     refuse_restarts(options, "under torchrun, srun or mpirun")
     agree_to_stop(world, session.gate, interrupts=True)
-    if options.seconds_limit is not None:
-        deadline.limit(options.seconds_limit)
+    if (left := options.seconds_left(began)) is not None:
+        deadline.limit(left)
     job = _job_of(options)
     program = _job_program(job, options, world)
     slots = [WorkerSlot(world.kind, None, (), 1)] * world.size

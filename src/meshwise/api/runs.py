@@ -40,8 +40,12 @@ def with_queue(entries: Sequence[RunEntry]) -> list[RunEntry]:
 def _with_queue(entry: RunEntry, known: Mapping[str, slurm.Queued]) -> RunEntry:
     job = known.get(entry.scheduler_job)
     if job is None:
-        lost = entry.scheduler_job and entry.status == "queued" and slurm.answers()
-        return replace(entry, status="failed", queue=f"see its slurm-{entry.scheduler_job}.out") if lost else entry
+        if not (entry.scheduler_job and entry.status == "queued" and slurm.answers()):
+            return entry
+        output = f"slurm-{entry.scheduler_job}.out"
+        why = f"see its {output}" if (entry.folder / output).exists() else "left the queue before its start"
+        return replace(entry, status="failed", queue=why)
+    entry = replace(entry, partition=job.partition)
     if job.state == slurm.RUNNING:
         return entry if entry.status == "running" else replace(entry, queue="starting")
     why = f" ({job.reason})" if job.reason not in ("", "None") else ""
@@ -50,8 +54,11 @@ def _with_queue(entry: RunEntry, known: Mapping[str, slurm.Queued]) -> RunEntry:
 
 def to_remove(parent: Path, words: Sequence[str], *, running: bool) -> list[RunEntry]:
     """The runs that the words name. Raises UsageError for one that is none, or, without `running`, that still runs."""
-    entries = {entry.folder: entry for entry in (run_entry(find_run(parent, word)) for word in words)}
+    found = with_queue([run_entry(find_run(parent, word)) for word in words])
+    entries = {entry.folder: entry for entry in found}
     for entry in entries.values():
+        if entry.status == "queued" and entry.queue:
+            raise UsageError(f"{entry.name} is in the queue, {entry.queue}. Stop it first: meshwise stop {entry.name}")
         if entry.status == "running" and not running:
             raise UsageError(f"{entry.name} is running. Stop it first; if its launcher was killed, use --force.")
         if entry.folder.is_symlink():

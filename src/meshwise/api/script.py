@@ -76,8 +76,9 @@ def start_script(
         api.own_folder.refuse_stopped(Path(options.folder))
         refuse_changed_code(Path(options.folder), str(script))
     starts(options)
-    started = start(partial(_script_program, script, arguments, options), options, began or time.time())
-    _, code = supervised(started, console, options.seconds_limit)
+    began = began or time.time()
+    started = start(partial(_script_program, script, arguments, options), options, began)
+    _, code = supervised(started, console, options.seconds_left(began))
     report = report_of(read_timeline(started.folder), str(started.folder))
     lines = [report.verdict] if report.steps else []
     lines += [f"records     {started.folder}", f"more with   meshwise report {shlex.quote(str(started.folder))}"]

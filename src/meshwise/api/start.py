@@ -203,8 +203,9 @@ def supervised(started: Started, console: Console, limit: float | None = None) -
     nodes = started.several.nodes if started.several else None
     told = place_in(os.environ).told(nodes.size if nodes else len(slots), nodes.nnodes if nodes else 1)
     first = [told] if told and (nodes is None or nodes.node_rank == 0) else []
-    line = "\n".join([*first, f"{Path(program.name).name}  {plan}{describe(slots)}"])
-    console.print(line, soft_wrap=not console.is_terminal, markup=False, highlight=False)
+    if nodes is None or nodes.node_rank == 0 or not told:  # under a launcher the output of all nodes is one
+        first += [f"{Path(program.name).name}  {plan}{describe(slots, nodes.first_rank if nodes else 0)}"]
+        console.print("\n".join(first), soft_wrap=not console.is_terminal, markup=False, highlight=False)
     try:
         with deadline.limited(limit):
             return supervise(

@@ -19,7 +19,7 @@ from meshwise.records import folder as names
 from meshwise.records.files import write_text
 from meshwise.records.run_list import find_run, jobs_of
 from meshwise.schedulers import slurm
-from meshwise.schedulers.batch_script import BatchJob, batch_script, nodes_of, slurm_time
+from meshwise.schedulers.batch_script import BatchJob, batch_script, joined_options, nodes_of, slurm_time
 from meshwise.schedulers.site import Site, find_site
 from meshwise.spec.durations import seconds_of
 from meshwise.spec.errors import UsageError
@@ -27,8 +27,11 @@ from meshwise.spec.options import Option, option_name, options_of
 from meshwise.training.run_options import RunOptions
 
 SCRIPT = "submit.sh"
-NOT_SENT = ("nnodes", "node_rank", "rdzv", "resume", "folder", "out", "time_limit")
-"""Options of `run` that the cluster or the script decides."""
+NOT_SENT = ("nnodes", "node_rank", "rdzv", "resume", "folder", "time_limit")
+"""Options of `run` that the cluster or the script decides: not of `submit`, nor in its help."""
+DECIDED = dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "meshwise starts the workers of a node itself")
+DECIDED |= dict.fromkeys(("--output", "-o"), "the output lies in the run's folder")
+"""Options of sbatch that the script decides, and why."""
 INSTEAD = {"resume": "meshwise submit RUN sends a run again", "time_limit": "write --time", "folder": "name it --out"}
 
 
@@ -41,7 +44,9 @@ class SubmitOptions:
     machine: Annotated[str | None, Option("one node, for the rehearsal: 8xH100; default: the site's")] = None
     site: Annotated[
         str | None,
-        Option("defaults of the cluster; default: site.toml here, else the user's own", metavar="FILE"),
+        Option(
+            "defaults of the cluster; default: site.toml here, beside the job, in ~/.config/meshwise", metavar="FILE"
+        ),
     ] = None
     dry_run: Annotated[bool, Option("print the script, and send nothing", name="--dry-run")] = False
     anyway: Annotated[bool, Option("send it though the rehearsal speaks against it", name="--anyway")] = False
@@ -81,7 +86,7 @@ def prepare(
 
     Raises UsageError for what cannot be sent."""
     for name in NOT_SENT:
-        if name != "out" and typed.get(name) not in (None, "", 1, 0):
+        if typed.get(name) not in (None, "", 1, 0):
             raise UsageError(
                 f"--{name.replace('_', '-')}: is not for meshwise submit: "
                 f"{INSTEAD.get(name, 'the cluster says on which nodes it runs')}."
@@ -90,6 +95,7 @@ def prepare(
         raise UsageError(
             "no job is given. Use meshwise submit train.py:job, or a run that was sent: meshwise submit RUN."
         )
+    refuse_contradictions(options.nodes, options.time, sbatch)
     word = str(run.job)
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     site = site_of(options, file.parent)
@@ -118,11 +124,7 @@ def prepare(
 def send(submission: Submission) -> tuple[Path, str | None]:
     """Make the run folder, and send its script: the script, and the number of its job, None where no queue is here."""
     job = submission.job
-    missing = [name for name in job.site.secrets if not os.environ.get(name)]
-    if missing:
-        raise UsageError(
-            f"{', '.join(missing)}: not in the environment, and {job.site.file} says that the job needs it."
-        )
+    _refuse_missing(job.site.secrets, job.site.file)
     try:
         job.run.mkdir(parents=True)
     except OSError as error:
@@ -135,6 +137,7 @@ def send(submission: Submission) -> tuple[Path, str | None]:
         "time": job.seconds,
         "jobs": {},
         "site": job.site.file,
+        "secrets": list(job.site.secrets),
         "sent": time.time(),
     }
     facts: dict[str, Any] = {"job": submission.word, "status": names.QUEUED, "submission": record}
@@ -156,10 +159,21 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
         raise UsageError(f"{run}: was not sent by meshwise submit. Go on with it here: meshwise run --resume {run}")
     if facts.get("status") == names.RUNNING or state_of(facts):
         raise UsageError(f"{run}: is still in the queue or runs. Stop it first: meshwise stop {run.name}")
-    words = again_words(options, sbatch)
-    code_files.write_code(run, str(facts.get("submission", {}).get("job", "")))
+    words, record = again_words(options, sbatch), facts.get("submission", {})
+    if facts.get("status") == "finished":
+        raise UsageError(
+            f"{run}: is finished, so nothing is left to do. Send a new run: meshwise submit {record.get('job')}. Or "
+            f"train this one longer: meshwise run --resume {run} --epochs N"
+        )
+    _refuse_missing(record.get("secrets", ()), record.get("site", ""))
+    code_files.write_code(run, str(record.get("job", "")))
     (run / names.STOP).unlink(missing_ok=True)
-    return run / SCRIPT, _sent(run, words)
+    names.change_run(run, status=names.QUEUED)
+    try:
+        return run / SCRIPT, _sent(run, words)
+    except slurm.SchedulerError:
+        names.change_run(run, status=facts.get("status"))
+        raise
 
 
 def again_words(options: SubmitOptions, sbatch: Sequence[str]) -> list[str]:
@@ -171,8 +185,29 @@ def again_words(options: SubmitOptions, sbatch: Sequence[str]) -> list[str]:
             "--. For another range of nodes or site edit submit.sh in its folder."
         )
     nodes = [f"--nodes={low}"] if options.nodes != "1" else []
+    refuse_contradictions(options.nodes if nodes else None, options.time, sbatch)
     seconds = options.seconds()
     return [*nodes, *([] if seconds is None else [f"--time={slurm_time(seconds)}"]), *sbatch]
+
+
+def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[str]) -> None:
+    """Raises UsageError for an option of sbatch that says otherwise than ours, or that the script decides."""
+    for word in joined_options(sbatch):
+        name, _, value = word.partition("=") if word.startswith("--") else (word[:2], "", word[2:])
+        for ours, short, asked in (("--nodes", "-N", nodes), ("--time", "-t", time)):
+            if name in (ours, short) and asked not in (None, value):
+                raise UsageError(
+                    f"{ours} {asked}, and behind -- stands {name} {value}. Write {ours} once, before the --: what is "
+                    "rehearsed is what is sent."
+                )
+        if name in DECIDED:
+            raise UsageError(f"{word} behind --: {DECIDED[name]}. Leave it out.")
+
+
+def _refuse_missing(secrets: Sequence[str], file: str) -> None:
+    """Raises UsageError for a variable that the job needs and this shell does not have."""
+    if missing := [name for name in secrets if not os.environ.get(name)]:
+        raise UsageError(f"{', '.join(missing)}: not in the environment, and {file} says that the job needs it.")
 
 
 def refuse_options_of_runs(typed: Mapping[str, Any]) -> None:
@@ -213,7 +248,7 @@ def _words(typed: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     for name, _, option in options_of(RunOptions):
         value = typed.get(name)
-        if option.argument or name in NOT_SENT or value in (None, False, [], (), ""):
+        if option.argument or name in ("out", *NOT_SENT) or value in (None, False, [], (), ""):
             continue
         if name == "blocks" or value is True:
             words.append(option_name(name, option).partition("/")[0])

@@ -34,8 +34,9 @@ BEHIND = "meshwise.behind"
 """In a context's meta: what follows a script's name, whole."""
 
 
-def from_dataclass(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` as typer reads it: a parameter that is a dataclass stands for options with the names of its fields."""
+def from_dataclass(function: Callable[..., None], hidden: Sequence[str] = ()) -> Callable[..., None]:
+    """`function` as typer reads it: a parameter that is a dataclass stands for options with the names of its fields.
+    hidden: fields that the help does not show."""
     hints = get_type_hints(function, include_extras=True)
     given = inspect.signature(function).parameters.values()
     kinds: dict[str, type] = {p.name: hints[p.name] for p in given if is_dataclass(hints[p.name])}
@@ -45,7 +46,9 @@ def from_dataclass(function: Callable[..., None]) -> Callable[..., None]:
         function(**made, **values)
 
     own = {p.name: p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in given}
-    parameters = [each for name, p in own.items() for each in (_parameters(kinds[name]) if name in kinds else [p])]
+    parameters = [
+        each for name, p in own.items() for each in (_parameters(kinds[name], hidden) if name in kinds else [p])
+    ]
     command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -58,11 +61,11 @@ def _taken(kind: type, values: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in taken.items()}
 
 
-def _parameters(kind: Any) -> Iterator[inspect.Parameter]:
+def _parameters(kind: Any, hidden: Sequence[str]) -> Iterator[inspect.Parameter]:
     by_name: dict[str, Field[Any]] = {field.name: field for field in fields(kind)}
     for name, annotation, option in options_of(kind):
         default = _default(by_name[name])
-        typed: Any = Annotated[_typed(annotation), _declared(name, option, default)]
+        typed: Any = Annotated[_typed(annotation), _declared(name, option, default, name in hidden)]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed)
 
 
@@ -74,13 +77,14 @@ def _default(field: Field[Any]) -> Any:
     return list(field.default) if isinstance(field.default, tuple) else field.default
 
 
-def _declared(name: str, option: Option, default: Any) -> Any:
+def _declared(name: str, option: Option, default: Any, hidden: bool) -> Any:
     if option.argument:
         return typer.Argument(help=option.help, metavar=option.metavar, autocompletion=OF_OPTIONS.get(name))
     words = option_name(name, option)
     if default is True and option.name is None:
         words += f"/--no-{name.replace('_', '-')}"
-    return typer.Option(words, help=option.help, metavar=option.metavar, autocompletion=OF_OPTIONS.get(name))
+    completed = OF_OPTIONS.get(name)
+    return typer.Option(words, help=option.help, metavar=option.metavar, autocompletion=completed, hidden=hidden)
 
 
 def _typed(annotation: Any) -> Any:

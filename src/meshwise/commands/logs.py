@@ -29,7 +29,7 @@ def logs(
     meshwise logs gpt -f                   as they come, until its end
     meshwise logs gpt --rank 0 --rank 7    of these ranks
     """
-    found = newest_run(Path(folder)) if run is None else find_run(Path(folder), run)
+    found = newest_run(Path(folder), queued=True) if run is None else find_run(Path(folder), run)
     attempt = 1
     for line in api.logs.log_lines(found, rank, follow=follow):
         if line.attempt != attempt:

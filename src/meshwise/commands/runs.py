@@ -24,7 +24,7 @@ app = typer.Typer(name="runs", add_completion=False)
 def runs(
     context: typer.Context,
     folder: Annotated[str, FOLDER] = "runs",
-    status: Annotated[str | None, typer.Option(help="only running, finished, stopped or failed ones")] = None,
+    status: Annotated[str | None, typer.Option(help="only queued, running, finished, stopped or failed ones")] = None,
     name: Annotated[str | None, typer.Option(help="only those with this in their name")] = None,
     job: Annotated[str | None, typer.Option(help="only those with this in their job or script")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print them as JSON")] = False,

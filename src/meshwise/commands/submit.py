@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -21,13 +22,15 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command(cls=ScriptCommand, context_settings={"obj": RunOptions, "allow_extra_args": True})
-@from_dataclass
+@partial(from_dataclass, hidden=api.submit.NOT_SENT)
 def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) -> None:
     """Send a job or a script to Slurm, rehearsed first. It starts again after its time limit, until it is done.
 
-    What is sent is a short batch script around `meshwise run`; --dry-run prints it. Behind the last -- stand options of
-    sbatch. A site's defaults stand in site.toml: machine, network, devices, gpus, gpu_type, cpus, memory, partition,
-    account, qos, setup, command, container, runtime, mounts, runs, options, secrets.
+    What is sent is a short batch script around `meshwise run`; --dry-run
+    prints it. Behind the last -- stand options of sbatch. A site's defaults
+    stand in site.toml: machine, network, devices, gpus, gpu_type,
+    gpus_per_node, cpus, memory, partition, account, qos, setup, command,
+    container, runtime, mounts, runs, options, secrets.
 
     \b
     meshwise submit train.py:job --nodes 4 --time 4h

@@ -34,13 +34,14 @@ def accelerators() -> tuple[str | None, int]:
     return (None, 0) if device is None else (device.type, torch.accelerator.device_count())
 
 
-def describe(slots: Sequence[WorkerSlot]) -> str:
-    """One line for the user: `2 CPU workers: rank 0 on core 0 (1 thread), rank 1 on core 1 (1 thread)`."""
+def describe(slots: Sequence[WorkerSlot], first: int = 0) -> str:
+    """One line for the user: `2 CPU workers: rank 0 on core 0 (1 thread), rank 1 on core 1 (1 thread)`. first: the
+    lowest rank of this machine."""
     same_kind = "CPU worker" if slots[0].device == "cpu" else f"{slots[0].device} device"
     count = f"{len(slots)} {same_kind}{'s' if len(slots) > 1 else ''}"
-    parts = [_one(rank, slot) for rank, slot in enumerate(slots[:4])]
+    parts = [_one(rank, slot) for rank, slot in enumerate(slots[:4], first)]
     if len(slots) > 4:
-        parts.append(f"and so on to rank {len(slots) - 1}")
+        parts.append(f"and so on to rank {first + len(slots) - 1}")
     return f"{count}: {', '.join(parts)}"
 
 

@@ -130,20 +130,23 @@ def _written(folder: Path) -> dict[str, Any]:
     return _unwritten.get(folder) or read_run(folder)
 
 
-def newest_run(parent: Path) -> Path:
-    """The run in `parent` that began last. Raises UsageError when there is none."""
+def newest_run(parent: Path, *, queued: bool = False) -> Path:
+    """The run in `parent` that began last; with `queued` also one that was sent since and has not begun. Raises
+    UsageError when there is none."""
     runs = [path.parent for path in parent.glob(f"*/{RUN}")]
     if not runs:
         raise UsageError(f"there is no run in {parent}/. Make one with `meshwise run`, or name its folder.")
-    return max(runs, key=lambda folder: (_started(folder), folder.name))
+    return max(runs, key=lambda folder: (since(folder, queued=queued), folder.name))
 
 
-def _started(folder: Path) -> str:
-    """When a run began; nothing of one whose record is damaged."""
+def since(folder: Path, *, queued: bool = True) -> str:
+    """When a run began, or was sent where it has not begun (`queued`); nothing of one whose record is damaged."""
     try:
-        return str(read_run(folder).get("started", ""))
+        facts = read_run(folder)
     except UsageError:
         return ""
+    sent = facts.get("submission", {}).get("sent") if queued else None
+    return str(facts.get("started", _text(sent) if isinstance(sent, int | float) else ""))
 
 
 def is_kept_by(folder: Path, machine: int, number: int | None = None) -> bool:

@@ -48,8 +48,9 @@ class RunEntry:
     attempts: list[Attempt] = field(default_factory=list)
     scheduler_job: str = ""
     """The number of its newest job in the queue of a cluster."""
+    partition: str = ""
     queue: str = ""
-    """What the queue says of it now: `pending (Priority)`."""
+    """Where that job is now, and what the queue says of it: `gpu`, `pending (Priority)`."""
 
     @property
     def name(self) -> str:
@@ -57,9 +58,10 @@ class RunEntry:
 
 
 def run_list(parent: Path) -> list[RunEntry]:
-    """The runs in `parent`, the oldest first. What is no run folder is left out; a damaged one is `unreadable`."""
+    """The runs in `parent`, the oldest first; one that has not begun by when it was sent. What is no run folder is left
+    out; a damaged one is `unreadable`."""
     folders = [path.parent for path in parent.glob(f"*/{names.RUN}")] if parent.is_dir() else []
-    return sorted(map(run_entry, folders), key=lambda entry: (entry.started, entry.name))
+    return [run_entry(folder) for folder in sorted(folders, key=lambda folder: (names.since(folder), folder.name))]
 
 
 def run_entry(folder: Path) -> RunEntry:

@@ -56,7 +56,7 @@ def batch_script(job: BatchJob) -> str:
     low, high = nodes_of(job.nodes)
     lines = ["#!/bin/bash", f"# {_one_line(job.name)}: written by meshwise submit. By hand: sbatch submit.sh"]
     lines += [f"#SBATCH {line}" for line in _options(job, elastic=low != high)]
-    lines += ["", f"cd {_quoted(job.workdir)} || exit 2", *job.site.setup]
+    lines += ["", f"cd {_quoted(job.workdir)} || exit 2", *_setup(job.site)]
     lines += [f': "${{{name}:?the job needs it: export {name} before sbatch}}"' for name in job.site.secrets]
     if job.site.cpus:
         lines += ["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it over from Slurm 22.05 on"]
@@ -79,11 +79,17 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
     lines += [f"--{option}={_word(value)}" for option, value in named.items() if value]
     lines += [f"--time={slurm_time(job.seconds)}"] if job.seconds is not None else []
     lines += ["--requeue  # after a lost node or a preemption Slurm starts it again", "--open-mode=append"]
-    return lines + [_word(option) for option in (*site.options, *_joined(job.options))]
+    return lines + [_word(option) for option in (*site.options, *joined_options(job.options))]
 
 
-def _joined(words: Sequence[str]) -> list[str]:
-    """Options with their values: `--partition gpu` is `--partition=gpu`, `-p gpu` is `-p gpu`, one each."""
+def _setup(site: Site) -> list[str]:
+    """The site's own lines. The first that fails ends the job, and is said; what fails inside a file that is sourced
+    does not."""
+    return [_SETUP_FAILED, *site.setup, "trap - ERR"] if site.setup else []
+
+
+def joined_options(words: Sequence[str]) -> list[str]:
+    """Options with their values: `--partition gpu` is `--partition=gpu`, `-p gpu` is `-pgpu`, one each."""
     joined: list[str] = []
     for word in words:
         if word.startswith("-"):
@@ -117,6 +123,9 @@ def _step(job: BatchJob, *, elastic: bool) -> list[str]:
     ]
 
 
+_SETUP_FAILED = """\
+trap 'code=$? line=$LINENO; [ ${#BASH_SOURCE[@]} -gt 1 ] || {
+    echo "setup of the site: $(sed -n ${line}p "$0"): exit code $code. Nothing was started." >&2; exit 2; }' ERR"""
 _AGAIN = """\
 # 85 asks for another start, no other code does. Only the start that Slurm counts asks for it, and only while it runs or
 # has come to its limit: a job that was cancelled, or that Slurm has requeued itself, is left alone. So is one that

@@ -22,11 +22,12 @@ class SchedulerError(MeshwiseError):
 
 @dataclass(frozen=True)
 class Queued:
-    """A job in the queue. state: `PENDING`, `RUNNING`. reason: why it waits: `Priority`."""
+    """A job in the queue. state: `PENDING`, `RUNNING`. reason: why it waits: `Priority`. partition: of the cluster."""
 
     job: str
     state: str
     reason: str
+    partition: str
 
 
 def is_here() -> bool:
@@ -48,7 +49,7 @@ def send(script: Path, options: Sequence[str] = ()) -> str:
 def queue(jobs: Iterable[str]) -> dict[str, Queued]:
     """Those of the jobs that wait or run, by number. Where nothing can be asked: none."""
     wanted = set(jobs)
-    rows = [line.strip().split("|") for line in _queue().splitlines() if line.count("|") == 2] if wanted else []
+    rows = [line.strip().split("|") for line in _queue().splitlines() if line.count("|") == 3] if wanted else []
     return {row[0]: Queued(*row) for row in rows if row[0].partition("_")[0] in wanted and row[1] not in OVER}
 
 
@@ -67,7 +68,7 @@ def _queue() -> str:
     if shutil.which("squeue") is None:
         return ""
     try:
-        return _asked(["squeue", "--all", "--format", "%i|%T|%r"], patience=5.0)
+        return _asked(["squeue", "--all", "--format", "%i|%T|%r|%P"], patience=5.0)
     except SchedulerError:
         return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
@@ -94,7 +95,7 @@ class RunOptions(NodeOptions):
     ] = None
     time_limit: Annotated[
         str | None,
-        Option("save and stop before this time is over, exit code 85: 90s, 4h", recorded=False),
+        Option("save and stop this long after the command began, exit code 85: 90s, 4h", recorded=False),
     ] = None
     log: Annotated[
         tuple[str, ...],
@@ -144,6 +145,10 @@ class RunOptions(NodeOptions):
     def seconds_limit(self) -> float | None:
         """The time limit in seconds."""
         return None if self.time_limit is None else seconds_of(self.time_limit, "--time-limit")
+
+    def seconds_left(self, began: float) -> float | None:
+        """Of the time limit, which counts from `began` (seconds since 1970): starting the workers is a part of it."""
+        return None if self.seconds_limit is None else max(0.0, began + self.seconds_limit - time.time())
 
     @property
     def saves(self) -> Saves:

@@ -15,6 +15,12 @@ from meshwise.terminal.table import table_lines
 from meshwise.timeline.views.summary_text import metric_value
 
 COLOURS = {"failed": "red", "unreadable": "red", "running": "green", "stopped": "yellow", "queued": "cyan"}
+HINTS = (
+    "meshwise logs RUN    what it printed, and what Slurm's launcher showed",
+    "meshwise stop RUN    save and end it for good, queued or running",
+    "meshwise submit RUN  send a stopped or failed one again",
+)
+"""Of runs that were sent."""
 
 
 def run_list_text(entries: Sequence[RunEntry], folder: Path) -> RenderableType:
@@ -25,10 +31,16 @@ def run_list_text(entries: Sequence[RunEntry], folder: Path) -> RenderableType:
 def _lines(entries: Sequence[RunEntry], folder: Path, screen: Screen) -> list[Text]:
     if not entries:
         return screen.wrap(Text(f"No such run in {folder}/. `meshwise run` makes one; --in DIR lists another folder."))
-    titles = ["run", "job", "plan", "status", "metric", "last", "best", "time", "size"]
-    table = table_lines(titles, [_row(entry) for entry in entries], screen.table_width, left=(0, 1, 2, 3, 4))
+    titles, rows = ["run", "job", "plan", "status", "metric", "last", "best", "time", "size"], list(map(_row, entries))
+    sent = any(entry.scheduler_job for entry in entries)
+    if sent:
+        titles.insert(3, "Slurm")
+        for row, entry in zip(rows, entries, strict=True):
+            row.insert(3, f"{entry.scheduler_job} {entry.partition}".rstrip())
+    table = table_lines(titles, rows, screen.table_width, left=(0, 1, 2, 3, 4, *([5] if sent else [])))
     total = f"{plural(len(entries), 'run')}, {bytes_text(sum(entry.size for entry in entries))}"
-    return [*table, Text(), Text(total, "dim")]
+    hints = [Text(line, "dim") for line in HINTS] if sent else []
+    return [*table, Text(), *hints, Text(total, "dim")]
 
 
 def _row(entry: RunEntry) -> list[str | Text]:
