@@ -131,6 +131,25 @@ def test_buffers_and_parameters_that_are_replaced_are_found(tmp_path: Path) -> N
     assert bool((found.model.state_dict()["0.weight"] == 2.0).all())
 
 
+def test_replicas_with_parts_of_the_optimizers_state_of_their_own_deal_the_rest_alike(tmp_path: Path) -> None:
+    written: list[str] = []
+    for rank in range(3):
+        state = a_state()
+        step(state)
+        for number, parameter in enumerate(state.model.parameters()):  # the first rank has most of it
+            if (number >= 3) is (rank == 0) or (rank > 0 and number % 2 != rank % 2):
+                del state.optimizer.state[parameter]
+        among = Among(3, 1, own=rank, same=3, divided=True)
+        last = LastState(memory(tmp_path, rank), state, among, {"plan": "data=3"})
+        last.note()
+        last.write()
+        (part,) = read_parts(memory(tmp_path, rank), rank)
+        written += [
+            name for name, (_, _, boxes) in part.layout["tensors"].items() if boxes and "optimizer/" not in name
+        ]
+    assert sorted(written) == sorted(f"model/{name}" for name in a_state().model.state_dict())
+
+
 def test_replicas_write_a_share_each_and_only_what_all_have_is_taken(tmp_path: Path) -> None:
     ranks = [a_state() for _ in range(3)]
     paths = [memory(tmp_path, rank) for rank in range(3)]

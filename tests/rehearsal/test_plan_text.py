@@ -4,6 +4,7 @@ Of rehearsal/views/plan_dict.py too.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from meshwise.api.plan import Plans
 from meshwise.rehearsal.search import Refused, Search
 from meshwise.rehearsal.views.plan_dict import plans_dict
 from meshwise.rehearsal.views.plan_text import plans_text, worth_showing
-from meshwise.spec.machine import Machine
+from meshwise.spec.machine import Host, Machine
 from meshwise.spec.plan import Plan
 from tests.rehearsal.test_search import estimate
 
@@ -41,6 +42,18 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_change_it():
 def test_the_one_that_was_asked_about_is_judged_alone():
     text = str(plans_text(plans(estimate(Plan(data=2), 0.1, 96), one=True)))
     assert "data=2 is too close to call: 86 B to 106 B of 100 B." in text
+
+
+def test_what_redundancy_keeps_is_told_with_what_the_host_has():
+    one = estimate(Plan(shard=2), 0.1, 50)
+    one = replace(one, memory=replace(one.memory, kept=3 << 20))
+    text = str(plans_text(plans(one)))
+    assert "--redundancy 1 keeps 3.0 MiB of a rank's state in the host's memory, 6.0 MiB of 2 ranks." in text
+    small = Machine("2xH100", (), hosts=(Host(memory=4 << 20),))
+    text = str(plans_text(replace(plans(one), machine=small)))
+    assert "6.0 MiB of 2 ranks: more than the 4.0 MiB that it has." in text
+    assert plans_dict(plans(one))["plans"][0]["memory"]["kept"] == 3 << 20
+    assert "--redundancy" not in str(plans_text(plans(estimate(Plan(), 0.1, 50))))
 
 
 def test_what_another_plan_of_the_same_axes_beats_is_not_shown():

@@ -5,25 +5,37 @@ Of training/last_step.py and training/loss_ledger.py. What is written is tested 
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from meshwise.records.left_parts import read_parts
+from meshwise.jobs.registry import find_job
+from meshwise.records.left_parts import PLACES, read_parts
 from meshwise.recovery.last_state import Among
 from meshwise.recovery.state import RunState
+from meshwise.rehearsal.estimator import kept_bytes
+from meshwise.rehearsal.trace import trace
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training import last_step
+from meshwise.training.job_data import open_data
+from meshwise.training.job_start import begun, make_engine
+from meshwise.training.job_step import train_step
 from meshwise.training.last_step import LastStep, among
 from meshwise.training.loss_ledger import ROWS, LossLedger, ledger_path, noted
+from meshwise.training.order import epoch_slices
 from meshwise.training.run_options import RunOptions
+from meshwise.training.source import read_slices
 from meshwise.training.weighing import Losses
 from meshwise.workers.environment import ATTEMPT, KEPT
+from meshwise.workers.join import join
+from tests.pool import Pool
 
 
 def world(size: int, rank: int = 0, device: str = "cpu") -> World:
@@ -109,6 +121,48 @@ def test_it_is_not_kept_where_memory_is_short(kept: Path, monkeypatch: pytest.Mo
     assert steps_in(kept) == []
     assert len(said) == 1 and "1.0 KiB of 1000 B that are free" in said[0]
     assert last.leave() and steps_in(kept) == [15]  # a step that fails leaves it all the same
+
+
+def test_what_was_asked_for_and_has_no_room_is_said_and_the_run_goes_on(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_step, "free_bytes", lambda device: 1000)
+    state, said = a_state(), list[str]()
+    last = LastStep(state, Plan(), World(), kept.parent, 1, said.append)
+    last.keep()
+    trained(last, state, 3)
+    assert steps_in(kept) == [] and len(said) == 1
+    assert said[0].startswith("--redundancy 1: the state is not kept in memory, since that takes 1.0 KiB and 1000 B")
+
+
+@pytest.mark.parametrize("plan", [Plan(data=2), Plan(shard=2), Plan(data=2, zero1=True)], ids=str)
+def test_the_bytes_are_those_that_the_rehearsal_tells(plan: Plan, pool: Any, tmp_path: Path) -> None:
+    workers: Pool = pool(2)
+    job = find_job("mnist-cnn")
+    (held, *_) = [each.step.held for each in trace(job, plan, "cpu")]
+    written = max(workers.run(bytes_written, str(tmp_path), plan))
+    assert kept_bytes(held, plan) == pytest.approx(PLACES * written, rel=0.1)  # whole tensors are dealt
+
+
+def bytes_written(folder: str, plan: Plan) -> int:
+    """What this rank writes after a step, in one of its two places."""
+    session, said, job = join(), list[str](), find_job("mnist-cnn")
+    path = Path(folder) / f"memory{session.world.rank}"
+    path.touch()
+    engine = make_engine(session, plan)
+    try:
+        state = begun(job, plan, engine)
+        os.environ[KEPT] = str(path)
+        last = LastStep(state, plan, session.world, Path(folder), 1, said.append)
+        data = open_data(job, job.data(), "training set")
+        steps = epoch_slices(torch.arange(data.samples), job.batch_size, engine.world)
+        for step in itertools.islice(steps, 2):
+            train_step(engine, job, state, list(read_slices(data.read, step, 0)))
+            last.keep()
+    finally:
+        del os.environ[KEPT]
+        engine.close()
+    return next(read_parts(path, session.world.rank)).tensors.nbytes
 
 
 def test_of_replicas_one_writes_and_nothing_is_copied_before(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,10 +194,12 @@ class LastState:
         same, loads, mine = self._among.same, [0] * self._among.same, list[Part]()
         every = [(name, box) for name, each in shapes.items() for box in each.boxes if volume(box)]
         for name, box in sorted(every, key=lambda each: -volume(each[1]) * itemsize(shapes[each[0]].dtype)):
+            if same == 1 or (self._among.divided and name.startswith("optimizer/")):
+                mine.append(Part(name, box, box))
+                continue  # of others unknown: what is shared is dealt alike on all
             least = loads.index(min(loads))
             loads[least] += volume(box) * itemsize(shapes[name].dtype)
-            alone = same == 1 or (self._among.divided and name.startswith("optimizer/"))
-            if alone or least == self._among.own:
+            if least == self._among.own:
                 mine.append(Part(name, box, box))
         return mine
 

@@ -27,7 +27,8 @@ class Range:
 class Memory:
     """Bytes of the rank that needs most. total: of the device, with what lies outside of the allocator. allocated: the
     peak of tensors, by category what there is of each at that moment. reserved: what the allocator holds for them.
-    host: the peak in the host's memory. capacity: of the device; None where it is not known."""
+    host: the peak in the host's memory. capacity: of the device; None where it is not known. kept: of a job, what
+    `--redundancy 1` keeps of this rank's state in the host's memory."""
 
     rank: int
     total: Range
@@ -36,6 +37,7 @@ class Memory:
     reserved: int
     host: int
     capacity: int | None
+    kept: int = 0
 
     @property
     def filled(self) -> float:

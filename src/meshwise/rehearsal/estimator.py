@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from meshwise.records.left_parts import PLACES
 from meshwise.rehearsal.allocator import device_total, reserved_on
 from meshwise.rehearsal.breakdown import breakdown, slowest_rank
 from meshwise.rehearsal.constants import FIGURES
@@ -19,7 +20,7 @@ from meshwise.rehearsal.prices import Prices, missing, speed_of
 from meshwise.rehearsal.scripts import Script, trace_script
 from meshwise.rehearsal.simulate import Step, simulate
 from meshwise.rehearsal.trace import Trace
-from meshwise.rehearsal.work import Operation, Work
+from meshwise.rehearsal.work import Allocate, Operation, Work
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import plural
@@ -67,6 +68,9 @@ def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = No
         used = replace(machine, devices=machine.devices[: plan.devices])  # their workers share the cores of a host
         prices = prices_here(used, steps, MEASURE) if kind == "cpu" else described
         memory = max((memory_of(each, prices, cap) for each in traces), key=lambda memory: memory.filled)
+        if not isinstance(program, Script):
+            held = next(each.step.held for each in traces if each.step.rank == memory.rank)
+            memory = replace(memory, kept=kept_bytes(held, plan))
         unknown = missing(steps, prices)
         if unknown:
             return Rehearsed(Estimate(plan, memory, None, {}, unknown[0], notes, samples), traces, prices)
@@ -107,6 +111,14 @@ def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...
         rates[alike[replica]] = min(rates.get(alike[replica], rate), rate)
     least = min(rates.values())
     return tuple(float(f"{rates[kind] / least:.2g}") for kind in alike)
+
+
+def kept_bytes(held: Sequence[Allocate], plan: Plan) -> int:
+    """What `--redundancy 1` keeps of a rank that holds this as a step begins: replicas share what is alike on them, and
+    the new copy is written beside the one before."""
+    parts, state = (sum(each.size for each in held if each.category == name) for name in ("parameters", "optimizer"))
+    alone = plan.state_divided and not plan.parameters_divided
+    return PLACES * round((parts + (0 if alone else state)) / plan.data + (state if alone else 0))
 
 
 def works_of(traced: Trace, prices: Prices) -> list[Work]:

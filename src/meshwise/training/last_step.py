@@ -99,7 +99,14 @@ class LastStep:
         every = collectives.gather_objects((self._last.size, free_bytes(torch.device("cpu"))), collectives.everyone())
         needed, free = 2 * sum(size for size, _ in every), min(free for _, free in every)
         own = f"{bytes_text(max(size for size, _ in every))} a rank"
-        if self._given and self._every:
+        if self._given and self._every and needed > free:
+            self._every = 0
+            self._notify(
+                f"--redundancy 1: the state is not kept in memory, since that takes {bytes_text(needed)} and "
+                f"{bytes_text(free)} are free. After a lost worker the run goes on from the newest saved state: "
+                "--save-every says how old that may be."
+            )
+        elif self._given and self._every:
             self._notify(f"each step copies {own} of the state to the host's memory, {bytes_text(needed)} in all.")
         elif self._every and needed > MOST_MEMORY * free:
             self._every, self._given = 0, True

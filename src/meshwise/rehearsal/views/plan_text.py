@@ -101,6 +101,18 @@ def training_sentence(plans: Any) -> str:
     return f"{told}{'' if plans.price is None else f', {hours * plans.price:,.2f} at {plans.price:g} an hour'}."
 
 
+def kept_sentence(plans: Any) -> str:
+    """What keeping the state of the first plan after each step takes of a host; empty where that is little."""
+    first, machine = plans.found.estimates[0], plans.machine
+    ranks = min(first.plan.devices, len(machine.devices) // max(1, len(machine.hosts)) or first.plan.devices)
+    each, whole, room = first.memory.kept, first.memory.kept * ranks, machine.hosts[0].memory
+    if each <= HOST_WORTH_SAYING:
+        return ""
+    told = f"--redundancy 1 keeps {bytes_text(each)} of a rank's state in the host's memory"
+    told += f", {bytes_text(whole)} of {plural(ranks, 'rank')}" if ranks > 1 else ""
+    return f"{told}{f': more than the {bytes_text(room)} that it has' if room is not None and whole > room else ''}."
+
+
 def _interval(estimate: Estimate) -> str:
     seconds = estimate.seconds
     return "" if seconds is None else f"{seconds_text(seconds.low)} to {seconds_text(seconds.high)}"
@@ -115,7 +127,7 @@ def _parts(estimate: Estimate) -> str:
 
 def _below(plans: Any) -> list[Text]:
     found, first = plans.found, plans.found.estimates[0]
-    told = [*sentences(found.estimates, one=plans.one), training_sentence(plans)]
+    told = [*sentences(found.estimates, one=plans.one), kept_sentence(plans), training_sentence(plans)]
     lines = [Text(), *(Text(sentence) for sentence in told if sentence)]
     lines += _edits(first, found.estimates[1:])
     reasons: dict[str, list[str]] = {}
