@@ -211,8 +211,6 @@ class Row:
     def _records(self) -> None:
         facts = names.read_run(self.folder)
         self.facts["attempts"] = [f"{one.status}: {one.reason}"[:120] for one in attempts_of(facts)]
-        if self.kind == "loop" and self.launch == "device":
-            return  # a loop of one's own whose ranks srun starts keeps no record
         self._claim(facts["status"] != "running", "run.json says running")
         if self.kind == "job":
             lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]

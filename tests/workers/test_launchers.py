@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from meshwise.records.attempts import attempts_of
+from meshwise.records.folder import read_run
 from meshwise.workers.channel import free_port
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -32,12 +35,33 @@ def failing():
         return job.loss(model, batch)
     return mw.Job(**{**vars(job), "loss": loss})
 """
+LOOP = """
+import os, signal, sys, time, torch, meshwise as mw
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+data = torch.utils.data.TensorDataset(torch.ones(8000, 4))
+model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, 8))
+saved = mw.checkpoint("state", model=model, optimizer=optimizer, loader=loader)
+if sys.argv[1] == "again":
+    sys.exit(print("goes on" if saved.restored else "begins anew"))
+for step, (x,) in enumerate(loader, 1):
+    mw.backward(model(x).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 5 and mw.rank() == 1:
+        print("rank 1 is here", flush=True)
+        if sys.argv[1] == "raises":
+            raise ValueError("the planted fault")
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    time.sleep(0.01)
+"""
 MESHWISE = [sys.executable, "-m", "meshwise", "run"]
 
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     (tmp_path / "small.py").write_text(JOB)
+    (tmp_path / "loop.py").write_text(LOOP)
     return tmp_path
 
 
@@ -54,14 +78,59 @@ def finished(command: list[str], here: Path, **environment: str) -> subprocess.C
 def test_ranks_of_another_launcher_end_well(here: Path) -> None:
     """A thread that waits in the store while Python ends would take the process with it, by SIGABRT."""
     (here / "ends.py").write_text("from meshwise.workers.join import join\njoin()\n")
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    assert ranks_by_hand(["ends.py"], here, 3) == [0, 0, 0]
+
+
+def ranks_by_hand(words: list[str], here: Path, size: int, **environment: str) -> list[int]:
+    """Exit codes of ranks that nobody looks at: RANK and the like are all that they get."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | environment
+    where |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MESHWISE_DEVICE": "cpu"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "ends.py"], cwd=here, env=os.environ | where | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            [sys.executable, *words], cwd=here, env=os.environ | where | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         )
-        for rank in range(3)
+        for rank in range(size)
     ]
-    assert [process.wait(timeout=120) for process in ranks] == [0, 0, 0]
+    return [process.wait(timeout=120) for process in ranks]
+
+
+ENDS = {
+    "SIGUSR1": ([85, 85], "stopped", r"SIGUSR1 after step \d+ \(epoch 1\)", "goes on"),
+    "raises": ([1, 1], "failed", "rank 1 failed: ValueError: the planted fault", "begins anew"),
+    "SIGKILL": (
+        [85, -9],
+        "failed",
+        "rank 1 of 2 left without a word: killed, or lost with the machine.*",
+        "begins anew",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "ends", ["SIGUSR1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("raises", "SIGKILL"))]
+)
+def test_a_loop_whose_ranks_another_launcher_started_keeps_the_records_of_a_run(ends: str, here: Path) -> None:
+    words = ["-m", "meshwise", "run", "--folder", "run", "loop.py"]
+    codes, status, reason, then = ENDS[ends]
+    assert ranks_by_hand([*words, ends], here, 2) == codes
+    assert ranks_by_hand([*words, "again"], here, 2) == [0, 0]
+    first, second = attempts_of(read_run(here / "run"))
+    assert (first.status, second.status) == (status, "finished")
+    assert re.fullmatch(reason, first.reason), first.reason
+    log = (here / "run" / "workers" / "rank1.log").read_text()
+    assert re.findall("begins on|rank 1 is here|ValueError: the|goes on|begins anew", log) == [
+        *("begins on", "rank 1 is here", *["ValueError: the"] * (ends == "raises")),
+        *("begins on", then),
+    ]
+    assert {path.name for path in (here / "run" / "spans").iterdir()} >= {"rank0.jsonl", "rank1.2.jsonl"}
+
+
+@pytest.mark.slow
+def test_a_loop_without_our_command_keeps_records_where_a_folder_is_named(here: Path) -> None:
+    for word, codes in (("SIGUSR1", [85, 85]), ("again", [0, 0])):
+        assert ranks_by_hand(["loop.py", word], here, 2, MESHWISE_RUN=str(here / "run")) == codes
+    assert [one.status for one in attempts_of(read_run(here / "run"))] == ["stopped", "finished"]
+    assert "goes on" in (here / "run" / "workers" / "rank1.log").read_text()
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.plan_devices import on_devices
 from meshwise.spec.plan_file import plan_from_toml, plan_to_toml
 from meshwise.spec.units import plural
+from meshwise.workers.failure import recorded
 from meshwise.workers.kept_memory import KeptMemory
 
 MOST_WITHOUT_PROGRESS, MOST_SMALLER = 3, 4
@@ -200,13 +201,7 @@ class Restarts:
 
     def facts(self, error: WorkerFailed, number: int) -> dict[str, Any]:
         """What is kept of attempt `number` of the run, which failed."""
-        failure = error.failure
-        told = {}
-        if failure is not None:
-            verb = "failed: " if failure.kind == "raised" else ""
-            first = failure.message.strip().splitlines()[0].rstrip(".")
-            reason = first if failure.plain else f"rank {failure.rank} {verb}{first}"
-            told = {"kind": failure.kind, "rank": failure.rank, "step": failure.step, "reason": reason}
+        told = {} if error.failure is None else recorded(error.failure)
         times = [line["time"] for line in self.happened() if line.get("attempt") == number]
         return told | ({"seconds_to_detect": time.time() - max(times)} if times else {})
 

@@ -15,9 +15,10 @@ from typing import Any
 from rich.console import Console
 
 from meshwise import api
+from meshwise.api.joined import joined_run
 from meshwise.api.own_folder import continued
 from meshwise.api.placing import placed
-from meshwise.api.start import Program, Started, in_attempt, opened, record_blocks, refuse_restarts, start, supervised
+from meshwise.api.start import Program, Started, in_attempt, record_blocks, start, supervised
 from meshwise.api.supervise import Viewer, summarise
 from meshwise.jobs.registry import find_job
 from meshwise.machine.find import find_devices
@@ -26,7 +27,7 @@ from meshwise.parallel.apply import check_fits
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.records.files import write_text
-from meshwise.spec.devices import WorkerSlot, parse_devices
+from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.exit_codes import DONE, code_of_stop
 from meshwise.spec.json_values import json_value
@@ -43,8 +44,7 @@ from meshwise.training.job import Job
 from meshwise.training.loop import run_job
 from meshwise.training.run_options import AUTO, PlanText, RunOptions
 from meshwise.training.session import program_ends
-from meshwise.transfer.collectives import broadcast_object, gather_objects
-from meshwise.workers import deadline
+from meshwise.transfer.collectives import gather_objects
 from meshwise.workers.channel import Message
 from meshwise.workers.join import join, rank_context
 from meshwise.workers.launch import launch as launch_workers
@@ -176,39 +176,32 @@ def _finish(started: Started, results: Sequence[dict[str, Any]], console: Consol
     summary = summarise(results, repr(plan), slots, folder)
     if keep:
         write_text(folder / names.SUMMARY, json.dumps(json_value(summary), indent=2) + "\n")
-        if names.read_run(folder)["status"] == "running":  # another launcher started the workers
-            names.end_session(folder, summary.status)
     console.print(summary_text(summary, None), soft_wrap=True)
     return summary
 
 
 def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[RunSummary, int]:
     """Run in this process, one of those that torchrun, srun or mpirun started."""
-    session = join()
-    world, first = session.world, session.world.rank == 0
-    refuse_restarts(options, "under torchrun, srun or mpirun")
-    agree_to_stop(world, session.gate, interrupts=True)
-    if (left := options.seconds_left(began)) is not None:
-        deadline.limit(left)
     job = _job_of(options)
-    program = _job_program(job, options, world)
-    slots = [WorkerSlot(world.kind, None, (), 1)] * world.size
-    mine = opened(program, options, slots, None, time.time()) if first else None
-    restarts = broadcast_object(None if mine is None else mine.restarts)
-    assert restarts is not None
-    folder = restarts.folder
-    if options.folder is not None and names.saved_step(folder) is not None:
-        options = replace(options, resume=folder)
-    record_blocks(options)
-    viewer = Viewer(
-        LiveView(console), [f"rank {r}" for r in range(world.size)], live=False, restarts=restarts, halt=session.gate
-    )
-    call = partial(run_job, job, options, send=viewer.send if first else None)
-    results = gather_objects(in_attempt(restarts.number, restarts.due(), call, folder))
-    started = Started(program, folder, slots, restarts)
-    summary = _finish(started, results, console if first else Console(quiet=True), keep=first)
-    if mine is not None and mine.lock is not None:
-        mine.lock.close()
+    with joined_run(partial(_job_program, job, options), options, began) as run:
+        session, restarts = join(), run.restarts
+        agree_to_stop(session.world, session.gate, interrupts=True)
+        if options.folder is not None and names.saved_step(run.folder) is not None:
+            options = replace(options, resume=run.folder)
+        record_blocks(options)
+        devices = [f"rank {r}" for r in range(session.world.size)]
+        viewer = Viewer(
+            LiveView(console),
+            devices,
+            live=False,
+            restarts=restarts,
+            halt=session.gate,
+            keeps=lambda: run.folder if run.first else None,
+        )
+        call = partial(run_job, job, options, send=viewer.send if run.first else None)
+        results = gather_objects(in_attempt(restarts.number, restarts.due(), call, run.folder))
+    started = Started(_job_program(job, options, session.world), run.folder, run.slots, restarts)
+    summary = _finish(started, results, console if run.first else Console(quiet=True), keep=run.first)
     return summary, code_of_stop(session.gate.signal) if results[0]["status"] == "stopped" else DONE
 
 

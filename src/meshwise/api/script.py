@@ -35,7 +35,6 @@ from meshwise.workers.environment import (
     SAVES,
     read_world,
 )
-from meshwise.workers.launchers.find import place_in
 
 
 def start_script(
@@ -59,31 +58,34 @@ def start_script(
     if not script.is_file():
         raise UsageError(f"{script}: no such file. Name a Python file.")
     options, joined = placed(options)
+    if options.folder is not None:
+        api.own_folder.refuse_stopped(Path(options.folder))
+        refuse_changed_code(Path(options.folder), str(script))
+    program, began = partial(_script_program, script, arguments, options), began or time.time()
     if joined:
         if options.gives_plan:
             raise UsageError(
                 f"--plan and --set have no effect under torchrun, srun or mpirun. Set {PLAN_FILE}=plan.toml in the "
                 "environment of the script instead."
             )
-        if place_in(os.environ).rank == 0:
-            text = (
-                f"{script.name}: another launcher started its ranks, so no records are kept. For a report: meshwise run"
-            )
-            print(f"{text} --devices 2xcpu {script.name}", file=sys.stderr, flush=True)
-        _script_in_worker(script, arguments, options, None)
+        with api.joined.joined_run(program, options, began, training.session.saves) as run:
+            call = partial(_script_in_worker, script, arguments, options)
+            api.start.in_attempt(run.restarts.number, run.restarts.due(), call, run.folder)
+        if run.first:
+            print("\n".join(_where(run.folder)), file=sys.stderr, flush=True)
         return 0
-    if options.folder is not None:
-        api.own_folder.refuse_stopped(Path(options.folder))
-        refuse_changed_code(Path(options.folder), str(script))
     starts(options)
-    began = began or time.time()
-    started = start(partial(_script_program, script, arguments, options), options, began)
+    started = start(program, options, began)
     _, code = supervised(started, console, options.seconds_left(began))
     report = report_of(read_timeline(started.folder), str(started.folder))
     lines = [report.verdict] if report.steps else []
-    lines += [f"records     {started.folder}", f"more with   meshwise report {shlex.quote(str(started.folder))}"]
-    Console(stderr=True).print("\n".join(lines), soft_wrap=not sys.stderr.isatty(), markup=False, highlight=False)
+    text = "\n".join([*lines, *_where(started.folder)])
+    Console(stderr=True).print(text, soft_wrap=not sys.stderr.isatty(), markup=False, highlight=False)
     return code
+
+
+def _where(folder: Path) -> list[str]:
+    return [f"records     {folder}", f"more with   meshwise report {shlex.quote(str(folder))}"]
 
 
 def _script_program(script: Path, arguments: Sequence[str], options: RunOptions, world: World) -> Program:
@@ -95,9 +97,9 @@ def _script_program(script: Path, arguments: Sequence[str], options: RunOptions,
     return Program(str(script), plan, call, {"arguments": list(arguments)}, sees_all=plain)
 
 
-def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOptions, folder: Path | None) -> None:
+def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOptions, folder: Path) -> None:
     record_blocks(options)
-    if folder is not None and options.gives_plan:
+    if options.gives_plan:
         os.environ[PLAN_FILE] = str((folder / names.PLAN).resolve())
     if options.log:
         os.environ[LOG] = ",".join(options.log)
@@ -107,9 +109,8 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
     if options.exact_random:
         os.environ[EXACT_RANDOM] = "1"
     world = read_world(os.environ)
-    if folder is not None:
-        seeded = training.model_stream.seed_alike(folder.name) if world.size > 1 else None
-        training.plain_program.begin(training.session.tell, seeded)
+    seeded = training.model_stream.seed_alike(folder.name) if world.size > 1 else None
+    training.plain_program.begin(training.session.tell, seeded)
     training.same_work.refuse_same_work(script.name, world)
     try:
         variables = run_script_file(script, arguments)

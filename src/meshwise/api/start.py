@@ -170,7 +170,8 @@ def opened(
         restarts.take(late["restarts"])
     started = Started(program, folder, slots, restarts, several, before, hang_limit=options.hang_seconds())
     if several is None or several.keeps:
-        started = replace(started, lock=FolderLock(folder))
+        yields = _earlier_start_holds(folder)
+        started = replace(started, lock=FolderLock(folder, claimed=yields))
         facts = {"job": program.name, "devices": [slot.name for slot in slots], "machine": machine}
         facts |= {"world": size, "versions": names.versions(), **names.what_was_typed(), **program.record}
         if isinstance(options.job, str | Path):  # of a Job that is given the source is not known
@@ -179,7 +180,7 @@ def opened(
             names.read_run(folder) if (folder / names.RUN).exists() else {}
         ):
             facts[ASKED] = options.record()
-        if newest(folder) or (several is not None and not told):
+        if yields or newest(folder) or (several is not None and not told):
             names.claim_session(folder, names.attempts_in(folder) + 1)
         number = names.begin_session(folder, began, restarts.record(), **facts)
         restarts.number = told.get("attempt", number)
@@ -194,6 +195,15 @@ def opened(
     if nodes is not None and not told:
         nodes.set("folder", {"name": folder.name, "attempt": restarts.number})
     return started
+
+
+def _earlier_start_holds(folder: Path) -> bool:
+    """Whether the folder's last attempt is of an earlier start of this job of a scheduler. What is left of that one on
+    a machine that was cut off may hold the folder, and has no right to it any more."""
+    here = place_in(os.environ).record()
+    sessions = names.read_run(folder).get("sessions") if here and (folder / names.RUN).exists() else None
+    last = sessions[-1] if sessions else {}
+    return last.get("scheduler_job") == here.get("scheduler_job", "") and last.get("start", 0) < here.get("start", 0)
 
 
 def supervised(started: Started, console: Console, limit: float | None = None) -> tuple[list[Any], int]:

@@ -176,9 +176,14 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
     run.setdefault("started", _text(began))  # of one that was queued: now
     world = facts.get("world", run.get("world"))
     attempt = {"began": began, "ended": None, "status": RUNNING, "world": world, **(attempt or {})}
-    sessions = [*run.get("sessions", []), attempt]
+    sessions = [*map(_given_up, run.get("sessions", [])), attempt]
     write_run(folder, run | facts | {"status": RUNNING, "ended": None, "error": None, "sessions": sessions})
     return len(sessions)
+
+
+def _given_up(session: dict[str, Any]) -> dict[str, Any]:
+    """An attempt whose processes are gone, or that another one has taken the place of."""
+    return session | {"status": "failed", "reason": KILLED} if session.get("status") == RUNNING else session
 
 
 def change_run(folder: Path, **facts: Any) -> None:
@@ -257,9 +262,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     if wrong := _wrong(facts):
         raise UsageError(f"{folder / RUN}: {wrong}, so it is damaged. Name a folder that `meshwise run` made.")
     if facts.get("status") == RUNNING and is_abandoned(folder):
-        facts |= {"status": "failed", "error": KILLED}
-        for session in [session for session in facts.get("sessions", []) if session.get("status") == RUNNING]:
-            session["status"] = "failed"
+        facts |= {"status": "failed", "error": KILLED, "sessions": [*map(_given_up, facts.get("sessions", []))]}
     return {name: value for name, value in facts.items() if value is not None or _TYPES.get(name) in (None, str, dict)}
 
 

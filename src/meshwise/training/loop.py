@@ -250,6 +250,7 @@ def _train_epoch(run: JobRun) -> bool:
             run.replicas.compare(state)
     log.sync()
     if run.engine.stopped:
+        run.session.gate.stopped_after = state.step, state.epoch + 1
         log.send("stopping", step=state.step, epoch=state.epoch + 1)
     return run.engine.stopped
 

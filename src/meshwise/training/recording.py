@@ -24,10 +24,11 @@ from meshwise.records import folder as names
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import Recorder, make_current
 from meshwise.timeline.span_log import SpanLog
-from meshwise.training import faults
+from meshwise.training import faults, joined_run
 from meshwise.workers import heartbeat
 from meshwise.workers.clock import ClockProbe, ClockServer
 from meshwise.workers.environment import ATTEMPT, RUN_FOLDER, attempt
+from meshwise.workers.join import rank_context
 
 PATIENCE = timedelta(minutes=30)  # as the process group's own
 _numbers = count(1)  # of the recordings of this process: ranks begin them together
@@ -128,14 +129,19 @@ def record_script(
     if named is None:
         return None
     folder = Path(named)
-    if world.rank == 0 and foreign:
-        folder.mkdir(parents=True, exist_ok=True)
-        facts = {"devices": [world.kind] * world.size, "versions": names.versions()}
-        names.begin_session(folder, time.time(), job=sys.argv[0], **facts)
-        atexit.register(lambda: names.end_session(folder, _ending(), _last_error()))
+    if foreign and ATTEMPT not in os.environ:  # nobody has opened it
+        run = joined_run.begin(partial(_opened, folder, world))
+        atexit.register(lambda: run.ends(_last_error()))
     recording = Recording(world, folder, say, recorder=recorder, clocks=clocks)
     atexit.register(lambda: recording.close(_ending()))
     return recording
+
+
+def _opened(folder: Path, world: World) -> tuple[Path, int]:
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"devices": [world.kind] * world.size, "world": world.size, "versions": names.versions()}
+    number = names.begin_session(folder, time.time(), rank_context().place.record(), job=sys.argv[0], **facts)
+    return folder, number
 
 
 def _ending() -> str:
@@ -143,7 +149,7 @@ def _ending() -> str:
     return "failed" if _last_error() is not None else "finished"
 
 
-def _last_error() -> str | None:
+def _last_error() -> BaseException | None:
     """The error that nobody caught: Python keeps it."""
-    kind = getattr(sys, "last_type", None)
-    return None if kind is None else f"{kind.__name__}: {getattr(sys, 'last_value', '')}"
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return error

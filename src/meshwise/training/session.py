@@ -63,6 +63,11 @@ def has_distributed_model() -> bool:
     return any(engine.has_applied for engine in _engines)
 
 
+def saves() -> bool:
+    """Whether this process saves the state of its loop, by `mw.checkpoint`."""
+    return any(engine.loop_states for engine in _engines)
+
+
 @contextlib.contextmanager
 def session() -> Iterator[None]:
     """What is distributed inside the with-block ends with it: its plan, its guards, its hold on gradients.

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwise.spec.errors import MeshwiseError, ReplicaError, SpoiledError, UsageError
 from meshwise.spec.user_code import OURS, name_line
@@ -90,6 +91,13 @@ def by_error(rank: int, error: BaseException) -> Failure:
     )
 
 
+def by_exit(rank: int, exit: SystemExit) -> Failure:
+    """The failure of a worker whose task left with an exit code that is not 0."""
+    code = exit.code if isinstance(exit.code, int) else 1
+    message = f"left with exit code {code}" if exit.code == code else str(exit.code)
+    return Failure(rank, "raised", message, exit_code=code, time=time.time())
+
+
 def _kind_of(rank: int, error: BaseException) -> str:
     if isinstance(error, ReplicaError):  # raised on all ranks
         return "corrupt" if rank in error.ranks else "victim"
@@ -151,6 +159,14 @@ def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
     lost = {f.rank for f in failures if any(word in f.message.lower() for word in _CONNECTION_WORDS)}
     all_lost = first.kind == "victim" and len(lost) == ranks > 1
     return replace(first, kind="link", message=LINK, plain=True, traceback="") if all_lost else first
+
+
+def recorded(failure: Failure) -> dict[str, Any]:
+    """What the record of an attempt keeps of what ended it."""
+    verb = "failed: " if failure.kind == "raised" else ""
+    first = (failure.message.strip().splitlines() or [""])[0].rstrip(".")
+    reason = first if failure.plain else f"rank {failure.rank} {verb}{first}"
+    return {"kind": failure.kind, "rank": failure.rank, "step": failure.step, "reason": reason}
 
 
 def patience(failures: Sequence[Failure]) -> float:

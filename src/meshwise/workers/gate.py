@@ -32,6 +32,8 @@ class StepGate:
         """Whether the program is interrupted where no rank has begun a step."""
         self.signal = signal.SIGINT.value
         """What asked for a stop, where no launcher of ours did."""
+        self.stopped_after: tuple[int, int | None] | None = None
+        """The step and the epoch behind which a loop has ended by a stop."""
         self.reached = threading.Event()
         """Set once this rank stands behind the last step."""
         self.saves = False
@@ -57,6 +59,7 @@ class StepGate:
 
     def stop(self, step: int, epoch: int | None = None) -> BaseException:
         """What a script's loop raises once `begin` was False. The launcher says after which step that was."""
+        self.stopped_after = step, epoch
         if self._channel is not None:
             self._channel.send("stopping", step=step, epoch=epoch)
             return KeyboardInterrupt("the run was asked to stop; every rank stops before the same batch")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,12 +125,7 @@ def _see_one_gpu(local_rank: int) -> None:
 def enter_process_group(world: World) -> None:
     """gloo for CPU tensors and, beside it, nccl for CUDA tensors. Leaves the group when the process ends."""
     global _made_group
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise UsageError(
-            f"RANK={world.rank} and WORLD_SIZE={world.size} are set, and {' and '.join(missing)} not: where rank 0 is "
-            "reached. Start all ranks with meshwise run, torchrun or srun; for one process, unset RANK and WORLD_SIZE."
-        )
+    _refuse_without_rank_0(world)
     alone = world.local_size == world.size  # on this machine, whose own name often does not resolve
     interface = "lo" if alone else interface_towards(os.environ["MASTER_ADDR"])
     if interface is not None:
@@ -141,6 +137,31 @@ def enter_process_group(world: World) -> None:
         backend, rank=world.rank, world_size=world.size, timeout=timedelta(minutes=30), device_id=device
     )
     atexit.register(leave)
+
+
+def _refuse_without_rank_0(world: World) -> None:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UsageError(
+            f"RANK={world.rank} and WORLD_SIZE={world.size} are set, and {' and '.join(missing)} not: where rank 0 is "
+            "reached. Start all ranks with meshwise run, torchrun or srun; for one process, unset RANK and WORLD_SIZE."
+        )
+
+
+def store_of_ranks() -> Any:
+    """A store that all ranks reach, before there is a process group: a connection of its own, with keys of this start
+    alone. Raises UsageError where nothing says where rank 0 is."""
+    global _store
+    world = rank_context().world
+    _refuse_without_rank_0(world)
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself serves it
+    serves = world.rank == 0 and not agents
+    store = dist.TCPStore(*address, None, serves, wait_for_workers=False, multi_tenant=serves)  # type: ignore[attr-defined]
+    if serves and _store is None:  # it is served as long as this process lives
+        _store = store
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"meshwise/start-{start}", store)  # type: ignore[attr-defined]
 
 
 def keep_store() -> None:

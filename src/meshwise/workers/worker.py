@@ -104,10 +104,9 @@ def _exited(exit: SystemExit, rank: int, channel: WorkerChannel) -> int:
         left = Failure(rank, "left", f"left with exit code 0 {where}", time=time.time())
         channel.send("exited", failure=asdict(left), in_progress=bool(in_progress))
         return 0
-    code = exit.code if isinstance(exit.code, int) else 1
-    message = f"left with exit code {code}" if exit.code == code else str(exit.code)
-    channel.send("failed", failure=asdict(Failure(rank, "raised", message, exit_code=code, time=time.time())))
-    return code
+    failed = failure.by_exit(rank, exit)
+    channel.send("failed", failure=asdict(failed))
+    return failed.exit_code
 
 
 def _save_result(path: Path, result: Any) -> None:
