@@ -172,13 +172,13 @@ def _variable(process: psutil.Process, name: str) -> str:
 
 def is_saved(folder: Path, output: str, program: str) -> None:
     """The state of the last step is on the disk, and each rank ended after the same one."""
+    (run,) = (folder / "runs").iterdir()
+    assert read_run(run)["status"] == "stopped"
     if program == "own loop":
         ends = {int(steps) for steps in re.findall(r"ended after (\d+)", output)}
         states = folder / "state"
     else:
-        (run,) = (folder / "runs").iterdir()
         ends = {int(step) for step in re.findall(r"after step (\d+) \(epoch", output)}
-        assert read_run(run)["status"] == "stopped"
         states = run / "checkpoint"
     assert len(ends) == 1, output
     assert checkpoints_in(states)[-1].step == ends.pop()
