@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwise import training
 from meshwise.api.restarts import Restarts
 from meshwise.api.start import Program, Started, opened, refuse_restarts
 from meshwise.spec.devices import WorkerSlot
@@ -19,8 +18,10 @@ from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.exit_codes import AGAIN
 from meshwise.spec.faults import faults_of
 from meshwise.spec.world import World
+from meshwise.training.joined_run import begin
 from meshwise.training.run_options import RunOptions
 from meshwise.workers import deadline
+from meshwise.workers.join import rank_context
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def joined_run(
     refuse_restarts(options, "under torchrun, srun or mpirun")
     if (left := options.seconds_left(began)) is not None:
         deadline.limit(left)
-    world = training.joined_run.rank_context().world
+    world = rank_context().world
     slots = [WorkerSlot(world.kind, None, (), 1)] * world.size
     mine: list[Started] = []
 
@@ -57,7 +58,7 @@ def joined_run(
         mine.append(opened(make(world), options, slots, None, time.time()))
         return mine[0].folder, mine[0].restarts.number
 
-    run = training.joined_run.begin(open_run)
+    run = begin(open_run)
     restarts = (
         mine[0].restarts
         if mine
