@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwise.workers.far_beats import Far
 from meshwise.workers.heartbeat import PEERS, Beat, Collective, beat_path, read_beat, read_beats, stack_path
 from meshwise.workers.stuck import Standing, standing, state_of, stuck_child
 
@@ -26,6 +27,7 @@ LOST = 0.5  # of the time between two looks, what counts at most: a launcher tha
 LEAST = 2.0  # seconds of silence that nobody asks about
 FEW = 5  # steps that must be known before they tell how long a step takes
 HANG_LIMIT = 60.0
+NOBODY: Mapping[int, Far] = {}
 _OF_A_STEP = ("data", "forward", "backward", "optimizer")
 
 
@@ -131,8 +133,9 @@ class HangWatch:
         self._longest: defaultdict[str, float] = defaultdict(float)
         self._said: set[int] = set()
 
-    def look(self, pids: Mapping[int, int | None]) -> Hang | None:
-        """What there is to say now. pids: the process of each rank that runs; None of one that does not yet."""
+    def look(self, pids: Mapping[int, int | None], far: Mapping[int, Far] = NOBODY) -> Hang | None:
+        """What there is to say now. pids: the process of each rank that runs; None of one that does not yet. far: the
+        ranks of other machines; what is to be said of one is said there."""
         now = time.monotonic()
         if now - self._looked < INTERVAL:
             return None
@@ -141,11 +144,13 @@ class HangWatch:
         silent = [rank for rank in pids if self._silence[rank] >= LEAST]
         if went_on or not silent:
             return went_on
-        beats = {rank: read_beat(beat_path(self._folder, rank)) for rank in pids}
-        stall = find_stall(beats, silent)
-        if stall is None:
+        beats = {rank: each.beat for rank, each in far.items()}
+        beats |= {rank: read_beat(beat_path(self._folder, rank)) for rank in pids}
+        stall = find_stall(beats, [*silent, *(rank for rank, each in far.items() if each.silence)])
+        stall = None if stall is None else _of_stopped(stall, beats, [*self._stopped(pids, far)])
+        if stall is None or (far and min(stall.ranks) not in pids):
             return None
-        first = max(stall.ranks, key=lambda rank: self._silence[rank])
+        first = max([rank for rank in stall.ranks if rank in pids], key=lambda rank: self._silence[rank])
         ask, end = patience(beats[first], self._longest, self._limit or HANG_LIMIT)
         seconds = self._silence[first]
         step, over = beats[first].step or None, self._limit is not None and seconds >= end
@@ -173,10 +178,7 @@ class HangWatch:
         return went_on
 
     def _explain(self, stall: Stall, beats: Mapping[int, Beat], pids: Mapping[int, int | None], seconds: float) -> str:
-        stopped = [rank for rank in beats if (pid := pids[rank]) is not None and state_of(pid) in ("T", "t", "D")]
-        if stall.inside and stopped:  # it came to the collective, and was stopped in it
-            stall = Stall(stopped, {rank: wait for rank, wait in stall.waiting.items() if rank not in stopped})
-        where = {rank: self._where(rank, beats[rank], pids[rank]) for rank in stall.ranks[:3]}
+        where = {rank: self._where(rank, beats[rank], pids.get(rank)) for rank in stall.ranks[:3]}
         step = f" in step {beats[stall.ranks[0]].step}" if beats[stall.ranks[0]].step else ""
         what = [f"rank {rank} {text}" for rank, text in where.items()]
         if stall.crossed:
@@ -197,6 +199,19 @@ class HangWatch:
             told += f"; {ranks_text(sorted(stall.waiting))} {verb} for it in {_named(first)} since {ago:.1f} s"
         return f"{told}."
 
+    def here(self, pids: Mapping[int, int | None]) -> dict[int, Far]:
+        """The ranks of this machine, for the others: more of those that are silent."""
+        silent = {rank: seconds for rank in pids if (seconds := self._silence[rank]) >= LEAST}
+        beats = {rank: read_beat(beat_path(self._folder, rank)) for rank in silent}
+        stopped = set(self._stopped(pids, {})) if silent else set()
+        told = {rank: Far(beats[rank], seconds, rank in stopped) for rank, seconds in silent.items()}
+        return {rank: told.get(rank, Far()) for rank in pids}
+
+    def _stopped(self, pids: Mapping[int, int | None], far: Mapping[int, Far]) -> Iterator[int]:
+        """The ranks whose process is stopped, or sleeps where no signal reaches it."""
+        yield from (rank for rank, each in far.items() if each.stopped)
+        yield from (rank for rank, pid in pids.items() if pid is not None and state_of(pid) in ("T", "t", "D"))
+
     def _where(self, rank: int, beat: Beat, pid: int | None) -> str:
         """What the rank does, and where: `is in forward and stands at train.py:31 in loss`."""
         phase = f"is in its phase {beat.phase}" if beat.phase else "has begun no step"
@@ -206,6 +221,12 @@ class HangWatch:
         own = standing(pid, stack)
         child = stuck_child(pid, stack) if beat.phase == "data" and not own.state else None
         return f"{phase} and {own.told()}{_of_child(child)}"
+
+
+def _of_stopped(stall: Stall, beats: Mapping[int, Beat], stopped: Sequence[int]) -> Stall:
+    """Where all are in a collective and some are stopped in it: those."""
+    which = sorted(beats.keys() & set(stopped)) if stall.inside else []
+    return Stall(which, {rank: at for rank, at in stall.waiting.items() if rank not in which}) if which else stall
 
 
 def _of_child(child: Standing | None) -> str:

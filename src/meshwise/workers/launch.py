@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from meshwise.spec.errors import WorkerFailed
 from meshwise.workers import environment, failure
 from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message, listening
 from meshwise.workers.failure import Failure
+from meshwise.workers.far_beats import FarBeats
 from meshwise.workers.fork_server import Forks, start_worker
 from meshwise.workers.halt import Halt
 from meshwise.workers.hang import HangWatch
@@ -113,7 +115,7 @@ class _Launcher:
         self._token = secrets.token_hex(16)
         self._channel = LauncherChannel(self._token, lambda rank, message: self._inbox.put((rank, message)))
         self._parting = PartingWatch(scratch, range(self.first_rank, self.first_rank + local_size))
-        self._hangs = HangWatch(scratch, listeners.hang_limit)
+        self._hangs, self._far = HangWatch(scratch, listeners.hang_limit), FarBeats(nodes)
         self._compared: dict[str, Callable[..., str]] = {"writes": WrittenFiles().add, "logged": LoggedValues().add}
         self._halting: dict[int, int] | None = None
         self._last: int | None = None
@@ -198,11 +200,16 @@ class _Launcher:
         """Does a rank not go on? Where a run is stopped, all wait."""
         if self.halt.wanted.is_set():
             return
-        hang = self._hangs.look({w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING})
+        pids = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}
+        hang = self._hangs.look(pids, self._far.heard())
+        self._far.tell(partial(self._hangs.here, pids))
         if hang and hang.over:
             self._hung = self._hung or Failure(hang.rank, "hung", hang.text, plain=True, step=hang.step)
         elif hang:
             self.listeners.message(hang.rank, {"kind": "note", "text": hang.text})
+            self._far.say(hang.text)
+        for text in self._far.news():
+            self.listeners.message(self.first_rank, {"kind": "note", "text": text})
         if self._hung and self._rescue.is_over(self._hung, self._in(State.RUNNING)):
             self._fail(self._hung)
 

@@ -1,0 +1,95 @@
+"""What launchers tell each other of silent ranks, so that a hang is explained where it is, and told on every machine.
+
+Nothing goes over the network while all ranks beat. Clocks of machines are not compared: how long ago something was is
+told, and counted on from when it was heard.
+Tested in tests/workers/test_far_beats.py and tests/faults/test_far_hangs.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from meshwise.workers.heartbeat import Beat, Collective
+from meshwise.workers.nodes import Nodes
+
+EVERY = 1.0  # seconds between two words on the ranks of a machine
+
+
+@dataclass(frozen=True)
+class Far:
+    """A rank of another machine. silence: seconds; 0 of one that goes on, of which nothing else is known. stopped: its
+    process is."""
+
+    beat: Beat = field(default_factory=Beat)
+    silence: float = 0.0
+    stopped: bool = False
+
+
+class FarBeats:
+    """The silent ranks of all machines of an attempt, and what was said of them."""
+
+    def __init__(self, nodes: Nodes | None) -> None:
+        """nodes: None on one machine, where there is nothing to tell."""
+        self._nodes, self._told = nodes, 0.0
+        self._heard: dict[int, tuple[Any, float]] = {}
+        self._said: dict[int, Any] = {}
+
+    def tell(self, here: Callable[[], Mapping[int, Far]]) -> None:
+        """Tell the others of the ranks of this machine, where it is time to."""
+        now = time.monotonic()
+        if self._nodes is not None and now - self._told >= EVERY:
+            self._told = now
+            self._nodes.set(f"beats/{self._nodes.node_rank}", {rank: _plain(far) for rank, far in here().items()})
+
+    def heard(self) -> dict[int, Far]:
+        """The ranks of the other machines, as far as they have told."""
+        found, now = dict[int, Far](), time.monotonic()
+        for node in self._others():
+            told, at = self._heard.get(node, (None, now))
+            if self._nodes is not None and (news := self._nodes.try_get(f"beats/{node}")) != told:
+                told, at = self._heard[node] = news, now
+            for rank, one in (told or {}).items():
+                found[int(rank)] = _read(one, now - at)
+        return found
+
+    def say(self, text: str) -> None:
+        """Let the others show this."""
+        if self._nodes is not None:
+            self._nodes.set(f"hang/{self._nodes.node_rank}", text)
+
+    def news(self) -> Iterator[str]:
+        """What another machine has said since the last time."""
+        for node in self._others():
+            assert self._nodes is not None
+            text = self._nodes.try_get(f"hang/{node}")
+            if text is not None and text != self._said.get(node):
+                self._said[node] = text
+                yield f"machine {node}: {text}"
+
+    def _others(self) -> list[int]:
+        return [] if self._nodes is None else [member.node for member in self._nodes.others]
+
+
+def _plain(far: Far) -> dict[str, Any]:
+    """A rank as JSON has it: of the newest collectives the last, and the seconds since it was come to."""
+    if not far.silence:
+        return {}
+    now, beat = time.perf_counter_ns(), replace(far.beat, steps=(), recent=tuple(far.beat.recent[-1:]))
+    values = asdict(beat) | {"silence": round(far.silence, 2), "stopped": far.stopped}
+    for one in (*values["recent"], *filter(None, [values["waits_in"]])):
+        one["at"] = now - one["at"]
+    return values
+
+
+def _read(told: Mapping[str, Any], since: float) -> Far:
+    if not told:
+        return Far()
+    values, now = dict(told), time.perf_counter_ns() - round(since * 1e9)
+    silence, stopped = values.pop("silence") + since, values.pop("stopped")
+    recent = [Collective(**{**one, "at": now - one["at"]}) for one in values.pop("recent")]
+    wait = values.pop("waits_in")
+    waits_in = None if wait is None else Collective(**{**wait, "at": now - wait["at"]})
+    return Far(Beat(**values, recent=recent, waits_in=waits_in), silence, stopped)
