@@ -7,7 +7,7 @@ to the end of `optimizer.step` in a steady step, and from `cli.main` to the end 
 together. The same for a script, examples/01_mnist.py, of which the first list is everything from one optimizer step to
 the next. A file is entered when one of its functions is called, in any thread; imports do not count.
 
-Claims: at most 12 files in a steady step of the job, at most 40 to its first step.
+A count to watch, no claim: docs/architecture.md has the lists of a steady step.
 """
 
 from __future__ import annotations
