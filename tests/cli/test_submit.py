@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshwise.api import submit_gate
 from meshwise.records import folder as names
 
 JOB = """
@@ -198,10 +199,25 @@ def test_a_run_that_does_not_fit_is_sent_only_anyway(command: Command, tmp_path:
     assert code == 0 and "sent anyway, although on 1 node" in err and "--gpus-per-node=2" in out
 
 
+def test_a_plan_that_can_never_run_is_not_sent_anyway_either(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "site.toml").write_text('machine = "2xH100"\n')
+    code, out, err = command("submit", "small.py:job", "--set", "data=3", "--dry-run", "--anyway")
+    assert code == 2 and not out and "1 node × 2 H100: " in err, err
+    assert "It can never run so: not sent, with --anyway neither." in err
+
+
+@pytest.mark.parametrize(("step", "limit", "short"), [(1.0, 60.0, False), (50.0, 60.0, True), (7000.0, 7200.0, False)])
+def test_a_limit_that_no_step_fits_into_is_said(step: float, limit: float, short: bool) -> None:
+    """Behind the step come three saves, of a tenth of the limit or a minute, and the end of the processes."""
+    assert bool(submit_gate.too_short(step, limit)) == short
+    assert submit_gate.too_short(step, None) == ""
+
+
 def test_the_end_is_known_before(command: Command, tmp_path: Path) -> None:
     (tmp_path / "site.toml").write_text('machine = "2xH100"\nnetwork = "400Gb"\n')
     code, _, err = command("submit", "small.py:job", "--nodes", "1-2", "--time", "1min", "--dry-run")
     assert code == 0 and "1 node × 2 H100: data=2 fits" in err and "2 nodes × 2 H100: data=4 fits" in err
+    assert err.index("1 node × 2 H100: rehearsing") < err.index("fits") < err.index("2 nodes × 2 H100: rehearsing")
     assert "to the end: 16 steps" in err and "1 attempt of 1 min" in err
 
 

@@ -44,13 +44,15 @@ class Restarts:
     """The attempts of one command.
 
     most: restarts that are allowed. exceptions: whether the program's own are reason enough. resumable: whether it can
-    go on: a job can, a script once it has told that it saves its state. command: of --on-failure. faults: injected.
+    go on: a job can, a script once it has told that it saves its state. min_nodes: machines without which it does not
+    go on here. command: of --on-failure. faults: injected.
     """
 
     folder: Path
     most: int = 0
     exceptions: bool = False
     resumable: bool = True
+    min_nodes: int = 1
     command: str | None = None
     faults: Sequence[Fault] = ()
     asked: Plan | None = None

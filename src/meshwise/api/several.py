@@ -104,6 +104,11 @@ class Several:
         """The machines of the next attempt with the workers of each."""
         members = [replace(member, size=report["size"]) for member, report in reports.items()]
         members += self.machines.joiners()
+        if len(members) < restarts.min_nodes:
+            raise PlanError(
+                f"Left: {plural(len(members), 'machine')} of {len(self.nodes.members)}, and --min-nodes is "
+                f"{restarts.min_nodes}: whoever started the run starts it again."
+            )
         left = sum(member.size for member in members)
         used = restarts.fit(left)
         surplus = left - used

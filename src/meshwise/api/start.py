@@ -32,6 +32,7 @@ from meshwise.spec.faults import Fault, faults_of
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import PREDICTED, plan_to_toml
 from meshwise.spec.prediction import prediction_of, prediction_to_toml
+from meshwise.spec.units import plural
 from meshwise.spec.world import World
 from meshwise.training.run_options import RESTARTS, RunOptions
 from meshwise.workers import deadline
@@ -86,6 +87,8 @@ class Started:
 
 def start(make: Callable[[World], Program], options: RunOptions, began: float) -> Started:
     """Meet the other machines, make the program for all devices together, and open its run folder."""
+    if options.min_nodes is not None and not 1 <= options.min_nodes <= options.nnodes:
+        raise UsageError(f"--min-nodes {options.min_nodes}: this run has {plural(options.nnodes, 'machine')}.")
     several = options.nnodes != 1 or options.node_rank or options.rdzv
     slots = worker_slots(options)
     asked = {name: value for name, value in options.record().items() if name not in OWN_OPTIONS}
@@ -160,6 +163,7 @@ def opened(
         most=RESTARTS if options.restarts is None else options.restarts,
         exceptions=options.restart_on == "exception",
         resumable=program.again is not None,
+        min_nodes=options.min_nodes or 1,
         command=options.on_failure,
         faults=faults,
         launched=place_in(os.environ).record(),

@@ -27,7 +27,7 @@ from meshwise.spec.options import Option, option_name, options_of
 from meshwise.training.run_options import RunOptions
 
 SCRIPT = "submit.sh"
-NOT_SENT = ("nnodes", "node_rank", "rdzv", "resume", "folder", "time_limit")
+NOT_SENT = ("nnodes", "node_rank", "rdzv", "min_nodes", "resume", "folder", "time_limit")
 """Options of `run` that the cluster or the script decides: not of `submit`, nor in its help."""
 DECIDED = dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "meshwise starts the workers of a node itself")
 DECIDED |= dict.fromkeys(("--output", "-o"), "the output lies in the run's folder")

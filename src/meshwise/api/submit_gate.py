@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshwise.api.machines import find_machine
@@ -18,34 +17,34 @@ from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan_settings import settings_text
 from meshwise.spec.units import bytes_text, plural, seconds_text
 from meshwise.training.run_options import AUTO, RunOptions
+from meshwise.workers.deadline import least_limit
 
 SECONDS = 45.0
 """For the rehearsal of one size."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What is said of a run before it is sent. refused: why it should not be; "" where nothing speaks against it."""
-
-    lines: tuple[str, ...]
-    refused: str = ""
-
-
 def verdict(
-    options: RunOptions, arguments: Sequence[str], site: Site, nodes: tuple[int, int], limit: float | None
-) -> Verdict:
-    """Rehearse the run at the least and the most nodes. limit: seconds of an attempt."""
+    options: RunOptions,
+    arguments: Sequence[str],
+    site: Site,
+    nodes: tuple[int, int],
+    limit: float | None,
+    say: Callable[[str], object],
+) -> str:
+    """Rehearse the run at the least and the most nodes, and say what comes of it, size by size. limit: seconds of an
+    attempt. Returns why it should not be sent, "" where nothing speaks against it. Raises UsageError for what can never
+    run."""
     _check_program(options)
     if not site.machine:
-        where = site.file or "site.toml"
-        return Verdict((f'not rehearsed: {where} names no machine. Write machine = "8xH100" for one node there.',))
-    lines: list[str] = []
+        say(f'not rehearsed: {site.file or "site.toml"} names no machine. Write machine = "8xH100" for one node there.')
+        return ""
     refused = ""
     for count in dict.fromkeys(nodes):
-        told, why = _of_size(options, arguments, site, count, limit)
-        lines += told
+        lines, why = _of_size(options, arguments, site, count, limit, say)
+        for line in lines:
+            say(line)
         refused = refused or why
-    return Verdict(tuple(lines), refused)
+    return refused
 
 
 def _check_program(run: RunOptions) -> None:
@@ -63,7 +62,12 @@ def _check_program(run: RunOptions) -> None:
 
 
 def _of_size(
-    options: RunOptions, arguments: Sequence[str], site: Site, nodes: int, limit: float | None
+    options: RunOptions,
+    arguments: Sequence[str],
+    site: Site,
+    nodes: int,
+    limit: float | None,
+    say: Callable[[str], object],
 ) -> tuple[list[str], str]:
     machine = find_machine(machine_words(site, nodes))
     where = f"{plural(nodes, 'node')} × {len(machine.devices) // nodes} {site.machine.partition('x')[2] or 'devices'}"
@@ -79,10 +83,11 @@ def _of_size(
         devices=str(len(machine.devices)) if options.plan == AUTO else None,
         fits=None if options.plan == AUTO else options.plan_on(len(machine.devices)),
     )
+    say(f"{where}: rehearsing, {SECONDS:.0f} s at the most …")
     try:
         plans = plan_options(asked)
-    except UsageError:
-        raise
+    except UsageError as error:
+        raise type(error)(f"{where}: {error} It can never run so: not sent, with --anyway neither.") from None
     except MeshwiseError as error:
         return [f"{where}: cannot run. {error}"], f"on {where} it cannot run: {error}"
     return _told(plans, plans.found.estimates[0], where, options, limit)
@@ -110,9 +115,21 @@ def _told(plans: Plans, first: Estimate, where: str, options: RunOptions, limit:
     lines = [f"{where}: {settings_text(first.plan)} {memory.verdict}, {low} to {high}{room}; {step}."]
     if (whole := _to_the_end(plans, first, options, limit)) is not None:
         lines.append(whole)
+    if first.seconds is not None and (why := too_short(first.seconds.value, limit)):
+        return lines, f"on {where} {why}"
     if memory.verdict in (FITS, UNKNOWN):
         return lines, ""
     return lines, f"on {where} {settings_text(first.plan)} {memory.verdict}: {low} to {high}{room}"
+
+
+def too_short(step: float, limit: float | None) -> str:
+    """Why no attempt of this limit comes a step further; "" where each does."""
+    if limit is None or (needs := least_limit(step, limit)) <= limit:
+        return ""
+    return (
+        f"a step of {seconds_text(step)} with three saves behind it needs {seconds_text(needs)}, and --time is "
+        f"{seconds_text(limit)}: no attempt would come further"
+    )
 
 
 def _to_the_end(plans: Plans, first: Estimate, options: RunOptions, limit: float | None) -> str | None:

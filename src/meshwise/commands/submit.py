@@ -18,6 +18,7 @@ from meshwise.spec.options import option_name, options_of
 from meshwise.training.run_options import RunOptions
 
 BEFORE = "stands behind the name of the script, which would get it. Write it before the name."
+INSTEAD = "Use more nodes, more time or another plan"
 app = typer.Typer(add_completion=False)
 
 
@@ -51,17 +52,20 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
         return
     submission = api.submit.prepare(cluster, options, context.params, own, sbatch)
     site = submission.job.site
-    found = api.submit_gate.verdict(options, own, site, nodes_of(cluster.nodes), cluster.seconds())
-    for line in found.lines:
-        print(line, file=sys.stderr)
-    if found.refused and not cluster.anyway:
-        raise PlanError(f"not sent: {found.refused}. Use more nodes or another plan, or send it with --anyway.")
-    if found.refused:
-        print(f"sent anyway, although {found.refused}.", file=sys.stderr)
+    sizes, limit = nodes_of(cluster.nodes), cluster.seconds()
+    refused = api.submit_gate.verdict(options, own, site, sizes, limit, _say)
+    if refused and not cluster.anyway:
+        raise PlanError(f"not sent: {refused}. {INSTEAD}, or send it with --anyway.")
+    if refused:
+        _say(f"sent anyway, although {refused}.")
     if cluster.dry_run:
         print(submission.script, end="")
         return
     _say_sent(*api.submit.send(submission))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _parts(context: typer.Context, options: RunOptions) -> tuple[list[str], list[str]]:

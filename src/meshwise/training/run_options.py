@@ -123,6 +123,10 @@ class RunOptions(NodeOptions):
     restarts: Annotated[
         int | None, Option(f"how often it is started again after a fault of a machine; default: {RESTARTS}")
     ] = None
+    min_nodes: Annotated[
+        int | None,
+        Option("end with 85, rather than go on, once fewer machines than this are left", metavar="N", recorded=False),
+    ] = None
     restart_on: Annotated[str | None, Option("exception: also after one of the program's own")] = None
     on_failure: Annotated[
         str | None, Option("a shell command for each failure, with its sentence in the environment", recorded=False)

@@ -69,8 +69,7 @@ def watch(
         if job and now - asked >= ASK:
             asked, told = now, left_of(job)
             end = end if told is None else time.time() + told
-        guess = guess or min(UNKNOWN, SHARE / SAVES * (end - now))
-        leaves = leaves or min(LEAVES, SHARE * (end - now))
+        guess, leaves = guess or _guessed(end - now), leaves or _leaving(end - now)
         limits = [("the time limit", float(environment.get(LIMIT, "inf")), 0.0)]
         limits += [(f"job {job}", end - leaves, guess)] if gate.saves else []  # else to its last second
         for of, at, unknown in limits:
@@ -79,6 +78,20 @@ def watch(
                 _say(left, of, gate, need - gate.longest_step)
                 ask()
                 return
+
+
+def least_limit(step: float, limit: float) -> float:
+    """Seconds that a job with this limit must have for one step of so many seconds, and the stop behind it."""
+    return step + SAVES * _guessed(limit) + _leaving(limit)
+
+
+def _guessed(left: float) -> float:
+    """Seconds of a save before the first was measured."""
+    return min(UNKNOWN, SHARE / SAVES * left)
+
+
+def _leaving(left: float) -> float:
+    return min(LEAVES, SHARE * left)
 
 
 def _say(left: float, of: str, gate: StepGate, saves: float) -> None:
