@@ -195,6 +195,6 @@ def test_a_task_of_an_array_has_a_folder_and_a_name_of_its_own(slurm: dict[str, 
     for name, text in (("state", "RUNNING None"), ("job", "Restarts=0"), ("code", "85")):
         (tmp_path / name).write_text(text)
     task = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
-    subprocess.run(["bash", "-c", batch_script(job_in(tmp_path))], env=slurm | task)
+    subprocess.run(["bash", "-c", batch_script(job_in(tmp_path, nodes="1"))], env=slurm | task)
     assert (tmp_path / "asked").read_text() == "requeue 5_3\n"
     assert f"--folder {tmp_path}/runs/gpt-3 train.py:job" in (tmp_path / "ran").read_text()
