@@ -83,6 +83,14 @@ class Run:
         with (self.out / f"host{node}.txt").open("ab") as log:
             return self.cluster[node].popen(command, variables, stdout=log, stderr=log)
 
+    def gone(self) -> list[int]:
+        """Hosts whose launcher has ended: by itself, as one that a fault of ours ended is started again."""
+        return [node for node, launcher in enumerate(self.launchers) if launcher.poll() is not None]
+
+    def said(self, node: int) -> str:
+        """The last lines that the launchers of a host printed."""
+        return "\n".join((self.out / f"host{node}.txt").read_text().splitlines()[-8:])
+
     @property
     def folder(self) -> Path:
         """The run's folder."""
@@ -202,10 +210,16 @@ FAULTS: dict[str, Callable[[Run, int], bool]] = {
 }
 
 
+def undisturbed_step(run: Run, seconds: float = 20.0) -> float:
+    """Seconds of a step, measured before any fault."""
+    first = run.steps()
+    time.sleep(seconds)
+    return seconds / (run.steps() - first)
+
+
 def soaked(run: Run, minutes: float, every: float, draw: random.Random) -> list[dict[str, Any]]:
     """Let faults happen until the time is over; what happened when."""
     done, until = [], time.monotonic() + 60 * minutes
-    run.start()
     while time.monotonic() < until:
         time.sleep(min(draw.expovariate(1 / every), max(0.0, until - time.monotonic())))
         if all(launcher.poll() is not None for launcher in run.launchers):
@@ -213,6 +227,10 @@ def soaked(run: Run, minutes: float, every: float, draw: random.Random) -> list[
             done.append({"kind": "ended", "codes": codes, "time": time.time()})
             print(f"the run ended with {codes}: started again", flush=True)
             run.start()
+        for node in run.gone():
+            done.append({"kind": "left", "host": node, "code": run.launchers[node].returncode, "time": time.time()})
+            print(f"the launcher of host {node} ended by itself:\n{run.said(node)}", flush=True)
+            run.launchers[node] = run.launched(node)
         kind, node = draw.choice(list(FAULTS)), draw.randrange(len(run.cluster))
         began, attempt, worker = time.time(), len(run.record.get("sessions", [])), run.worker(node)
         if FAULTS[kind](run, node):
@@ -240,7 +258,7 @@ def noticed(faults: list[dict[str, Any]], sessions: list[dict[str, Any]]) -> lis
         ends = session.get("ended") or 0
         if any(f["kind"] in ENDS for f in before) or (session["status"] != "stopped" and ends < fault["time"]):
             continue
-        right = session.get("kind") == ENDS[fault["kind"]] and session.get("rank") == fault["rank"]
+        right = session.get("kind") == ENDS[fault["kind"]] and fault["rank"] in (session.get("rank"), None)
         found.append({**fault, "right": right, "seconds": ends - fault["time"], "seen": session.get("reason")})
     return found
 
@@ -307,7 +325,9 @@ def main() -> None:
         raise SystemExit(reason)
     with tempfile.TemporaryDirectory() as name, hosts(3, RATE) as cluster:
         run = Run(cluster, Path(name) / "soak", given.pause)
-        began = time.monotonic()
+        run.start()
+        alone, began = undisturbed_step(run), time.monotonic()
+        begun = run.steps()
         faults = soaked(run, given.minutes, given.every, random.Random(given.seed))
         codes, wall = run.stop(), time.monotonic() - began
         left, step, sessions = (
@@ -326,7 +346,8 @@ def main() -> None:
         "given": vars(given),
         "wall_seconds": wall,
         "steps": step,
-        "goodput": step * given.pause / wall,
+        "seconds_of_a_step": alone,
+        "goodput": (step - begun) * alone / wall,
         "attempts": len(sessions),
         "steps_lost": sum(session.get("steps_lost", 0) for session in sessions),
         "faults": dict(Counter(fault["kind"] for fault in faults)),
