@@ -95,6 +95,7 @@ BOTH = ("kill:rank=R,step=15", "kill:rank=O,step=15")
 ALL = "kill:rank=A,step=15"
 LINK = "look at the link between them"
 EXCEPTION = ("--restart-on=exception",)
+OLDER = "12 is not used"
 DISK = ("--redundancy=0",)  # with a state in memory no checkpoint is read
 ROWS = (
     *(Row(f"kill in {p}", [f"kill:rank=R,step={15 - 3 * (p == 'checkpoint')},phase={p}"], step=0) for p in PHASES),
@@ -113,8 +114,8 @@ ROWS = (
     Row("nan", ["nan:rank=R,step=15"], "raised", 1, attempts=1, any_rank=True, numbers=False, step=0),
     Row("bitflip", ["bitflip:rank=R,step=14"], "corrupt", options=("--check-every=2",), replicas=3, step=0),
     Row("disk-full", ["disk-full:rank=0,step=11,steps=3"], "", says=" needed. The checkpoints before it", attempts=1),
-    Row("corrupt-checkpoint", ["corrupt-checkpoint:rank=R,step=14", ALL], options=DISK, says="12 is not used", any_rank=True),
-    Row("cut-checkpoint", ["cut-checkpoint:rank=R,step=14", ALL], options=DISK, says="12 is not used", any_rank=True),
+    Row("corrupt-checkpoint", ["corrupt-checkpoint:rank=R,step=14", ALL], options=DISK, says=OLDER, any_rank=True),
+    Row("cut-checkpoint", ["cut-checkpoint:rank=R,step=14", ALL], options=DISK, says=OLDER, any_rank=True),
 )
 
 
