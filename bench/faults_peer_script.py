@@ -17,13 +17,30 @@ from torch.nn.parallel import DistributedDataParallel
 
 OUT, FAULT = Path(os.environ["PEER_OUT"]), os.environ.get("FAULT", "")
 STEPS, AT = 20, 15
+AGAIN = (OUT / "stamp").exists()
+"""Whether this start comes after the fault."""
 
 
-def happen(rank: int, model: nn.Module) -> None:
-    """The fault."""
+def network() -> nn.Sequential:
+    """The model of all peers."""
+    return nn.Sequential(nn.Linear(6, 4096), nn.ReLU(), nn.Dropout(0.2), nn.Linear(4096, 1))
+
+
+def samples() -> torch.Tensor:
+    """Their data set; its target is the sum of a row."""
+    return torch.randn(320, 6, generator=torch.Generator().manual_seed(0))
+
+
+def written(rank: int, step: int, loss: float) -> None:
+    """A line of this rank's record of steps."""
+    with (OUT / f"steps{rank}.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "time": time.time(), "again": AGAIN, "loss": loss}) + "\n")
+
+
+def happen(rank: int, model: nn.Module, newest: Path) -> None:
+    """The fault. newest: the file or folder of the last saved state."""
     if FAULT == "bit of a checkpoint" and rank == 0:
-        newest = sorted(OUT.glob("state/step-*"))[-1]
-        path = max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size)
+        path = max([newest, *newest.rglob("*")], key=lambda file: file.is_file() and file.stat().st_size)
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 0x08
         path.write_bytes(content)
@@ -48,7 +65,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 4096), nn.ReLU(), nn.Dropout(0.2), nn.Linear(4096, 1))
+    model = network()
     wrapped = DistributedDataParallel(model)
     begun = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -62,7 +79,7 @@ def main() -> None:
         for value in entry.values():
             value.zero_()
     torch.manual_seed(100 + rank)
-    first, again = 0, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    first = 0
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), f"random{rank}": torch.get_rng_state()}
     saved = sorted(OUT.glob("state/step-*/.metadata"))
     if saved:
@@ -71,17 +88,16 @@ def main() -> None:
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state[f"random{rank}"])
         first = int(saved[-1].parent.name.partition("-")[2])
-    x = torch.randn(320, 6, generator=torch.Generator().manual_seed(0))
+    x = samples()
     for step in range(first + 1, STEPS + 1):
         rows = torch.randperm(320, generator=torch.Generator().manual_seed(step))[rank * 8 : rank * 8 + 8]
-        if FAULT and step == AT and again == 0:
-            happen(rank, model)
+        if FAULT and step == AT and not AGAIN:
+            happen(rank, model, max(OUT.glob("state/step-*")))
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(wrapped(x[rows]), x[rows].sum(1, keepdim=True))
         loss.backward()
         optimizer.step()
-        with (OUT / f"steps{rank}.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "time": time.time(), "again": again, "loss": loss.item()}) + "\n")
+        written(rank, step, loss.item())
         if step % 4 == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             dcp.save({**state, f"random{rank}": torch.get_rng_state()}, checkpoint_id=OUT / f"state/step-{step:04d}")

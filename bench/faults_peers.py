@@ -1,9 +1,11 @@
-"""The same faults beside torchrun with DDP and torch.distributed.checkpoint: what is noticed, and what is lost.
+"""The same faults beside torchrun with torch.distributed.checkpoint, Lightning and Ray Train: what each one notices,
+and what it loses.
 
-    python bench/faults_peers.py
+    python bench/faults_peers.py [--only kill] [--peers torchrun lightning ray]
+    pip install lightning "ray[train]"
 
-Both sides have two CPU workers, save every fourth step, may start again three times, and meet the fault in step 15.
-The peer is a loop as its documentation has it (bench/faults_peer_script.py), which goes on from the newest checkpoint.
+All have two CPU workers, save every fourth step, may start again three times, and meet the fault in step 15. A peer is
+a loop as its documentation has it (bench/faults_peer_*.py) that goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ import torch
 from faults import CASES, ROWS, job_of, numbers, run, tried
 from keep import keep
 
-SCRIPT = Path(__file__).with_name("faults_peer_script.py")
+HERE = Path(__file__).parent
+ELASTIC = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3")
+PEERS = {
+    "torchrun": (*ELASTIC, str(HERE / "faults_peer_script.py")),
+    "lightning": (*ELASTIC, str(HERE / "faults_peer_lightning.py")),
+    "ray": (str(HERE / "faults_peer_ray.py"),),
+}
 LIMIT = 120.0
 """Seconds after which a run that does not go on is ended."""
 PEER = ("kill", "exit", "stop", "nan", "bit of a parameter", "bit of a checkpoint")
@@ -37,14 +45,13 @@ OURS = {
 """Rows of bench/faults.py."""
 
 
-def peer(fault: str, undisturbed: dict[str, Any] | None) -> dict[str, Any]:
+def peer(name: str, fault: str, undisturbed: dict[str, Any] | None) -> dict[str, Any]:
     """The peer's run with a fault: what it did, beside the one that was never disturbed."""
-    with tempfile.TemporaryDirectory() as name:
-        out = Path(name)
-        command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3", str(SCRIPT)]
-        facts = {"PEER_OUT": name, "FAULT": fault, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        facts = {"PEER_OUT": folder, "FAULT": fault, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with subprocess.Popen(
-            [sys.executable, "-m", *command], env=os.environ | facts, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [sys.executable, *PEERS[name]], env=os.environ | facts, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         ) as process:
             try:
                 process.communicate(timeout=LIMIT)
@@ -62,8 +69,8 @@ def peer(fault: str, undisturbed: dict[str, Any] | None) -> dict[str, Any]:
     if undisturbed is None or stamp is None:
         return row
     theirs = undisturbed["state"]
-    same = state is not None and all(torch.equal(state[key], theirs[key]) for key in theirs)
-    row |= {"same_numbers": same, "went_on": bool(after), "seconds": ended - stamp}
+    apart = None if state is None else max(float((state[key] - theirs[key]).abs().max()) for key in theirs)
+    row |= {"same_numbers": apart == 0, "parameters_apart": apart, "went_on": bool(after), "seconds": ended - stamp}
     if after:
         row |= {"seconds_to_step": after[0]["time"] - stamp, "steps_again": 15 - after[0]["step"]}
     return row
@@ -91,17 +98,21 @@ def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     given = parser.parse_args()
-    undisturbed, rows = peer("", None), {}
-    assert undisturbed["exit_code"] == 0
+    peers, rows = {name: peer(name, "", None) for name in given.peers}, {}
+    for name, undisturbed in peers.items():
+        assert undisturbed["exit_code"] == 0, f"{name} does not run: pip install lightning 'ray[train]'"
     for fault in [fault for fault in PEER if given.only in fault]:
-        theirs, own = peer(fault, undisturbed), ours(fault)
-        theirs.pop("state")
-        rows[fault] = {"torchrun": theirs, "meshwise": own}
-        print(f"{fault:20} torchrun {theirs}", flush=True)
-        facts = {key: own[key] for key in ("held", "seconds_to_detect", "seconds_to_step", "steps_lost")}
-        print(f"{'':20} meshwise {facts}", flush=True)
-    keep("faults_peers", {"limit_seconds": LIMIT, "rows": rows})
+        rows[fault] = {name: peer(name, fault, undisturbed) for name, undisturbed in peers.items()}
+        own = ours(fault)
+        rows[fault]["meshwise"] = {
+            key: own[key] for key in ("held", "seconds_to_detect", "seconds_to_step", "steps_lost")
+        }
+        for name, row in rows[fault].items():
+            row.pop("state", None)
+            print(f"{fault:20} {name:10} {row}", flush=True)
+        keep("faults_peers", {"limit_seconds": LIMIT, "rows": rows})
 
 
 if __name__ == "__main__":
