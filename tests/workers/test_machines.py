@@ -95,6 +95,35 @@ def test_where_the_leader_is_lost_the_next_one_leads(three: list[Machines]) -> N
     assert nodes.lost() is None and three[1].nodes.lost() is None
 
 
+def test_each_machine_may_be_lost_and_come_back_in_turn(three: list[Machines], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CALL_EVERY", 0.1)
+    address = three[0]._rdzv
+    assert address is not None
+    number = 1
+    with ThreadPoolExecutor(4) as pool:
+        for lost, leads in ((0, 1), (1, 2), (2, 0), (0, 1)):
+            end(three[lost])
+            third = 3 - lost - leads
+            follows = pool.submit(following, three[third])
+            assert following(three[leads]) is three[leads].nodes and three[leads].leads
+            members = list(three[leads].reports(look))
+            assert sorted(member.node for member in members) == sorted((leads, third))
+            three[leads].announce(number := number + 1, members, {})
+            assert isinstance(follows.result(timeout=30), Nodes)
+            again = joined(address, lost, 3, 2)
+            joins, three[lost] = pool.submit(again.meet), again
+            while not (joiners := three[leads].joiners()):
+                time.sleep(0.01)
+            assert [member.name for member in joiners] == [again.me.name]
+            follows = pool.submit(following, three[third])
+            three[leads].report({"size": 2})
+            listener = three[leads].nodes.listener
+            assert listener is not None
+            listener.close()  # as a launch does
+            three[leads].announce(number := number + 1, [*three[leads].reports(look), *joiners], {})
+            assert {follows.result(timeout=30).size, joins.result(timeout=30).size} == {6}
+
+
 def test_a_machine_that_reaches_no_other_leads_alone(three: list[Machines]) -> None:
     for one in three[:2]:
         end(one)

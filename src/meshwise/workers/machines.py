@@ -1,8 +1,9 @@
 """The machines of a run, from one attempt to the next: who is there, and who leads.
 
 Their launchers meet in the store of the first of them, which leads: it announces each attempt and who takes part.
-Each keeps a store and has told where; where the leader is lost, the others meet at the lowest that is left. Whether
-those may go on is not decided here: two halves of a split network may both come so far.
+Each keeps a store and has told where; where the leader is lost, the others meet at the next one that is left, in turn.
+A machine that is started again asks machine 0, which has been told who leads. Whether those that are left may go on is
+not decided here: two halves of a split network may both come so far.
 Tested in tests/workers/test_machines.py.
 """
 
@@ -81,7 +82,7 @@ class Machines:
             if ends := self._meeting.try_get("ends"):
                 told = json.loads(ends)
                 raise WorkerFailed("the run has ended without this machine.", exit_code=told["code"])
-            if self.leads and (told := self._meeting.try_get("moved")):
+            if self._meeting.try_get("begins") is None and (told := self._meeting.try_get("moved")):
                 self._follow(dict(json.loads(told)), dict(asked or {}), say)
             waits = self._meeting.try_get("begins") is None
             if self._meeting.error is not None or (waits and time.monotonic() > until):
@@ -104,9 +105,14 @@ class Machines:
         return self._begin(begins)
 
     def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """The run is under way at the store of another machine, which has called."""
+        """The run is under way at the store of another machine, which has called machine 0."""
+        if moved["node"] == self.me.node:  # as it was before it was lost
+            return
+        try:
+            link = Link((moved["host"], moved["port"]), REACH_TIMEOUT)
+        except OSError:  # it is lost too: the one that leads now will call
+            return
         self._meeting.close()
-        link = Link((moved["host"], moved["port"]), REACH_TIMEOUT)
         self._leader, self._meeting = int(moved["node"]), Meeting(lambda: link, self.me.name)
         while not self._meeting.heard and self._meeting.error is None:
             time.sleep(0.01)
@@ -231,8 +237,8 @@ class Machines:
         """To the store of the next machine that is reached, or to this one's own."""
         self._meeting.close()
         self._gone |= {m.name for m in self.nodes.members if m.node == self._leader}
-        later = sorted((m for m in self.nodes.members if m.node > self._leader), key=lambda m: m.node)
-        for member in later:
+        others = (m for m in self.nodes.members if m.node != self._leader)
+        for member in sorted(others, key=lambda m: (m.node < self._leader, m.node)):
             if member.node == self.me.node:
                 break
             try:
