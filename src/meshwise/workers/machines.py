@@ -144,10 +144,11 @@ class Machines:
         """Where another machine than 0 leads: tell machine 0, once it is there again, where the run is."""
         moved = {"node": self.me.node, "host": self.me.host, "port": self.me.port}
         while self.leads and self._rdzv is not None and not self._meeting.is_over:
-            with contextlib.suppress(OSError, ValueError):
-                link = Link(self._rdzv, REACH_TIMEOUT)
+            with (
+                contextlib.suppress(OSError, ValueError),
+                contextlib.closing(Link(self._rdzv, REACH_TIMEOUT)) as link,
+            ):
                 link.exchange(self.me.name, {"moved": json.dumps(moved)}, 0)
-                link.close()
             time.sleep(CALL_EVERY)
 
     # Between two attempts.
