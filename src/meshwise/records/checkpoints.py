@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from meshwise.records.claims import claims_of
+from meshwise.records.claims import CLAIMS, claims_of
 from meshwise.spec.errors import CheckpointError
 
 FORMAT, CHECKPOINTS, MANIFEST, PART = 2, "checkpoint", "manifest.json", ".part"
@@ -95,15 +95,19 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     """The checkpoints of a run, the oldest first. They were whole when they got their names. Of earlier attempts those
     count that were there when the next one was claimed: what a machine saves that was cut off is not read."""
     found = []
-    counts = {
-        number: facts["checkpoints"] for number, facts in claims_of(folder.parent).items() if "checkpoints" in facts
-    }
+    claims = claims_of(claims_folder(folder))
+    counts = {number: facts["checkpoints"] for number, facts in claims.items() if "checkpoints" in facts}
     for path in folder.iterdir() if folder.is_dir() else ():
         named = _NAME.fullmatch(path.name)
         late = named and any(path.name not in names for n, names in counts.items() if int(named[2]) < n)
         if named and path.is_dir() and not late:
             found.append(Checkpoint(int(named[2]), int(named[1]), path))
     return sorted(found)
+
+
+def claims_folder(folder: Path) -> Path:
+    """Where the claims lie that a folder of checkpoints follows: there (`mw.checkpoint`), or in that of its run."""
+    return folder if (folder / CLAIMS).is_dir() else folder.parent
 
 
 def run_and_checkpoint(path: Path) -> tuple[Path, str | None]:
@@ -221,28 +225,36 @@ def verified(saved: Checkpoint) -> str:
     return next(filter(None, (wrong_with(saved.path, file) for file in files)), "")
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what writers that were killed have left unfinished."""
+def remove_leftovers(folder: Path, attempt: int) -> None:
+    """Remove what writers that were killed have left unfinished: those up to this attempt."""
     for path in folder.glob(f"step-*{PART}"):
-        shutil.rmtree(path, ignore_errors=True)
+        named = _NAME.match(path.name)
+        if named and int(named[2]) <= attempt:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def commit(part: Path, manifest: Manifest) -> Path:
-    """Make the checkpoint whole whose files lie in the folder `part`: it is there from now on. Returns its folder."""
+def commit(part: Path, manifest: Manifest, room: Path | None = None) -> Path:
+    """Make the checkpoint whole whose files lie in the folder `part`: it is there from now on. Returns its folder.
+    room: as `prune` has it."""
     write_manifest(part, manifest)
     sync_folder(part)
     whole = part.with_name(part.name.removesuffix(PART))
-    if whole.exists():  # of the same step and attempt: what is there is the same state
-        shutil.rmtree(whole)
+    old = (room or part.parent) / f"{whole.name}.old{PART}"
+    if whole.exists():  # of the same step and attempt, a moment before
+        whole.rename(old)
     part.rename(whole)
     sync_folder(whole.parent)
+    shutil.rmtree(old, ignore_errors=True)
     return whole
 
 
-def prune(folder: Path, *, keep: int, limit: int | None, abandoned: Iterable[Path] = ()) -> list[Path]:
+def prune(
+    folder: Path, *, keep: int, limit: int | None, abandoned: Iterable[Path] = (), room: Path | None = None
+) -> list[Path]:
     """Remove checkpoints until at most `keep` are left, and at most `limit` bytes; never the newest.
 
-    First those that the run has left behind (`abandoned`: it went on from an earlier one), then the oldest.
+    First those that the run has left behind (`abandoned`: it went on from an earlier one), then the oldest. room: that
+    of the attempt (records/claims.py), which is gone, so that nothing is removed, once a later one is claimed.
     """
     found, left = [saved.path for saved in checkpoints_in(folder)], set(abandoned)
     queue = sorted(found[:-1], key=lambda path: path not in left)
@@ -251,7 +263,7 @@ def prune(folder: Path, *, keep: int, limit: int | None, abandoned: Iterable[Pat
     while queue and (len(queue) + 1 > keep or (limit is not None and sum(sizes.values()) > limit)):
         path = queue.pop(0)
         sizes.pop(path, 0)
-        gone = path.with_name(path.name + PART)  # half removed it is no checkpoint any more
+        gone = (room or folder) / (path.name + PART)  # half removed it is no checkpoint any more
         with contextlib.suppress(OSError):
             path.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)

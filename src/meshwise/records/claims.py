@@ -2,10 +2,13 @@
 
 attempts/2.json        claims attempt 2: made once, by the machine whose launcher begins it, before anything else
 attempts/2.run.json    the run's record since then; run.json is the same, for people and other programs
+attempts/2/            where attempt 2 prepares what is to get a name in the folder, and puts what it removes
 
 Two halves of a network that was cut may both want to go on: the file system lets one of them make the claim. What a
-machine writes that was cut off and comes back later is of an earlier attempt: it is not read.
-Tested in tests/records/test_claims.py.
+machine writes that was cut off and comes back later is of an earlier attempt: it is not read. A process may stand still
+at any point, also between a look at the claims and what it does then. So a claim takes the rooms of earlier attempts
+away: a file that was prepared there gets no name any more, and nothing can be removed into it.
+Tested in tests/records/test_claims.py and by bench/frozen_ranks.py.
 """
 
 from __future__ import annotations
@@ -14,9 +17,12 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from meshwise.records.files import atomic_file
 
 CLAIMS = "attempts"
 _CLAIM, _RECORD = re.compile(r"(\d{1,9})\.json"), re.compile(r"(\d{1,9})\.run\.json")
@@ -25,9 +31,9 @@ _CLAIM, _RECORD = re.compile(r"(\d{1,9})\.json"), re.compile(r"(\d{1,9})\.run\.j
 def claim(folder: Path, number: int, facts: Mapping[str, Any]) -> bool:
     """Claim attempt `number` of the run in `folder`. False where it, or a later one, is claimed already."""
     claims = folder / CLAIMS
-    claims.mkdir(exist_ok=True)
     if newest(folder) >= number:
         return False
+    (claims / str(number)).mkdir(parents=True, exist_ok=True)
     try:
         file = os.open(claims / f"{number}.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -36,6 +42,32 @@ def claim(folder: Path, number: int, facts: Mapping[str, Any]) -> bool:
         json.dump(dict(facts), opened)
         opened.flush()
         os.fsync(opened.fileno())
+    for room in [path for path in claims.iterdir() if path.name.isdecimal() and int(path.name) < number]:
+        with contextlib.suppress(OSError):
+            gone = room.rename(room.with_name(f"{room.name}.over"))
+            shutil.rmtree(gone, ignore_errors=True)
+    return True
+
+
+def room_of(folder: Path, number: int) -> Path | None:
+    """Where attempt `number` of the run prepares files; None without claims, and once a later attempt is claimed."""
+    room = folder / CLAIMS / str(number)
+    return room if room.is_dir() else None
+
+
+def write_of(folder: Path, number: int, path: Path, write: Callable[[BinaryIO], object]) -> bool:
+    """Write to `path` what `write(file)` writes, whole, as attempt `number` of the run in `folder`. False, and nothing
+    has changed, once a later attempt is claimed."""
+    room = room_of(folder, number)
+    if room is None and is_over(folder, number):
+        return False
+    try:
+        with atomic_file(path, room) as file:
+            write(file)
+    except FileNotFoundError:
+        if not is_over(folder, number):
+            raise
+        return False
     return True
 
 

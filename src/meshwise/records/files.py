@@ -16,10 +16,12 @@ Record = dict[str, Any]
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that appears at `path` when the with-body succeeds, and leaves nothing behind when it does not."""
+def atomic_file(path: Path, room: Path | None = None) -> Iterator[BinaryIO]:
+    """A binary file that appears at `path` when the with-body succeeds, and leaves nothing behind when it does not.
+
+    room: a folder of the same disk in which it is written first; FileNotFoundError where that is gone by the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    beside = (room or path.parent) / f".{path.name}.{os.getpid()}.part"
     try:
         with beside.open("wb") as file:
             yield file

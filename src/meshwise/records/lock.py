@@ -1,7 +1,7 @@
 """Who works in a run folder: one launcher at a time holds it, and the system lets go of it when that process is gone.
 
 So a run that was killed with all its processes is seen to be over by whoever reads its folder, and nobody resumes a run
-that is still going on.
+that is still going on. A folder of states (`mw.checkpoint`) is held in the same way, by rank 0 of one program.
 """
 
 from __future__ import annotations
@@ -12,47 +12,58 @@ import os
 import socket
 import sys
 import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from meshwise.spec.errors import UsageError
 
 if sys.platform != "win32":  # there nobody holds anything
     import fcntl
 
-LOCK, TRIES = "run.lock", 5
+LOCK, STATE_LOCK, TRIES = "run.lock", "state.lock", 5
+REFUSALS = {
+    LOCK: "this run is still going on, {by}. Stop it first, or wait for its end.",
+    STATE_LOCK: "another program saves its state there, {by}. Give mw.checkpoint a folder of this program's own, or "
+    "wait for the other's end.",
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Whose work a folder is held for. job: what is started again and again under this name (a run folder, a job of a
+    scheduler); empty where that is not known. attempt: which start of it, from 1."""
+
+    job: str = ""
+    attempt: int = 0
 
 
 class FolderLock:
-    """Holds a run folder until it is closed. Raises UsageError where somebody else does.
+    """Holds a folder until it is closed. Raises UsageError where somebody else does, with who that is.
 
-    claimed: another machine may hold it that was cut off: who has claimed the newest attempt takes it from there.
+    work: that of an earlier attempt of the same job, which may stand still or be cut off, has to let go. claimed:
+    another machine may hold it that was cut off: who has claimed the newest attempt takes it from there.
     """
 
-    def __init__(self, folder: Path, *, claimed: bool = False) -> None:
+    def __init__(self, folder: Path, name: str = LOCK, *, work: Work | None = None, claimed: bool = False) -> None:
         self._file: IO[str] | None = None
         if sys.platform == "win32":
             return
+        work = work or Work()
         if claimed:
-            (folder / LOCK).unlink(missing_ok=True)
-        file = (folder / LOCK).open("a+", encoding="utf-8")
-        try:
-            _take(file)
-        except BlockingIOError:
-            file.seek(0)
-            by = _told(file.read())
-            file.close()
-            raise UsageError(
-                f"{folder}: this run is still going on, {by}. Stop it first, or wait for its end."
-            ) from None
-        except OSError:  # a file system without locks
-            file.close()
+            (folder / name).unlink(missing_ok=True)
+        file = _opened(folder, name, work)
+        if file is None:
             return
         file.truncate(0)
-        json.dump({"host": socket.gethostname(), "process": os.getpid(), "since": time.time()}, file)
+        facts = {"host": socket.gethostname(), "process": os.getpid(), "since": time.time(), **asdict(work)}
+        json.dump(facts, file)
         file.flush()
         self._file = file
+        _held.add(self)
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -62,6 +73,38 @@ class FolderLock:
 
     def __del__(self) -> None:
         self.close()
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A child that was forked, such as a loader's worker, holds nothing: it may outlive this process."""
+    for lock in list(_held):
+        lock.close()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def _opened(folder: Path, name: str, work: Work) -> IO[str] | None:
+    """The file, which this process holds now; None on a file system without locks."""
+    file = (folder / name).open("a+", encoding="utf-8")
+    try:
+        _take(file)
+    except BlockingIOError:
+        file.seek(0)
+        text = file.read()
+        file.close()
+        if not _is_earlier(text, work):
+            raise UsageError(f"{folder}: {REFUSALS[name].format(by=_told(text))}") from None
+        (folder / name).unlink(missing_ok=True)  # who holds it holds a file without a name from now on
+        return _opened(folder, name, work)
+    except OSError:
+        file.close()
+        return None
+    return file
 
 
 def _take(file: IO[str]) -> None:
@@ -97,5 +140,14 @@ def _told(text: str) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
         facts = json.loads(text)
         since = datetime.fromtimestamp(float(facts["since"])).astimezone()
-        return f"in process {int(facts['process'])} on {facts['host']!s:.80} since {since:%Y-%m-%d %H:%M:%S}"
+        of = f" (run {facts['job']!s:.200})" if facts.get("job") else ""
+        return f"in process {int(facts['process'])} on {facts['host']!s:.80} since {since:%Y-%m-%d %H:%M:%S}{of}"
     return "in another process"
+
+
+def _is_earlier(text: str, work: Work) -> bool:
+    """Whether a folder is held for an earlier attempt of the same job."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        facts: Mapping[str, Any] = json.loads(text)
+        return bool(work.job) and facts["job"] == work.job and int(facts["attempt"]) < work.attempt
+    return False

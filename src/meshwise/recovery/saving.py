@@ -20,7 +20,7 @@ from torch import Tensor
 from meshwise.records import checkpoints as files
 from meshwise.records.boxes import volume
 from meshwise.records.checkpoints import Checkpoint
-from meshwise.records.claims import is_over
+from meshwise.records.claims import newest, room_of
 from meshwise.records.merging import merged
 from meshwise.recovery.collect import collected
 from meshwise.recovery.layout import Held, Part, deal, held, plainly_held, view_of, within
@@ -52,11 +52,12 @@ class Saver:
         *,
         saves: Saves = DEFAULT,
         resumed: Checkpoint | None = None,
+        number: int | None = None,
     ) -> None:
-        """say: takes a line for the user. saves: how many are kept. resumed: the one
-        that the run goes on from."""
+        """say: takes a line for the user. saves: how many are kept. resumed: the one that the run goes on from. number:
+        that was claimed in the folder itself for what is saved."""
         self._folder, self._world, self._say = folder, world, say
-        self._saves, self._resumed = saves, resumed
+        self._saves, self._resumed, self._claimed = saves, resumed, number
         self._gate, self._asked = rank_context().gate, 0.0
         self._gate.saves = True
         self._begun: tuple[str, int, bool] | None = None
@@ -110,13 +111,24 @@ class Saver:
             if self._world.rank == 0:
                 with contextlib.suppress(OSError):  # what cannot be written is said where it is written
                     self._folder.mkdir(parents=True, exist_ok=True)
-                    files.remove_leftovers(self._folder)
-            number = max([attempt(), *(c.attempt + 1 for c in self._known())])
+                    files.remove_leftovers(self._folder, self._numbered())
+            number = self._numbered()
             key, number = collectives.broadcast_object((key, number), collectives.everyone())
             self._begun = key, number, seen_by_all(self._folder, self._world, key)
             if not self._begun[2]:
                 self._tell(f"not every machine sees {self._folder}: rank 0 gathers and writes the whole state.")
         return self._begun
+
+    def _numbered(self) -> int:
+        """The attempt in the names of what is saved. Of a claimed one what is there does not count: a later attempt may
+        have saved it."""
+        if self._claimed is not None:
+            return self._claimed
+        claimed = newest(files.claims_folder(self._folder)) > 0
+        return attempt() if claimed else max([attempt(), *(c.attempt + 1 for c in self._known())])
+
+    def _room(self, number: int) -> Path | None:
+        return room_of(files.claims_folder(self._folder), number)
 
     def _known(self) -> list[Checkpoint]:
         try:
@@ -165,6 +177,7 @@ class Saver:
             facts,
             values,
             self._board,
+            room=self._room(facts["attempt"]),
         )
         self._thread = threading.Thread(target=self._written, args=(self._writing,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -179,9 +192,9 @@ class Saver:
                 f"step {writing.facts['step']} could not be saved: {writing.said}. The checkpoints before it are "
                 "unharmed; the next save is tried as ever."
             )
-        elif writing.rank == 0 and not is_over(self._folder.parent, attempt()):
+        elif writing.rank == 0 and (writing.room is not None or not newest(files.claims_folder(self._folder))):
             left = files.abandoned_by([c for c in self._known() if c.attempt < writing.facts["attempt"]], self._resumed)
-            files.prune(self._folder, keep=self._saves.keep, limit=self._saves.limit, abandoned=left)
+            files.prune(self._folder, keep=self._saves.keep, limit=self._saves.limit, abandoned=left, room=writing.room)
 
     def _settle(self, patience: float | None) -> None:
         """Wait for the save that is being written, until so many seconds from its beginning; None: until it is done."""

@@ -93,6 +93,8 @@ class Writing:
     began: float = field(default_factory=time.monotonic)
     closing: threading.Event = field(default_factory=threading.Event)
     said: str = ""
+    room: Path | None = None
+    """That of the attempt, where it has claimed one."""
 
     @property
     def bytes(self) -> int:
@@ -128,7 +130,8 @@ class Writing:
         wrong = next((f"rank {rank}: {told}" for rank, told in enumerate(ranks) if isinstance(told, str)), "")
         if not wrong:
             try:
-                files.commit(self.folder, self._manifest([StoredFile(**each) for told in ranks for each in told]))
+                written = [StoredFile(**each) for told in ranks for each in told]
+                files.commit(self.folder, self._manifest(written), self.room)
             except OSError as error:
                 wrong = why_not(error, self.folder.parent, self.bytes)
         if wrong:

@@ -1,8 +1,8 @@
 """`mw.checkpoint`: the state of a loop of one's own, saved while it runs and restored where it starts.
 
 A step is over when the next batch is asked for and `optimizer.step` was called since the last one: there the state is
-saved, with the place in the loader's epoch, the random generators and the count of steps. After an epoch's last step it
-is saved as the next epoch begins: what the program does in between (a validation, a scheduler) belongs to the epoch.
+saved, with the place in the loader's epoch, the random generators and the count of steps. After an epoch's last step
+that waits for the next epoch: a validation or a scheduler in between belongs to the epoch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed import is_initialized
 from torch.optim import Optimizer
 
 from meshwise.compat.fake import rehearsing
+from meshwise.records.checkpoints import Checkpoint
 from meshwise.recovery.clock import SaveClock
 from meshwise.recovery.collect import held_of, state_of
 from meshwise.recovery.loading import has_checkpoint, load
@@ -32,7 +33,9 @@ from meshwise.training import faults
 from meshwise.training.distribute import DistributedLoader
 from meshwise.training.engine import Engine
 from meshwise.training.generators import GLOBAL
+from meshwise.training.resume_changes import honour_loop, loop_made_with
 from meshwise.training.session import default_engine, tell
+from meshwise.training.state_folder import HeldFolder, hold
 from meshwise.workers.environment import SAVES
 from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
@@ -67,7 +70,7 @@ def checkpoint(
     `mw.distribute` returned it. extra: a dict, which is written into again when restored, of plain values, tensors and
     things with a state_dict (a GradScaler, an average of the weights), or one such thing. every: 500 steps, or "10min";
     by default after each epoch of the loader. `meshwise run --save-every` goes before it, and `--keep` before keep. A
-    run that is stopped saves too. Raises CheckpointError for a state of another model, and where none is whole.
+    run that is stopped saves too. CheckpointError: of another model, or none is whole. UsageError: another saves there.
     """
     came_to("mw.checkpoint")
     engine = default_engine()
@@ -108,20 +111,34 @@ class LoopState:
         self._clean: bool | None = None  # whether a step has just ended; None before the first batch
         self._last = 0
         self._due = self._between = False  # whether a save waits for its time, and the program stands between epochs
+        self._held: HeldFolder | None = None
+        self._made_with = loop_made_with(loader, things["optimizer"])
         self._drawn: tuple[Any, ...] | None = None  # the generators after the last step: the next batch may be drawn
 
     def begin(self) -> None:
         """Restore, and take part in the loop. Collective."""
         world = rank_context().world
-        found = load(self._folder, world, tell, again="Use another folder") if has_checkpoint(self._folder) else None
-        if found is not None:
-            self._restore(found.tree)
-        resumed = None if found is None else found.saved
+        held = self._held = hold(self._folder)
+        try:
+            resumed = self._find(held)
+        except BaseException:
+            held.close()
+            raise
         faults.saves_into(self._folder)
-        self._saver = Saver(self._folder, world, tell, saves=self._saves, resumed=resumed)
+        self._saver = Saver(self._folder, world, tell, saves=self._saves, resumed=resumed, number=held.number)
         self._engine.saves_loop(self)
         if (channel := rank_context().channel) is not None:
             channel.send("restores", folder=str(self._folder.resolve()))
+
+    def _find(self, held: HeldFolder) -> Checkpoint | None:
+        """Restore the newest state, if there is any: which one."""
+        if not has_checkpoint(self._folder):
+            return None
+        world = rank_context().world
+        found = load(self._folder, world, tell, again="Use another folder")
+        held.tell_origin(found.saved, self._engine.notify)
+        self._restore(found.tree)
+        return found.saved
 
     def step_done(self) -> None:
         """A step is over: for a loop without a loader of `mw.distribute`, at the end of each. Collective when it
@@ -202,14 +219,20 @@ class LoopState:
             return
         if sys.exc_info()[0] is not None or hasattr(sys, "last_type"):  # it failed: nobody waits for long
             self._saver.close()
-            self._saver = None
+            self._let_go()
             return
         if self._due and self._between and self._clean:
             self._save_at_end()
-        saver, self._saver = self._saver, None
+        saver = self._saver
         saver.settle()
+        self._let_go()
         if saver.wrong:
             raise SaveError(f"the last state, of step {self.step}, could not be saved: {saver.wrong}.")
+
+    def _let_go(self) -> None:
+        self._saver = None
+        if self._held is not None:
+            self._held.close()
 
     def _save_at_end(self) -> None:
         if rank_context().world.size == 1 or is_initialized():
@@ -240,6 +263,7 @@ class LoopState:
             "extra": _state_of(self._extra),
             "random": {rank_context().world.rank: self._drawn or self._random()},
             "step": self.step,
+            "made_with": self._made_with,
         }
 
     def _random(self) -> tuple[Any, ...]:
@@ -273,6 +297,10 @@ class LoopState:
         if self._loader is not None and rest["loader"] is not None:
             self._loader.load_state_dict(rest["loader"])
             self.epoch = self._loader.place[0]
+        if (before := tree.get("made_with")) is not None:
+            scheduled, index = bool(schedulers), 0 if self._loader is None else self._loader.place[1]
+            given = optimizers, read_whole(before), self._made_with, self._engine.notify
+            honour_loop(*given, index=index, scheduled=scheduled)
         states = rest["random"].get(rank_context().world.rank, next(iter(rest["random"].values())))
         with self._engine.generator.drawing():
             for handle, state in zip(GLOBAL, states, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshwise.records.lock import Work
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import plural
 
@@ -52,6 +53,10 @@ class Place:
     def record(self) -> dict[str, object]:
         """What an attempt of a run keeps of it; nothing without a job."""
         return {"launcher": self.launcher, "scheduler_job": self.job, "start": self.attempt} if self.job else {}
+
+    def work(self) -> Work:
+        """Whose work a folder is held for: the job's; nobody's that is known without one."""
+        return Work(f"{self.launcher} job {self.job}", self.attempt) if self.job else Work()
 
     def told(self, devices: int, nodes: int | None = None) -> str:
         """`Slurm job 4711, 2 nodes × 4 devices, attempt 2`; empty without a launcher. devices: of all nodes."""
