@@ -53,7 +53,12 @@ class Failure:
     @property
     def of_machine(self) -> bool:
         """Whether the program is not to blame, so that it may be started again."""
-        return self.kind in ("killed", "left", "hung", "lost", "corrupt", "spoiled", "link")
+        return self.kind in ("killed", "left", "hung", "lost", "link") or self.has_spoiled
+
+    @property
+    def has_spoiled(self) -> bool:
+        """Whether values of the state are wrong, so that what lies in memory is not gone on with."""
+        return self.kind in ("corrupt", "spoiled")
 
 
 def is_gloo_abort(line: str) -> bool:

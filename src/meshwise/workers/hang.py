@@ -34,12 +34,13 @@ _OF_A_STEP = ("data", "forward", "backward", "optimizer")
 @dataclass(frozen=True)
 class Hang:
     """What is said of one. rank: the one that does not go on, in this step; None before the first. over: its limit is
-    reached, and the run ends."""
+    reached, and the run ends. stalls: False of one that goes on again."""
 
     rank: int
     text: str
     step: int | None = None
     over: bool = False
+    stalls: bool = True
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class HangWatch:
                 self._longest[phase] = max(self._longest[phase], seconds)
             if rank in self._said:
                 self._said.remove(rank)
-                went_on = Hang(rank, f"rank {rank} goes on after {seconds:.1f} s.")
+                went_on = Hang(rank, f"rank {rank} goes on after {seconds:.1f} s.", stalls=False)
         return went_on
 
     def _explain(self, stall: Stall, beats: Mapping[int, Beat], pids: Mapping[int, int | None], seconds: float) -> str:

@@ -42,6 +42,7 @@ from meshwise.workers.listeners import Listeners
 from meshwise.workers.logged_values import LoggedValues
 from meshwise.workers.meeting import SILENCE
 from meshwise.workers.nodes import Nodes
+from meshwise.workers.on_device import ASKED
 from meshwise.workers.parting import PartingWatch, last_verbs, parted
 from meshwise.workers.rescue import RESCUES, Rescue
 from meshwise.workers.watched import State, WatchedWorker, shown
@@ -208,6 +209,8 @@ class _Launcher:
         elif hang:
             self.listeners.message(hang.rank, {"kind": "note", "text": hang.text})
             self._far.say(hang.text)
+            for rank in pids if hang.stalls else ():
+                self._channel.send(rank, ASKED)  # on an accelerator it answers
         for text in self._far.news():
             self.listeners.message(self.first_rank, {"kind": "note", "text": text})
         if self._hung and self._rescue.is_over(self._hung, self._in(State.RUNNING)):

@@ -35,7 +35,7 @@ class Rescue:
     def is_over(self, failure: Failure, running: Sequence[int]) -> bool:
         """Whether nobody writes any more. running: the ranks that are left; they are asked once, where the failure has
         not spoiled the state."""
-        wanted = (failure.of_machine and failure.kind != "corrupt") or bool(failure.smaller)
+        wanted = (failure.of_machine and not failure.has_spoiled) or bool(failure.smaller)
         if not (self._possible and wanted):
             return True
         now = time.monotonic()

@@ -20,7 +20,7 @@ import cloudpickle
 import torch
 
 from meshwise.spec.errors import UsageError
-from meshwise.workers import failure, heartbeat, join, stopping, verb_log
+from meshwise.workers import failure, heartbeat, join, on_device, stopping, verb_log
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.environment import CORES, RUN_FOLDER, result_path
 from meshwise.workers.failure import Failure
@@ -49,6 +49,8 @@ def main() -> int:
     heartbeat.begin(task.parent, rank, overlaps=session.world.kind != "cpu")
     if session.world.size > 1:
         watch_files(session.channel)
+    if session.world.kind != "cpu":
+        on_device.answer(session.channel, rank)
     code = run_task(task, rank, session.channel)
     sys.stdout.flush()
     join.leave()

@@ -1,0 +1,72 @@
+"""What torch's flight recorder knows of a rank's collectives: enqueued, begun on the device, completed.
+
+On a GPU a rank runs ahead of its device, so that what it has come to says little of what the device waits for. NCCL's
+watchdog follows each collective by CUDA events, and the recorder keeps how far each group has come. Its getters are
+private: `_dump_fr_trace_json` (torch 2.11 and later), before that `_dump_nccl_trace_json` of builds with NCCL. The
+buffer is on by default; TORCH_FR_BUFFER_SIZE=0 (formerly TORCH_NCCL_TRACE_BUFFER_SIZE) turns it off. Whether a
+collective has begun is known with TORCH_NCCL_ENABLE_TIMING=1 alone.
+Read in torch 2.13: `distributed/flight_recorder`, and the dump of a gloo group, which has no states.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch._C import _distributed_c10d
+
+GETTERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+
+
+@dataclass(frozen=True)
+class GroupProgress:
+    """How far this rank has come in a group: numbers of its newest collectives, counted from 1. begun: None where that
+    is not known. name: of the first that is not completed, `all_reduce`; "" where none is left or it is not known."""
+
+    group: str
+    enqueued: int
+    begun: int | None
+    completed: int
+    name: str = ""
+
+    def __str__(self) -> str:
+        where = f"{self.name or 'collective'} {self.completed + 1} of group {self.group}"
+        if self.enqueued <= self.completed:
+            return f"all {self.completed} collectives of group {self.group} are completed"
+        if self.begun is None:
+            return f"{where} is enqueued and not completed"
+        return (
+            f"{where} has {'begun and is not completed' if self.begun > self.completed else 'not begun on the device'}"
+        )
+
+
+def progress() -> list[GroupProgress]:
+    """How far this rank has come in each group; nothing where torch does not tell."""
+    for name in GETTERS:
+        getter: Callable[[], bytes] | None = getattr(_distributed_c10d, name, None)
+        if getter is not None:
+            return read_progress(getter())
+    return []
+
+
+def read_progress(dump: bytes) -> list[GroupProgress]:
+    """What a dump in the recorder's JSON tells; nothing of one that is of another form."""
+    try:
+        told = json.loads(dump)
+        return [_group(key, status, told.get("entries", [])) for key, status in told.get("pg_status", {}).items()]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
+
+
+def _group(key: str, status: Mapping[str, Any], entries: list[Mapping[str, Any]]) -> GroupProgress:
+    enqueued, begun, completed = (
+        max(int(status[f"last_{which}_collective"]), -1) for which in ("enqueued", "started", "completed")
+    )
+    own = [entry for entry in entries if str(entry.get("pg_id")) == key]
+    described = next((str(entry["process_group"][1]) for entry in own if entry["process_group"][1]), "")
+    names = (e["profiling_name"] for e in own if not e.get("is_p2p") and e["collective_seq_id"] == completed + 1)
+    name = str(next(names, "")).partition(":")[2]
+    known = None if begun < 0 else begun
+    return GroupProgress(described or key, max(enqueued, 0), known, max(completed, 0), name)

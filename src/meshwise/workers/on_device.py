@@ -1,0 +1,26 @@
+"""What a rank's device waits for, told when its launcher asks: after a rank on an accelerator goes on no more.
+
+A thread of the rank answers, since the one that computes may wait for ever. Tested in tests/workers/test_on_device.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from meshwise.compat.flight_recorder import GroupProgress, progress
+from meshwise.workers.channel import WorkerChannel
+
+ASKED = "collectives"
+"""The launcher's question."""
+
+
+def answer(channel: WorkerChannel, rank: int, ask: Callable[[], Sequence[GroupProgress]] = progress) -> None:
+    """Let this rank answer from now on, with a line for the user."""
+
+    def tell(message: Mapping[str, Any]) -> None:
+        found = [str(each) for each in ask()]
+        if found:
+            channel.send("note", text=f"rank {rank}, by torch's flight recorder: {'; '.join(found)}.")
+
+    channel.listeners[ASKED] = tell
