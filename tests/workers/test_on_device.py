@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from meshwise.compat.flight_recorder import GroupProgress
-from meshwise.workers.on_device import ASKED, answer
+from meshwise.workers.hang import ASKED
+from meshwise.workers.on_device import answer
 
 
 def test_the_answer_is_a_line_for_the_user_and_nothing_where_nothing_is_known() -> None:

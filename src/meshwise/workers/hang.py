@@ -27,6 +27,8 @@ LOST = 0.5  # of the time between two looks, what counts at most: a launcher tha
 LEAST = 2.0  # seconds of silence that nobody asks about
 FEW = 5  # steps that must be known before they tell how long a step takes
 HANG_LIMIT = 60.0
+ASKED = "collectives"
+"""Asks a rank what its device waits for (on_device.py)."""
 NOBODY: Mapping[int, Far] = {}
 _OF_A_STEP = ("data", "forward", "backward", "optimizer")
 

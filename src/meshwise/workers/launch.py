@@ -36,13 +36,12 @@ from meshwise.workers.failure import Failure
 from meshwise.workers.far_beats import FarBeats
 from meshwise.workers.fork_server import Forks, start_worker
 from meshwise.workers.halt import Halt
-from meshwise.workers.hang import HangWatch
+from meshwise.workers.hang import ASKED, HangWatch
 from meshwise.workers.heartbeat import steps_of
 from meshwise.workers.listeners import Listeners
 from meshwise.workers.logged_values import LoggedValues
 from meshwise.workers.meeting import SILENCE
 from meshwise.workers.nodes import Nodes
-from meshwise.workers.on_device import ASKED
 from meshwise.workers.parting import PartingWatch, last_verbs, parted
 from meshwise.workers.rescue import RESCUES, Rescue
 from meshwise.workers.watched import State, WatchedWorker, shown

@@ -10,9 +10,7 @@ from typing import Any
 
 from meshwise.compat.flight_recorder import GroupProgress, progress
 from meshwise.workers.channel import WorkerChannel
-
-ASKED = "collectives"
-"""The launcher's question."""
+from meshwise.workers.hang import ASKED
 
 
 def answer(channel: WorkerChannel, rank: int, ask: Callable[[], Sequence[GroupProgress]] = progress) -> None:
