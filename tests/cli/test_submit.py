@@ -130,7 +130,7 @@ def test_a_run_that_waits_is_cancelled_for_good_and_can_be_sent_again(
     run = run_in(tmp_path)
     code, out, _ = command("stop", run.name)
     assert code == 0 and "Slurm job 7 waited in the queue: cancelled." in out
-    assert "scancel 7" in (slurm / "asked").read_text()
+    assert "scancel --state=PENDING 7" in (slurm / "asked").read_text()
     assert (run / "stop").exists() and names.read_run(run)["status"] == "stopped"
     code, _, err = command("run", "small.py:job", "--folder", run, "--devices", "1xcpu")
     assert code == 2 and "was stopped by meshwise stop" in err
@@ -374,3 +374,56 @@ def test_attempts_of_another_size_have_the_numbers_of_an_undisturbed_run(process
     assert [one["loss"] for one in parts] == pytest.approx([one["loss"] for one in whole], rel=1e-9)
     after, before = (load_file(tmp_path / folder / "weights.safetensors") for folder in ("parts", "whole"))
     assert all(torch.allclose(value, before[name], rtol=0, atol=1e-9) for name, value in after.items())
+
+
+def test_a_task_of_an_array_is_stopped_and_sent_again_alone(command: Command, slurm: Path, tmp_path: Path) -> None:
+    command("submit", "small.py:job", "--", "--array", "0-9")
+    run = run_in(tmp_path)
+    tasks = {number: run.with_name(f"{run.name}-{number}") for number in (2, 3)}
+    for number, task in tasks.items():
+        task.mkdir()
+        session = {"began": 1.0, "status": "running", "launcher": "Slurm", "scheduler_job": f"7_{number}", "start": 1}
+        names.write_run(task, {"job": "small", "status": "running", "sessions": [session]})
+    (slurm / "queue").write_text(
+        "7_[4-9%2]|PENDING|JobArrayTaskLimit|main\n7_2|RUNNING|None|main\n7_3|RUNNING|None|main\n"
+    )
+    assert "queued, pending (JobArrayTaskLimit)" not in command("runs")[1]
+    code, out, _ = command("stop", tasks[3].name)
+    assert code == 0 and "Slurm job 7_3 runs: asked to save and to end." in out
+    assert "scancel --signal=TERM 7_3\n" in (slurm / "asked").read_text()
+    assert (tasks[3] / "stop").exists() and not (tasks[2] / "stop").exists() and not (run / "stop").exists()
+    names.change_run(tasks[3], status="stopped")
+    code, out, _ = command("submit", tasks[3].name, "--dry-run")
+    assert code == 0 and out.startswith(f"# sbatch --array=3 runs/{run.name}/submit.sh"), out
+    (slurm / "answer").write_text("8\n")
+    code, out, err = command("submit", tasks[3].name)
+    assert code == 0 and "Slurm job 8" in out, err
+    assert f"--array=3 runs/{run.name}/submit.sh" in (slurm / "asked").read_text()
+    assert names.read_run(tasks[3])["submission"]["jobs"].keys() == {"8_3"} and not (tasks[3] / "stop").exists()
+    (slurm / "queue").write_text("8_[3]|PENDING|Priority|main\n")
+    assert command("submit", tasks[3].name)[0] == 2  # it is in the queue
+
+
+def test_an_array_is_stopped_whole(command: Command, slurm: Path, tmp_path: Path) -> None:
+    command("submit", "small.py:job", "--", "--array", "0-1")
+    run = run_in(tmp_path)
+    task = run.with_name(f"{run.name}-0")
+    task.mkdir()
+    names.write_run(task, {"job": "small", "status": "running", "sessions": [{"began": 1.0, "status": "running"}]})
+    (slurm / "queue").write_text("7_[1]|PENDING|Priority|main\n7_0|RUNNING|None|main\n")
+    command("stop", run.name)
+    asked = (slurm / "asked").read_text()
+    assert "scancel --state=PENDING 7\n" in asked and (task / "stop").exists() and (run / "stop").exists()
+
+
+def test_logs_that_are_followed_say_how_far_the_run_is(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    names.write_run(run, {"job": "small", "status": "running", "sessions": [{"began": 1.0, "status": "running"}]})
+    (run / names.METRICS).write_text('{"step": 1, "loss": 0.75}\n{"step": 2, "loss": 0.5}\n')
+    monkeypatch.setattr("meshwise.commands.logs.EVERY", 0.0)
+    monkeypatch.setattr("meshwise.api.logs.time.sleep", lambda seconds: names.end_session(run, "finished"))
+    code, out, _ = command("logs", "one", "-f")
+    assert code == 0 and out == "step 2  loss 0.5000\n"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwise.api.submit import state_of
 from meshwise.records import folder as names
+from meshwise.records.metrics import Metrics
 from meshwise.records.rank_logs import BEGINS, logs_of
 from meshwise.schedulers import slurm
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import printable
+from meshwise.timeline.views.live_progress import loss_text
 
 ROUND = 0.3  # seconds between two looks
 LAST = 15  # lines of what a batch script printed
@@ -56,9 +58,11 @@ class _Log:
                 yield LogLine(self.rank, self.host, self.attempt, printable(text))
 
 
-def log_lines(folder: Path, ranks: Sequence[int] = (), *, follow: bool = False) -> Iterator[LogLine]:
+def log_lines(
+    folder: Path, ranks: Sequence[int] = (), *, follow: bool = False, look: Callable[[], object] = lambda: None
+) -> Iterator[LogLine]:
     """The lines of these ranks, of all where none is named: by attempt and rank; with `follow` then as they come, until
-    the run is over. Raises UsageError for a rank that has no log."""
+    the run is over. look: called whenever all that has come is shown. Raises UsageError for a rank that has no log."""
     logs: dict[Path, _Log] = {}
     first = list(_new_lines(folder, logs, ranks))
     yield from sorted(first, key=lambda line: (line.attempt, line.rank))
@@ -70,7 +74,28 @@ def log_lines(folder: Path, ranks: Sequence[int] = (), *, follow: bool = False) 
         yield from _new_lines(folder, logs, ranks)
         if over:
             return
+        look()
         time.sleep(ROUND)
+
+
+class Progress:
+    """How far a run is, by the losses that it has written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._metrics, self._before, self._shown = Metrics(folder), (0, 0.0), ""
+
+    def line(self) -> str:
+        """`step 1,200  loss 0.2345  31 steps/s`; "" where no step was done."""
+        self._metrics.read_on()
+        if not self._metrics.losses:
+            return ""
+        step, loss = next(reversed(self._metrics.losses.items()))
+        before, at = self._before
+        if step != before:
+            now = time.monotonic()
+            rate = f"  {(step - before) / (now - at):.3g} steps/s" if step > before > 0 else ""
+            self._before, self._shown = (step, now), f"step {step:,}  loss {loss_text(loss)}{rate}"
+        return self._shown
 
 
 def batch_output(folder: Path) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshwise.records import folder as names
 from meshwise.records.lock import holder_of
-from meshwise.records.run_list import find_run, jobs_of
+from meshwise.records.run_list import find_run, jobs_of, tasks_of
 from meshwise.schedulers import slurm
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import seconds_text
@@ -39,17 +39,20 @@ def stop(parent: Path, word: str, say: Callable[[str], object], *, wait: float) 
 
 
 def _stop_job(folder: Path, job: str, say: Callable[[str], object], wait: float) -> None:
-    until, asked = time.monotonic() + wait, False
-    (folder / names.STOP).touch()  # whatever ends the job now: its script and its next start look for this
+    until, told, tasks = time.monotonic() + wait, set[str](), tasks_of(folder)
+    for each in (folder, *tasks):  # whatever ends the job now: its script and its next start look for this
+        (each / names.STOP).touch()
+    if tasks:
+        slurm.cancel_waiting(job)
     while found := slurm.queued(job):
-        if found.state == slurm.PENDING:  # never begun, or it waits for its next start
-            slurm.cancel(job)
+        new = found.state not in told
+        told.add(found.state)
+        if found.state == slurm.PENDING and new:  # never begun, or it waits for its next start
+            slurm.cancel_waiting(job)
             say(f"Slurm job {job} waited in the queue: cancelled.")
-            break
-        if found.state == slurm.RUNNING and not asked:
+        if found.state == slurm.RUNNING and new:
             slurm.tell(job, "TERM")
             say(f"Slurm job {job} runs: asked to save and to end.")
-            asked = True
         if time.monotonic() > until:
             say(f"Slurm job {job} is still {found.state} after {seconds_text(wait)}; to end it at once: scancel {job}")
             return

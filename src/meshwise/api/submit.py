@@ -17,7 +17,7 @@ from meshwise.machine.words import machine_from_words
 from meshwise.records import code_files
 from meshwise.records import folder as names
 from meshwise.records.files import write_text
-from meshwise.records.run_list import find_run, jobs_of
+from meshwise.records.run_list import SCRIPT, array_of, find_run, jobs_of, tasks_of
 from meshwise.schedulers import slurm
 from meshwise.schedulers.batch_script import BatchJob, batch_script, joined_options, nodes_of, slurm_time
 from meshwise.schedulers.site import Site, find_site
@@ -26,7 +26,6 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option, option_name, options_of
 from meshwise.training.run_options import RunOptions
 
-SCRIPT = "submit.sh"
 NOT_SENT = ("nnodes", "node_rank", "rdzv", "min_nodes", "resume", "folder", "time_limit")
 """Options of `run` that the cluster or the script decides: not of `submit`, nor in its help."""
 DECIDED = dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "meshwise starts the workers of a node itself")
@@ -152,32 +151,34 @@ def send(submission: Submission) -> tuple[Path, str | None]:
 
 
 def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tuple[Path, str | None]:
-    """Send the script of a run once more, with the program as it is now; the run goes on where it stopped. What the
-    options ask of the cluster goes before the script's own."""
-    facts = names.read_run(run)
-    if not (run / SCRIPT).is_file():
+    """Send the script of a run once more, with the program as it is now; the run goes on where it stopped. Of an array
+    its tasks all, or the one that `run` is. What the options ask of the cluster goes before the script's own."""
+    facts, (sent, task) = names.read_run(run), array_of(run)
+    if not (sent / SCRIPT).is_file():
         raise UsageError(f"{run}: was not sent by meshwise submit. Go on with it here: meshwise run --resume {run}")
     if facts.get("status") == names.RUNNING or state_of(facts):
         raise UsageError(f"{run}: is still in the queue or runs. Stop it first: meshwise stop {run.name}")
-    words, record = again_words(options, sbatch), facts.get("submission", {})
+    words, record = again_words(options, sbatch, task), names.read_run(sent).get("submission", {})
     if facts.get("status") == "finished":
         raise UsageError(
             f"{run}: is finished, so nothing is left to do. Send a new run: meshwise submit {record.get('job')}. Or "
             f"train this one longer: meshwise run --resume {run} --epochs N"
         )
     _refuse_missing(record.get("secrets", ()), record.get("site", ""))
-    code_files.write_code(run, str(record.get("job", "")))
-    (run / names.STOP).unlink(missing_ok=True)
+    code_files.write_code(sent, str(record.get("job", "")))
+    for each in (run, *(() if task else tasks_of(run))):
+        (each / names.STOP).unlink(missing_ok=True)
     names.change_run(run, status=names.QUEUED)
     try:
-        return run / SCRIPT, _sent(run, words)
+        return sent / SCRIPT, _sent(run, words)
     except slurm.SchedulerError:
         names.change_run(run, status=facts.get("status"))
         raise
 
 
-def again_words(options: SubmitOptions, sbatch: Sequence[str]) -> list[str]:
-    """What sbatch gets before the script of a run that is sent again: its own words win over those in the script."""
+def again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -> list[str]:
+    """What sbatch gets before the script of a run that is sent again: its own words win over those in the script. task:
+    of an array, the one that is sent."""
     low, high = nodes_of(options.nodes)
     if low != high or options.site or options.machine:
         raise UsageError(
@@ -187,7 +188,8 @@ def again_words(options: SubmitOptions, sbatch: Sequence[str]) -> list[str]:
     nodes = [f"--nodes={low}"] if options.nodes != "1" else []
     refuse_contradictions(options.nodes if nodes else None, options.time, sbatch)
     seconds = options.seconds()
-    return [*nodes, *([] if seconds is None else [f"--time={slurm_time(seconds)}"]), *sbatch]
+    limit = [] if seconds is None else [f"--time={slurm_time(seconds)}"]
+    return [*nodes, *limit, *([f"--array={task}"] if task else []), *sbatch]
 
 
 def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[str]) -> None:
@@ -219,8 +221,9 @@ def refuse_options_of_runs(typed: Mapping[str, Any]) -> None:
 def _sent(run: Path, words: Sequence[str] = ()) -> str | None:
     if not slurm.is_here():
         return None
-    sent = time.time()
-    job = slurm.send(run / SCRIPT, [f"--output={run.absolute()}/slurm-%j.out", *words])
+    sent, (folder, task) = time.time(), array_of(run)
+    job = slurm.send(folder / SCRIPT, [f"--output={folder.absolute()}/slurm-%j.out", *words])
+    job += f"_{task}" if task else ""
     record: dict[str, Any] = names.read_run(run).get("submission", {})
     names.change_run(run, submission={**record, "jobs": {**record.get("jobs", {}), job: sent}, "sent": sent})
     return job

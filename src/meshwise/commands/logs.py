@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +16,7 @@ from meshwise.commands.runs import FOLDER, NAME
 from meshwise.records.folder import newest_run
 from meshwise.records.run_list import find_run
 
+EVERY = 30.0  # seconds between two lines on how far it is, where no terminal is
 app = typer.Typer(add_completion=False)
 
 
@@ -30,12 +35,39 @@ def logs(
     meshwise logs gpt --rank 0 --rank 7    of these ranks
     """
     found = newest_run(Path(folder), queued=True) if run is None else find_run(Path(folder), run)
-    attempt = 1
-    for line in api.logs.log_lines(found, rank, follow=follow):
+    attempt, status = 1, _Status(api.logs.Progress(found).line)
+    for line in api.logs.log_lines(found, rank, follow=follow, look=status.show):
         if line.attempt != attempt:
             attempt = line.attempt
-            print(f"--- attempt {attempt}", flush=True)
+            status.print(f"--- attempt {attempt}")
         host = f" @ {line.host}" if line.host else ""
-        print(f"rank {line.rank}{host}: {line.text}", flush=True)
+        status.print(f"rank {line.rank}{host}: {line.text}")
+    status.clear()
     for name, last in api.logs.batch_output(found):
         print(f"--- the end of {name}: what the launcher showed\n{last}" if last else f"--- {name}: empty")
+
+
+class _Status:
+    """A line below the others, on how far the run is: drawn anew on a terminal, printed now and then elsewhere."""
+
+    def __init__(self, line: Callable[[], str]) -> None:
+        self._line, self._drawn, self._at = line, "", time.monotonic()
+
+    def show(self) -> None:
+        if sys.stdout.isatty():
+            line = self._line()[: shutil.get_terminal_size().columns - 1]
+            if line != self._drawn:
+                print(f"\r\x1b[K{line}", end="", flush=True)
+                self._drawn = line
+        elif time.monotonic() - self._at >= EVERY and (line := self._line()) != self._drawn:
+            print(line, flush=True)
+            self._drawn, self._at = line, time.monotonic()
+
+    def print(self, text: str) -> None:
+        self.clear()
+        print(text, flush=True)
+
+    def clear(self) -> None:
+        if self._drawn and sys.stdout.isatty():
+            print("\r\x1b[K", end="", flush=True)
+            self._drawn = ""

@@ -11,7 +11,7 @@ import typer
 from meshwise import api
 from meshwise.api.submit import SubmitOptions
 from meshwise.commands.command_line import BEHIND, ScriptCommand, from_dataclass, is_script
-from meshwise.records.run_list import find_run
+from meshwise.records.run_list import SCRIPT, array_of, find_run
 from meshwise.schedulers.batch_script import nodes_of
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.options import option_name, options_of
@@ -45,8 +45,10 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
         run = find_run(Path("runs"), word)
         api.submit.refuse_options_of_runs(context.params)
         if cluster.dry_run:
-            print(" ".join(["# sbatch", *api.submit.again_words(cluster, sbatch), str(run / api.submit.SCRIPT)]))
-            print((run / api.submit.SCRIPT).read_text(encoding="utf-8"), end="")
+            sent, task = array_of(run)
+            script = sent / SCRIPT
+            print(" ".join(["# sbatch", *api.submit.again_words(cluster, sbatch, task), str(script)]))
+            print(script.read_text(encoding="utf-8"), end="")
             return
         _say_sent(*api.submit.send_again(run, cluster, sbatch))
         return

@@ -6,6 +6,7 @@ Tested in tests/records/test_run_list.py.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import re
 import shlex
@@ -25,6 +26,7 @@ from meshwise.spec.plan_file import plan_from_toml
 LOWER_IS_BETTER = ("loss", "error", "nats", "perplexity", "mae", "mse", "bits")
 """Words in the names of metrics of which the least is the best."""
 UNREADABLE = "unreadable"
+SCRIPT = "submit.sh"
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,27 @@ def fields_of(plan: str) -> dict[str, str]:
 
 
 def jobs_of(facts: Mapping[str, Any]) -> list[str]:
-    """The numbers of the jobs that a run was sent as, the newest last, by its record."""
+    """The numbers of the jobs that a run was sent as, the newest last, by its record; of a task of an array, and of a
+    run that a script of the user's own started, that of its last attempt."""
     submission = facts.get("submission")
     jobs = submission.get("jobs") if isinstance(submission, dict) else None
-    return list(jobs) if isinstance(jobs, dict) else []
+    if isinstance(jobs, dict):
+        return list(jobs)
+    sessions = [one for one in facts.get("sessions") or () if isinstance(one, dict) and one.get("launcher") == "Slurm"]
+    return [str(one["scheduler_job"]) for one in sessions[-1:] if one.get("scheduler_job")]
+
+
+def array_of(folder: Path) -> tuple[Path, str]:
+    """The folder of what was sent, and which task of its array a run is, "" of one that is none: `gpt-3` of `gpt`."""
+    name, _, task = folder.name.rpartition("-")
+    sent = folder.with_name(name)
+    return (sent, task) if task.isdigit() and name and (sent / SCRIPT).is_file() else (folder, "")
+
+
+def tasks_of(folder: Path) -> list[Path]:
+    """The runs of the tasks of an array, as far as they have begun, by the folder of what was sent."""
+    found = [path.parent for path in folder.parent.glob(f"{glob.escape(folder.name)}-*/{names.RUN}")]
+    return [path for path in found if array_of(path)[0] == folder]
 
 
 def _seconds(sessions: Any) -> float | None:

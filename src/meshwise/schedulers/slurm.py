@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,15 +48,38 @@ def send(script: Path, options: Sequence[str] = ()) -> str:
 
 
 def queue(jobs: Iterable[str]) -> dict[str, Queued]:
-    """Those of the jobs that wait or run, by number. Where nothing can be asked: none."""
+    """Those of the jobs that wait or run, by number; of an array one that runs before those that wait. Where nothing
+    can be asked: none."""
     wanted = set(jobs)
     rows = [line.strip().split("|") for line in _queue().splitlines() if line.count("|") == 3] if wanted else []
-    return {row[0]: Queued(*row) for row in rows if row[0].partition("_")[0] in wanted and row[1] not in OVER}
+    there = [Queued(*row) for row in rows if row[1] not in OVER]
+    found = {job: sorted((one for one in there if _is_of(one.job, job)), key=_waits) for job in wanted}
+    return {job: mine[0] for job, mine in found.items() if mine}
+
+
+def _waits(one: Queued) -> bool:
+    return one.state != RUNNING
+
+
+def _is_of(row: str, job: str) -> bool:
+    """Whether a line of the queue is of a job: `7`, a task `7_3` of an array, or those that wait, `7_[0-2,5%4]`."""
+    array, _, tasks = row.partition("_")
+    if job in (row, array):
+        return True
+    wanted, _, task = job.partition("_")
+    if wanted != array or not tasks.startswith("[") or not task.isdigit():
+        return False
+    for part in tasks.strip("[]").partition("%")[0].split(","):
+        if found := re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part):
+            low, high, by = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+            if int(task) in range(low, high + 1, by):
+                return True
+    return False
 
 
 def queued(job: str) -> Queued | None:
     """What the queue says of one job, of an array of one of its tasks; None where it is not there."""
-    return next(iter(queue([job]).values()), None)
+    return queue([job]).get(job)
 
 
 def answers() -> bool:
@@ -73,9 +97,9 @@ def _queue() -> str:
         return ""
 
 
-def cancel(job: str) -> None:
-    """End a job for good."""
-    _asked(["scancel", job])
+def cancel_waiting(job: str) -> None:
+    """Take a job that waits out of the queue for good; of an array the tasks that wait."""
+    _asked(["scancel", f"--state={PENDING}", job])
 
 
 def tell(job: str, signal: str) -> None:
