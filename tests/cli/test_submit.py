@@ -316,6 +316,10 @@ def test_the_logs_of_a_run_name_rank_attempt_and_host(command: Command, processe
     for _ in range(2):
         words = ["run", "--devices", "2xcpu", "--folder", "runs/mine", "hello.py"]
         subprocess.run([sys.executable, "-m", "meshwise", *words], check=True, timeout=120)
+    for other in ("other.py", "small.py:job"):
+        (tmp_path / "other.py").touch()
+        code, _, err = command("run", "--devices", "2xcpu", "--folder", "runs/mine", other)
+        assert code == 2 and f"the run there is of 'hello.py', not '{other}'" in err
     code, out, _ = command("logs", "mine", "-f")
     host = os.uname().nodename
     said = [line for line in out.splitlines() if "I am" in line or line.startswith("---")]

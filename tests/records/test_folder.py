@@ -9,7 +9,6 @@ from meshwise.records.folder import (
     begin_session,
     create_run_folder,
     end_session,
-    is_kept_by,
     newest_run,
     read_run,
     what_was_typed,
@@ -60,12 +59,6 @@ def test_a_run_that_is_gone_on_with_has_two_sessions(tmp_path: Path) -> None:
     assert [session["began"] for session in run["sessions"]] == [1000.0, 2000.0]
     assert all(session["ended"] > 1e9 for session in run["sessions"]) and run["status"] == "finished"
     assert run["started"] == "1970-01-01T00:16:40+00:00"
-
-
-def test_of_machines_that_share_a_folder_the_first_keeps_it(tmp_path: Path) -> None:
-    assert is_kept_by(tmp_path, 1)
-    begin_session(tmp_path, 0.0, machine=0)
-    assert is_kept_by(tmp_path, 0) and not is_kept_by(tmp_path, 1)
 
 
 def test_the_newest_run_is_the_one_that_began_last(tmp_path: Path) -> None:

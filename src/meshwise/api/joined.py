@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwise.api.alone import Alone
 from meshwise.api.restarts import Restarts
 from meshwise.api.start import Program, Started, opened, refuse_restarts
 from meshwise.spec.devices import WorkerSlot
@@ -55,7 +56,7 @@ def joined_run(
     mine: list[Started] = []
 
     def open_run() -> tuple[Path, int]:
-        mine.append(opened(make(world), options, slots, None, time.time()))
+        mine.append(opened(make(world), options, slots, Alone(world.size), time.time()))
         return mine[0].folder, mine[0].restarts.number
 
     run = begin(open_run)
@@ -75,5 +76,5 @@ def joined_run(
     else:
         run.ends(None)
     finally:
-        if mine and mine[0].lock is not None:
-            mine[0].lock.close()
+        if mine:
+            mine[0].close()

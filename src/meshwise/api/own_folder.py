@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from meshwise.api.restarts import refuse_without_progress
 from meshwise.records import folder as names
@@ -26,16 +27,7 @@ def continued(options: RunOptions) -> RunOptions:
     folder = Path(options.folder)
     if options.resume is not None:
         raise UsageError("--folder goes on with the run that lies there, as --resume does. Give one of them.")
-    if not (folder / names.RUN).exists():
-        return options
-    refuse_stopped(folder)
-    facts = names.read_run(folder)
-    try:
-        refuse_without_progress(folder, facts)
-        refuse_changed_code(folder, str(options.job or facts.get("job", "")))
-    except MeshwiseError as error:  # whoever looks at the run later sees why it does not go on
-        names.change_run(folder, status="failed", error=str(error))
-        raise
+    facts = run_in(folder, options.job)
     asked = facts.get(ASKED)
     if not facts.get("sessions") or not isinstance(asked, dict):
         return options
@@ -48,13 +40,31 @@ def continued(options: RunOptions) -> RunOptions:
     return replace(given.resumed(facts), folder=folder)
 
 
-def refuse_stopped(folder: Path) -> None:
-    """Raises UsageError for a run that somebody has stopped for good."""
+def run_in(folder: Path, program: object) -> dict[str, Any]:
+    """The record of the run in a folder, which `program` goes on with; empty where none lies there.
+
+    Raises UsageError for a run that was stopped for good, of another script, or of files that have changed since it was
+    sent, and WorkerFailed for a job that comes no step further."""
+    if not (folder / names.RUN).exists():
+        return {}
+    facts = names.read_run(folder)
+    word = str(program or facts.get("job", ""))
+    script, there = word.endswith(".py"), str(facts.get("job", ""))
+    if (script or there.endswith(".py")) and Path(there).name != Path(word).name:
+        raise UsageError(f"--folder {folder}: the run there is of '{there}', not '{word}'. Name another folder.")
     if (folder / names.STOP).exists():
         raise UsageError(
             f"{folder}: was stopped by meshwise stop, and is not started again. Send it once more with meshwise submit "
             f"{folder}, or go on here: meshwise run --resume {folder}"
         )
+    try:
+        if not script:  # which has its states elsewhere
+            refuse_without_progress(folder, facts)
+        refuse_changed_code(folder, word)
+    except MeshwiseError as error:  # whoever looks at the run later sees why it does not go on
+        names.change_run(folder, status="failed", error=str(error))
+        raise
+    return facts
 
 
 def _listed(asked: dict[str, object], name: str) -> object:

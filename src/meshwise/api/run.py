@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwise import api
+from meshwise.api.alone import Alone
 from meshwise.api.joined import joined_run
 from meshwise.api.own_folder import continued
 from meshwise.api.placing import placed
@@ -196,11 +197,11 @@ def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[Ru
             live=False,
             restarts=restarts,
             halt=session.gate,
-            keeps=lambda: run.folder if run.first else None,
+            machines=Alone(session.world.size) if run.first else None,
         )
         call = partial(run_job, job, options, send=viewer.send if run.first else None)
         results = gather_objects(in_attempt(restarts.number, restarts.due(), call, run.folder))
-    started = Started(_job_program(job, options, session.world), run.folder, run.slots, restarts)
+    started = Started(_job_program(job, options, session.world), run.folder, run.slots, restarts, Alone(len(run.slots)))
     summary = _finish(started, results, console if run.first else Console(quiet=True), keep=run.first)
     return summary, code_of_stop(session.gate.signal) if results[0]["status"] == "stopped" else DONE
 

@@ -21,7 +21,6 @@ from meshwise.api.placing import placed
 from meshwise.api.start import Program, record_blocks, start, supervised
 from meshwise.jobs.script import refuse_untrained_job, run_script_file
 from meshwise.records import folder as names
-from meshwise.records.code_files import refuse_changed_code
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import refuse_options_of_jobs
 from meshwise.spec.world import World
@@ -59,8 +58,7 @@ def start_script(
         raise UsageError(f"{script}: no such file. Name a Python file.")
     options, joined = placed(options)
     if options.folder is not None:
-        api.own_folder.refuse_stopped(Path(options.folder))
-        refuse_changed_code(Path(options.folder), str(script))
+        api.own_folder.run_in(Path(options.folder), script)
     program, began = partial(_script_program, script, arguments, options), began or time.time()
     if joined:
         if options.gives_plan:

@@ -11,11 +11,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from meshwise.api.restarts import Restarts, ended
 from meshwise.records import folder as names
-from meshwise.records.claims import is_over
+from meshwise.records.claims import is_over, newest
 from meshwise.records.lock import FolderLock
 from meshwise.spec.errors import PlanError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN
@@ -51,6 +52,43 @@ class Several:
     def keeps(self) -> bool:
         """Whether this machine keeps the record of the run, or one of its own."""
         return self.nodes.leads or not self.shares
+
+    @property
+    def node(self) -> int:
+        return self.machines.me.node
+
+    @property
+    def first_rank(self) -> int:
+        """The lowest rank of this machine."""
+        return self.nodes.first_rank
+
+    @property
+    def size(self) -> int:
+        """The workers of this machine."""
+        return self.nodes.me.size
+
+    @property
+    def late(self) -> Mapping[str, Any]:
+        """Of a run that is under way: what the leader has told of it; empty at a run's beginning."""
+        return self.nodes.begins.facts
+
+    def folder_told(self) -> Mapping[str, Any]:
+        """The name of the run's folder and its attempt, as machine 0 or the leader has told them; empty where this
+        machine begins the run."""
+        told: Mapping[str, Any] = self.late.get("folder") or (self.nodes.get("folder") if self.nodes.node_rank else {})
+        return told
+
+    def finds(self, folder: Path, told: Mapping[str, Any]) -> None:
+        """See whether the folder here is the one that was told of."""
+        self.shares = not told or newest(folder) == told["attempt"]
+
+    def tell_folder(self, folder: Path, attempt: int) -> None:
+        """Tell the machines that wait for it."""
+        self.nodes.set("folder", {"name": folder.name, "attempt": attempt})
+
+    def leave(self, code: int) -> None:
+        """Tell the others that this machine is done."""
+        self.machines.leave(code)
 
     def has_more(self, restarts: Restarts) -> bool:
         """Whether a machine waits to join, and the run could use it."""

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwise import training
+from meshwise.api.alone import Alone
 from meshwise.api.own_folder import ASKED
 from meshwise.api.restarts import Restarts
 from meshwise.api.several import Several
@@ -65,24 +66,26 @@ class Program:
 class Started:
     """A program with its folder, and the workers and machines that it runs on.
 
-    before: the records of a resumed run as they were, for one that is refused. restarts: its attempts. lock: holds the
-    folder until it ends.
+    before: the records of a resumed run as they were, for one that is refused. restarts: its attempts.
     """
 
     program: Program
     folder: Path
     slots: Sequence[WorkerSlot]
     restarts: Restarts
-    several: Several | None = None
+    machines: Alone | Several
     before: Mapping[Path, str] = field(default_factory=dict)
-    lock: FolderLock | None = None
     hang_limit: float | None = None
 
     @property
     def keeps_record(self) -> bool:
         """Whether this machine writes what there is one of in the folder."""
-        over = is_over(self.folder, self.restarts.number)
-        return (self.several is None or self.several.keeps) and not over
+        return self.machines.keeps and not is_over(self.folder, self.restarts.number)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self.machines.lock is not None:
+            self.machines.lock.close()
 
 
 def start(make: Callable[[World], Program], options: RunOptions, began: float) -> Started:
@@ -104,7 +107,8 @@ def start(make: Callable[[World], Program], options: RunOptions, began: float) -
     if program.sees_all:
         every = tuple(slot.index for slot in slots if slot.index is not None)
         slots = [replace(slot, sees=every) for slot in slots]
-    return opened(program, options, slots, None if machines is None else Several(machines, world=size), began)
+    where = Alone(len(slots)) if machines is None else Several(machines, world=size)
+    return opened(program, options, slots, where, began)
 
 
 def worker_slots(options: RunOptions) -> list[WorkerSlot]:
@@ -141,23 +145,16 @@ def _folder_of(program: Program, options: RunOptions, name: str | None) -> Path:
 
 
 def opened(
-    program: Program, options: RunOptions, slots: Sequence[WorkerSlot], several: Several | None, began: float
+    program: Program, options: RunOptions, slots: Sequence[WorkerSlot], machines: Alone | Several, began: float
 ) -> Started:
     """The run folder, new or resumed, with the record of what runs in it: one of the same name on every machine.
 
     Machines that share a disk share the folder; the first of them keeps its run.json.
     """
-    nodes = several.nodes if several else None
-    machine, size = (nodes.node_rank, several.world) if nodes and several else (0, len(slots))
-    faults = faults_of(options.fault, size)
-    late = nodes.begins.facts if nodes else {}  # of a run that is under way
-    told = late.get("folder") or (nodes.get("folder") if nodes and machine else {})
+    faults = faults_of(options.fault, machines.world)
+    late, told = machines.late, machines.folder_told()
     folder = _folder_of(program, options, told.get("name"))
-    if several is not None:
-        several.shares = not told or newest(folder) == told["attempt"]
-    goes_on = options.resume is not None or options.folder is not None
-    kept = [folder / name for name in (names.RUN, names.PLAN)] if goes_on else []
-    before = {path: path.read_text(encoding="utf-8") for path in kept if path.is_file()}
+    machines.finds(folder, told)
     restarts = Restarts(
         folder,
         most=RESTARTS if options.restarts is None else options.restarts,
@@ -172,40 +169,47 @@ def opened(
     )
     if late:
         restarts.take(late["restarts"])
-    started = Started(program, folder, slots, restarts, several, before, hang_limit=options.hang_seconds())
-    if several is None or several.keeps:
-        yields = _earlier_start_holds(folder)
-        started = replace(started, lock=FolderLock(folder, claimed=yields))
-        facts = {"job": program.name, "devices": [slot.name for slot in slots], "machine": machine}
-        facts |= {"world": size, "versions": names.versions(), **names.what_was_typed(), **program.record}
-        if isinstance(options.job, str | Path):  # of a Job that is given the source is not known
-            facts["source"] = names.source_of(str(options.job))
-        if options.folder is not None and ASKED not in (
-            names.read_run(folder) if (folder / names.RUN).exists() else {}
-        ):
-            facts[ASKED] = options.record()
-        if yields or newest(folder) or (several is not None and not told):
-            names.claim_session(folder, names.attempts_in(folder) + 1)
-        number = names.begin_session(folder, began, restarts.record(), **facts)
+    goes_on = options.resume is not None or options.folder is not None
+    kept = [folder / name for name in (names.RUN, names.PLAN)] if goes_on else []
+    before = {path: path.read_text(encoding="utf-8") for path in kept if path.is_file()}
+    started = Started(program, folder, slots, restarts, machines, before, hang_limit=options.hang_seconds())
+    if machines.keeps:
+        number = _recorded(started, options, began, begins=not told)
         restarts.number = told.get("attempt", number)
-    if several is not None and started.lock is not None:
-        several.lock = started.lock
     if late:
         restarts.keep_plan()
     elif program.plan is not None:  # on every machine: a script's workers read it in their own folder
         predicted = program.record.get(PREDICTED)
         table = prediction_to_toml(prediction_of(predicted)) if isinstance(predicted, Mapping) else ""
         write_text(folder / names.PLAN, plan_to_toml(program.plan) + table)
-    if nodes is not None and not told:
-        nodes.set("folder", {"name": folder.name, "attempt": restarts.number})
+    if not told:
+        machines.tell_folder(folder, restarts.number)
     return started
 
 
-def _earlier_start_holds(folder: Path) -> bool:
-    """Whether the folder's last attempt is of an earlier start of this job of a scheduler. What is left of that one on
+def _recorded(started: Started, options: RunOptions, began: float, *, begins: bool) -> int:
+    """Hold the folder, and write that an attempt begins there: its number. begins: whether this machine has begun the
+    run."""
+    program, folder, machines = started.program, started.folder, started.machines
+    earlier = names.read_run(folder) if (folder / names.RUN).exists() else {}
+    yields = _earlier_start_holds(earlier)
+    machines.lock = FolderLock(folder, claimed=yields)
+    facts = {"job": program.name, "devices": [slot.name for slot in started.slots], "machine": machines.node}
+    facts |= {"world": machines.world, "versions": names.versions(), **names.what_was_typed(), **program.record}
+    if isinstance(options.job, str | Path):  # of a Job that is given the source is not known
+        facts["source"] = names.source_of(str(options.job))
+    if options.folder is not None and ASKED not in earlier:
+        facts[ASKED] = options.record()
+    if yields or newest(folder) or (machines.nodes is not None and begins):
+        names.claim_session(folder, len(earlier.get("sessions", [])) + 1)
+    return names.begin_session(folder, began, started.restarts.record(), **facts)
+
+
+def _earlier_start_holds(run: Mapping[str, Any]) -> bool:
+    """Whether the last attempt of a run is of an earlier start of this job of a scheduler. What is left of that one on
     a machine that was cut off may hold the folder, and has no right to it any more."""
     here = place_in(os.environ).record()
-    sessions = names.read_run(folder).get("sessions") if here and (folder / names.RUN).exists() else None
+    sessions = run.get("sessions") if here else None
     last = sessions[-1] if sessions else {}
     return last.get("scheduler_job") == here.get("scheduler_job", "") and last.get("start", 0) < here.get("start", 0)
 
@@ -214,12 +218,12 @@ def supervised(started: Started, console: Console, limit: float | None = None) -
     """Show what runs, and run it: the results in rank order, and the exit code. limit: seconds after which it stops."""
     program, slots = started.program, started.slots
     plan = "" if program.plan is None else f"{program.plan}  "
-    nodes = started.several.nodes if started.several else None
+    machines, nodes = started.machines, started.machines.nodes
     told = place_in(os.environ).told(nodes.size if nodes else len(slots), nodes.nnodes if nodes else 1)
-    first = [told] if told and (nodes is None or nodes.node_rank == 0) else []
-    if nodes is None or nodes.node_rank == 0 or not told:  # under a launcher the output of all nodes is one
-        first += [f"{Path(program.name).name}  {plan}{describe(slots, nodes.first_rank if nodes else 0)}"]
-        console.print("\n".join(first), soft_wrap=not console.is_terminal, markup=False, highlight=False)
+    if machines.first_rank == 0 or not told:  # under a launcher the output of all nodes is one
+        line = f"{Path(program.name).name}  {plan}{describe(slots, machines.first_rank)}"
+        text = f"{told}\n{line}" if told and machines.first_rank == 0 else line
+        console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
     try:
         with deadline.limited(limit):
             return supervise(
@@ -227,7 +231,7 @@ def supervised(started: Started, console: Console, limit: float | None = None) -
                 slots,
                 restarts=started.restarts,
                 console=console,
-                several=started.several,
+                machines=machines,
                 hang_limit=started.hang_limit,
                 limit=limit,
             )
@@ -238,9 +242,7 @@ def supervised(started: Started, console: Console, limit: float | None = None) -
                 write_text(path, text)
         raise
     finally:
-        for lock in (started.lock, started.several.lock if started.several else None):
-            if lock is not None:
-                lock.close()
+        started.close()
 
 
 def _task(started: Started) -> tuple[Callable[..., Any], tuple[Any, ...]]:

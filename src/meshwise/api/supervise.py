@@ -18,16 +18,16 @@ from typing import Any
 
 from rich.console import Console
 
+from meshwise.api.alone import Alone
 from meshwise.api.devices_left import DevicesLeft
-from meshwise.api.restarts import Restarts, ended
+from meshwise.api.restarts import Restarts
 from meshwise.api.several import JOINED, Several
 from meshwise.records import folder as names
 from meshwise.records.attempts import lost_texts
 from meshwise.records.claims import is_over
 from meshwise.spec.devices import WorkerSlot
-from meshwise.spec.errors import PlanError, WorkerFailed
+from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.exit_codes import AGAIN, DONE, JOINS, WARNINGS, stop_text
-from meshwise.spec.units import plural
 from meshwise.terminal.screen import fitted
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
@@ -56,14 +56,12 @@ class Viewer:
         *,
         live: bool,
         restarts: Restarts,
-        halt: Halt | StepGate | None = None,
-        keeps: Callable[[], Path | None] = lambda: None,
-        first: Callable[[], int] = lambda: 0,
+        halt: Halt | StepGate,
+        machines: Alone | Several | None,
     ) -> None:
-        """halt: knows the signal of a stop. keeps: gives the run folder, where this machine keeps its record. first:
-        the lowest rank of this machine."""
+        """halt: knows the signal of a stop. machines: None where this process keeps no record."""
         self._view, self._live, self._halt = view, live, halt
-        self._restarts, self._keeps, self._first = restarts, keeps, first
+        self._restarts, self._machines = restarts, machines
         self.stopped = ""
         self.steps = self.joins = False
         """Of the attempt: whether its workers step, and whether they have stopped for a machine that joins."""
@@ -77,7 +75,7 @@ class Viewer:
         kind = message["kind"]
         if kind == "began":
             self._job = message["job"]
-            if rank == self._first():
+            if self._machines and rank == self._machines.first_rank:
                 self._told = []
                 self._keep(self._restarts.began(message["step"]))
         elif kind == "stepped":
@@ -109,12 +107,11 @@ class Viewer:
     def stops(self, where: str = "") -> None:
         """Say once that the run is stopped, by what, and where it stood."""
         if not self.stopped:
-            number = self._halt.signal if self._halt else signal.SIGINT
-            self.stopped = f"stopped by {stop_text(number)}{where}"
+            self.stopped = f"stopped by {stop_text(self._halt.signal)}{where}"
             self._view.print(self.stopped)
 
     def _keep(self, facts: Mapping[str, Any]) -> None:
-        if facts and (folder := self._keeps()):
+        if facts and self._machines and (folder := _record_folder(self._restarts, self._machines)):
             names.add_to_session(folder, **facts)
 
     def send(self, kind: str, **facts: Any) -> None:
@@ -157,7 +154,7 @@ def supervise(
     *,
     restarts: Restarts,
     console: Console,
-    several: Several | None = None,
+    machines: Alone | Several,
     limit: float | None = None,
     hang_limit: float | None = None,
 ) -> tuple[list[Any], int]:
@@ -169,19 +166,13 @@ def supervise(
     run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails for good.
     """
     halt, forks = Halt(), Forks(PRELOAD, stays=True)
-
-    def keeps() -> Path | None:
-        mine = several is None or several.keeps
-        return restarts.folder if mine and not is_over(restarts.folder, restarts.number) else None
-
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit), KeptMemory(len(slots)) as kept:
-        restarts.kept = kept if several is None else None
+        restarts.kept = kept if machines.nodes is None else None
         named, devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], DevicesLeft(slots)
-        first = (lambda: several.nodes.first_rank) if several else (lambda: 0)
-        viewer = Viewer(view, named, live=view.draws, restarts=restarts, halt=halt, keeps=keeps, first=first)
+        viewer = Viewer(view, named, live=view.draws, restarts=restarts, halt=halt, machines=machines)
 
         def look() -> None:
-            if several is not None and viewer.steps and several.has_more(restarts):
+            if viewer.steps and machines.has_more(restarts):
                 halt.ask(JOINS)
 
         listeners = Listeners(message=viewer.message, output=viewer.output, look=look, hang_limit=hang_limit)
@@ -189,77 +180,65 @@ def supervise(
         try:
             results = None
             while results is None:
-                nodes, viewer.steps, viewer.joins = several.nodes if several else None, False, False
-                if nodes is not None:
-                    devices.use(nodes.me.size)
+                viewer.steps = viewer.joins = False
+                devices.use(machines.size)
                 try:
-                    results = started(*task(), devices.used, nodes=nodes)
+                    results = started(*task(), devices.used, nodes=machines.nodes)
                     if viewer.joins and not halt.ends:
                         results = None
                         raise WorkerFailed("A machine joins: all ranks have stopped after a step.", exit_code=JOINED)
                 except WorkerFailed as error:
-                    _answer(error, restarts, keeps, view, halt, several, devices)
+                    _answer(error, restarts, view, halt, machines, devices)
         finally:
-            if several is not None:
-                several.machines.leave(halt.exit_code if halt.ends else DONE)
+            machines.leave(halt.exit_code if halt.ends else DONE)
             forks.close()
             restarts.close(view.print)
         stopped = halt.ends
         if stopped:
             viewer.stops()
-    if folder := keeps():
+    if folder := _record_folder(restarts, machines):
         facts = {"reason": viewer.stopped.removeprefix("stopped by ")} if stopped else {}
         names.end_session(folder, "stopped" if stopped else "finished", **facts)
     return results, halt.exit_code if stopped else DONE
 
 
+def _record_folder(restarts: Restarts, machines: Alone | Several) -> Path | None:
+    """The run folder, where this machine keeps its record."""
+    return restarts.folder if machines.keeps and not is_over(restarts.folder, restarts.number) else None
+
+
 def _answer(
     error: WorkerFailed,
     restarts: Restarts,
-    keeps: Callable[[], Path | None],
     view: LiveView,
     halt: Halt,
-    several: Several | None,
+    machines: Alone | Several,
     devices: DevicesLeft,
 ) -> None:
     """Keep how an attempt failed, and begin the next one; raises what ends the run."""
     number, last, goes_on, lost = restarts.number, None, "", restarts.keep_left(error)
-    rank = -1 if error.failure is None else error.failure.rank - (several.nodes.first_rank if several else 0)
+    rank = -1 if error.failure is None else error.failure.rank - machines.first_rank
     devices.failed(error.failure, rank, restarts.attempt, restarts.happened_now())
     left = devices.left(restarts.attempt + 1)
-    if several is not None:
-        try:
-            error, goes_on = several.go_on(restarts, error, left, halt)
-        except WorkerFailed as ends:
-            error = last = ends
-    else:
-        last = error if halt.ends else restarts.after(error) or _without(restarts, error, devices, left)
-    if folder := keeps():
+    try:
+        error, goes_on = machines.go_on(restarts, error, left, halt)
+    except WorkerFailed as ends:
+        error = last = ends
+    if folder := _record_folder(restarts, machines):
         status = "stopped" if error.rank is None else "failed"
-        names.end_session(folder, status, str(last or error), **restarts.facts(error, number))
+        names.end_session(folder, status, str(error), **restarts.facts(error, number))
     if error.rank is not None:
         restarts.run_command(str(error), again=last is None)
     if last is not None:
         raise last
-    view.print(fitted(f"{error}\n{lost}{goes_on or restarts.next()}", sys.stdout))
+    view.print(fitted(f"{error}\n{lost}{goes_on}", sys.stdout))
     halt.begin_anew()
-    devices.use(several.nodes.me.size if several else restarts.uses)
+    devices.use(machines.size)
     if folder:
         restarts.keep_plan()
-        facts: dict[str, Any] = {"devices": [slot.name for slot in devices.used], "world": len(devices.used)}
-        facts |= {"world": several.nodes.size, "machine": several.machines.me.node} if several else {}
+        world = machines.nodes.size if machines.nodes else machines.size
+        facts = {"devices": [slot.name for slot in devices.used], "world": world, "machine": machines.node}
         restarts.number = names.begin_session(folder, time.time(), restarts.record(), **facts)
-
-
-def _without(restarts: Restarts, error: WorkerFailed, devices: DevicesLeft, left: int) -> WorkerFailed | None:
-    """Go on with the devices that are left of the only machine; what ends the run where they are too few."""
-    try:
-        used = restarts.fit(left)
-    except PlanError as refused:
-        return ended(error, str(refused), AGAIN)
-    if used != len(devices.used):
-        restarts.moves_to(plural(used, "device"))
-    return None
 
 
 @contextlib.contextmanager

@@ -149,14 +149,6 @@ def since(folder: Path, *, queued: bool = True) -> str:
     return str(facts.get("started", _text(sent) if isinstance(sent, int | float) else ""))
 
 
-def is_kept_by(folder: Path, machine: int, number: int | None = None) -> bool:
-    """Whether this machine of a run (from 0) writes the folder's run.json: the first of those that share the folder.
-    number: of its attempt, which may be over."""
-    if not (folder / RUN).exists():
-        return True
-    return read_run(folder).get("machine", 0) == machine and not (number is not None and is_over(folder, number))
-
-
 def claim_session(folder: Path, number: int) -> bool:
     """Claim attempt `number` of a run on several machines, before its record says anything of it. False where another
     machine has begun it."""
