@@ -1,7 +1,7 @@
 """The same faults beside torchrun with torch.distributed.checkpoint, Lightning and Ray Train: what each one notices,
 and what it loses.
 
-    python bench/faults_peers.py [--only kill] [--peers torchrun lightning ray]
+    python bench/faults_peers.py [--only kill] [--tries 3] [--peers torchrun lightning ray]
     pip install lightning "ray[train]"
 
 All have two CPU workers, save every fourth step, may start again three times, and meet the fault in step 15. A peer is
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from faults import CASES, ROWS, job_of, numbers, run, tried
-from keep import keep
+from keep import RESULTS, keep
 
 HERE = Path(__file__).parent
 ELASTIC = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3")
@@ -31,7 +31,7 @@ PEERS = {
     "lightning": (*ELASTIC, str(HERE / "faults_peer_lightning.py")),
     "ray": (str(HERE / "faults_peer_ray.py"),),
 }
-LIMIT = 120.0
+LIMIT = 300.0
 """Seconds after which a run that does not go on is ended."""
 PEER = ("kill", "exit", "stop", "nan", "bit of a parameter", "bit of a checkpoint")
 OURS = {
@@ -43,6 +43,7 @@ OURS = {
     "bit of a checkpoint": "corrupt-checkpoint",
 }
 """Rows of bench/faults.py."""
+OWN = ("held", "seconds_to_detect", "seconds_to_step", "steps_lost")
 
 
 def peer(name: str, fault: str, undisturbed: dict[str, Any] | None) -> dict[str, Any]:
@@ -99,19 +100,25 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--tries", type=int, default=1)
     given = parser.parse_args()
-    peers, rows = {name: peer(name, "", None) for name in given.peers}, {}
+    path = RESULTS / "faults_peers.json"
+    rows: dict[str, Any] = json.loads(path.read_text())["rows"] if path.exists() and given.only else {}
+    peers = {name: peer(name, "", None) for name in given.peers}
     for name, undisturbed in peers.items():
         assert undisturbed["exit_code"] == 0, f"{name} does not run: pip install lightning 'ray[train]'"
     for fault in [fault for fault in PEER if given.only in fault]:
-        rows[fault] = {name: peer(name, fault, undisturbed) for name, undisturbed in peers.items()}
-        own = ours(fault)
-        rows[fault]["meshwise"] = {
-            key: own[key] for key in ("held", "seconds_to_detect", "seconds_to_step", "steps_lost")
-        }
-        for name, row in rows[fault].items():
-            row.pop("state", None)
-            print(f"{fault:20} {name:10} {row}", flush=True)
+        row: dict[str, list[dict[str, Any]]] = {name: [] for name in [*peers, "meshwise"]}
+        for _ in range(given.tries):
+            for name, undisturbed in peers.items():
+                row[name].append(peer(name, fault, undisturbed))
+            own = ours(fault)
+            row["meshwise"].append({key: own[key] for key in OWN})
+        for name, tries in row.items():
+            for one in tries:
+                one.pop("state", None)
+                print(f"{fault:20} {name:10} {one}", flush=True)
+        rows[fault] = row
         keep("faults_peers", {"limit_seconds": LIMIT, "rows": rows})
 
 

@@ -248,19 +248,26 @@ def soaked(run: Run, minutes: float, every: float, draw: random.Random) -> list[
 def noticed(faults: list[dict[str, Any]], sessions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each fault that ends an attempt: whether its attempt's record has the kind and the rank, and after how long.
 
-    One that came while another one was being answered is that one's."""
+    Where two come in one attempt before it ends, the one that its record names counts."""
     found = []
     for fault in faults:
         if fault["kind"] not in ENDS or fault["attempt"] < 1:
             continue
         session = sessions[fault["attempt"] - 1]
-        before = [f for f in faults if f.get("attempt") == fault["attempt"] and f["time"] < fault["time"]]
         ends = session.get("ended") or 0
-        if any(f["kind"] in ENDS for f in before) or (session["status"] != "stopped" and ends < fault["time"]):
+        if session["status"] != "stopped" and ends < fault["time"]:
             continue
-        right = session.get("kind") == ENDS[fault["kind"]] and fault["rank"] in (session.get("rank"), None)
+        others = [f for f in faults if f["kind"] in ENDS and f["attempt"] == fault["attempt"] and f is not fault]
+        if not _is_named(fault, session) and any(f["time"] < ends and _is_named(f, session) for f in others):
+            continue
+        right = _is_named(fault, session)
         found.append({**fault, "right": right, "seconds": ends - fault["time"], "seen": session.get("reason")})
     return found
+
+
+def _is_named(fault: dict[str, Any], session: dict[str, Any]) -> bool:
+    """Whether an attempt's record has the fault. One whose host had no worker is known by its kind alone."""
+    return session.get("kind") == ENDS[fault["kind"]] and fault["rank"] in (session.get("rank"), None)
 
 
 def differences(run: Run, alone: Path, step: int) -> dict[str, Any]:
