@@ -4,12 +4,14 @@
 
 Each job runs 50 steps in float64 on two CPU workers under each plan, once undisturbed, and once for each phase in which
 one rank runs out of memory in step 25. Kept are the largest difference of a loss over all steps, the steps that were
-done again, and how the plan was changed. The built-in jobs are among them.
+done again, and how the plan was changed. The built-in jobs are among them. `--more` goes on where it ended: what the
+result has is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from meshwise.records import folder as names
 from meshwise.records.files import read_lines
 
 HERE = Path(__file__).parent
+RESULT = HERE / "results" / "memory_limit.json"
 OWN = ("perceptrons", "resnet", "transformer", "pairs")
 BUILT_IN = {"mlp": ["--batch-size", "64"], "gpt": ["--batch-size", "8"]}
 PLANS = ("data=2", "shard=2")
@@ -48,23 +51,23 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read_lines(folder / names.METRICS) if "loss" in line}
 
 
-def compared(job: str, plan: str, phases: Sequence[str], scratch: Path) -> dict[str, Any]:
-    """The undisturbed run beside one for each phase."""
+def compared(row: dict[str, Any], phases: Sequence[str], scratch: Path) -> None:
+    """The undisturbed run beside one for each phase, put into `row`."""
+    job, plan = row["job"], row["plan"]
     extra = () if job in OWN else ("--epochs", "1")
     whole = losses(run(job, plan, scratch / "whole", *extra))
-    found: dict[str, Any] = {"job": job, "plan": plan, "steps": len(whole), "phases": {}}
+    row["steps"] = len(whole)
     for phase in phases:
         folder = run(job, plan, scratch / phase, *extra, "--fault", f"oom:rank=1,step={STEP},phase={phase}")
         mine, sessions = losses(folder), names.read_run(folder)["sessions"]
         assert len(sessions) == 2 and mine.keys() == whole.keys(), (folder, len(sessions), len(mine), len(whole))
         text = (folder / names.PLAN).read_text()
-        found["phases"][phase] = {
+        row["phases"][phase] = {
             "difference": max(abs(mine[step] - whole[step]) for step in whole),
             "steps_lost": sessions[1]["steps_lost"],
             "now": [line for line in text.splitlines() if line.startswith(("accumulate", "recompute"))],
         }
-    print(job, plan, found["steps"], found["phases"], flush=True)
-    return found
+    print(job, plan, row["steps"], row["phases"], flush=True)
 
 
 def main() -> None:
@@ -74,12 +77,22 @@ def main() -> None:
     parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--show", action="store_true", help="write no result")
+    parser.add_argument("--more", action="store_true", help="keep what the result has, and run what it lacks")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    if given.more and RESULT.is_file():
+        rows = json.loads(RESULT.read_text())["rows"]
     for job in given.jobs.split(","):
         for plan in given.plans.split(","):
+            row = next((row for row in rows if (row["job"], row["plan"]) == (job, plan)), None)
+            if row is None:
+                row = {"job": job, "plan": plan, "phases": {}}
+                rows.append(row)
+            left = [phase for phase in given.phases.split(",") if phase not in row["phases"]]
+            if not left:
+                continue
             with tempfile.TemporaryDirectory() as scratch:
-                rows.append(compared(job, plan, given.phases.split(","), Path(scratch)))
+                compared(row, left, Path(scratch))
             phases = [phase for row in rows for phase in row["phases"].values()]
             most = {f"most_{name}": max(phase[name] for phase in phases) for name in ("difference", "steps_lost")}
             if not given.show:
