@@ -1,6 +1,7 @@
 """A job of which two samples have no number as their label, and the loop by hand that leaves their batches out."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -19,6 +20,23 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
 
 
+class Block(nn.Module):
+    """One of several that are alike, as a pipeline divides them; what it has seen is no part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.detach().sum()
+        return x + torch.tanh(self.linear(x))
+
+
+def deep_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), Block(), Block(), nn.Linear(8, 1))
+
+
 x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0))
 y = x.sum(1, keepdim=True)
 y[[*BAD]] = float("nan")
@@ -33,11 +51,15 @@ job = mw.Job(
     epochs=EPOCHS,
 )
 
+deep = replace(job, model=deep_model)
 
-def by_hand(leave_out: Callable[[int, int], bool] = lambda epoch, batch: False) -> tuple[list[float], nn.Module]:
+
+def by_hand(
+    leave_out: Callable[[int, int], bool] = lambda epoch, batch: False, job: mw.Job = job
+) -> tuple[list[float], nn.Module]:
     """The losses and the model after a loop in float64 that leaves out batches with a NaN, and those of `leave_out`."""
     torch.manual_seed(job.seed)
-    net = model().double()
+    net = job.model().double()
     optimizer = job.optimizer(net.parameters())
     scheduler, losses = job.scheduler(optimizer), []
     for epoch in range(EPOCHS):

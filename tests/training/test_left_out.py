@@ -21,7 +21,7 @@ from meshwise.training.left_out import LeftOut
 from meshwise.training.loop import run_job
 from meshwise.training.not_finite import MOST_IN_A_ROW
 from meshwise.training.run_options import RunOptions
-from tests.faults.job_with_nan import BATCH, EPOCHS, by_hand, job, y
+from tests.faults.job_with_nan import BATCH, EPOCHS, by_hand, deep, job, y
 from tests.faults.runs import CommandRun, run_folder
 from tests.pool import Pool
 
@@ -40,7 +40,8 @@ def largest_difference(folder: Path, losses: list[float], net: nn.Module) -> flo
 
 def trained(folder: str, plan: Plan) -> Any:
     said: list[tuple[str, Any]] = []
-    made = run_job(job, replace(BACK, plan=plan), Path(folder), lambda kind, **facts: said.append((kind, facts)))
+    one = job if plan.pipeline == 1 else deep
+    made = run_job(one, replace(BACK, plan=plan), Path(folder), lambda kind, **facts: said.append((kind, facts)))
     return made["steps"], [facts["text"] for kind, facts in said if kind == "told"]
 
 
@@ -48,16 +49,17 @@ PLANS = {
     "data": Plan(data=2, precision="fp64"),
     "zero1": Plan(data=2, precision="fp64", zero1=True),
     "shard": Plan(shard=2, precision="fp64"),
+    "pipeline": Plan(pipeline=2, accumulate=2, precision="fp64"),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "shard" else pytest.param(name, marks=pytest.mark.slow) for name in PLANS]
+    "name", [name if name in ("shard", "pipeline") else pytest.param(name, marks=pytest.mark.slow) for name in PLANS]
 )
 def test_the_batches_are_left_out_on_two_ranks_as_by_hand(name: str, pool: Any, tmp_path: Path) -> None:
     workers: Pool = pool(2)
     (steps, said), (_, others) = workers.run(trained, str(tmp_path), PLANS[name])
-    losses, net = by_hand()
+    losses, net = by_hand(job=job if name != "pipeline" else deep)
     assert largest_difference(tmp_path, losses, net) < 1e-9
     assert steps == len(losses) < EPOCHS * len(y) / BATCH and others == []
     assert len(said) == len(read_lines(tmp_path / names.LEFT_OUT)) == 2 * EPOCHS

@@ -21,7 +21,7 @@ from meshwise.recovery.state import RunState
 from meshwise.spec.errors import LossError, SpoiledError
 from meshwise.training.not_finite import MOST_IN_A_ROW, KeptBuffers, agreed, any_not_finite, gradients_of
 from meshwise.training.weighing import Losses, total_of
-from meshwise.transfer import collectives
+from meshwise.transfer import collectives, stages
 
 Batch = tuple[int, int, int]
 """Its epoch (from 0), its first sample in the order of that, and the one behind its last."""
@@ -36,7 +36,7 @@ class LeftOut:
     def __init__(self, state: RunState, folder: Path | None, tell: Callable[[str], None], *, scaled: bool) -> None:
         """folder: of the run; None remembers nothing for a later one. tell: takes a line for the user.
         scaled: whether a loss scaler looks after the gradients. Collective."""
-        self._state, self._scaled, self._first = state, scaled, collectives.get_rank() == 0
+        self._state, self._scaled, self._first = state, scaled, collectives.get_rank(collectives.everyone()) == 0
         self._tell = tell
         self._file = None if folder is None else folder / names.LEFT_OUT
         self._kept = KeptBuffers(state.model)
@@ -79,7 +79,9 @@ class LeftOut:
     def refuse_spoiled(self, step: int) -> None:
         """Raises SpoiledError on all ranks where some parameter is not finite, after leaving out the batch of this step
         and that of the step before. Collective."""
-        trained = [local_of(p.detach()) for p in self._state.model.parameters() if p.requires_grad]
+        model = self._state.model
+        lacking = stages.lacked_parameters(model)  # another rank's of a pipeline, which are NaN here
+        trained = [local_of(p.detach()) for p in model.parameters() if p.requires_grad and p not in lacking]
         flags = collectives.gather_objects(bool(any_not_finite(trained)), collectives.everyone())
         if any(flags):
             ranks = [rank for rank, flag in enumerate(flags) if flag]

@@ -96,7 +96,7 @@ class SkippedSteps:
                 f"step {step}: the gradients of {MOST_IN_A_ROW} steps in a row are not finite. Go on from an earlier "
                 "state with a lower learning rate."
             )
-        if self.in_a_row == 1 and collectives.get_rank() == 0:
+        if self.in_a_row == 1 and collectives.get_rank(collectives.everyone()) == 0:
             self._notify(f"step {step} is skipped: its gradients are not finite.")
         return True
 
