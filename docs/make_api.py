@@ -1,6 +1,7 @@
-"""Writes docs/api.md from the docstrings of the public names: python docs/make_api.py (or `make api`).
+"""Writes docs/api.md from the docstrings of the public names, and the exit codes and options in docs/failures.md from
+what `meshwise run --help` says: python docs/make_api.py (or `make api`).
 
-tests/docs/test_api.py fails while the page is not what this makes.
+tests/docs/test_api.py fails while the pages are not what this makes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import meshwise as mw
+from meshwise.spec.exit_codes import MEANINGS
+from meshwise.spec.options import option_name, options_of
+from meshwise.training.run_options import RunOptions
 
 PAGE = Path(__file__).with_name("api.md")
 HEAD = """# Public names
@@ -28,6 +32,12 @@ PARTS = {
     "Errors": ("meshwise.spec.errors",),
 }
 MOST_WIDE = 110
+FAILURES = Path(__file__).with_name("failures.md")
+OF_FAILURES = (
+    *("save_every", "redundancy", "restarts", "restart_on", "min_nodes", "hang_limit", "on_failure"),
+    *("on_nan", "on_spike", "check_every", "memory_limit", "time_limit", "resume", "folder", "fault"),
+)
+"""The options of `meshwise run` that say what happens when something fails."""
 
 
 def signature(name: str, thing: Any) -> str:
@@ -104,6 +114,19 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def failures(text: str) -> str:
+    """The page of failures, with its tables as the command says it."""
+    helps = {name: (option_name(name, option), option.help) for name, _, option in options_of(RunOptions)}
+    codes = [("exit code", "what it says"), ("---", "---"), *MEANINGS.items()]
+    options = [("option", "what it does"), ("---", "---"), *((f"`{helps[n][0]}`", helps[n][1]) for n in OF_FAILURES)]
+    for mark, rows in (("EXIT_CODES", codes), ("OPTIONS", options)):
+        table = "\n".join(f"| {left} | {right} |" for left, right in rows).replace("| --- | --- |", "|---|---|")
+        before, _, behind = text.partition(f"<!-- {mark} -->\n")
+        text = f"{before}<!-- {mark} -->\n{table}\n<!-- end -->{behind.partition('<!-- end -->')[2]}"
+    return text
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
-    print(f"written: {PAGE}")
+    FAILURES.write_text(failures(FAILURES.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"written: {PAGE}, {FAILURES}")

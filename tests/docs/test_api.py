@@ -1,4 +1,4 @@
-"""docs/api.md is what the docstrings say."""
+"""docs/api.md is what the docstrings say, and docs/failures.md has the exit codes and options of the command's help."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def maker() -> ModuleType:
 
 def test_the_page_is_fresh(maker: ModuleType) -> None:
     assert maker.PAGE.read_text(encoding="utf-8") == maker.page(), "run `python docs/make_api.py`"
+
+
+def test_the_page_of_failures_has_the_words_of_the_help(maker: ModuleType) -> None:
+    page = maker.FAILURES.read_text(encoding="utf-8")
+    assert maker.failures(page) == page, "run `python docs/make_api.py`"
+    for name in ("--restarts", "| 85 |", "| 93 |"):
+        assert name in page
 
 
 def test_every_public_name_is_on_it_and_says_what_it_is(maker: ModuleType) -> None:

@@ -106,7 +106,7 @@ def test_it_is_kept_as_often_as_costs_one_percent(kept: Path, monkeypatch: pytes
     last.keep()
     trained(last, state, 210)
     assert said == [
-        "the state is kept in memory every 100 steps, since a copy costs 100.0% of a step: a lost worker costs the "
+        "the state is kept in memory every 100 steps, since a copy costs 100.0 % of a step: a lost worker costs the "
         "steps since then. --redundancy 1 keeps every step."
     ]
     assert steps_in(kept) == [100, 200]
