@@ -126,8 +126,8 @@ class LastStep:
         self._every, self._given = max(1, math.ceil(often / MOST_COST)), True
         if self._every > 1 and not (self._whole and self._last.found_again):
             self._notify(
-                f"the state is kept in memory every {self._every} steps, since a copy costs {100 * often:.1f} % of a step: "
-                "a lost worker costs the steps since then. --redundancy 1 keeps every step."
+                f"the state is kept in memory every {self._every} steps, since a copy costs {100 * often:.1f} % of a "
+                "step: a lost worker costs the steps since then. --redundancy 1 keeps every step."
             )
 
     def leave(self) -> bool:
