@@ -7,8 +7,8 @@ from pathlib import Path
 
 from meshwise.records import claims
 from meshwise.records.checkpoints import checkpoints_in, name_of
-from meshwise.records.files import append_lines, keep_lines, read_lines
-from meshwise.records.folder import begin_session, claim_session, end_session, read_run, write_run
+from meshwise.records.files import append_lines, read_lines
+from meshwise.records.folder import begin_session, claim_session, end_session, keep_metrics, read_run, write_run
 from meshwise.records.lock import FolderLock, is_abandoned
 
 
@@ -67,7 +67,7 @@ def test_lines_go_to_the_file_that_was_opened_and_to_no_other(tmp_path: Path) ->
     append_lines(path, [{"step": 1}])
     with path.open("rb") as held:
         assert append_lines(path, [{"step": 2}], held)
-        keep_lines(path, lambda record: record["step"] <= 1)  # a later attempt, which goes on after step 1
+        keep_metrics(tmp_path, 1, lambda record: record["step"] <= 1)  # a later attempt, which goes on after step 1
         append_lines(path, [{"step": 2, "of": "the later"}])
         assert not append_lines(path, [{"step": 3}], held)
     assert read_lines(path) == [{"step": 1}, {"step": 2, "of": "the later"}]

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from meshwise.records.files import keep_lines
-from meshwise.records.folder import newest_run
+from meshwise.records.folder import keep_metrics, newest_run
 from meshwise.records.metrics import Metrics
 from meshwise.records.run_list import find_run, run_entry, run_list
 from meshwise.spec.errors import UsageError
@@ -137,6 +136,6 @@ def test_metrics_of_a_file_that_was_written_anew_are_read_anew(tmp_path: Path) -
     folder, path = made(tmp_path, "a", metrics='{"step": 1, "loss": 4.0}\n{"step": 2, "loss": 3.0}\n'), tmp_path / "a"
     metrics = Metrics(folder)
     metrics.read_on()
-    keep_lines(path / "metrics.jsonl", lambda record: record["step"] < 2)
+    keep_metrics(path, 1, lambda record: record["step"] < 2)
     metrics.read_on()
     assert metrics.losses == {1: 4.0}

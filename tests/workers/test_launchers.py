@@ -118,7 +118,7 @@ def test_a_loop_whose_ranks_another_launcher_started_keeps_the_records_of_a_run(
     first, second = attempts_of(read_run(here / "run"))
     assert (first.status, second.status) == (status, "finished")
     assert re.fullmatch(reason, first.reason), first.reason
-    log = (here / "run" / "workers" / "rank1.log").read_text()
+    log = "".join((here / "run" / "workers" / name).read_text() for name in ("rank1.log", "rank1.2.log"))
     assert re.findall("begins on|rank 1 is here|ValueError: the|goes on|begins anew", log) == [
         *("begins on", "rank 1 is here", *["ValueError: the"] * (ends == "raises")),
         *("begins on", then),
@@ -131,7 +131,7 @@ def test_a_loop_without_our_command_keeps_records_where_a_folder_is_named(here: 
     for word, codes in (("SIGUSR1", [85, 85]), ("again", [0, 0])):
         assert ranks_by_hand(["loop.py", word], here, 2, MESHWISE_RUN=str(here / "run")) == codes
     assert [one.status for one in attempts_of(read_run(here / "run"))] == ["stopped", "finished"]
-    assert "goes on" in (here / "run" / "workers" / "rank1.log").read_text()
+    assert "goes on" in (here / "run" / "workers" / "rank1.2.log").read_text()
 
 
 @pytest.mark.slow

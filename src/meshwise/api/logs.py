@@ -53,7 +53,7 @@ class _Log:
             text = line.decode(errors="replace")
             if (begins := BEGINS.fullmatch(text)) is not None:
                 self.host = begins["host"]
-                self.attempt = max(1, bisect_right(began, float(begins["time"]) + 0.1))
+                self.attempt = max(self.attempt, bisect_right(began, float(begins["time"]) + 0.1))
             else:
                 yield LogLine(self.rank, self.host, self.attempt, printable(text))
 
@@ -113,13 +113,13 @@ def _last_lines(path: Path) -> list[str]:
 
 def _new_lines(folder: Path, logs: dict[Path, _Log], ranks: Sequence[int]) -> Iterator[LogLine]:
     began = [session["began"] for session in names.read_run(folder).get("sessions", [])]
-    for rank, path in logs_of(folder).items():
+    for rank, attempt, path in logs_of(folder):
         if not ranks or rank in ranks:
-            yield from logs.setdefault(path, _Log(path, rank)).lines(began)
+            yield from logs.setdefault(path, _Log(path, rank, attempt=attempt)).lines(began if attempt == 1 else ())
 
 
 def _ranks(folder: Path) -> str:
-    found = list(logs_of(folder))
+    found = sorted({rank for rank, _, _ in logs_of(folder)})
     return f"ranks {found[0]} to {found[-1]}" if found else "no logs yet"
 
 

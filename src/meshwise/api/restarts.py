@@ -19,7 +19,8 @@ from typing import Any
 from meshwise.api.rescue import keep_left
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import checkpoints_in
-from meshwise.records.files import read_lines, write_text
+from meshwise.records.claims import write_of
+from meshwise.records.files import read_lines
 from meshwise.spec.errors import PlanError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN, FAILED, NO_PROGRESS
 from meshwise.spec.faults import Fault
@@ -177,7 +178,8 @@ class Restarts:
         path = self.folder / names.PLAN
         there = plan_from_toml(path.read_text(encoding="utf-8")) if path.is_file() else None
         if self.plan_now not in (None, there):
-            write_text(path, plan_to_toml(self.plan_now))
+            content = plan_to_toml(self.plan_now).encode()
+            write_of(self.folder, self.number, path, lambda file: file.write(content))
         if self.smaller:
             request = names.read_run(self.folder).get("request", {})
             names.change_run(self.folder, request={**request, "plan": self.smaller, **dict.fromkeys(OTHERS_OF_PLAN)})

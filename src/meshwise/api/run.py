@@ -27,7 +27,7 @@ from meshwise.machine.memory import cap_memory
 from meshwise.parallel.apply import check_fits
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
-from meshwise.records.files import write_text
+from meshwise.records.claims import write_of
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.exit_codes import DONE, code_of_stop
@@ -176,7 +176,8 @@ def _finish(started: Started, results: Sequence[dict[str, Any]], console: Consol
     plan, slots = started.restarts.plan_now or started.program.plan, started.slots[: len(results)]
     summary = summarise(results, repr(plan), slots, folder)
     if keep:
-        write_text(folder / names.SUMMARY, json.dumps(json_value(summary), indent=2) + "\n")
+        content = json.dumps(json_value(summary), indent=2) + "\n"
+        write_of(folder, started.restarts.number, folder / names.SUMMARY, lambda file: file.write(content.encode()))
     console.print(summary_text(summary, None), soft_wrap=True)
     return summary
 

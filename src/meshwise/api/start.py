@@ -24,7 +24,7 @@ from meshwise.api.supervise import supervise
 from meshwise.machine.find import describe, find_devices
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
-from meshwise.records.claims import is_over, newest
+from meshwise.records.claims import is_over, newest, write_of
 from meshwise.records.files import write_text
 from meshwise.records.lock import FolderLock
 from meshwise.spec.devices import WorkerSlot, parse_devices
@@ -181,7 +181,8 @@ def opened(
     elif program.plan is not None:  # on every machine: a script's workers read it in their own folder
         predicted = program.record.get(PREDICTED)
         table = prediction_to_toml(prediction_of(predicted)) if isinstance(predicted, Mapping) else ""
-        write_text(folder / names.PLAN, plan_to_toml(program.plan) + table)
+        content = (plan_to_toml(program.plan) + table).encode()
+        write_of(folder, restarts.number, folder / names.PLAN, lambda file: file.write(content))
     if not told:
         machines.tell_folder(folder, restarts.number)
     return started
@@ -200,7 +201,7 @@ def _recorded(started: Started, options: RunOptions, began: float, *, begins: bo
         facts["source"] = names.source_of(str(options.job))
     if options.folder is not None and ASKED not in earlier:
         facts[ASKED] = options.record()
-    if yields or newest(folder) or (machines.nodes is not None and begins):
+    if yields or newest(folder) or (begins and (machines.nodes is not None or options.folder is not None)):
         names.claim_session(folder, len(earlier.get("sessions", [])) + 1)
     return names.begin_session(folder, began, started.restarts.record(), **facts)
 

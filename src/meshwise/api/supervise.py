@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich.console import Console
 
@@ -25,6 +25,7 @@ from meshwise.api.several import JOINED, Several
 from meshwise.records import folder as names
 from meshwise.records.attempts import lost_texts
 from meshwise.records.claims import is_over
+from meshwise.records.rank_logs import open_log
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.exit_codes import AGAIN, DONE, JOINS, WARNINGS, stop_text
@@ -175,7 +176,10 @@ def supervise(
             if viewer.steps and machines.has_more(restarts):
                 halt.ask(JOINS)
 
-        listeners = Listeners(message=viewer.message, output=viewer.output, look=look, hang_limit=hang_limit)
+        def log(folder: Path, rank: int) -> BinaryIO:
+            return open_log(folder, rank, restarts.number)
+
+        listeners = Listeners(viewer.message, viewer.output, look, log, hang_limit)
         started = partial(launch, folder=restarts.folder, listeners=listeners, halt=halt, preload=forks)
         try:
             results = None

@@ -86,9 +86,10 @@ def record_path(folder: Path, number: int) -> Path:
     return folder / CLAIMS / f"{number}.run.json"
 
 
-def newest_record(folder: Path) -> Path | None:
-    """The record of the newest attempt that has one; None in the folder of a run that claims none."""
-    numbers = _numbers(folder, _RECORD)
+def newest_record(folder: Path, until: int | None = None) -> Path | None:
+    """The record of the newest attempt that has one, of those up to `until`; None in the folder of a run that claims
+    none."""
+    numbers = [number for number in _numbers(folder, _RECORD) if until is None or number <= until]
     return record_path(folder, max(numbers)) if numbers else None
 
 

@@ -83,7 +83,6 @@ def read_lines(path: Path) -> list[Record]:
     return records
 
 
-def keep_lines(path: Path, wanted: Callable[[Record], bool]) -> None:
-    """Rewrite the file with the wanted records alone."""
-    if path.exists():
-        write_text(path, "".join(json.dumps(record) + "\n" for record in read_lines(path) if wanted(record)))
+def kept_lines(path: Path, wanted: Callable[[Record], bool]) -> bytes:
+    """The wanted records of the file, as its content."""
+    return "".join(json.dumps(record) + "\n" for record in read_lines(path) if wanted(record)).encode()

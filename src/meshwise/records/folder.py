@@ -4,7 +4,7 @@ run.json              job, settings, versions, devices, status (running, finishe
 run.lock              held by the launcher as long as it runs
 plan.toml             the plan
 metrics.jsonl         one line a step (epoch, step, loss) and one an evaluation
-workers/rank0.log     what each worker printed
+workers/rank0.log     what each worker printed; rank0.2.log in attempt 2
 spans/rank0.jsonl     what each rank did when: its spans, counters and clock; rank0.2.jsonl in attempt 2
 checkpoint/           states of the run, a folder each (see records/checkpoints.py)
 weights.safetensors   final weights, for plain PyTorch
@@ -30,7 +30,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -38,8 +38,8 @@ from typing import Any
 
 from meshwise.records.checkpoints import CHECKPOINTS as CHECKPOINTS
 from meshwise.records.checkpoints import checkpoints_in
-from meshwise.records.claims import claim, is_over, newest, newest_record, record_path
-from meshwise.records.files import write_text
+from meshwise.records.claims import claim, is_over, newest, newest_record, record_path, write_of
+from meshwise.records.files import Record, kept_lines, write_text
 from meshwise.records.lock import is_abandoned
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import error_text, printable
@@ -58,6 +58,8 @@ MOST_RANKS, LATEST = 1_000_000, 4e9
 """Above these a number is no count of ranks, and no time in seconds since 1970."""
 SPANS, TENSORBOARD, BEST = "spans", "tensorboard", "best.safetensors"
 FAULTS, LEFT_OUT = "faults.jsonl", "left-out.jsonl"
+_own: dict[Path, int] = {}
+"""The attempts that this process has claimed: what a later one has written is not changed."""
 _unwritten: dict[Path, dict[str, Any]] = {}
 """What run.json would say, of runs of this process whose disk is full."""
 STOP = "stop"
@@ -114,8 +116,7 @@ def write_run(folder: Path, facts: dict[str, Any]) -> None:
     try:
         if newest(folder):
             write_text(record_path(folder, number), text)
-        if not is_over(folder, number):
-            write_text(folder / RUN, text)
+        write_of(folder, number, folder / RUN, lambda file: file.write(text.encode()))
     except OSError as error:
         if not (folder / RUN).exists():
             raise
@@ -127,7 +128,7 @@ def write_run(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def _written(folder: Path) -> dict[str, Any]:
-    return _unwritten.get(folder) or read_run(folder)
+    return _unwritten.get(folder) or read_run(folder, _own.get(folder))
 
 
 def newest_run(parent: Path, *, queued: bool = False) -> Path:
@@ -152,8 +153,22 @@ def since(folder: Path, *, queued: bool = True) -> str:
 def claim_session(folder: Path, number: int) -> bool:
     """Claim attempt `number` of a run on several machines, before its record says anything of it. False where another
     machine has begun it."""
-    saved = [each.path.name for each in checkpoints_in(folder / CHECKPOINTS)]
-    return claim(folder, number, {"time": time.time(), "host": socket.gethostname(), "checkpoints": saved})
+    saved, metrics = [each.path.name for each in checkpoints_in(folder / CHECKPOINTS)], folder / METRICS
+    lines = metrics.read_bytes() if metrics.is_file() else b""
+    counts = {"checkpoints": saved, "metrics": len(lines)}
+    if not claim(folder, number, {"time": time.time(), "host": socket.gethostname(), **counts}):
+        return False
+    if metrics.is_file():  # in a file of its own: who has the other one open writes into nothing that is read
+        write_of(folder, number, metrics, lambda file: file.write(lines))
+    _own[folder] = number
+    return True
+
+
+def keep_metrics(folder: Path, number: int, wanted: Callable[[Record], bool] = lambda record: True) -> None:
+    """Attempt `number` goes on with these lines of metrics.jsonl, in a file of its own."""
+    path = folder / METRICS
+    if path.exists():
+        write_of(folder, number, path, lambda file: file.write(kept_lines(path, wanted)))
 
 
 def attempts_in(folder: Path) -> int:
@@ -165,10 +180,13 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
     """Write that workers of the run live from `began` on (seconds since 1970): run.json is made, or goes on. Returns
     which attempt they are, from 1. attempt: what else is known of it; facts: of the run."""
     run = _written(folder) if (folder / RUN).exists() else {}
+    before = run.get("sessions", [])
+    if newest(folder) and _own.get(folder, 0) <= len(before):
+        claim_session(folder, len(before) + 1)
     run.setdefault("started", _text(began))  # of one that was queued: now
     world = facts.get("world", run.get("world"))
     attempt = {"began": began, "ended": None, "status": RUNNING, "world": world, **(attempt or {})}
-    sessions = [*map(_given_up, run.get("sessions", [])), attempt]
+    sessions = [*map(_given_up, before), attempt]
     write_run(folder, run | facts | {"status": RUNNING, "ended": None, "error": None, "sessions": sessions})
     return len(sessions)
 
@@ -234,13 +252,13 @@ def _text(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
 
 
-def read_run(folder: Path) -> dict[str, Any]:
+def read_run(folder: Path, until: int | None = None) -> dict[str, Any]:
     """The facts of a run; of one that says it runs and whose launcher is gone, that it failed. Raises UsageError when
-    `folder` is not a run folder."""
+    `folder` is not a run folder. until: as they were in this attempt."""
     try:
         if (folder / RUN).exists() and not (folder / RUN).is_file():  # a pipe would be read for ever
             raise ValueError("it is not a file")
-        path = newest_record(folder) or folder / RUN  # what an attempt that is over has written is not read
+        path = newest_record(folder, until) or folder / RUN  # what an attempt that is over has written is not read
         facts = _cleaned(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UsageError(

@@ -1,4 +1,5 @@
-"""What each rank prints: a file of its own in the run folder, to which every attempt appends.
+"""What each rank prints: a file of its own in the run folder for each attempt, so that what a process of an earlier
+one prints that was cut off is not taken for that of a later one. Older runs have one file for all attempts.
 
 Tested in tests/cli/test_submit.py.
 """
@@ -14,12 +15,12 @@ from typing import BinaryIO
 WORKERS = "workers"
 BEGINS = re.compile(r"--- begins on (?P<host>\S+) at (?P<time>\d+(\.\d+)?)")
 """The line with which a launcher begins an attempt: its host, and seconds since 1970."""
-_RANK = re.compile(r"rank(\d+)\.log")
+_RANK = re.compile(r"rank(\d+)(?:\.(\d+))?\.log")
 
 
-def open_log(folder: Path, rank: int) -> BinaryIO:
-    """The log of a rank in a run folder, for one more attempt."""
-    path = folder / WORKERS / f"rank{rank}.log"
+def open_log(folder: Path, rank: int, attempt: int = 1) -> BinaryIO:
+    """The log of a rank in a run folder, for an attempt."""
+    path = folder / WORKERS / (f"rank{rank}.log" if attempt == 1 else f"rank{rank}.{attempt}.log")
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.open("ab")
     log.write(f"--- begins on {socket.gethostname()} at {time.time():.1f}\n".encode())
@@ -27,7 +28,7 @@ def open_log(folder: Path, rank: int) -> BinaryIO:
     return log
 
 
-def logs_of(folder: Path) -> dict[int, Path]:
-    """The log of each rank that there is, by rank."""
-    found = {int(match[1]): path for path in (folder / WORKERS).glob("*") if (match := _RANK.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+def logs_of(folder: Path) -> list[tuple[int, int, Path]]:
+    """The logs that there are: rank, attempt, file."""
+    named = [(_RANK.fullmatch(path.name), path) for path in (folder / WORKERS).glob("*")]
+    return sorted((int(match[1]), int(match[2] or 1), path) for match, path in named if match)

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from meshwise.records.claims import is_over
+from meshwise.records.claims import write_of
 from meshwise.records.files import write_text, write_with
 from meshwise.recovery.collect import collected, state_of
 from meshwise.recovery.layout import Held, Part, held
@@ -42,9 +42,10 @@ def save_weights(model: nn.Module, path: Path, header: Mapping[str, str] | None 
     name.
     """
     state = collected(state_of(model))
-    if state is not None and not is_over(path.parent, attempt()):
+    if state is not None:
         tensors = {name: tensor.contiguous().clone() for name, tensor in state.items()}
-        write_with(path, lambda file: file.write(save(tensors, metadata={"format": "pt", **(header or {})})))
+        content = save(tensors, metadata={"format": "pt", **(header or {})})
+        write_of(path.parent, attempt(), path, lambda file: file.write(content))
 
 
 def export_weights(

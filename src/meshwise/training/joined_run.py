@@ -41,7 +41,7 @@ class JoinedRun:
         self._rank, self._size = rank_context().world.rank, rank_context().world.size
         if store is not None:
             os.environ.update({RUN_FOLDER: str(folder), ATTEMPT: str(attempt)})
-            log = open_log(folder, self._rank)
+            log = open_log(folder, self._rank, attempt)
             sys.stdout, sys.stderr = _Both(sys.stdout, log), _Both(sys.stderr, log)
 
     def ends(self, error: BaseException | None) -> Failure | None:

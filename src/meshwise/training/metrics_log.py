@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwise.machine.memory import used_bytes
 from meshwise.records import folder as names
-from meshwise.records.files import Record, keep_lines, read_lines
+from meshwise.records.files import Record, read_lines
 from meshwise.spec.errors import LossError
 from meshwise.spec.world import World
 from meshwise.training.loss_ledger import LossLedger, noted
@@ -25,6 +25,7 @@ from meshwise.training.trackers import Tracker
 from meshwise.training.tracking import Point, Tracking
 from meshwise.training.weighing import Losses, totals_of
 from meshwise.transfer import collectives
+from meshwise.workers.environment import attempt
 
 Send = Callable[..., None]
 """`send(kind, **facts)`: a message about the run, to whoever shows it."""
@@ -62,7 +63,7 @@ class MetricsLog:
         """Open the trackers of a run that has `step` behind it, and remove what was written after that.
         Collective."""
         if self._folder is not None and self._world.rank == 0:
-            keep_lines(self._folder / names.METRICS, lambda record: record.get("step", 0) <= step)
+            names.keep_metrics(self._folder, attempt(), lambda record: record.get("step", 0) <= step)
         self.tracking.open(step)
         if self._folder is not None and self._world.rank == 0:
             self._write_noted(self._folder, step)

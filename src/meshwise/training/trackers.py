@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from meshwise.records import folder as names
+from meshwise.records.claims import newest
 from meshwise.records.run_list import args_of
 from meshwise.spec.errors import UsageError, check_known
+from meshwise.workers.environment import attempt
 
 Tracker: TypeAlias = Callable[[Mapping[str, float], int], object]
 """`tracker(values, step)`: keeps numbers of a run."""
@@ -50,7 +52,9 @@ def open_tracker(wanted: str | Tracker, folder: Path, step: int) -> OpenTracker:
 def _tensorboard(folder: Path, step: int) -> OpenTracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder / names.TENSORBOARD), purge_step=step + 1)
+    # Its file is opened by name again and again: one of an earlier attempt, which may go on, lies elsewhere.
+    own = [f"attempt-{attempt()}"] if attempt() > 1 and newest(folder) else []
+    writer = SummaryWriter(str(folder.joinpath(names.TENSORBOARD, *own)), purge_step=step + 1)
 
     def track(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwise.records import folder as names
 from meshwise.records.claims import is_over, newest
-from meshwise.records.files import Record, append_lines, keep_lines
+from meshwise.records.files import Record, append_lines
 from meshwise.spec.errors import UsageError
 from meshwise.spec.json_values import json_value
 from meshwise.spec.user_code import user_place
@@ -43,6 +43,7 @@ class Tracking:
         self._unwritten: list[Record] = []
         self._held: BinaryIO | None = None
         """metrics.jsonl as this attempt of the run began it: a later attempt, on other machines, makes it anew."""
+        self._over = False
 
     def open(self, step: int) -> None:
         """Open the trackers. step: the last one that the run has behind it."""
@@ -50,11 +51,17 @@ class Tracking:
         self._open_now(self._wanted, step)
 
     def _hold(self) -> None:
-        path = None if self._folder is None else self._folder / names.METRICS
-        if path is not None and path.is_file():
+        if self._folder is None:
+            return
+        path, claimed = self._folder / names.METRICS, newest(self._folder) > 0
+        if claimed:  # of this attempt's own, before a later one can make it
+            with contextlib.suppress(OSError):
+                path.open("xb").close()
+        if path.is_file():
             if self._held is not None:
                 self._held.close()
             self._held = path.open("rb")
+        self._over = claimed and is_over(self._folder, attempt())  # asked last: it may be the file of a later one
 
     def add(self, trackers: Iterable[str | Tracker], step: int) -> None:
         """Open these too, but for those that it has."""
@@ -82,7 +89,9 @@ class Tracking:
             return
         first, records = not self._unwritten, [*self._unwritten, *map(json_value, records)]
         try:
-            if self._held is None and is_over(folder, attempt()):
+            if self._held is None:
+                self._hold()
+            if self._over:
                 return
             append_lines(folder / names.METRICS, records, self._held)
             if self._held is None:
@@ -208,7 +217,7 @@ def _of_script(first: bool) -> _Target:
     check_trackers(wanted)
     folder = Path(os.environ[RUN_FOLDER]) if RUN_FOLDER in os.environ else None
     if folder is not None and first and newest(folder):
-        keep_lines(folder / names.METRICS, lambda record: True)  # a file of this attempt's own
+        names.keep_metrics(folder, attempt())  # a file of this attempt's own
     tracking = Tracking(folder, wanted if first else (), session.tell)
     tracking.open(0)
     atexit.register(tracking.close)

@@ -27,7 +27,6 @@ from typing import Any
 
 import cloudpickle
 
-from meshwise.records.rank_logs import open_log
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
 from meshwise.workers import environment, failure
@@ -129,7 +128,7 @@ class _Launcher:
         for local_rank, slot in enumerate(slots):
             rank = self.first_rank + local_rank
             variables = os.environ | self._environment(rank, local_rank, port, slot)
-            log = open_log(self.folder, rank)
+            log = self.listeners.log(self.folder, rank)
             pipes = [os.pipe(), os.pipe()] if rank == 0 else []
             stdout, stderr = [write for _, write in pipes] or [log.fileno()] * 2
             server, kept = self._forks.server(variables), listener if rank == 0 else None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
 
+from meshwise.records.rank_logs import open_log
 from meshwise.workers.channel import Message
 
 
@@ -15,10 +18,12 @@ class Listeners:
     message: `(rank, message)` for every message of a worker that the launcher does not use itself.
     output: `(stream, text)` for every line that rank 0 prints; stream is `stdout` or `stderr`.
     look: called several times a second.
+    log: opens what a rank prints into, in the run folder.
     hang_limit: after so many seconds a rank that does not go on ends the run; None: it is told of alone.
     """
 
     message: Callable[[int, Message], None] = lambda rank, message: None
     output: Callable[[str, str], None] = lambda stream, text: None
     look: Callable[[], None] = lambda: None
+    log: Callable[[Path, int], BinaryIO] = open_log
     hang_limit: float | None = None
