@@ -38,7 +38,7 @@ from typing import Any
 
 from meshwise.records.checkpoints import CHECKPOINTS as CHECKPOINTS
 from meshwise.records.checkpoints import checkpoints_in
-from meshwise.records.claims import claim, is_over, newest, newest_record, record_path, write_of
+from meshwise.records.claims import claim, newest, newest_record, record_path, write_of
 from meshwise.records.files import Record, kept_lines, write_text
 from meshwise.records.lock import is_abandoned
 from meshwise.spec.errors import UsageError

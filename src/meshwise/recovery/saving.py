@@ -27,6 +27,7 @@ from meshwise.recovery.layout import Held, Part, deal, held, plainly_held, view_
 from meshwise.recovery.tensor_files import as_bytes, laid_out
 from meshwise.recovery.values import encoded
 from meshwise.recovery.writing import LAST, Board, Deal, OwnBoard, StoreBoard, Writing
+from meshwise.spec.errors import SaveError
 from meshwise.spec.saves import Saves
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import current
@@ -38,6 +39,10 @@ from meshwise.workers.join import rank_context
 DEFAULT = Saves()
 Copied = tuple[str, Box, tuple[slice, ...] | None, Tensor]
 """A tensor, a box that this rank holds of it, the slices of that (None: all), and what they are copied into."""
+OVER = (
+    "a later attempt of this run has begun elsewhere, while this one stood still or was cut off. It ends; nothing that "
+    "it has written since then is read."
+)
 PATIENCE = 10.0  # seconds from its beginning that a save may take before the next one is left out
 
 
@@ -78,7 +83,8 @@ class Saver:
         make: gives the tree of what this rank holds; of what rank 0 is to write for all, where it is given True.
 
         Returns when everything is copied. wait: until an earlier save is written, however long that takes; else this
-        one is left out if that takes too long. Raises UsageError for what no checkpoint can hold.
+        one is left out if that takes too long. Raises UsageError for what no checkpoint can hold, SaveError
+        once a later attempt has begun.
         """
         with current().span("checkpoint"):
             self._asked = time.monotonic()
@@ -87,12 +93,15 @@ class Saver:
             values, tensors = self._encoded(make(False)) if shared else (None, {})
             shapes = {name: held(tensor) for name, tensor in tensors.items()}
             digests = (hash(tuple(shapes.items())), _digest(values))  # the first is compared with this rank's own
-            ranks = collectives.gather_objects((self._writing is not None, digests), collectives.everyone())
-            if any(busy for busy, _ in ranks):
+            over = self._world.rank == 0 and newest(files.claims_folder(self._folder)) > number
+            ranks = collectives.gather_objects((self._writing is not None, digests, over), collectives.everyone())
+            if ranks[0][2]:
+                raise SaveError(OVER)
+            if any(busy for busy, _, _ in ranks):
                 self._tell(f"step {facts['step']} is not saved: the state before it is still being written.")
                 return False
             if shared:
-                values = self._agreed(values, shapes, [each for _, each in ranks])
+                values = self._agreed(values, shapes, [each for _, each, _ in ranks])
             else:
                 values, tensors = encoded(collected(make(True)) or {})
                 shapes = {name: held(tensor) for name, tensor in tensors.items()}
