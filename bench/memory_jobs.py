@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Subset
 
 import meshwise as mw
+from meshwise.jobs.registry import find_job
 
 
 def job(name: str, model: Any, loss: Any, data: tuple[Tensor, ...], **more: Any) -> mw.Job:
@@ -102,3 +105,17 @@ perceptrons = job("perceptron", perceptron, row_loss, (ROWS,))
 resnet = job("resnet", resnet_model, class_loss, (IMAGES, LABELS))
 transformer = job("transformer", Tokens, token_loss, (TOKENS,))
 pairs = job("pairs", perceptron, pair_loss, (ROWS,))
+
+
+def fifty_steps(name: str, batch_size: int) -> mw.Job:
+    """A built-in job on as much of its data as 50 steps read."""
+    whole = find_job(name)
+    data, samples = whole.data(), 50 * batch_size
+    few = tuple(t[:samples] for t in data) if isinstance(data, tuple) else Subset(data, range(samples))
+    return replace(whole, data=lambda: few, test=None, best=None, batch_size=batch_size, epochs=1)
+
+
+mlp = fifty_steps("mlp", 64)
+gpt = fifty_steps("gpt", 8)
+mnist_mlp = fifty_steps("mnist-mlp", 64)
+mnist_cnn = fifty_steps("mnist-cnn", 32)

@@ -27,8 +27,7 @@ from meshwise.records.files import read_lines
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "memory_limit.json"
-OWN = ("perceptrons", "resnet", "transformer", "pairs")
-BUILT_IN = {"mlp": ["--batch-size", "64"], "gpt": ["--batch-size", "8"]}
+JOBS = ("perceptrons", "resnet", "transformer", "pairs", "mlp", "gpt", "mnist_mlp", "mnist_cnn")
 PLANS = ("data=2", "shard=2")
 PHASES = ("forward", "backward", "communication", "optimizer")
 STEP = 25
@@ -36,8 +35,8 @@ STEP = 25
 
 def run(job: str, plan: str, out: Path, *words: str) -> Path:
     """One run; its folder."""
-    source = [f"{HERE / 'memory_jobs.py'}:{job}"] if job in OWN else [job, *BUILT_IN[job]]
-    command = [sys.executable, "-m", "meshwise", "run", *source, "--devices", "2xcpu", "--precision", "fp64"]
+    source = f"{HERE / 'memory_jobs.py'}:{job}"
+    command = [sys.executable, "-m", "meshwise", "run", source, "--devices", "2xcpu", "--precision", "fp64"]
     command += ["--set", plan, "--redundancy", "1", "--log-every", "10", "--out", str(out), *words]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=600, check=False)
     if done.returncode:
@@ -54,11 +53,10 @@ def losses(folder: Path) -> dict[int, float]:
 def compared(row: dict[str, Any], phases: Sequence[str], scratch: Path) -> None:
     """The undisturbed run beside one for each phase, put into `row`."""
     job, plan = row["job"], row["plan"]
-    extra = () if job in OWN else ("--epochs", "1")
-    whole = losses(run(job, plan, scratch / "whole", *extra))
+    whole = losses(run(job, plan, scratch / "whole"))
     row["steps"] = len(whole)
     for phase in phases:
-        folder = run(job, plan, scratch / phase, *extra, "--fault", f"oom:rank=1,step={STEP},phase={phase}")
+        folder = run(job, plan, scratch / phase, "--fault", f"oom:rank=1,step={STEP},phase={phase}")
         mine, sessions = losses(folder), names.read_run(folder)["sessions"]
         assert len(sessions) == 2 and mine.keys() == whole.keys(), (folder, len(sessions), len(mine), len(whole))
         text = (folder / names.PLAN).read_text()
@@ -73,7 +71,7 @@ def compared(row: dict[str, Any], phases: Sequence[str], scratch: Path) -> None:
 def main() -> None:
     """Run them; what is known is kept after each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", default=",".join((*OWN, *BUILT_IN)))
+    parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--show", action="store_true", help="write no result")

@@ -87,7 +87,7 @@ class LeftOut:
             ranks = [rank for rank, flag in enumerate(flags) if flag]
             who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
             self._tell(f"step {step}: {self._leave_out(step, self._last)}")
-            raise SpoiledError(f"step {step}: parameters of {who} are not finite, and the run goes back.", ranks=ranks)
+            raise SpoiledError(f"step {step}: parameters of {who} are not finite.", ranks=ranks)
 
     def _leave_out(self, step: int, batches: Sequence[Batch]) -> str:
         """Remember them; a sentence on which they are."""
