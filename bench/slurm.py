@@ -1,13 +1,14 @@
 """What a real Slurm does to a run that `meshwise submit` sent, and what becomes of the run.
 
     python bench/slurm.py                             every row, two clusters side by side, as root on Linux
-    python bench/slurm.py --events usr1,stop --kinds job --launch node
+    python bench/slurm.py --events usr1,stop --kinds job --launch node      these rows anew; the others stay
 
 Each row is a cluster of three nodes of its own (tests/slurm.py), a run on two of them with two ranks each, and one
 event while it trains. Claim: the run goes on exactly once without a hand, and never after `scancel` or `meshwise stop`;
 its last parameters are bitwise those of a run that nothing happened to, where it had four ranks all the time, else
-within 1e-9 (float64); a run that was warned repeats no step; run.json does not say "running" after the end. A row whose
-event did not happen has failed.
+within 1e-9 (float64); a run that was warned repeats no step; run.json does not say "running" after the end. Through
+4, 2 and 3 ranks (`sizes`: `--nodes 2-4`, one rank each, nodes drained and back) each step's loss too, and in a loop its
+batch and learning rate. A row whose event did not happen has failed.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from keep import keep
+from keep import RESULTS, keep
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -41,11 +43,24 @@ from tests.slurm import slurm, why_not
 
 JOBS = Path(__file__).with_name("slurm_jobs.py")
 KINDS, LAUNCH = ("job", "loop"), ("node", "device")
-EVENTS = ("usr1", "limit", "requeue", "killed", "cut", "cut_script", "preempted", "preempted_grace", "scancel", "stop")
+EVENTS = (
+    "usr1",
+    "limit",
+    "requeue",
+    "killed",
+    "cut",
+    "cut_script",
+    "preempted",
+    "preempted_grace",
+    "scancel",
+    "stop",
+    "sizes",
+)
 ENDS = ("scancel", "stop")
 NO_WARNING = ("killed", "cut", "cut_script")
 STEPS, SAVE_EVERY = 300, 20
 PREEMPTION = "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\nPartitionName=high Nodes=ALL PriorityTier=10\n"
+RESULT = RESULTS / "slurm.json"  # rows that are not run again stay in it
 LIMIT = 300.0  # seconds for what a row waits for
 
 
@@ -60,7 +75,7 @@ class Row:
     def run(self) -> dict[str, Any]:
         more = PREEMPTION if self.event.startswith("preempted") else ""
         try:
-            with slurm(3, more=more, kill_wait=10) as cluster:
+            with slurm(4 if self.event == "sizes" else 3, more=more, kill_wait=10) as cluster:
                 self.cluster = cluster
                 self._send()
                 _until(lambda: self.steps() >= 45, "it never trained")
@@ -72,11 +87,12 @@ class Row:
         return self.facts | {"wrong": self.wrong}
 
     def _send(self) -> None:
-        options = ["--nodes", "2", "--site", str(self.here / "site.toml")]
+        options = ["--nodes", "2-4" if self.event == "sizes" else "2", "--site", str(self.here / "site.toml")]
         options += ["--time", "1min"] if self.event == "limit" else ["--time", "20min"]
-        (self.here / "site.toml").write_text(
-            f'devices = "2xcpu"\ncommand = "{sys.executable} -m meshwise"\npartition = "main"\n'
-        )
+        devices = "1xcpu" if self.event == "sizes" else "2xcpu"
+        command = f"{sys.executable} -m meshwise"
+        text = f'devices = "{devices}"\ncommand = "{command}"\npartition = "main"\n'
+        (self.here / "site.toml").write_text(text)
         own = [str(self.here / "own")] if self.kind == "loop" else []
         words = ["--save-every", str(SAVE_EVERY), str(JOBS) if own else f"{JOBS}:job", *own]
         script = self._typed("submit", *options, "--dry-run", *words)
@@ -146,6 +162,21 @@ class Row:
     def _stop(self) -> None:
         self._typed("stop", "--in", str(self.folder.parent), self.folder.name)
 
+    def _sizes(self) -> None:
+        """Four nodes, then two, then three: what the queue has as it starts again."""
+        for nodes, at in ((2, 0), (3, 120)):
+            _until(lambda at=at: self.steps() >= at, "no step came again")
+            state = [("n[3-4]", "DRAIN", "Reason=bench")] if nodes == 2 else [("n3", "RESUME")]
+            for name, *words in state:
+                self.cluster.call("scontrol", "update", f"NodeName={name}", f"State={words[0]}", *words[1:])
+            before = self._restarts()
+            self.cluster.call("scancel", "--signal=USR1", self.job)
+            _until(lambda before=before: self._restarts() > before and self._trains(), "it was not started again")
+
+    def _trains(self) -> bool:
+        facts = names.read_run(self.folder)
+        return facts["status"] == "running" and len(facts["sessions"]) == self._restarts() + 1
+
     def _link(self, node: str, state: str) -> None:
         self._cut_node = node
         self.cluster.call("ip", "link", "set", f"v{node.removeprefix('n')}", state)
@@ -181,7 +212,8 @@ class Row:
             self.facts |= {"seconds_to_requeue": requeued - began, "seconds_to_step": time.time() - began}
             _until(self._over, "it did not come to its end")
             again = self._restarts()
-            self._claim(again == 1 or (again > 1 and self.event == "limit"), f"started again {again} times")
+            expected = {"limit": range(1, 9), "sizes": (2,)}.get(self.event, (1,))
+            self._claim(again in expected, f"started again {again} times")
             self._claim(
                 self.cluster.facts(self.job)["JobState"] == "COMPLETED",
                 f"ended {self.cluster.facts(self.job)['JobState']}",
@@ -207,6 +239,20 @@ class Row:
         sizes = {one.devices for one in attempts_of(names.read_run(self.folder))} - {None}
         self.facts |= {"apart": apart, "sizes": sorted(sizes)}
         self._claim(apart == 0 if sizes <= {4} else apart < 1e-9, f"last parameters differ by {apart:.2g}")
+        if self.event == "sizes":
+            found = [one.devices for one in attempts_of(names.read_run(self.folder))]
+            self._claim(found == [4, 2, 3], f"its attempts had {found} ranks")
+            self._compare_steps(
+                STEPS_OF[self.kind], _steps_in(self.folder if self.kind == "job" else self.here / "own")
+            )
+
+    def _compare_steps(self, whole: list[dict[str, float]], after: list[dict[str, float]]) -> None:
+        """Losses, and of a loop batches and learning rates too, step by step."""
+        self._claim(len(whole) == len(after) == STEPS, f"{len(after)} steps, and {len(whole)} undisturbed")
+        for name in whole[0]:
+            apart = max(abs(a[name] - b[name]) for a, b in zip(whole, after, strict=False))
+            self.facts[f"{name}_apart"] = apart
+            self._claim(apart < 1e-9, f"{name} differs by {apart:.2g}")
 
     def _records(self) -> None:
         facts = names.read_run(self.folder)
@@ -227,6 +273,17 @@ class Row:
 
 
 UNDISTURBED: dict[str, dict[str, torch.Tensor]] = {}
+STEPS_OF: dict[str, list[dict[str, float]]] = {}
+"""Of the undisturbed runs."""
+
+
+def _steps_in(folder: Path) -> list[dict[str, float]]:
+    """What is known of each step, in their order."""
+    path = next(path for name in ("steps.jsonl", "metrics.jsonl") if (path := folder / name).exists())
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        {name: line[name] for name in ("loss", "batch", "rate") if name in line} for line in lines if "loss" in line
+    ]
 
 
 def undisturbed(kind: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -235,8 +292,11 @@ def undisturbed(kind: str, folder: Path) -> dict[str, torch.Tensor]:
     command = [sys.executable, "-m", "meshwise", "run", "--devices", "4xcpu", *words]
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"BENCH_PAUSE": "0"})
     if kind == "loop":
+        STEPS_OF[kind] = _steps_in(folder)
         return torch.load(folder / "last.pt")
-    return load_file(next(folder.glob("*/weights.safetensors")))
+    weights = next(folder.glob("*/weights.safetensors"))
+    STEPS_OF[kind] = _steps_in(weights.parent)
+    return load_file(weights)
 
 
 def _made(folder: Path) -> Path:
@@ -265,6 +325,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     began = time.monotonic()
     rows = [*itertools.product(given.events.split(","), given.kinds.split(","), given.launch.split(","))]
+    rows = [row for row in rows if row[0] != "sizes" or row[2] == "node"]  # there a node is one device: both are one
     done: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="slurm-bench-", ignore_cleanup_errors=True) as made:
         for kind in given.kinds.split(","):
@@ -282,8 +343,14 @@ def main() -> None:
             list(pool.map(one, range(len(rows))))
     good = sum(not row["wrong"] for row in done)
     print(f"{good} of {len(done)} rows hold; {len(rows) - len(done)} were not begun")
-    keep("slurm", {"rows": sorted(done, key=lambda row: (row["event"], row["kind"], row["launch"])), "of": len(rows)})
+    known = {_key(row): row for row in json.loads(RESULT.read_text())["rows"]} if RESULT.exists() else {}
+    known |= {_key(row): row | {"date": datetime.now(UTC).date().isoformat()} for row in done}
+    keep("slurm", {"rows": [known[key] for key in sorted(known)]})
     sys.exit(good != len(rows))
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["event"], row["kind"], row["launch"]
 
 
 def _row_text(row: dict[str, Any]) -> str:

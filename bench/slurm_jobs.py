@@ -1,9 +1,11 @@
-"""What the runs of bench/slurm.py train: a job, and the same as a loop of one's own."""
+"""What the runs of bench/slurm.py train: a job, and the same as a loop of one's own, which writes its steps down."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -47,12 +49,20 @@ def own_loop(folder: str) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 8, shuffle=True)
     model, optimizer, loader = mw.distribute(model, optimizer, loader)
-    saved = mw.checkpoint(f"{folder}/state", model=model, optimizer=optimizer, loader=loader)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 40, 0.9)
+    parts = {"model": model, "optimizer": optimizer, "loader": loader, "scheduler": scheduler}
+    saved = mw.checkpoint(f"{folder}/state", **parts)
     for _ in range(saved.epoch, EPOCHS):
         for batch in loader:
-            mw.backward(loss(model, batch))
+            mean = mw.backward(loss(model, batch))
+            read = mw.sum(batch[0].sum())
+            if mw.rank() == 0:
+                with Path(f"{folder}/steps.jsonl").open("a") as file:
+                    line = {"loss": float(mean), "batch": float(read), "rate": scheduler.get_last_lr()[0]}
+                    file.write(json.dumps(line) + "\n")
             optimizer.step()
             optimizer.zero_grad()
+            scheduler.step()
     if mw.rank() == 0:
         torch.save(model.state_dict(), f"{folder}/last.pt")
 

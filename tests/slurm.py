@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -59,7 +60,7 @@ KillWait={kill_wait}
 UnkillableStepTimeout=30
 MinJobAge=600
 {more}
-NodeName=n[1-{nodes}] NodeAddr=10.77.0.[1-{nodes}] CPUs=4 RealMemory=2000 State=UNKNOWN
+NodeName=n[1-{nodes}] NodeAddr=10.77.0.[1-{nodes}] CPUs=4 RealMemory=2000 State=UNKNOWN {has}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 """cred_expire: a requeued job may start after so many seconds and one, 121 by default."""
@@ -73,10 +74,15 @@ class Slurm:
     process: int
 
     def call(
-        self, *command: str, folder: Path | None = None, limit: float = 120.0, **variables: str
+        self,
+        *command: str,
+        folder: Path | None = None,
+        limit: float = 120.0,
+        user: str = "root",
+        **variables: str,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the head, in `folder`; what it prints, stderr among it, is the stdout."""
-        done = self.start(*command, folder=folder, **variables)
+        done = self.start(*command, folder=folder, user=user, **variables)
         try:
             output, _ = done.communicate(timeout=limit)
         except subprocess.TimeoutExpired as error:
@@ -84,9 +90,13 @@ class Slurm:
             raise AssertionError(f"{' '.join(command)} ran longer than {limit:.0f} s:\n{error.stdout}") from None
         return subprocess.CompletedProcess(command, done.returncode, output)
 
-    def start(self, *command: str, folder: Path | None = None, **variables: str) -> subprocess.Popen[str]:
+    def start(
+        self, *command: str, folder: Path | None = None, user: str = "root", **variables: str
+    ) -> subprocess.Popen[str]:
         """Start a command on the head."""
         inside = ["nsenter", "--target", str(self.process), "--mount", "--pid", "--net", "--uts"]
+        known = pwd.getpwnam(user)
+        inside += [] if user == "root" else ["--setuid", str(known.pw_uid), "--setgid", str(known.pw_gid)]
         return subprocess.Popen(
             [*inside, f"--wd={folder or self.folder}", "--", *command],
             env=environment_of_user() | {"SLURM_CONF": str(self.folder / "slurm.conf")} | variables,
@@ -128,6 +138,15 @@ def environment_of_user() -> dict[str, str]:
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
+def _closed() -> dict[str, str]:
+    """Where Python lies in a folder that root alone may enter: that folder, and what in it others are to see."""
+    python = Path(sys.executable).resolve()
+    for parent in reversed(python.parents):
+        if not parent.stat().st_mode & 0o001:
+            return {"CLOSED": str(parent), "OPENED": str(parent / python.relative_to(parent).parts[0])}
+    return {}
+
+
 def why_not() -> str | None:
     """Why there can be no Slurm here; None where there can."""
     if sys.platform != "linux" or os.geteuid() != 0:
@@ -145,21 +164,34 @@ def needs_slurm(config: pytest.Config) -> None:
 
 
 @contextlib.contextmanager
-def slurm(nodes: int, *, more: str = "", kill_wait: int = 5, name: str = "one", named: bool = True) -> Iterator[Slurm]:
+def slurm(
+    nodes: int, *, more: str = "", kill_wait: int = 5, name: str = "one", named: bool = True, gpus: str = ""
+) -> Iterator[Slurm]:
     """A Slurm of `nodes` nodes, n1 and so on. more: lines of slurm.conf. kill_wait: seconds from SIGTERM to SIGKILL.
-    named: whether the names of the nodes have addresses; else Slurm alone knows those.
+    named: whether the names of the nodes have addresses; else Slurm alone knows those. gpus: `h100:2`, which each node
+    says to have.
 
     Raises RuntimeError with its logs where it does not come up.
     """
     with tempfile.TemporaryDirectory(prefix="meshwise-slurm-", ignore_cleanup_errors=True) as made:
         folder = Path(made)
-        text = CONFIGURATION.format(name=name, folder=folder, kill_wait=kill_wait, more=more, nodes=nodes)
+        folder.chmod(0o755)  # for users beside root
+        kind, _, count = gpus.partition(":")
+        if gpus:
+            files = [
+                f"File=/dev/{name}" for name in ("null", "zero", "full", "random")[: int(count)]
+            ]  # they stand for it
+            lines = [f"NodeName=n[1-{nodes}] Name=gpu Type={kind} {file}\n" for file in files]
+            (folder / "gres.conf").write_text("".join(lines))
+            more += "GresTypes=gpu"
+        facts = {"name": name, "folder": folder, "kill_wait": kill_wait, "more": more, "nodes": nodes}
+        text = CONFIGURATION.format(**facts, has=f"Gres=gpu:{gpus}" if gpus else "")
         (folder / "slurm.conf").write_text(text)
         known = ["127.0.0.1 localhost", "10.77.0.254 head"]
         known += [f"10.77.0.{at} n{at}" for at in range(1, nodes + 1) if named]
         (folder / "hosts").write_text("\n".join(known) + "\n")
         command = [str(ROOT / "tests" / "slurm.sh"), str(folder), str(nodes)]
-        outer = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        outer = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=os.environ | _closed())
         try:
             until = time.monotonic() + 30
             while not (folder / "ready").exists():

@@ -14,6 +14,13 @@ export SLURM_CONF=$folder/slurm.conf
 
 hostname head
 ip link set lo up
+if [ -n "${CLOSED:-}" ]; then # a folder of root's has Python in it, which other users are to run too
+    mkdir "$folder/open"
+    mount -t tmpfs -o mode=755 none "$folder/open"
+    mkdir "$folder/open/$(basename "$OPENED")"
+    mount --bind "$OPENED" "$folder/open/$(basename "$OPENED")"
+    mount --rbind "$folder/open" "$CLOSED"
+fi
 mkdir -p /run/netns
 mount -t tmpfs none /run/netns
 mount --make-shared /run/netns

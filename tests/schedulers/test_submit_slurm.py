@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -120,3 +122,62 @@ def test_a_run_that_is_stopped_or_cancelled_is_never_started_again(here: Path) -
         typed(cluster, here, "submit", str(stopped))
         until(lambda: names.read_run(stopped)["status"] == "finished", 120, "it did not go on")
     assert steps_of(stopped) == list(range(1, STEPS + 1))
+
+
+LOOP = """
+import os, torch, meshwise as mw
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(16, 4)), 8)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for (x,) in loader:
+    mw.backward(model(x).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+print("done by", os.getuid(), "on", mw.world_size(), "ranks,", os.environ["SITE"])
+"""
+PRINTED = {
+    "a job on two nodes": ((), ("--nodes", "2", "--epochs", "1", "small.py:job"), "gpu:h100:2"),
+    "a loop": (('gpus = "gres"',), ("loop.py", "--lr", "it's 0.1"), "gpu:h100:2"),
+    "a range of nodes": (('gpus = "none"',), ("--nodes", "1-2", "--time", "5min", "loop.py"), ""),
+}
+
+
+@pytest.mark.slow
+def test_scripts_run_as_they_were_printed_for_a_plain_user_who_asks_for_gpus(here: Path) -> None:
+    """The GPUs are such to Slurm alone; the home is one that no other user can enter, as a site's should be."""
+    nobody = pwd.getpwnam("nobody").pw_uid
+    with tempfile.TemporaryDirectory() as made, slurm(2, gpus="h100:2") as cluster:
+        home = Path(made)
+        os.chown(home, nobody, -1)
+        jobs = {}
+        for number, (name, (more, words, _)) in enumerate(PRINTED.items()):
+            folder = home / f"job {number}"
+            folder.mkdir()
+            for file, text in (("small.py", JOB), ("loop.py", LOOP)):
+                (folder / file).write_text(text)
+            site = [f'command = "{sys.executable} -m meshwise"', 'gpu_type = "h100"', "gpus_per_node = 2"]
+            site += ['partition = "main"', 'setup = ["export SITE=here"]', *more]
+            (folder / "site.toml").write_text("\n".join(site))
+            os.chown(folder, nobody, -1)
+            command = [sys.executable, "-m", "meshwise", "submit", "--dry-run", *words]
+            done = cluster.call(*command, folder=folder, user="nobody", HOME=str(home))
+            script = done.stdout[done.stdout.index("#!/bin/bash") :]
+            (folder / "printed.sh").write_text(script)
+            sent = cluster.call("sbatch", "--parsable", "printed.sh", folder=folder, user="nobody", HOME=str(home))
+            jobs[name] = sent.stdout.strip(), folder
+        for name, (job, folder) in jobs.items():
+            facts = cluster.wait(job, limit=150)
+            output = (folder / f"slurm-{job}.out").read_text()
+            assert facts["JobState"] == "COMPLETED" and facts["UserId"].startswith("nobody"), output
+            assert facts.get("TresPerNode", "").removeprefix("gres:") == PRINTED[name][2]
+            (run,) = (folder / "runs").iterdir()
+            assert names.read_run(run)["status"] == "finished" and run.stat().st_uid == nobody
+            if "loop.py" in PRINTED[name][1]:
+                assert f"done by {nobody} on {1 if name == 'a loop' else 2} ranks, here" in output, output
+        words = ["submit", "--devices", "9xcuda", "--out", "others", "small.py:job"]
+        refused = cluster.call(
+            sys.executable, "-m", "meshwise", *words, folder=home / "job 0", user="nobody", HOME=str(home)
+        )
+    assert refused.returncode == 1 and refused.stdout.count("Requested node configuration is not available") == 1
+    assert "Traceback" not in refused.stdout
