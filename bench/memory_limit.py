@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read_lines(folder / names.METRICS) if "loss" in line}
 
 
-def compared(row: dict[str, Any], phases: Sequence[str], scratch: Path) -> None:
-    """The undisturbed run beside one for each phase, put into `row`."""
+def compared(row: dict[str, Any], phases: Sequence[str], scratch: Path) -> Iterator[str]:
+    """The undisturbed run beside one for each phase, which is put into `row` before it is given."""
     job, plan = row["job"], row["plan"]
     whole = losses(run(job, plan, scratch / "whole"))
     row["steps"] = len(whole)
@@ -65,7 +65,7 @@ def compared(row: dict[str, Any], phases: Sequence[str], scratch: Path) -> None:
             "steps_lost": sessions[1]["steps_lost"],
             "now": [line for line in text.splitlines() if line.startswith(("accumulate", "recompute"))],
         }
-    print(job, plan, row["steps"], row["phases"], flush=True)
+        yield phase
 
 
 def main() -> None:
@@ -90,11 +90,17 @@ def main() -> None:
             if not left:
                 continue
             with tempfile.TemporaryDirectory() as scratch:
-                compared(row, left, Path(scratch))
-            phases = [phase for row in rows for phase in row["phases"].values()]
-            most = {f"most_{name}": max(phase[name] for phase in phases) for name in ("difference", "steps_lost")}
-            if not given.show:
-                keep("memory_limit", {**most, "runs": len(phases), "rows": rows})
+                for phase in compared(row, left, Path(scratch)):
+                    print(job, plan, phase, row["phases"][phase], flush=True)
+                    if not given.show:
+                        keep("memory_limit", result_of(rows))
+
+
+def result_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is kept, with the worst of all rows first."""
+    phases = [phase for row in rows for phase in row["phases"].values()]
+    most = {f"most_{name}": max(phase[name] for phase in phases) for name in ("difference", "steps_lost")}
+    return {**most, "runs": len(phases), "rows": [row for row in rows if row["phases"]]}
 
 
 if __name__ == "__main__":
