@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.exit_codes import MEANINGS
 from meshwise.spec.json_values import json_value
 from meshwise.training.run_options import RunOptions
+from meshwise.workers.launchers.find import place_in
 
 EXIT_CODES = "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in MEANINGS.items()) + "."
 
@@ -57,6 +59,8 @@ def run(
 
 
 def _say_starting(options: RunOptions) -> None:
+    if options.node_rank and place_in(os.environ).one_a_node:  # the output of all nodes is one
+        return
     print(f"starting    {_workers(options.devices)}", file=sys.stderr, flush=True)
 
 
