@@ -12,6 +12,7 @@ Claim: heartbeats, hashes and bookkeeping together cost a step of 5 ms or more a
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from keep import keep, ratio_interval
+from keep import keep
+from overhead import compare as in_turns
 from torch import nn
 
 import meshwise as mw
@@ -35,9 +37,10 @@ from meshwise.training.metrics_log import MetricsLog
 from meshwise.training.recording import Recording
 from meshwise.training.run_options import CHECK_EVERY, RunOptions
 from meshwise.workers import heartbeat
+from meshwise.workers.environment import KEPT
 from meshwise.workers.join import join
 
-WIDTH, SAMPLES, WARM = 256, 1 << 20, 50
+WIDTH, SAMPLES = 256, 1 << 20
 
 
 @dataclass
@@ -80,6 +83,8 @@ def sides(batch: int) -> tuple[Callable[[bool], None], Callable[[], None], Calla
     folder.mkdir()
     (folder / "workers").mkdir()
     write_text(folder / names.RUN, "{}\n")
+    (folder / "kept").touch()
+    os.environ[KEPT] = str(folder / "kept")  # in a run its launcher holds that memory
     plan, job = Plan(data=session.world.size), job_of(batch)
     options = RunOptions(plan=plan, batch_size=batch)
     log = MetricsLog(folder, lambda *words, **facts: None, session.world, scaled=False)
@@ -118,31 +123,20 @@ def sides(batch: int) -> tuple[Callable[[bool], None], Callable[[], None], Calla
 def measure(batch: int, pairs: int) -> dict[str, Any]:
     """Times of both kinds of steps, in pairs, on this rank."""
     step, compare, end = sides(batch)
-    times: tuple[list[float], list[float]] = ([], [])
-    cpu: tuple[list[float], list[float]] = ([], [])
-    for number in range(WARM + pairs):
-        for watched in (True, False) if number % 2 else (False, True):
-            began, before = time.perf_counter(), time.thread_time()
-            step(watched)
-            passed, used = time.perf_counter() - began, time.thread_time() - before
-            if number >= WARM:
-                times[not watched].append(passed)
-                cpu[not watched].append(used)
+    both = in_turns(lambda: step(True), lambda: step(False), pairs)
     compared = []
     for _ in range(20):
         began = time.perf_counter()
         compare()
         compared.append(time.perf_counter() - began)
     end()
-    ratio, low, high = ratio_interval(*times)
-    plain, hashes = statistics.median(times[1]), statistics.median(compared) / CHECK_EVERY
+    hashes = statistics.median(compared) / CHECK_EVERY
+    share = hashes / both["by_hand_ms"] * 1e3
     return {
-        "step_ms": plain * 1e3,
-        "ratio": ratio + hashes / plain,
-        "low": low + hashes / plain,
-        "high": high + hashes / plain,
+        "step_ms": both["by_hand_ms"],
+        **{name: both[name] + share for name in ("ratio", "low", "high")},
         "hashes_us_a_step": hashes * 1e6,
-        "main_thread_cpu_us": (statistics.median(cpu[0]) - statistics.median(cpu[1])) * 1e6,
+        "main_thread_cpu_us": both["main_thread_cpu_beyond_us"],
         "pairs": pairs,
     }
 

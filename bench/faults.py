@@ -177,7 +177,7 @@ def numbers(folder: Path) -> str:
 
 def job_of(case: Case) -> str:
     """What runs."""
-    return f"{TESTS / ('job_with_state.py' if case.job == 'state' else 'job_of_blocks.py')}:job"
+    return f"{TESTS / 'job_with_state.py'}:{'job' if case.job == 'state' else 'blocks'}"
 
 
 def tried(row: Row, case: Case, victim: int, undisturbed: str) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,37 @@ from meshwise.workers.fork_server import LISTENS
 
 JOBS = Path(__file__).with_name("jobs_that_fail.py")
 MARK = "MESHWISE_TEST_RUN"
+LOOP = """
+import time, torch, meshwise as mw
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+data = torch.utils.data.TensorDataset(torch.ones(40000, 4))
+model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, 8))
+saved = mw.checkpoint("state", model=model, optimizer=optimizer, loader=loader)
+steps = 0
+try:
+    for (x,) in loader:
+        mw.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+        if steps == 10:
+            print("ten steps", flush=True)
+        time.sleep(0.02)
+finally:
+    print(f"ended after {steps}", flush=True)
+"""
+"""A loop of one's own."""
+LOOP_WITHOUT_STATE = LOOP.replace("saved = mw.checkpoint", "None and mw.checkpoint")
+
+
+def as_at_a_limit(processes: Iterable[psutil.Process]) -> None:
+    """SIGTERM, SIGCONT and SIGTERM again within a tenth of a second to each, as slurmd and srun send them."""
+    each = list(processes)
+    for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGTERM):
+        for process in each:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
 
 class CommandRun:

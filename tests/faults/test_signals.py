@@ -17,37 +17,11 @@ import pytest
 from meshwise.records.folder import read_run
 from meshwise.spec.exit_codes import AGAIN
 from meshwise.workers.channel import free_port
-from tests.faults.runs import JOBS, CommandRun, run_folder
+from tests.faults.runs import JOBS, LOOP_WITHOUT_STATE, CommandRun, as_at_a_limit, run_folder
 
 pytestmark = pytest.mark.usefixtures("processes")
 
-LOOP = """
-import time, torch, meshwise as mw
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-data = torch.utils.data.TensorDataset(torch.ones(4000, 4))
-model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, 8, num_workers=1))
-steps = 0
-try:
-    for (x,) in loader:
-        mw.backward(model(x).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        steps += 1
-        if steps == 10:
-            print("ten steps", flush=True)
-        time.sleep(0.02)
-finally:
-    print(f"ended after {steps}", flush=True)
-"""
-
-
-def as_slurm_does(processes: list[psutil.Process]) -> None:
-    """SIGTERM, SIGCONT and SIGTERM again within a tenth of a second."""
-    for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGTERM):
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+LOOP = LOOP_WITHOUT_STATE.replace("data, 8)", "data, 8, num_workers=1)")
 
 
 def test_a_time_limit_of_slurm_saves_a_job_and_every_process_lives_until_then(tmp_path: Path) -> None:
@@ -55,7 +29,7 @@ def test_a_time_limit_of_slurm_saves_a_job_and_every_process_lives_until_then(tm
     run = CommandRun(job, "--devices", "2xcpu", "--log-every", "20", out=tmp_path, SLURM_JOB_ID="7")
     run.wait_for("step  40/500")
     launcher = psutil.Process(run.process.pid)
-    as_slurm_does([launcher, *launcher.children(recursive=True)])
+    as_at_a_limit([launcher, *launcher.children(recursive=True)])
     assert run.wait() == AGAIN, run.output
     assert "stopped by SIGTERM after step" in run.output and "killed" not in run.output
     assert read_run(run_folder(tmp_path))["status"] == "stopped"
@@ -96,7 +70,7 @@ def test_a_loop_of_ones_own_that_srun_started_ends_on_all_ranks_after_the_same_s
         assert time.monotonic() < deadline and ranks[1].poll() is None, (tmp_path / "1.log").read_text()
         time.sleep(0.02)
     if to == "all":
-        as_slurm_does([process for rank in ranks for process in (rank, *rank.children(recursive=True))])
+        as_at_a_limit([process for rank in ranks for process in (rank, *rank.children(recursive=True))])
     else:
         ranks[1].send_signal(signal.SIGUSR1)
     try:

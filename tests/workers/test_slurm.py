@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -17,12 +16,13 @@ import pytest
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.folder import read_run
 from meshwise.spec.exit_codes import AGAIN
+from tests.faults.runs import JOBS, LOOP, LOOP_WITHOUT_STATE, as_at_a_limit
 from tests.slurm import Slurm, needs_slurm, slurm
 
 pytestmark = pytest.mark.usefixtures("processes")
 
 MESHWISE = f"{sys.executable} -m meshwise"
-JOB = f"{Path(__file__).parents[1] / 'faults' / 'jobs_that_fail.py'}:job_long"
+JOB = f"{JOBS}:job_long"
 WHO = """
 import os, socket, sys, torch, meshwise as mw
 mw.barrier()
@@ -30,26 +30,6 @@ total = torch.tensor([float(sys.argv[1]) if len(sys.argv) > 1 else mw.rank()])
 torch.distributed.all_reduce(total)
 task = os.environ.get("SLURM_PROCID")
 print(f"rank {mw.rank()} of {mw.world_size()} on {socket.gethostname()} task {task} sum {total.item():.0f}", flush=True)
-"""
-LOOP = """
-import time, torch, meshwise as mw
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-data = torch.utils.data.TensorDataset(torch.ones(40000, 4))
-model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, 8))
-saved = mw.checkpoint("state", model=model, optimizer=optimizer, loader=loader)
-steps = 0
-try:
-    for (x,) in loader:
-        mw.backward(model(x).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        steps += 1
-        if steps == 10:
-            print("ten steps", flush=True)
-        time.sleep(0.02)
-finally:
-    print(f"ended after {steps}", flush=True)
 """
 
 
@@ -158,10 +138,7 @@ def send_as_at_a_limit(cluster: Slurm, job: str) -> None:
         if _variable(process, "SLURM_STEP_ID") and _variable(process, "SLURM_JOB_ID") == job
     ]
     assert len(ours) >= 2
-    for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGTERM):
-        for process in ours:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+    as_at_a_limit(ours)
 
 
 def _variable(process: psutil.Process, name: str) -> str:
@@ -230,7 +207,7 @@ def test_a_run_that_knows_the_end_of_its_job_stops_before_it(
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_real_limit_ends_what_saves_nothing_by_its_signals(layout: str, cluster: Slurm, programs: Path) -> None:
-    (programs / "loop.py").write_text(LOOP.replace("saved = mw.checkpoint", "None and mw.checkpoint"))
+    (programs / "loop.py").write_text(LOOP_WITHOUT_STATE)
     job = begun(cluster, programs, "own loop", layout, "--time=1")
     cluster.wait(job, limit=200)
     output = (programs / f"{job}.out").read_text()
