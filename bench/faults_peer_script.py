@@ -103,6 +103,8 @@ def main() -> None:
             dcp.save({**state, f"random{rank}": torch.get_rng_state()}, checkpoint_id=OUT / f"state/step-{step:04d}")
     if rank == 0:
         torch.save(model.state_dict(), OUT / "last.pt")
+    dist.barrier()  # else a rank may wait for ever, as it lets go of a connection that the other has left
+    del wrapped
     dist.destroy_process_group()
 
 
