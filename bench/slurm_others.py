@@ -4,8 +4,9 @@
 
 Four ranks on two nodes of a real Slurm, float64, the model and data of bench/slurm_jobs.py, 300 steps. The batch script
 has `#SBATCH --requeue` and one srun; ours asks for another start after exit code 85, theirs has nothing to ask by.
-Told, not claimed: how often the job was started, how it ended, and how many steps were done more than once. Their numbers
-are not compared: with two samples a rank, batch norm and Adam make much of a rounding, and torchrun's ranks change places.
+Told, not claimed: how often the job was started, how it ended, and how many steps were done more than once. Their
+numbers are not compared: with two samples a rank, batch norm and Adam make much of a rounding, and torchrun's ranks
+change places.
 """
 
 from __future__ import annotations
