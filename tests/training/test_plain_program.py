@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
-from meshwise.api import script
 from meshwise.compat import program_calls
 from meshwise.records import folder as names
 from meshwise.timeline import advice
@@ -31,7 +29,6 @@ from meshwise.timeline.run_report import Report
 from meshwise.timeline.spans import KINDS
 from meshwise.timeline.timeline import Timeline
 from meshwise.training import plain_program
-from meshwise.training.run_options import RunOptions
 from meshwise.training.session import end_sessions
 from meshwise.workers.environment import RUN_FOLDER
 
@@ -303,16 +300,3 @@ def test_training_in_processes_of_its_own_is_not_recorded_and_said(
     ordinary(epochs=1)
     plain_program.tell_if_unseen("train.py")
     assert lines == [line]
-
-
-def test_a_script_whose_ranks_another_launcher_started_is_told_that_it_keeps_no_records(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (run_folder / "ddp.py").write_text("ran = True\n")
-    monkeypatch.setattr(script, "_script_in_worker", lambda *given: None)
-    for rank in "0", "1":
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        assert script.start_script([], RunOptions(str(run_folder / "ddp.py")), Console()) == 0
-    said = capsys.readouterr().err
-    assert said.count("no records are kept") == 1 and "meshwise run --devices 2xcpu ddp.py" in said

@@ -717,7 +717,7 @@ def test_a_script_that_distributes_no_model_is_told_that_its_plan_changed_nothin
     plan.write_text("shard = 2\n")
     for name, value in (("argv", []), ("path", [*sys.path])):
         monkeypatch.setattr(sys, name, value)
-    _script_in_worker(script, [], mw.RunOptions(plan=plan), None)
+    _script_in_worker(script, [], mw.RunOptions(plan=plan), tmp_path)
     assert "plain.py gave mw.distribute no model, so the plan changed nothing" in capsys.readouterr().err
     end_sessions()
 

@@ -44,7 +44,8 @@ class SubmitOptions:
     site: Annotated[
         str | None,
         Option(
-            "defaults of the cluster; default: site.toml here, beside the job, in ~/.config/meshwise", metavar="FILE"
+            "defaults of the cluster; default: site.toml here, beside the job, or in your configuration folder",
+            metavar="FILE",
         ),
     ] = None
     dry_run: Annotated[bool, Option("print the script, and send nothing", name="--dry-run")] = False
