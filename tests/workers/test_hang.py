@@ -89,7 +89,10 @@ def test_what_may_take_how_long() -> None:
         works(7, phase="checkpoint"),
     ):
         assert patience(beat, {}, 60.0) == (60, 600)
+        assert patience(beat, {}, 60.0, stopped=True) == (5, 60)
+        assert patience(beat, {}, 4.0, stopped=True) == (5, 5)
     assert patience(works(7, phase="evaluate"), {"evaluate": 20.0}, 60.0) == (90, 180)
+    assert patience(works(7), {}, 60.0, stopped=True) == (ask, 60)
     assert patience(works(7), {}, 1.0)[1] == ask  # never ended before it is told of
 
 
@@ -157,6 +160,24 @@ def test_a_stopped_process_is_told_as_such(tmp_path: Path) -> None:
             standing(process.pid, tmp_path / "stack").told() == f"is stopped (kill -CONT {process.pid} lets it go on)"
         )
         process.kill()
+
+
+def test_a_stopped_process_has_no_patience_for_its_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(hang.time, "monotonic", lambda: now)
+    beats, watch, found = [Heartbeat(beat_path(tmp_path, rank)) for rank in (0, 1)], HangWatch(tmp_path, 4.0), []
+    for beat in beats:
+        beat.step(1)
+        beat.phase("forward")
+    beats[0].enter("all-reduce of gradients", "0,1/")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        for _ in range(24):
+            now += 0.25
+            found += [each for each in [watch.look({0: None, 1: process.pid})] if each]
+        process.kill()
+    assert found and found[-1].over and found[-1].rank == 1 and "kill -CONT" in found[-1].text
 
 
 def test_a_process_that_does_not_handle_the_signal_is_not_sent_it(tmp_path: Path) -> None:

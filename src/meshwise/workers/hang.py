@@ -25,6 +25,7 @@ from meshwise.workers.stuck import Standing, standing, state_of, stuck_child
 INTERVAL = 0.25  # seconds between two looks
 LOST = 0.5  # of the time between two looks, what counts at most: a launcher that was stopped itself has heard nothing
 LEAST = 2.0  # seconds of silence that nobody asks about
+OF_STOPPED = 5.0  # the same of a process that is stopped: no step, compiling or writing makes it silent
 FEW = 5  # steps that must be known before they tell how long a step takes
 HANG_LIMIT = 60.0
 ASKED = "collectives"
@@ -59,11 +60,14 @@ class Stall:
     inside: bool = False
 
 
-def patience(beat: Beat, longest: Mapping[str, float], limit: float) -> tuple[float, float]:
+def patience(beat: Beat, longest: Mapping[str, float], limit: float, stopped: bool = False) -> tuple[float, float]:
     """Seconds of silence after which a rank that does this is asked about, and after which it is ended.
 
-    longest: seconds of the longest silence in a phase so far that came to its end.
+    longest: seconds of the longest silence in a phase so far that came to its end. stopped: its process is, by SIGSTOP.
     """
+    if stopped:
+        ask = min(OF_STOPPED, patience(beat, longest, limit)[0])
+        return ask, max(limit, ask)
     before = 3 * longest.get(beat.phase, 0.0)
     if beat.phase == "checkpoint" or beat.compiles or len(beat.steps) < FEW:
         ask = 60.0 + before  # the first steps, what is compiled, what is written
@@ -154,7 +158,8 @@ class HangWatch:
         if stall is None or (far and min(stall.ranks) not in pids):
             return None
         first = max([rank for rank in stall.ranks if rank in pids], key=lambda rank: self._silence[rank])
-        ask, end = patience(beats[first], self._longest, self._limit or HANG_LIMIT)
+        is_stopped = (pid := pids[first]) is not None and state_of(pid) == "T"
+        ask, end = patience(beats[first], self._longest, self._limit or HANG_LIMIT, is_stopped)
         seconds = self._silence[first]
         step, over = beats[first].step or None, self._limit is not None and seconds >= end
         if seconds < ask or (first in self._said and not over):
