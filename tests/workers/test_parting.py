@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import meshwise as mw
 from meshwise.spec.user_code import place
-from meshwise.training import distribute
+from meshwise.training import distributed_loader
 from meshwise.workers import parting_of_others, verb_log
 from meshwise.workers.parting import GRACE, PartingWatch, last_verbs, parted, trail_path
 from meshwise.workers.verb_log import SLOTS, VerbLog, VerbTrail, read_trail
@@ -154,7 +154,7 @@ def test_verbs_of_other_threads_are_not_in_order_and_not_noted(tmp_path: Path) -
 def loop(folder: Path, rank: int, batches: int) -> None:
     """A training loop that is left after so many batches, and an evaluation."""
     verb_log.begin(trail_path(folder, rank))
-    distribute._loaders = iter(range(1, 9))  # type: ignore[assignment]  # each rank is a process of its own
+    distributed_loader._loaders = iter(range(1, 9))  # type: ignore[assignment]  # each rank is a process of its own
     try:
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)

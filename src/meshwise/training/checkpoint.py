@@ -14,10 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
 from torch.distributed import is_initialized
-from torch.optim import Optimizer
 
 from meshwise.compat.fake import rehearsing
 from meshwise.records.checkpoints import Checkpoint
@@ -30,18 +27,16 @@ from meshwise.recovery.state import compare_states, load_model, load_optimizer
 from meshwise.spec.errors import CheckpointError, SaveError, UsageError
 from meshwise.spec.saves import Saves, read_saves
 from meshwise.training import faults
-from meshwise.training.distribute import DistributedLoader
+from meshwise.training.distributed_loader import DistributedLoader
 from meshwise.training.engine import Engine
 from meshwise.training.generators import GLOBAL
+from meshwise.training.given_things import Things, check, folded, named, plain_state, restore_extra
 from meshwise.training.resume_changes import honour_loop, loop_made_with
 from meshwise.training.session import default_engine, tell
 from meshwise.training.state_folder import HeldFolder, hold
 from meshwise.workers.environment import SAVES
 from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
-
-Things = Any
-"""One thing, or a list or dict of them."""
 
 
 def checkpoint(
@@ -81,8 +76,8 @@ def checkpoint(
             f"mw.checkpoint: loader is a {type(loader).__name__}. Give the DataLoader that mw.distribute returned; of "
             "one that reads ahead it is not known what was trained on."
         )
-    things = {"model": _named(model), "optimizer": _named(optimizer), "scheduler": _named(scheduler)}
-    _check(things)
+    things = {"model": named(model), "optimizer": named(optimizer), "scheduler": named(scheduler)}
+    check(things)
     state = LoopState(engine, Path(folder), things, loader, extra, saves)
     if engine.watcher is None and not rehearsing():
         state.begin()
@@ -109,7 +104,7 @@ class LoopState:
         self._extra, self._saves, self._clock = extra, saves, SaveClock(saves)
         self._saver: Saver | None = None
         self._clean: bool | None = None  # whether a step has just ended; None before the first batch
-        self._last = 0
+        self._last = self._counted = 0  # the newest step that is saved; of the program's steps, those that are in step
         self._due = self._between = False  # whether a save waits for its time, and the program stands between epochs
         self._held: HeldFolder | None = None
         self._made_with = loop_made_with(loader, things["optimizer"])
@@ -126,6 +121,7 @@ class LoopState:
             raise
         faults.saves_into(self._folder)
         self._saver = Saver(self._folder, world, tell, saves=self._saves, resumed=resumed, number=held.number)
+        self._counted = self._engine.phases.done if self._loader is not None else self._engine.program.backwards
         self._engine.saves_loop(self)
         if (channel := rank_context().channel) is not None:
             channel.send("restores", folder=str(self._folder.resolve()))
@@ -148,6 +144,7 @@ class LoopState:
                 "saved.step_done() is for a loop without a loader; with one the steps are seen. Leave it out."
             )
         self.step, self._clean, self._drawn = self.step + 1, True, self._random()
+        self._counted = self._engine.program.backwards
         if self._clock.is_due(self.step):
             self.save()
 
@@ -168,9 +165,8 @@ class LoopState:
         if loader is not self._loader:
             self._between = self._between and not self._engine.phases.trained  # else the program goes on with that one
             return
-        self._clean = self._engine.phases.step_done
-        self.step += int(self._clean)
-        self._due |= self._clean and not self._by_epochs and self._clock.is_due(self.step)
+        ended = self._count()
+        self._due |= ended and not self._by_epochs and self._clock.is_due(self.step)
         if self._due and self._clean and not loader.at_end:
             self.save()
 
@@ -178,37 +174,50 @@ class LoopState:
         """There is no further batch of `loader` in this epoch, or (early) its loop was left."""
         if loader is not self._loader:
             return
-        if early and self._engine.phases.trained:  # the next batch was not asked for
-            self._clean = self._engine.phases.step_done
-            self.step += int(self._clean)
+        if early:  # the next batch was not asked for
+            ended = self._count()
             by_steps = self._saves.steps is not None  # of a time the ranks would have to agree, and one may have failed
-            self._due |= self._clean and by_steps and self._clock.is_due(self.step)
+            self._due |= ended and by_steps and self._clock.is_due(self.step)
         self._between, self._due = True, self._due or self._by_epochs
+
+    def _count(self) -> bool:
+        """A batch of the loop is over: whether a step has ended in it. Others' batches may have been read in it."""
+        phases = self._engine.phases
+        ended = phases.done > self._counted
+        self.step, self._counted = self.step + phases.done - self._counted, phases.done
+        self._clean = ended or (self._clean and not phases.half)
+        return ended
 
     def epoch_begins(self, loader: DistributedLoader) -> None:
         """A loop over `loader` begins: what the program does between two epochs is done, and is saved with the first.
         So a loop goes on with the second."""
         if loader is self._loader and self._between:
             self._between = False
+            self._count()  # what others' batches trained in between
             if self._due and self._clean:
                 self.save()
 
     def finishes_epoch(self) -> bool:
-        """The run was asked to stop: whether the program first comes to its next epoch, or its end. A state that was
-        saved in between could not tell what of that is done: a validation, a step of the scheduler."""
-        if self._between and (channel := rank_context().channel) is not None:
+        """The run was asked to stop: whether the program first comes to its next epoch, or its end; or, in a loop over
+        another loader inside a batch, to the end of that. A state that was saved in between could not tell what of that
+        is done: a validation, a step of the scheduler."""
+        finishes = self._between or (self._loader is not None and self._loader.in_batch)
+        if finishes and (channel := rank_context().channel) is not None:
             channel.send("finishes_epoch")
-        return self._between
+        return finishes
 
     def stops(self) -> None:
         """The run was asked to stop, before the same batch on every rank."""
         if self._saver is None:
             return
         self._saver.settle()
-        if self._clean is None:
-            return
-        if not self._clean:
-            tell(f"stopped between batches that make one step: the newest state is that of step {self._last}")
+        half = self._loader is None and self._counted != self._engine.program.backwards
+        if not self._clean or half:
+            where = (
+                "between batches that make one step" if self._clean is not None else "in its first step"
+            )
+            newest = f"the newest state is that of step {self._last}" if self._last else "no state is saved"
+            self._engine.notify(f"stopped {where}: {newest}.")
         elif self._saver.saved != self.step:
             self.save()
             self._saver.settle()
@@ -256,11 +265,11 @@ class LoopState:
         models, optimizers, schedulers = (self._things[kind] for kind in ("model", "optimizer", "scheduler"))
         return {
             "models": list(models),
-            "model": _folded({name: of_model(each) for name, each in models.items()}),
+            "model": folded({name: of_model(each) for name, each in models.items()}),
             "optimizer": {n: {"kind": type(o).__name__, "state": o.state_dict()} for n, o in optimizers.items()},
             "scheduler": {name: each.state_dict() for name, each in schedulers.items()},
             "loader": None if self._loader is None else self._loader.state_dict(),
-            "extra": _state_of(self._extra),
+            "extra": plain_state(self._extra),
             "random": {rank_context().world.rank: self._drawn or self._random()},
             "step": self.step,
             "made_with": self._made_with,
@@ -293,7 +302,7 @@ class LoopState:
         rest = read_whole({name: tree[name] for name in ("scheduler", "extra", "loader", "random", "step")})
         for name, scheduler in schedulers.items():
             scheduler.load_state_dict(rest["scheduler"][name])
-        _restore_extra(self._extra, rest["extra"])
+        restore_extra(self._extra, rest["extra"])
         if self._loader is not None and rest["loader"] is not None:
             self._loader.load_state_dict(rest["loader"])
             self.epoch = self._loader.place[0]
@@ -307,44 +316,3 @@ class LoopState:
                 handle.set_state(state)
         self.step, self.restored, self._last = int(rest["step"]), True, int(rest["step"])
         self._engine.phases.go_on(self.step)
-
-
-def _named(things: Things) -> dict[str, Any]:
-    if things is None:
-        return {}
-    if isinstance(things, list | tuple):
-        return {str(number): each for number, each in enumerate(things)}
-    return {str(name): each for name, each in things.items()} if isinstance(things, dict) else {"": things}
-
-
-def _folded(states: dict[str, Any]) -> Any:
-    """Of one model its state_dict itself."""
-    return states[""] if list(states) == [""] else states
-
-
-def _check(things: Mapping[str, dict[str, Any]]) -> None:
-    for kind, cls in (("model", nn.Module), ("optimizer", Optimizer), ("scheduler", None)):
-        for each in things[kind].values():
-            fits = isinstance(each, cls) if cls is not None else hasattr(each, "load_state_dict")
-            if not fits:
-                raise UsageError(f"mw.checkpoint: {kind}= is a {type(each).__name__}. Give it as extra=, by a name.")
-
-
-def _state_of(extra: Any) -> Any:
-    if isinstance(extra, dict):
-        return {name: _state_of(value) if hasattr(value, "state_dict") else value for name, value in extra.items()}
-    return None if extra is None else extra.state_dict()
-
-
-def _restore_extra(extra: Any, saved: Any) -> None:
-    if not isinstance(extra, dict):
-        if extra is not None and saved is not None:
-            extra.load_state_dict(saved)
-        return
-    for name, value in (saved or {}).items():
-        if hasattr(extra.get(name), "load_state_dict"):
-            extra[name].load_state_dict(value)
-        elif isinstance(extra.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
-            extra[name].data.copy_(value)  # others may hold it
-        else:
-            extra[name] = value

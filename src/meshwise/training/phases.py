@@ -32,7 +32,7 @@ class Phases:
         self._asked: Mark = 0
         self._range: Any = None  # of a profiler that is attached
         self._since: Mark | None = None
-        self._trained = False
+        self._trained = self._open = False  # a backward since the last batch was given, and since the last step's end
         self._optimizer: Mark | None = None
         self._stepped = False
         self.optimizers = False
@@ -42,7 +42,7 @@ class Phases:
     @property
     def step(self) -> int:
         """The step that is worked on; between loops, the last."""
-        return self._steps + self._trained
+        return self._steps + (self._trained or self.step_done)
 
     @property
     def trained(self) -> bool:
@@ -51,8 +51,18 @@ class Phases:
 
     @property
     def step_done(self) -> bool:
-        """Whether the batch that was given last has ended a step."""
-        return self._trained and (self._stepped or not self.optimizers)
+        """Whether a step has ended that is not counted yet; that is done where any loader is asked for a batch."""
+        return self._open and (self._stepped or not self.optimizers)
+
+    @property
+    def done(self) -> int:
+        """The steps that have ended, whatever loaders were read in them."""
+        return self._steps + self.step_done
+
+    @property
+    def half(self) -> bool:
+        """Whether there was a backward whose step has not ended."""
+        return self._open and not self.step_done
 
     def go_on(self, steps: int) -> None:
         """So many steps were recorded before this loop."""
@@ -61,12 +71,11 @@ class Phases:
     def batch_asked(self) -> None:
         """The loop asks for its next batch, which may not come."""
         recorder = current()
-        if self._since is not None:
-            if self._trained:
-                self._steps += self._stepped or not self.optimizers
-                self._stepped = False
-            else:
-                recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
+        if self._since is not None and not self._trained:
+            recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
+        if self.step_done:
+            self._steps += 1
+            self._open = self._stepped = False
         self._since, self._trained = None, False
         recorder.come_to("data")
         self._asked = recorder.mark(on_device=False)
@@ -100,7 +109,8 @@ class Phases:
             recorder.phase_ends("forward")
         if not self._trained:
             recorder.samples += samples
-        self._trained = True
+        self._stepped = self._stepped and self._open  # a step before the first backward prepares state
+        self._trained = self._open = True
         with recorder.span("backward"):
             yield
         self._since = recorder.mark()

@@ -32,7 +32,11 @@ def world_size() -> int:
 
 
 def accumulate() -> contextlib.AbstractContextManager[None]:
-    """`mw.backward` inside keeps its gradients on their rank; the next outside, or `optimizer.step`, reduces all."""
+    """`mw.backward` inside keeps its gradients on their rank; the next outside, or `optimizer.step`, reduces all.
+
+    A loop with `mw.checkpoint` that counts its windows writes `enumerate(loader, loader.start)`: it goes on inside an
+    epoch. The state is saved where a window ends.
+    """
     return session.default_engine().accumulate()
 
 
