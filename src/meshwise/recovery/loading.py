@@ -104,6 +104,8 @@ def load(folder: Path, world: World, say: Callable[[str], None], only: str | Non
             told = next(filter(None, (files.wrong_with(saved.path, file) for file in own)), "")
             told = next(filter(None, collectives.gather_objects(told, every)), "")
         if manifest is not None and not told:
+            if wrong and first:
+                say(f"goes on from the checkpoint of {saved} instead.")
             return Loaded(saved, _tree(saved, manifest, shared, first), manifest.facts)
         wrong.append(f"{saved.path}: {told}")
         if first:
