@@ -22,7 +22,7 @@ MEANINGS = {
     str(AGAIN): "start it again: stopped by SIGUSR1, SIGUSR2, its time limit or a scheduler's SIGTERM, or ended by a "
     "fault of a machine that --restarts could not mend; goes on with --resume",
     str(NO_PROGRESS): "not again: three attempts in a row without a step of progress",
-    "129, 130, 143": "stopped by a closed terminal, Ctrl-C, SIGTERM outside a scheduler; saves a state, or says why not",
+    "129, 130, 143": "stopped by a closed terminal, Ctrl-C, SIGTERM outside a scheduler; saves a state or says why not",
 }
 
 
