@@ -128,7 +128,8 @@ def test_damage_is_told_and_the_one_before_is_taken(tmp_path: Path, harm: str) -
         return
     found, said = loaded(tmp_path)
     assert found.saved.step == 1 and whole(found.tree)["model"]["w"].equal(torch.ones(300, 3))
-    assert len(said) == 1 and says in said[0] and "is not used" in said[0] and "\n" not in said[0]
+    assert len(said) == 2 and says in said[0] and "is not used" in said[0] and "\n" not in said[0]
+    assert said[1] == "goes on from the checkpoint of step 1 instead."
 
 
 def test_every_byte_of_a_checkpoint_counts(tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ def test_a_full_disk_is_told_in_a_line_and_the_next_save_is_tried(
         full(patch, room)
         assert save(saver, 2) == [True]  # training goes on
         saver.settle()
+        saver_said = [*said]
+        assert save(saver, 2) == [True] and (saver.settle(), said == saver_said)[1]
     assert saver.saved == 1 and "No space left on device" in saver.wrong
     (line,) = said
     assert line.startswith("step 2 could not be saved: rank 0: ") and "B free" in line and "\n" not in line
@@ -73,6 +75,7 @@ def test_a_full_disk_is_told_in_a_line_and_the_next_save_is_tried(
     assert whole(open_newest(tmp_path).tree)["w"].equal(torch.ones(1000))
     save(saver, 3)
     saver.settle()
+    assert said[1:] == ["saving works again: step 3 is saved."]
     assert (saver.saved, saver.wrong) == (3, "") and names(tmp_path) == ["step-00000001.1", "step-00000003.1"]
 
 

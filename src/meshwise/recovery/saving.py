@@ -196,14 +196,17 @@ class Saver:
         writing.run()
         if not writing.said:
             self._gate.longest_save = max(self._gate.longest_save, time.monotonic() - self._asked)
-        if self.wrong and not writing.said:
+        again = bool(self.wrong)  # of several that fail in a row the first is told
+        if again and not writing.said:
             self._tell(f"saving works again: step {writing.facts['step']} is saved.")
-        if writing.said and not self.wrong:  # of several in a row the first
+        if writing.said and again:
+            return
+        if writing.said:
             self._tell(
                 f"step {writing.facts['step']} could not be saved: {writing.said}. The checkpoints before it are "
                 "unharmed; the next save is tried as ever, and said when it works."
             )
-        elif not writing.said and writing.rank == 0 and (writing.room is not None or not newest(files.claims_folder(self._folder))):
+        elif writing.rank == 0 and (writing.room is not None or not newest(files.claims_folder(self._folder))):
             left = files.abandoned_by([c for c in self._known() if c.attempt < writing.facts["attempt"]], self._resumed)
             files.prune(self._folder, keep=self._saves.keep, limit=self._saves.limit, abandoned=left, room=writing.room)
 
