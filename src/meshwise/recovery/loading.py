@@ -95,7 +95,7 @@ def load(folder: Path, world: World, say: Callable[[str], None], only: str | Non
     first = world.rank == 0
     shared = seen_by_all(folder, world, "load")
     found: list[Checkpoint] = collectives.broadcast_object(_candidates(folder, only) if first else [], every)
-    wrong = []
+    wrong: list[str] = []
     for saved in found:
         manifest, told = _read_manifest(saved) if first else (None, "")
         manifest, told = collectives.broadcast_object((manifest, told), every)
