@@ -109,6 +109,7 @@ def test_a_run_that_is_warned_starts_again_once_and_ends_with_the_same_numbers(h
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_or_cancelled_is_never_started_again(here: Path) -> None:
+    (here / "small.py").write_text(JOB.replace("0.02", "0.1"))  # both last until they are stopped
     with slurm(2) as cluster:
         (stopped, _), (cancelled, job) = sent(cluster, here), sent(cluster, here)
         until(lambda: trains(stopped) and trains(cancelled), 120, "they never trained")
