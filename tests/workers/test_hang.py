@@ -66,6 +66,14 @@ def test_a_collective_that_all_have_come_to_and_that_does_not_end() -> None:
     assert stall is not None and stall.inside
 
 
+def test_a_collective_that_does_not_end_is_the_cause_of_the_others_that_wait() -> None:
+    beats = {0: waits(9, "0,1,2,3/"), 1: waits(9, "0,1,2,3/"), 2: waits(4, "2,3/"), 3: waits(4, "2,3/")}
+    stall = find_stall(beats, [0, 1, 2, 3])
+    assert stall is not None and stall.inside and stall.ranks == [2, 3] and stall.collective == beats[2].waits_in
+    named = hang._of_stopped(stall, beats, [3])
+    assert named.ranks == [3] and sorted(named.waiting) == [0, 1, 2] and not named.inside
+
+
 def test_silence_of_all_ranks_is_a_hang_in_a_job_alone() -> None:
     beats = {0: works(7), 1: works(7)}
     assert find_stall(beats, [0, 1]) is None

@@ -99,6 +99,9 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
         return Stall(ranks, theirs, min(theirs.values(), key=lambda wait: wait.at))
     if roots:  # those for whom the others wait go on
         return None
+    stuck = sorted(rank for rank in waiting if not late[rank])  # all have come to theirs, and it does not end
+    if stuck and any(late.values()):
+        return Stall(stuck, waiting, waiting[stuck[0]], inside=True)
     if waiting and all(beats[rank].begun for rank in waiting) and any(late.values()):
         return Stall(sorted(waiting), waiting, crossed=True)
     if len(silent) < len(beats):
@@ -232,8 +235,8 @@ class HangWatch:
 
 
 def _of_stopped(stall: Stall, beats: Mapping[int, Beat], stopped: Sequence[int]) -> Stall:
-    """Where all are in a collective and some are stopped in it: those."""
-    which = sorted(beats.keys() & set(stopped)) if stall.inside else []
+    """Where each is in a collective, the same or another, and some are stopped in it: those."""
+    which = sorted(stall.waiting.keys() & set(stopped)) if stall.inside or stall.crossed else []
     return Stall(which, {rank: at for rank, at in stall.waiting.items() if rank not in which}) if which else stall
 
 
