@@ -48,7 +48,8 @@ def trained(
         model, optimizer, DataLoader(TensorDataset(torch.ones(samples, 2)), batch, shuffle=True)
     )
     mw.checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, every=1)
-    for number, (x,) in enumerate(loader):
+    batches = iter(loader)  # the number counts those of this process, which a resumed enumerate(loader) would say
+    for number, (x,) in enumerate(batches):
         if number == steps:
             break
         mw.backward(model(x).square().mean())
