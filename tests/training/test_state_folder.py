@@ -48,7 +48,7 @@ def trained(
         model, optimizer, DataLoader(TensorDataset(torch.ones(samples, 2)), batch, shuffle=True)
     )
     mw.checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, every=1)
-    batches = iter(loader)  # the number counts those of this process, which a resumed enumerate(loader) would say
+    batches = iter(loader)  # counted in this process on purpose
     for number, (x,) in enumerate(batches):
         if number == steps:
             break

@@ -21,7 +21,7 @@ def says_enumerate(start: int) -> str:
     if frame is None or not start:
         return ""
     file, line = frame.f_code.co_filename, frame.f_lineno
-    found = _CALL.search(linecache.getline(file, line, frame.f_globals))
+    found = _CALL.search(linecache.getline(file, line, frame.f_globals).partition("#")[0])
     if found is None:
         return ""
     name = found[1].strip()
