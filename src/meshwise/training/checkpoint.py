@@ -24,13 +24,17 @@ from meshwise.recovery.loading import has_checkpoint, load
 from meshwise.recovery.loading import whole as read_whole
 from meshwise.recovery.saving import Saver
 from meshwise.recovery.state import compare_states, load_model, load_optimizer
-from meshwise.spec.errors import CheckpointError, SaveError, UsageError
+from meshwise.spec.errors import CheckpointError, LossError, SaveError, UsageError
 from meshwise.spec.saves import Saves, read_saves
 from meshwise.training import faults
 from meshwise.training.distributed_loader import DistributedLoader
 from meshwise.training.engine import Engine
+from meshwise.training.epochs_read import Asked
+from meshwise.training.extra_values import restore_extra, state_of_extra, unread_numbers
+from meshwise.training.finite_state import GO_ON_BEFORE, not_finite_in, not_finite_names, not_saved
 from meshwise.training.generators import GLOBAL
-from meshwise.training.given_things import Things, check, folded, named, plain_state, restore_extra
+from meshwise.training.given_things import Things, check, compare, folded, named
+from meshwise.training.loop_things import forgotten
 from meshwise.training.resume_changes import honour_loop, loop_made_with
 from meshwise.training.session import default_engine, tell
 from meshwise.training.state_folder import HeldFolder, hold
@@ -62,10 +66,11 @@ def checkpoint(
     there.
 
     model, optimizer, scheduler: one, or a list or dict of them. loader: the one of the loop that trains, as
-    `mw.distribute` returned it. extra: a dict, which is written into again when restored, of plain values, tensors and
-    things with a state_dict (a GradScaler, an average of the weights), or one such thing. every: 500 steps, or "10min";
-    by default after each epoch of the loader. `meshwise run --save-every` goes before it, and `--keep` before keep. A
-    run that is stopped saves too. CheckpointError: of another model, or none is whole. UsageError: another saves there.
+    `mw.distribute` returned it. extra: a dict that the loop keeps (`state["best"]`), written into again when restored,
+    of plain values, tensors and things with a state_dict (a GradScaler), or one such thing. every: 500 steps, or
+    "10min"; by default after each epoch of the loader. `meshwise run --save-every` goes before it, `--keep` before
+    keep. A run that is stopped saves too. CheckpointError: of another model, or none is whole. UsageError: another
+    saves there.
     """
     came_to("mw.checkpoint")
     engine = default_engine()
@@ -87,7 +92,7 @@ def checkpoint(
 class LoopState:
     """What `mw.checkpoint` returns: where the loop goes on.
 
-    epoch: epochs of the loader that are over. step: optimizer steps so far. restored: whether a state was found.
+    restored: whether a state was found.
     """
 
     def __init__(
@@ -99,20 +104,35 @@ class LoopState:
         extra: Any,
         saves: Saves,
     ) -> None:
-        self.epoch, self.step, self.restored = 0, 0, False
+        self.restored, self._epoch, self._step, self._asked = False, 0, 0, Asked()
         self._engine, self._folder, self._things, self._loader = engine, folder, things, loader
         self._extra, self._saves, self._clock = extra, saves, SaveClock(saves)
         self._saver: Saver | None = None
+        self._looked_at = False
         self._clean: bool | None = None  # whether a step has just ended; None before the first batch
         self._last = self._counted = 0  # the newest step that is saved; of the program's steps, those that are in step
         self._due = self._between = False  # whether a save waits for its time, and the program stands between epochs
         self._held: HeldFolder | None = None
+        self._never_finite: frozenset[str] = frozenset()
         self._made_with = loop_made_with(loader, things["optimizer"])
         self._drawn: tuple[Any, ...] | None = None  # the generators after the last step: the next batch may be drawn
+
+    @property
+    def epoch(self) -> int:
+        """Epochs of the loader that were over in what was restored."""
+        self._asked.note()
+        return self._epoch
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        self._asked.note()
+        return self._step
 
     def begin(self) -> None:
         """Restore, and take part in the loop. Collective."""
         world = rank_context().world
+        self._never_finite = not_finite_names(self._things["model"])
         held = self._held = hold(self._folder)
         try:
             resumed = self._find(held)
@@ -134,7 +154,12 @@ class LoopState:
         found = load(self._folder, world, tell, again="Use another folder")
         held.tell_origin(found.saved, self._engine.notify)
         self._restore(found.tree)
+        if wrong := self._not_finite()[0]:
+            raise CheckpointError(f"{found.saved.path}: {wrong} is not finite there. {GO_ON_BEFORE}")
         return found.saved
+
+    def _not_finite(self) -> tuple[str, str]:
+        return not_finite_in(self._things["model"], self._things["optimizer"], self._never_finite)
 
     def step_done(self) -> None:
         """A step is over: for a loop without a loader of `mw.distribute`, at the end of each. Collective when it
@@ -143,20 +168,30 @@ class LoopState:
             raise UsageError(
                 "saved.step_done() is for a loop without a loader; with one the steps are seen. Leave it out."
             )
-        self.step, self._clean, self._drawn = self.step + 1, True, self._random()
+        self._look_at_program(None)
+        self._step, self._clean, self._drawn = self._step + 1, True, self._random()
         self._counted = self._engine.program.backwards
-        if self._clock.is_due(self.step):
+        if self._clock.is_due(self._step):
             self.save()
 
     def save(self) -> None:
-        """Save now, between two steps. Collective."""
+        """Save now, between two steps. Collective. Raises LossError where the state is not finite; it is not saved."""
         if self._saver is None:
             return
         self._due = False
+        self._refuse_not_finite(self._saver)
         epoch, index = (0, 0) if self._loader is None else self._loader.place
-        facts = {"step": self.step, "epoch": epoch, "index": index, "plan": str(self._engine.plan)}
+        facts = {"step": self._step, "epoch": epoch, "index": index, "plan": str(self._engine.plan)}
         if self._saver.save(self._tree, facts):
-            self._last = self.step
+            self._last = self._step
+
+    def _refuse_not_finite(self, saver: Saver) -> None:
+        what, ranks = self._not_finite()
+        if what:
+            saver.settle()
+            newest = saver.saved if saver.saved >= 0 else self._last if self.restored else None
+            self._clean = False  # whatever comes, this is not saved
+            raise LossError(not_saved(f"step {self._step}: {what} is not finite on {ranks}", newest, self._folder))
 
     # What the engine tells.
 
@@ -166,7 +201,7 @@ class LoopState:
             self._between = self._between and not self._engine.phases.trained  # else the program goes on with that one
             return
         ended = self._count()
-        self._due |= ended and not self._by_epochs and self._clock.is_due(self.step)
+        self._due |= ended and not self._by_epochs and self._clock.is_due(self._step)
         if self._due and self._clean and not loader.at_end:
             self.save()
 
@@ -177,25 +212,37 @@ class LoopState:
         if early:  # the next batch was not asked for
             ended = self._count()
             by_steps = self._saves.steps is not None  # of a time the ranks would have to agree, and one may have failed
-            self._due |= ended and by_steps and self._clock.is_due(self.step)
+            self._due |= ended and by_steps and self._clock.is_due(self._step)
         self._between, self._due = True, self._due or self._by_epochs
 
     def _count(self) -> bool:
         """A batch of the loop is over: whether a step has ended in it. Others' batches may have been read in it."""
         phases = self._engine.phases
         ended = phases.done > self._counted
-        self.step, self._counted = self.step + phases.done - self._counted, phases.done
+        self._step, self._counted = self._step + phases.done - self._counted, phases.done
         self._clean = ended or (self._clean and not phases.half)
         return ended
 
     def epoch_begins(self, loader: DistributedLoader) -> None:
         """A loop over `loader` begins: what the program does between two epochs is done, and is saved with the first.
         So a loop goes on with the second."""
+        self._look_at_program(loader)
         if loader is self._loader and self._between:
             self._between = False
             self._count()  # what others' batches trained in between
             if self._due and self._clean:
                 self.save()
+
+    def _look_at_program(self, loader: DistributedLoader | None) -> None:
+        """A loop begins: what can be said of the program that gave what is saved, once."""
+        if self._looked_at or loader is not self._loader or self._saver is None:
+            return
+        self._looked_at, say, engine = True, self._engine.notify, self._engine
+        say(unread_numbers(held=sys.getrefcount(self._extra), extra=self._extra))
+        given = [(state._things, state._extra) for state in engine.loop_states if isinstance(state, LoopState)]
+        say(forgotten(given, engine.program.models, engine.program.optimizers, engine.schedulers))
+        if self.restored:
+            say(self._asked.unread(self._epoch, self._extra))
 
     def finishes_epoch(self) -> bool:
         """The run was asked to stop: whether the program first comes to its next epoch, or its end; or, in a loop over
@@ -216,7 +263,7 @@ class LoopState:
             where = "between batches that make one step" if self._clean is not None else "in its first step"
             newest = f"the newest state is that of step {self._last}" if self._last else "no state is saved"
             self._engine.notify(f"stopped {where}: {newest}.")
-        elif self._saver.saved != self.step:
+        elif self._saver.saved != self._step:
             self.save()
             self._saver.settle()
 
@@ -234,7 +281,7 @@ class LoopState:
         saver.settle()
         self._let_go()
         if saver.wrong:
-            raise SaveError(f"the last state, of step {self.step}, could not be saved: {saver.wrong}.")
+            raise SaveError(f"the last state, of step {self._step}, could not be saved: {saver.wrong}.")
 
     def _let_go(self) -> None:
         self._saver = None
@@ -248,8 +295,8 @@ class LoopState:
             self.save()
         else:
             tell(
-                f"the state after the last epoch, of step {self.step}, is not saved: the program has ended its process "
-                "group before. Leave destroy_process_group out: it ends by itself."
+                f"the state after the last epoch, of step {self._step}, is not saved: the program has ended its "
+                "process group before. Leave destroy_process_group out: it ends by itself."
             )
 
     @property
@@ -267,9 +314,9 @@ class LoopState:
             "optimizer": {n: {"kind": type(o).__name__, "state": o.state_dict()} for n, o in optimizers.items()},
             "scheduler": {name: each.state_dict() for name, each in schedulers.items()},
             "loader": None if self._loader is None else self._loader.state_dict(),
-            "extra": plain_state(self._extra),
+            "extra": state_of_extra(self._extra),
             "random": {rank_context().world.rank: self._drawn or self._random()},
-            "step": self.step,
+            "step": self._step,
             "made_with": self._made_with,
         }
 
@@ -280,22 +327,11 @@ class LoopState:
     def _restore(self, tree: dict[str, Any]) -> None:
         models, optimizers, schedulers = (self._things[kind] for kind in ("model", "optimizer", "scheduler"))
         saved = {"": tree["model"]} if tree["models"] == [""] else tree["model"]
-        for what, own, there in (
-            ("model", models, saved),
-            ("optimizer", optimizers, tree["optimizer"]),
-            ("scheduler", schedulers, tree["scheduler"]),
-        ):
-            if own.keys() != there.keys():
-                raise CheckpointError(
-                    f"{self._folder}: its state has {len(there)} of what is given as {what}=, and here are {len(own)}. "
-                    "Give mw.checkpoint what it was given when that was saved, or use another folder."
-                )
+        compare(self._folder, self._things, {**tree, "model": saved})
         for name, model in models.items():
             compare_states(model.state_dict(), saved[name])
             load_model(model, saved[name])
         for name, optimizer in optimizers.items():
-            if (kind := tree["optimizer"][name]["kind"]) != type(optimizer).__name__:
-                raise CheckpointError(f"{self._folder}: its optimizer is {kind}, and here {type(optimizer).__name__}.")
             load_optimizer(optimizer, tree["optimizer"][name]["state"])
         rest = read_whole({name: tree[name] for name in ("scheduler", "extra", "loader", "random", "step")})
         for name, scheduler in schedulers.items():
@@ -303,7 +339,7 @@ class LoopState:
         restore_extra(self._extra, rest["extra"])
         if self._loader is not None and rest["loader"] is not None:
             self._loader.load_state_dict(rest["loader"])
-            self.epoch = self._loader.place[0]
+            self._epoch = self._loader.place[0]
         if (before := tree.get("made_with")) is not None:
             scheduled, index = bool(schedulers), 0 if self._loader is None else self._loader.place[1]
             given = optimizers, read_whole(before), self._made_with, self._engine.notify
@@ -312,5 +348,5 @@ class LoopState:
         with self._engine.generator.drawing():
             for handle, state in zip(GLOBAL, states, strict=True):
                 handle.set_state(state)
-        self.step, self.restored, self._last = int(rest["step"]), True, int(rest["step"])
-        self._engine.phases.go_on(self.step)
+        self._step, self.restored, self._last = int(rest["step"]), True, int(rest["step"])
+        self._engine.phases.go_on(self._step)

@@ -1,4 +1,4 @@
-"""What `mw.checkpoint` is given: models, optimizers and schedulers by name, and `extra=`.
+"""What `mw.checkpoint` is given: models, optimizers and schedulers, by name.
 
 Tested in tests/training/test_checkpoint.py.
 """
@@ -6,13 +6,13 @@ Tested in tests/training/test_checkpoint.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwise.spec.errors import UsageError
+from meshwise.spec.errors import CheckpointError, UsageError
 
 Things = Any
 """One thing, or a list or dict of them."""
@@ -41,23 +41,14 @@ def check(things: Mapping[str, dict[str, Any]]) -> None:
                 raise UsageError(f"mw.checkpoint: {kind}= is a {type(each).__name__}. Give it as extra=, by a name.")
 
 
-def plain_state(extra: Any) -> Any:
-    """What is saved of `extra=`."""
-    if isinstance(extra, dict):
-        return {name: plain_state(value) if hasattr(value, "state_dict") else value for name, value in extra.items()}
-    return None if extra is None else extra.state_dict()
-
-
-def restore_extra(extra: Any, saved: Any) -> None:
-    """Write what was saved into what is given as `extra=`."""
-    if not isinstance(extra, dict):
-        if extra is not None and saved is not None:
-            extra.load_state_dict(saved)
-        return
-    for name, value in (saved or {}).items():
-        if hasattr(extra.get(name), "load_state_dict"):
-            extra[name].load_state_dict(value)
-        elif isinstance(extra.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
-            extra[name].data.copy_(value)  # others may hold it
-        else:
-            extra[name] = value
+def compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where what was saved in `folder`, by name, is not what is given."""
+    for kind, own in things.items():
+        if own.keys() != tree[kind].keys():
+            raise CheckpointError(
+                f"{folder}: its state has {len(tree[kind])} of what is given as {kind}=, and here are {len(own)}. "
+                "Give mw.checkpoint what it was given when that was saved, or use another folder."
+            )
+    for name, optimizer in things["optimizer"].items():
+        if (kind := tree["optimizer"][name]["kind"]) != type(optimizer).__name__:
+            raise CheckpointError(f"{folder}: its optimizer is {kind}, and here {type(optimizer).__name__}.")
