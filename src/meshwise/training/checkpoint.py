@@ -62,15 +62,13 @@ def checkpoint(
 
     Call it after `mw.distribute`, on every rank. A loop that goes on is in the middle of its epoch, with the numbers of
     one that was never stopped (bitwise on one and two devices, and between two epochs on any); any plan and number of
-    devices goes on. A loop without such a loader calls `saved.step_done()` at the end of each step; dropout draws anew
-    there.
+    devices goes on. One without such a loader calls `saved.step_done()` after each step; its dropout draws anew.
 
     model, optimizer, scheduler: one, or a list or dict of them. loader: the one of the loop that trains, as
     `mw.distribute` returned it. extra: a dict that the loop keeps (`state["best"]`), written into again when restored,
     of plain values, tensors and things with a state_dict (a GradScaler), or one such thing. every: 500 steps, or
     "10min"; by default after each epoch of the loader. `meshwise run --save-every` goes before it, `--keep` before
-    keep. A run that is stopped saves too. CheckpointError: of another model, or none is whole. UsageError: another
-    saves there.
+    keep. A stopped run saves too. CheckpointError: of another model, or none is whole. UsageError: another saves there.
     """
     came_to("mw.checkpoint")
     engine = default_engine()
