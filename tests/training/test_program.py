@@ -715,6 +715,7 @@ def test_a_script_that_distributes_no_model_is_told_that_its_plan_changed_nothin
     script, plan = tmp_path / "plain.py", tmp_path / "plan.toml"
     script.write_text("print('hello')\n")
     plan.write_text("shard = 2\n")
+    monkeypatch.setenv(PLAN_FILE, "")  # what a worker writes there ends with the test
     for name, value in (("argv", []), ("path", [*sys.path])):
         monkeypatch.setattr(sys, name, value)
     _script_in_worker(script, [], mw.RunOptions(plan=plan), tmp_path)
