@@ -10,14 +10,13 @@ import torch
 from ray import train
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
-from torch import nn
 
 HERE = str(Path(__file__).parent)
 
 
 def worker(_: dict[str, Any]) -> None:
     """Train, save, go on from the newest state."""
-    from faults_peer_script import AGAIN, AT, FAULT, OUT, STEPS, happen, network, samples, written
+    from faults_peer_script import AGAIN, AT, FAULT, OUT, STEPS, happen, network, samples, trained
 
     rank = train.get_context().get_world_rank()
     torch.manual_seed(0)
@@ -33,20 +32,15 @@ def worker(_: dict[str, Any]) -> None:
         first = state["step"]
     x = samples()
     for step in range(first + 1, STEPS + 1):
-        rows = torch.randperm(320, generator=torch.Generator().manual_seed(step))[rank * 8 : rank * 8 + 8]
         if FAULT and step == AT and not AGAIN:
             happen(rank, wrapped.module, max((OUT / "ray").rglob("state.pt"), key=lambda file: file.stat().st_mtime))
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(wrapped(x[rows]), x[rows].sum(1, keepdim=True))
-        loss.backward()
-        optimizer.step()
-        written(rank, step, loss.item())
+        loss = trained(rank, step, wrapped, optimizer, x)
         if step % 4 == 0:
             with tempfile.TemporaryDirectory() as name:
                 state = {"model": wrapped.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                 if rank == 0:
                     torch.save(state, Path(name) / "state.pt")
-                train.report({"loss": loss.item()}, checkpoint=Checkpoint.from_directory(name) if rank == 0 else None)
+                train.report({"loss": loss}, checkpoint=Checkpoint.from_directory(name) if rank == 0 else None)
     if rank == 0:
         torch.save(wrapped.module.state_dict(), OUT / "last.pt")
 

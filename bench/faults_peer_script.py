@@ -37,6 +37,17 @@ def written(rank: int, step: int, loss: float) -> None:
         file.write(json.dumps({"step": step, "time": time.time(), "again": AGAIN, "loss": loss}) + "\n")
 
 
+def trained(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
+    """One step on this rank's part of the batch, written down: its loss."""
+    rows = torch.randperm(320, generator=torch.Generator().manual_seed(step))[rank * 8 : rank * 8 + 8]
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x[rows]), x[rows].sum(1, keepdim=True))
+    loss.backward()
+    optimizer.step()
+    written(rank, step, loss.item())
+    return loss.item()
+
+
 def happen(rank: int, model: nn.Module, newest: Path) -> None:
     """The fault. newest: the file or folder of the last saved state."""
     if FAULT == "bit of a checkpoint" and rank == 0:
@@ -90,14 +101,9 @@ def main() -> None:
         first = int(saved[-1].parent.name.partition("-")[2])
     x = samples()
     for step in range(first + 1, STEPS + 1):
-        rows = torch.randperm(320, generator=torch.Generator().manual_seed(step))[rank * 8 : rank * 8 + 8]
         if FAULT and step == AT and not AGAIN:
             happen(rank, model, max(OUT.glob("state/step-*")))
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(wrapped(x[rows]), x[rows].sum(1, keepdim=True))
-        loss.backward()
-        optimizer.step()
-        written(rank, step, loss.item())
+        trained(rank, step, wrapped, optimizer, x)
         if step % 4 == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             dcp.save({**state, f"random{rank}": torch.get_rng_state()}, checkpoint_id=OUT / f"state/step-{step:04d}")

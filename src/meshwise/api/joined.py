@@ -42,9 +42,10 @@ class Joined:
 def joined_run(
     make: Callable[[World], Program], options: RunOptions, began: float, goes_on: Callable[[], bool] = lambda: True
 ) -> Iterator[Joined]:
-    """The program of this rank is the body; its records are those of a run that we launch. began: when
-    the user asked for it. goes_on: whether another
-    start would go on from a saved state, asked where a rank is lost. Collective.
+    """The program of this rank is the body; its records are those of a run that we launch. Collective.
+
+    began: when the user asked for it. goes_on: whether another start would go on from a saved state, asked where a rank
+    is lost.
 
     Raises what the body does; WorkerFailed, with exit code 85 where the run goes on, for a rank that is lost.
     """

@@ -15,6 +15,11 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 0, 2`."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
 def readable(text: str) -> str:
     """A text of others without control characters, cut at a screenful."""
     whole = without_control(text)

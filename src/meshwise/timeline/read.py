@@ -20,6 +20,7 @@ from meshwise.records import folder as names
 from meshwise.records.metrics import Metrics
 from meshwise.records.run_list import args_of, best_of, plan_of
 from meshwise.spec.units import plural, seconds_text
+from meshwise.spec.words import ranks_text
 from meshwise.timeline.align import ClockFit, causal_shifts, fit_clock, widened
 from meshwise.timeline.arrivals import arrival_table
 from meshwise.timeline.pack import Column
@@ -196,7 +197,7 @@ def _missing(facts: dict[str, Any], logs: Sequence[RankLog], spans: Spans, ranks
         yield "no rank has a log here: the run ended before any worker began to record, or it was not recorded."
     elif absent:
         yield (
-            f"{_ranks_text(absent)} of {world} left no log: never started, or on another machine (copy its "
+            f"{ranks_text(absent)} of {world} left no log: never started, or on another machine (copy its "
             f"{names.SPANS}/rank*.jsonl here). What follows is about the other ranks."
         )
     if facts.get("program") == "plain":
@@ -235,11 +236,7 @@ def _cut_off(ranks: Sequence[Rank], spans: Spans, running: bool) -> Iterator[str
     for step, which in sorted(cut_off.items()):
         at = f"in step {step}" if step else "before the first step"
         were = "was" if len(which) == 1 else "were"
-        yield f"{_ranks_text(which)} {were} cut off {at}: no end was recorded, and up to a second is lost."
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+        yield f"{ranks_text(which)} {were} cut off {at}: no end was recorded, and up to a second is lost."
 
 
 def _counters(aligned: Sequence[_Aligned]) -> list[Counter]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwise.compat.sharding import local_of
+from meshwise.spec.words import ranks_text
 from meshwise.transfer import collectives, stages
 
 _OWN = "torch.optim"  # what torch's own optimizers keep is never inf
@@ -35,8 +36,8 @@ def not_finite_in(
     parameters = [(name, tensor, True) for name, tensor in _parameters(models) if name not in known]
     found = next(_bad([*parameters, *_kept(models, optimizers)]), ("", None))[0]
     every = collectives.gather_objects(found, collectives.everyone())
-    ranks = [str(rank) for rank, name in enumerate(every) if name]
-    return next(filter(None, every), ""), f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+    ranks = [rank for rank, name in enumerate(every) if name]
+    return (every[ranks[0]], ranks_text(ranks)) if ranks else ("", "")
 
 
 def not_saved(what: str, newest: int | None, folder: Path) -> str:

@@ -24,6 +24,7 @@ from meshwise.records import folder as names
 from meshwise.records.rank_logs import open_log
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.exit_codes import stop_text
+from meshwise.spec.words import ranks_text
 from meshwise.workers import failure
 from meshwise.workers.environment import ATTEMPT, RUN_FOLDER
 from meshwise.workers.failure import Failure
@@ -162,8 +163,8 @@ def _failure(rank: int, error: BaseException) -> Failure | None:
 
 
 def _gone(ranks: list[int], size: int) -> Failure:
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    text = f"{who} of {size} left without a word: killed, or lost with the machine. See what the scheduler says."
+    left = f"{ranks_text(ranks)} of {size} left without a word"
+    text = f"{left}: killed, or lost with the machine. See what the scheduler says."
     return Failure(ranks[0], "lost", text, plain=True, time=time.time())
 
 

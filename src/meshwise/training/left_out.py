@@ -19,6 +19,7 @@ from meshwise.records import folder as names
 from meshwise.records.files import append_lines, read_lines
 from meshwise.recovery.state import RunState
 from meshwise.spec.errors import LossError, SpoiledError
+from meshwise.spec.words import ranks_text
 from meshwise.training.not_finite import MOST_IN_A_ROW, KeptBuffers, agreed, any_not_finite, gradients_of
 from meshwise.training.weighing import Losses, total_of
 from meshwise.transfer import collectives, stages
@@ -85,9 +86,8 @@ class LeftOut:
         flags = collectives.gather_objects(bool(any_not_finite(trained)), collectives.everyone())
         if any(flags):
             ranks = [rank for rank, flag in enumerate(flags) if flag]
-            who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
             self._tell(f"step {step}: {self._leave_out(step, self._last)}")
-            raise SpoiledError(f"step {step}: parameters of {who} are not finite.", ranks=ranks)
+            raise SpoiledError(f"step {step}: parameters of {ranks_text(ranks)} are not finite.", ranks=ranks)
 
     def _leave_out(self, step: int, batches: Sequence[Batch]) -> str:
         """Remember them; a sentence on which they are."""

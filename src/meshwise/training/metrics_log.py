@@ -19,6 +19,7 @@ from meshwise.machine.memory import used_bytes
 from meshwise.records import folder as names
 from meshwise.records.files import Record, read_lines
 from meshwise.spec.errors import LossError
+from meshwise.spec.words import ranks_text
 from meshwise.spec.world import World
 from meshwise.training.loss_ledger import LossLedger, noted
 from meshwise.training.trackers import Tracker
@@ -176,7 +177,7 @@ class MetricsLog:
                 else "it was never finite"
             )
             raise LossError(
-                f"step {step}: the loss is {loss} on rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}; "
+                f"step {step}: the loss is {loss} on {ranks_text(bad)}; "
                 f"{before}. Lower the learning rate, clip with clip_norm, or look at the samples of that step."
             )
 

@@ -18,7 +18,7 @@ from meshwise.compat.sharding import local_of
 from meshwise.recovery.state import RunState
 from meshwise.spec.errors import ReplicaError
 from meshwise.spec.plan import Plan
-from meshwise.spec.words import some
+from meshwise.spec.words import ranks_text, some
 from meshwise.transfer import collectives
 
 
@@ -88,7 +88,7 @@ def minority(values: Sequence[object]) -> list[int]:
 
 def _sentence(step: int, differ: dict[int, list[str]], replicas: int) -> str:
     ranks = sorted(differ)
-    who = f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hold"
+    who = f"{ranks_text(ranks)} {'holds' if len(ranks) == 1 else 'hold'}"
     what = some(sorted({name for names in differ.values() for name in names}))
     if len(ranks) == 1:
         why = "a bit was flipped there, or its device is faulty"

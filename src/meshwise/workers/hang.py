@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwise.spec.words import ranks_text
 from meshwise.workers.far_beats import Far
 from meshwise.workers.heartbeat import PEERS, Beat, Collective, beat_path, read_beat, read_beats, stack_path
 from meshwise.workers.stuck import Standing, standing, state_of, stuck_child
@@ -253,8 +254,3 @@ def _named(collective: Collective) -> str:
 def _ended(seconds: float, limit: float) -> str:
     longer = "" if seconds > limit else " --hang-limit 10min waits longer."
     return f"Ended after {seconds:.0f} s without progress.{longer}"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 1`, `ranks 0, 2`."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from meshwise.spec.words import ranks_text
 from meshwise.workers.verb_log import BATCH, VerbTrail, read_trail
 
 INTERVAL = 0.25  # seconds between two looks
@@ -60,7 +61,7 @@ def parted(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> st
     told: dict[str, list[int]] = {}
     for rank, trail in sorted(trails.items()):
         told.setdefault(_told(trail, number, rank in ended), []).append(rank)
-    parts = [f"{_ranks(ranks)} {what}" for what, ranks in told.items()]
+    parts = [f"{ranks_text(ranks)} {what}" for what, ranks in told.items()]
     return f"Ranks parted: {'; '.join(parts)}. {ADVICE}"
 
 
@@ -71,7 +72,7 @@ def last_verbs(trails: Mapping[int, VerbTrail | None]) -> str:
         told.setdefault(_verb(trail, trail.count) if trail else "none", []).append(rank)
     if set(told) <= {"none"}:
         return ""
-    return f"The last call: {'; '.join(f'{_ranks(ranks)}: {what}' for what, ranks in told.items())}."
+    return f"The last call: {'; '.join(f'{ranks_text(ranks)}: {what}' for what, ranks in told.items())}."
 
 
 def _first_difference(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> int | None:
@@ -112,7 +113,3 @@ def _verb(trail: VerbTrail, number: int) -> str:
     if verb.name == BATCH:
         return f"batch {verb.times} of the loop{at}"
     return f"{verb.name}{at}" + (f" (call {verb.times})" if verb.times > 1 else "")
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
