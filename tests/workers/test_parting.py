@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -154,7 +155,6 @@ def test_verbs_of_other_threads_are_not_in_order_and_not_noted(tmp_path: Path) -
 def loop(folder: Path, rank: int, batches: int) -> None:
     """A training loop that is left after so many batches, and an evaluation."""
     verb_log.begin(trail_path(folder, rank))
-    distributed_loader._loaders = iter(range(1, 9))  # type: ignore[assignment]  # each rank is a process of its own
     try:
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -171,11 +171,12 @@ def loop(folder: Path, rank: int, batches: int) -> None:
         verb_log.end()
 
 
-def test_a_program_notes_its_verbs_and_the_loop_that_it_left(tmp_path: Path) -> None:
+def test_a_program_notes_its_verbs_and_the_loop_that_it_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, batches in enumerate((2, 4)):
+        monkeypatch.setattr(distributed_loader, "_loaders", itertools.count(1))  # each rank is a process of its own
         loop(tmp_path, rank, batches)
     first = loop.__code__.co_firstlineno
     text = parted(PartingWatch(tmp_path, [0, 1]).trails(), [0, 1])
-    left = f"left its loop at {place(__file__, first + 14)} after 2 batches"
-    assert f"rank 0 {left} and came to mw.sum at {place(__file__, first + 15)};" in text
-    assert f"rank 1 came to batch 3 of the loop at {place(__file__, first + 10)}." in text
+    left = f"left its loop at {place(__file__, first + 13)} after 2 batches"
+    assert f"rank 0 {left} and came to mw.sum at {place(__file__, first + 14)};" in text
+    assert f"rank 1 came to batch 3 of the loop at {place(__file__, first + 9)}." in text
