@@ -13,10 +13,10 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from meshwise.compat.fake import as_rehearsed
 from meshwise.training.engine import Engine
-from meshwise.training.enumerated import says_enumerate
 from meshwise.training.generators import TORCH, Draws, OrderGenerators, States, packed, unpacked
 from meshwise.training.loops import LoopRead
 from meshwise.training.model_stream import drawing
+from meshwise.training.resumed_loop import says_counted
 from meshwise.training.split_loader import LoaderSpec
 from meshwise.training.wrapped_loader import Wrapper
 from meshwise.transfer.prefetch import prefetch
@@ -103,7 +103,8 @@ class DistributedLoader:
         for state in self._engine.loop_states:
             state.epoch_begins(self)
         self._running = True
-        self._engine.notify(says_enumerate(self.start))
+        for line in says_counted(self.start):
+            self._engine.notify(line)
         came_to(BATCH, self._number, self._epoch, 1)
         loader = self._loader
         if self._order is None and not (loader.persistent_workers and self._epoch) and not self._spec.draws_base_seed:

@@ -1,0 +1,107 @@
+"""A loop that goes on inside an epoch: what the program counts itself begins at 0 again, which is said.
+
+Its source tells: the numbers of `enumerate(loader)`, and what is summed up in the body from a number before the loop.
+
+Tested in tests/training/test_resumed_loop.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Iterator
+
+from meshwise.spec.user_code import place, user_frame
+from meshwise.spec.words import some
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
+
+
+def says_counted(start: int) -> Iterator[str]:
+    """What to say of the user's loop that begins over a loader behind `start` batches of its epoch."""
+    frame = user_frame()
+    if frame is None or not start:
+        return
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    tree = _parsed("".join(linecache.getlines(file, frame.f_globals)))
+    at = f"{place(file, line)}: the loop goes on with batch {start + 1} of its epoch"
+    for inside, name in _counted(tree, line):
+        yield (
+            f"{at}, and enumerate counts from 0. Where that number decides anything (accumulation, a break), write "
+            f"enumerate({inside}, {name}.start)."
+        )
+    for loop, scope in _loops(tree, line):
+        if sums := _sums(loop, scope):
+            yield (
+                f"{at}, and {some(sums)} {'begins' if len(sums) == 1 else 'begin'} anew: what is added from there. For "
+                "the whole epoch keep it in a dict that is given as mw.checkpoint(…, extra=state)."
+            )
+
+
+@functools.lru_cache(4)
+def _parsed(source: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError):  # a cell of a notebook with magics
+        return ast.Module([], [])
+
+
+def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, str]]:
+    """Of each `enumerate(tqdm(loader))` in this line, which has no start: `tqdm(loader)` and `loader`."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and not node.keywords]
+    for call in calls:
+        here = call.lineno <= line <= (call.end_lineno or 0)
+        if here and isinstance(call.func, ast.Name) and call.func.id == "enumerate" and len(call.args) == 1:
+            inside = name = call.args[0]
+            while isinstance(name, ast.Call) and name.args:
+                name = name.args[0]
+            if isinstance(name, ast.Name | ast.Attribute):
+                yield ast.unparse(inside), ast.unparse(name)
+
+
+def _loops(tree: ast.Module, line: int) -> Iterator[tuple[ast.For, ast.AST]]:
+    """The loops whose head is in this line, each with the function or module that it is in."""
+    waiting: list[tuple[ast.AST, ast.AST]] = [(tree, tree)]
+    while waiting:
+        node, scope = waiting.pop()
+        if isinstance(node, ast.For) and node.lineno <= line < node.body[0].lineno:
+            yield node, scope
+        inner = node if isinstance(node, _SCOPES) else scope
+        waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
+
+
+def _sums(loop: ast.For, scope: ast.AST) -> list[str]:
+    """Names that the body adds to, and that are given nothing but numbers, and not by each batch."""
+    added = dict.fromkeys(
+        node.target.id
+        for node in ast.walk(loop)
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and isinstance(node.target, ast.Name)
+    )
+    begun: dict[str, list[bool]] = {}
+    for node in ast.walk(scope):
+        for name, value in _given(node):
+            begun.setdefault(name, []).append(_is_number(value) and node not in loop.body)
+    return [name for name in added if name in begun and all(begun[name])]
+
+
+def _given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """The names that a statement gives a value to, each with it: `a = b = 0`, `a, b = 0, 0.0`."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+    for target in targets if value is not None else ():
+        assert value is not None
+        if isinstance(target, ast.Name):
+            yield target.id, value
+        elif isinstance(target, ast.Tuple):
+            several = value.elts if isinstance(value, ast.Tuple) else [value] * len(target.elts)
+            yield from (
+                (each.id, of) for each, of in zip(target.elts, several, strict=False) if isinstance(each, ast.Name)
+            )
+
+
+def _is_number(node: ast.expr) -> bool:
+    """`0`, `0.0`, `torch.zeros(1)`."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr in ("zeros", "tensor")
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
