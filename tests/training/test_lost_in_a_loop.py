@@ -73,6 +73,13 @@ def test_nor_is_one_at_the_end_of_the_program(tmp_path: Path) -> None:
     assert not checkpoints_in(tmp_path)
 
 
+def test_nor_does_a_program_end_well_that_turned_so_after_its_last_save(tmp_path: Path) -> None:
+    model, optimizer, loader, _ = begun(tmp_path, every=3)
+    train(model, optimizer, loader, {3: math.nan})
+    with pytest.raises(LossError, match=r"step 4: the parameter weight .* on rank 0, .* The newest is that of step 3"):
+        default_engine().close()
+
+
 def test_what_an_optimizer_keeps_is_looked_at_too(tmp_path: Path) -> None:
     model, optimizer, loader, saved = begun(tmp_path, every=100)
     train(model, optimizer, loader)
@@ -96,6 +103,7 @@ def test_a_sum_that_overflows_is_finite_and_what_never_was_stays_the_programs() 
 def test_a_state_of_before_that_is_not_finite_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("meshwise.training.checkpoint.not_finite_in", lambda *given: ("", ""))
+        patch.setattr("meshwise.training.checkpoint.not_finite_here", lambda *given: "")
         model, optimizer, loader, _ = begun(tmp_path, every=1)
         train(model, optimizer, loader, {3: math.nan})
         end_sessions()

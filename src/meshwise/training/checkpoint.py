@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,20 @@ from torch.distributed import is_initialized
 from meshwise.compat.fake import rehearsing
 from meshwise.records.checkpoints import Checkpoint
 from meshwise.recovery.clock import SaveClock
-from meshwise.recovery.collect import held_of, state_of
 from meshwise.recovery.loading import has_checkpoint, load
-from meshwise.recovery.loading import whole as read_whole
 from meshwise.recovery.saving import Saver
-from meshwise.recovery.state import compare_states, load_model, load_optimizer
 from meshwise.spec.errors import CheckpointError, LossError, SaveError, UsageError
 from meshwise.spec.saves import Saves, read_saves
+from meshwise.spec.words import ranks_text
 from meshwise.training import faults
 from meshwise.training.distributed_loader import DistributedLoader
-from meshwise.training.engine import Engine
 from meshwise.training.epochs_read import Asked
-from meshwise.training.extra_values import restore_extra, state_of_extra, unread_numbers
-from meshwise.training.finite_state import GO_ON_BEFORE, not_finite_in, not_finite_names, not_saved
-from meshwise.training.generators import GLOBAL
-from meshwise.training.given_things import Things, check, compare, folded, named
+from meshwise.training.extra_values import unread_numbers
+from meshwise.training.finite_state import GO_ON_BEFORE, not_finite_here, not_finite_in, not_finite_names, not_saved
+from meshwise.training.given_things import Things, check, named
 from meshwise.training.loop_things import forgotten
-from meshwise.training.resume_changes import honour_loop, loop_made_with
+from meshwise.training.resume_changes import loop_made_with
+from meshwise.training.saved_loop import Loaders, LoopParts, loaders_of, random_of, restore, says_beside, tree_of
 from meshwise.training.session import default_engine, tell
 from meshwise.training.state_folder import HeldFolder, hold
 from meshwise.workers.environment import SAVES
@@ -49,7 +45,7 @@ def checkpoint(
     model: Things,
     optimizer: Things = None,
     scheduler: Things = None,
-    loader: DistributedLoader | None = None,
+    loader: Loaders = None,
     extra: Any = None,
     every: int | str | None = None,
     keep: int | None = None,
@@ -65,23 +61,21 @@ def checkpoint(
     devices goes on. One without such a loader calls `saved.step_done()` after each step; its dropout draws anew.
 
     model, optimizer, scheduler: one, or a list or dict of them. loader: the one of the loop that trains, as
-    `mw.distribute` returned it. extra: a dict that the loop keeps (`state["best"]`), written into again when restored,
-    of plain values, tensors and things with a state_dict (a GradScaler), or one such thing. every: 500 steps, or
-    "10min"; by default after each epoch of the loader. `meshwise run --save-every` goes before it, `--keep` before
-    keep. A stopped run saves too. CheckpointError: of another model, or none is whole. UsageError: another saves there.
+    `mw.distribute` returned it; a list of it and of those that are read beside it, as by `zip`. extra: a dict that the
+    loop keeps (`state["best"]`), written into again when restored, of plain values, tensors and things with a
+    state_dict (a GradScaler), or one such thing. every: 500 steps, or "10min"; by default after each epoch of the
+    loader. `meshwise run --save-every` goes before it, `--keep` before keep. A stopped run saves too. CheckpointError:
+    of another model, or none is whole. UsageError: another saves there.
     """
     came_to("mw.checkpoint")
     engine = default_engine()
     asked = json.loads(os.environ.get(SAVES, "{}"))
     saves = read_saves(asked.get("every") or every, asked.get("keep") or keep, asked.get("limit"))
-    if loader is not None and not isinstance(loader, DistributedLoader):
-        raise UsageError(
-            f"mw.checkpoint: loader is a {type(loader).__name__}. Give the DataLoader that mw.distribute returned; of "
-            "one that reads ahead it is not known what was trained on."
-        )
+    loaders = loaders_of(loader)
     things = {"model": named(model), "optimizer": named(optimizer), "scheduler": named(scheduler)}
     check(things)
-    state = LoopState(engine, Path(folder), things, loader, extra, saves)
+    made_with = loop_made_with(loaders[0] if loaders else None, things["optimizer"])
+    state = LoopState(LoopParts(engine, things, loaders, extra, made_with), Path(folder), saves)
     if engine.watcher is None and not rehearsing():
         state.begin()
     return state
@@ -93,26 +87,18 @@ class LoopState:
     restored: whether a state was found.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        folder: Path,
-        things: Mapping[str, dict[str, Any]],
-        loader: DistributedLoader | None,
-        extra: Any,
-        saves: Saves,
-    ) -> None:
+    def __init__(self, parts: LoopParts, folder: Path, saves: Saves) -> None:
         self.restored, self._epoch, self._step, self._asked = False, 0, 0, Asked()
-        self._engine, self._folder, self._things, self._loader = engine, folder, things, loader
-        self._extra, self._saves, self._clock = extra, saves, SaveClock(saves)
+        self._parts, self._engine, self._folder = parts, parts.engine, folder
+        self._loader = parts.loaders[0] if parts.loaders else None
+        self._saves, self._clock = saves, SaveClock(saves)
         self._saver: Saver | None = None
-        self._looked_at = False
+        self._looked_at = self._refused = False
         self._clean: bool | None = None  # whether a step has just ended; None before the first batch
         self._last = self._counted = 0  # the newest step that is saved; of the program's steps, those that are in step
         self._due = self._between = False  # whether a save waits for its time, and the program stands between epochs
         self._held: HeldFolder | None = None
         self._never_finite: frozenset[str] = frozenset()
-        self._made_with = loop_made_with(loader, things["optimizer"])
         self._drawn: tuple[Any, ...] | None = None  # the generators after the last step: the next batch may be drawn
 
     @property
@@ -130,7 +116,7 @@ class LoopState:
     def begin(self) -> None:
         """Restore, and take part in the loop. Collective."""
         world = rank_context().world
-        self._never_finite = not_finite_names(self._things["model"])
+        self._never_finite = not_finite_names(self._parts.things["model"])
         held = self._held = hold(self._folder)
         try:
             resumed = self._find(held)
@@ -151,13 +137,16 @@ class LoopState:
         world = rank_context().world
         found = load(self._folder, world, tell, again="Use another folder")
         held.tell_origin(found.saved, self._engine.notify)
-        self._restore(found.tree)
+        self._step = self._last = restore(self._parts, self._folder, found.tree)
+        self.restored, self._epoch = True, 0 if self._loader is None else self._loader.place[0]
+        self._engine.phases.go_on(self._step)
         if wrong := self._not_finite()[0]:
             raise CheckpointError(f"{found.saved.path}: {wrong} is not finite there. {GO_ON_BEFORE}")
         return found.saved
 
     def _not_finite(self) -> tuple[str, str]:
-        return not_finite_in(self._things["model"], self._things["optimizer"], self._never_finite)
+        things = self._parts.things
+        return not_finite_in(things["model"], things["optimizer"], self._never_finite)
 
     def step_done(self) -> None:
         """A step is over: for a loop without a loader of `mw.distribute`, at the end of each. Collective when it
@@ -167,7 +156,7 @@ class LoopState:
                 "saved.step_done() is for a loop without a loader; with one the steps are seen. Leave it out."
             )
         self._look_at_program(None)
-        self._step, self._clean, self._drawn = self._step + 1, True, self._random()
+        self._step, self._clean, self._drawn = self._step + 1, True, random_of(self._engine)
         self._counted = self._engine.program.backwards
         if self._clock.is_due(self._step):
             self.save()
@@ -182,14 +171,22 @@ class LoopState:
         facts = {"step": self._step, "epoch": epoch, "index": index, "plan": str(self._engine.plan)}
         if self._saver.save(self._tree, facts):
             self._last = self._step
+            self._engine.notify(says_beside(self._parts))
+
+    def _tree(self, whole: bool) -> dict[str, Any]:
+        return tree_of(self._parts, self._step, self._drawn or random_of(self._engine), whole=whole)
 
     def _refuse_not_finite(self, saver: Saver) -> None:
         what, ranks = self._not_finite()
         if what:
             saver.settle()
-            newest = saver.saved if saver.saved >= 0 else self._last if self.restored else None
             self._clean = False  # whatever comes, this is not saved
-            raise LossError(not_saved(f"step {self._step}: {what} is not finite on {ranks}", newest, self._folder))
+            raise LossError(self._not_saved(saver, what, ranks))
+
+    def _not_saved(self, saver: Saver, what: str, ranks: str) -> str:
+        self._refused = True
+        newest = saver.saved if saver.saved >= 0 else self._last if self.restored else None
+        return not_saved(f"step {self._step}: {what} is not finite on {ranks}", newest, self._folder)
 
     # What the engine tells.
 
@@ -236,11 +233,11 @@ class LoopState:
         if self._looked_at or loader is not self._loader or self._saver is None:
             return
         self._looked_at, say, engine = True, self._engine.notify, self._engine
-        say(unread_numbers(held=sys.getrefcount(self._extra), extra=self._extra))
-        given = [(state._things, state._extra) for state in engine.loop_states if isinstance(state, LoopState)]
+        say(unread_numbers(held=sys.getrefcount(self._parts.extra), extra=self._parts.extra))
+        given = [(s._parts.things, s._parts.extra) for s in engine.loop_states if isinstance(s, LoopState)]
         say(forgotten(given, engine.program.models, engine.program.optimizers, engine.schedulers))
         if self.restored:
-            say(self._asked.unread(self._epoch, self._extra))
+            say(self._asked.unread(self._epoch, self._parts.extra))
 
     def finishes_epoch(self) -> bool:
         """The run was asked to stop: whether the program first comes to its next epoch, or its end; or, in a loop over
@@ -278,6 +275,9 @@ class LoopState:
         saver = self._saver
         saver.settle()
         self._let_go()
+        things, rank = self._parts.things, rank_context().world.rank
+        if not self._refused and (what := not_finite_here(things["model"], things["optimizer"], self._never_finite)):
+            raise LossError(self._not_saved(saver, what, ranks_text([rank])))
         if saver.wrong:
             raise SaveError(f"the last state, of step {self._step}, could not be saved: {saver.wrong}.")
 
@@ -300,51 +300,3 @@ class LoopState:
     @property
     def _by_epochs(self) -> bool:
         return self._saves.steps is None and self._saves.seconds is None
-
-    # What is saved.
-
-    def _tree(self, whole: bool) -> dict[str, Any]:
-        of_model = state_of if whole else held_of
-        models, optimizers, schedulers = (self._things[kind] for kind in ("model", "optimizer", "scheduler"))
-        return {
-            "models": list(models),
-            "model": folded({name: of_model(each) for name, each in models.items()}),
-            "optimizer": {n: {"kind": type(o).__name__, "state": o.state_dict()} for n, o in optimizers.items()},
-            "scheduler": {name: each.state_dict() for name, each in schedulers.items()},
-            "loader": None if self._loader is None else self._loader.state_dict(),
-            "extra": state_of_extra(self._extra),
-            "random": {rank_context().world.rank: self._drawn or self._random()},
-            "step": self._step,
-            "made_with": self._made_with,
-        }
-
-    def _random(self) -> tuple[Any, ...]:
-        with self._engine.generator.drawing():
-            return tuple(handle.state() for handle in GLOBAL)
-
-    def _restore(self, tree: dict[str, Any]) -> None:
-        models, optimizers, schedulers = (self._things[kind] for kind in ("model", "optimizer", "scheduler"))
-        saved = {"": tree["model"]} if tree["models"] == [""] else tree["model"]
-        compare(self._folder, self._things, {**tree, "model": saved})
-        for name, model in models.items():
-            compare_states(model.state_dict(), saved[name])
-            load_model(model, saved[name])
-        for name, optimizer in optimizers.items():
-            load_optimizer(optimizer, tree["optimizer"][name]["state"])
-        rest = read_whole({name: tree[name] for name in ("scheduler", "extra", "loader", "random", "step")})
-        for name, scheduler in schedulers.items():
-            scheduler.load_state_dict(rest["scheduler"][name])
-        restore_extra(self._extra, rest["extra"])
-        if self._loader is not None and rest["loader"] is not None:
-            self._loader.load_state_dict(rest["loader"])
-            self._epoch = self._loader.place[0]
-        if (before := tree.get("made_with")) is not None:
-            scheduled, index = bool(schedulers), 0 if self._loader is None else self._loader.place[1]
-            given = optimizers, read_whole(before), self._made_with, self._engine.notify
-            honour_loop(*given, index=index, scheduled=scheduled)
-        states = rest["random"].get(rank_context().world.rank, next(iter(rest["random"].values())))
-        with self._engine.generator.drawing():
-            for handle, state in zip(GLOBAL, states, strict=True):
-                handle.set_state(state)
-        self._step, self.restored, self._last = int(rest["step"]), True, int(rest["step"])
-        self._engine.phases.go_on(self._step)

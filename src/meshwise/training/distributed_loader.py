@@ -47,6 +47,10 @@ class DistributedLoader:
         self._whole_batches = loader.drop_last or own_batches  # what the program relies on
         self.in_batch = False
         """Whether the program works on a batch of this loader."""
+        self.given_at = -1
+        """How many steps had ended where that batch was given."""
+        self._before = (0, 0)  # samples and batches of this epoch that were given out before that one
+        engine.loaders.add(self)
         self.wrapper: Wrapper | None = None
         """What the program reads this loader through."""
 
@@ -81,6 +85,17 @@ class DistributedLoader:
             return state
         order = {} if self._order is None else {"order": packed(self._order)}
         return state | order | {"generators": packed(self._generators.states())}
+
+    def state_beside(self) -> dict[str, Any]:
+        """`state_dict` where another loader's loop saves, in which this one is read: a batch that was given since the
+        last step is trained on in the next one, and an epoch that was left is over."""
+        state = self.state_dict()
+        if self.in_batch and self.given_at == self._engine.phases.done:
+            return state | dict(zip(("index", "batches"), self._before, strict=True))
+        if self._running and not self.in_batch:
+            state.pop("order", None)
+            return state | {"epoch": self._epoch + 1, "index": 0, "batches": 0}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state` with the next loop over this loader. The program's random generator goes on from there
@@ -129,6 +144,7 @@ class DistributedLoader:
         with contextlib.closing(batches), engine.unsummed.loop(self._number) as loop:
             for given, (batch, part) in enumerate(batches, 1):
                 key = mixed(self._seed, self._epoch), self._index
+                self.given_at, self._before = engine.phases.done, (self._index, self._batches_given)
                 self._index += self.batch_size if self._spec.own else part.total
                 self._batches_given += 1
                 batch = engine.cast(batch)

@@ -120,6 +120,8 @@ class Engine:
         self.watcher: Watcher | None = None
         self.schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
         """Those that were given to `mw.distribute`."""
+        self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those that it has made."""
         self.agreed = Agreed(world, lambda: held_alike(self.program, self.schedulers), self.notify)
         """Compares what the ranks hold, with the loss of a script."""
         self.part: BatchSlice | None = None

@@ -33,11 +33,15 @@ def not_finite_in(
 ) -> tuple[str, str]:
     """The first of the state that is not finite, and `rank 0` or `ranks 0, 2` that hold such; empty where all is.
     Collective. known: parameters that never were."""
-    parameters = [(name, tensor, True) for name, tensor in _parameters(models) if name not in known]
-    found = next(_bad([*parameters, *_kept(models, optimizers)]), ("", None))[0]
-    every = collectives.gather_objects(found, collectives.everyone())
+    every = collectives.gather_objects(not_finite_here(models, optimizers, known), collectives.everyone())
     ranks = [rank for rank, name in enumerate(every) if name]
     return (every[ranks[0]], ranks_text(ranks)) if ranks else ("", "")
+
+
+def not_finite_here(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]) -> str:
+    """The first of what this rank holds that is not finite; empty where all is."""
+    parameters = [(name, tensor, True) for name, tensor in _parameters(models) if name not in known]
+    return next(_bad([*parameters, *_kept(models, optimizers)]), ("", None))[0]
 
 
 def not_saved(what: str, newest: int | None, folder: Path) -> str:

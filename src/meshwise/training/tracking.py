@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from meshwise.records import folder as names
 from meshwise.records.claims import is_over, newest
-from meshwise.records.files import Record, append_lines
+from meshwise.records.files import Record, append_lines, read_lines
 from meshwise.spec.errors import UsageError
 from meshwise.spec.json_values import json_value
 from meshwise.spec.user_code import user_place
@@ -41,6 +42,8 @@ class Tracking:
         self._wanted = list(dict.fromkeys(trackers))
         self._open: list[OpenTracker] = []
         self._unwritten: list[Record] = []
+        self.found = self.written = 0
+        """Lines of metrics.jsonl: those of earlier attempts, and its own."""
         self._held: BinaryIO | None = None
         """metrics.jsonl as this attempt of the run began it: a later attempt, on other machines, makes it anew."""
         self._over = False
@@ -104,7 +107,15 @@ class Tracking:
                     f"{where}: {error.strerror}. The run goes on, and its numbers are written when they can be."
                 )
         else:
+            self.written += len(records)
             self._unwritten = []
+
+    def cut(self, lines: int) -> None:
+        """Take from metrics.jsonl what earlier attempts wrote behind its first `lines`."""
+        if self._folder is not None and lines < self.found:
+            _cut(self._folder, lines, self.found)
+            self.found = lines
+            self._hold()
 
     def close(self) -> None:
         """Close the trackers, and write what is left."""
@@ -205,6 +216,41 @@ def log_to(*trackers: str | Tracker) -> None:
         target.tracking.add(trackers, target.step() or 0)
 
 
+def logged() -> dict[str, Any]:
+    """How much of metrics.jsonl is there, for a state of this moment: the run's folder, and lines."""
+    folder = _folder()
+    if folder is None:
+        return {}
+    lines = _targets[0].tracking.found + _targets[0].tracking.written if _targets else _lines(folder)
+    return {"run": str(folder.resolve()), "lines": lines}
+
+
+def go_on_after(state: Mapping[str, Any]) -> None:
+    """The program goes on from a state with what `logged` gave then: what this run wrote after it is of steps that are
+    done again, and goes from metrics.jsonl. What this process has written stays."""
+    folder = _folder()
+    if folder is None or rank_context().world.rank != 0 or state.get("run") != str(folder.resolve()):
+        return
+    if _targets:
+        _targets[0].tracking.cut(state["lines"])
+    elif state["lines"] < (found := _lines(folder)):
+        _cut(folder, state["lines"], found)
+
+
+def _cut(folder: Path, first: int, last: int) -> None:
+    numbers = itertools.count()
+    with contextlib.suppress(OSError):  # a full disk: they stay
+        names.keep_metrics(folder, attempt(), lambda record: not first <= next(numbers) < last)
+
+
+def _lines(folder: Path | None) -> int:
+    return 0 if folder is None else len(read_lines(folder / names.METRICS))
+
+
+def _folder() -> Path | None:
+    return Path(os.environ[RUN_FOLDER]) if RUN_FOLDER in os.environ else None
+
+
 def _target() -> _Target:
     if not _targets:
         _targets.append(_of_script(rank_context().world.rank == 0))
@@ -215,11 +261,12 @@ def _of_script(first: bool) -> _Target:
     """Where a script's numbers go, by its environment."""
     wanted = [name for name in os.environ.get(LOG, "").split(",") if name]
     check_trackers(wanted)
-    folder = Path(os.environ[RUN_FOLDER]) if RUN_FOLDER in os.environ else None
+    folder = _folder()
     if folder is not None and first and newest(folder):
         names.keep_metrics(folder, attempt())  # a file of this attempt's own
     tracking = Tracking(folder, wanted if first else (), session.tell)
     tracking.open(0)
+    tracking.found = _lines(folder)
     atexit.register(tracking.close)
     return _Target(tracking, lambda: session.default_engine().phases.step if session.has_begun() else None)
 
