@@ -74,6 +74,28 @@ def test_a_collective_that_does_not_end_is_the_cause_of_the_others_that_wait() -
     assert named.ranks == [3] and sorted(named.waiting) == [0, 1, 2] and not named.inside
 
 
+def test_a_collective_that_does_not_end_is_the_cause_of_those_who_wait_where_nobody_sees() -> None:
+    beats = {0: waits(4, "0,1/"), 1: waits(4, "0,1/"), 2: works(7, "2,3/"), 3: works(7, "2,3/")}
+    assert find_stall(beats, [0, 1, 2, 3]) is None  # a script may compute
+    stall = find_stall({rank: replace(beat, ours=True) for rank, beat in beats.items()}, [0, 1, 2, 3])
+    assert stall is not None and stall.inside and stall.ranks == [0, 1]
+
+
+def message(source: int, **more: object) -> Beat:
+    """A rank of a pipeline that waits for what `source` sends."""
+    return replace(waits(1, f"{source}/{PEERS}"), ours=True, phase="idle", **more)  # type: ignore[arg-type]
+
+
+def test_a_message_that_was_lost_is_told_by_its_two_ends() -> None:
+    stall = find_stall({0: message(1), 1: message(0)}, [0, 1])
+    assert stall is not None and stall.inside and stall.ranks == [0, 1]
+    summed = replace(waits(8, "0,1,2/"), ours=True)
+    stall = find_stall({0: message(1), 1: message(2), 2: summed}, [0, 1, 2])
+    assert stall is not None and stall.inside and stall.ranks == [1, 2]
+    crossed = {0: replace(message(1), ours=False), 1: replace(message(0), ours=False)}
+    assert find_stall(crossed, [0, 1]) is None or not find_stall(crossed, [0, 1]).inside  # type: ignore[union-attr]
+
+
 def test_silence_of_all_ranks_is_a_hang_in_a_job_alone() -> None:
     beats = {0: works(7), 1: works(7)}
     assert find_stall(beats, [0, 1]) is None
@@ -101,6 +123,7 @@ def test_what_may_take_how_long() -> None:
         assert patience(beat, {}, 4.0, stopped=True) == (5, 5)
     assert patience(works(7, phase="evaluate"), {"evaluate": 20.0}, 60.0) == (90, 180)
     assert patience(works(7), {}, 60.0, stopped=True) == (ask, 60)
+    assert patience(message(0), {}, 4.0, message=True) == (ask, 4.0) and patience(message(0), {}, 4.0)[0] == 30
     assert patience(works(7), {}, 1.0)[1] == ask  # never ended before it is told of
 
 

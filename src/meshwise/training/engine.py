@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwise.compat.fake import rehearsing
 from meshwise.compat.loss_scale import note_scaling, unscaled
 from meshwise.parallel.data import DROPOUT_NOTE
+from meshwise.parallel.holding import is_lacked
 from meshwise.parallel.precision import cast_batch, computing
 from meshwise.parallel.step_hooks import Order, subscribe
 from meshwise.spec.dtypes import Dtypes
@@ -147,7 +148,7 @@ class Engine:
         """Evaluations of a script of which each rank has its own figures."""
         self.undistributed = UndistributedLoops(self.reads, world, self.notify) if several else None
         self.phases = Phases()
-        faults.hold(lambda: self.program.named_parameters().values())
+        faults.hold(lambda: [p for p in self.program.named_parameters().values() if not is_lacked(p)])
         self._hooks = [subscribe(Order.GUARD, self.program.check_step), self.step_draws.subscribe(self.program)]
         if script:
             note_scaling()

@@ -61,10 +61,13 @@ class Stall:
     inside: bool = False
 
 
-def patience(beat: Beat, longest: Mapping[str, float], limit: float, stopped: bool = False) -> tuple[float, float]:
+def patience(
+    beat: Beat, longest: Mapping[str, float], limit: float, *, stopped: bool = False, message: bool = False
+) -> tuple[float, float]:
     """Seconds of silence after which a rank that does this is asked about, and after which it is ended.
 
     longest: seconds of the longest silence in a phase so far that came to its end. stopped: its process is, by SIGSTOP.
+    message: it waits for one of a pipeline, in whatever phase.
     """
     if stopped:
         ask = min(OF_STOPPED, patience(beat, longest, limit)[0])
@@ -73,7 +76,7 @@ def patience(beat: Beat, longest: Mapping[str, float], limit: float, stopped: bo
     if beat.phase == "checkpoint" or beat.compiles or len(beat.steps) < FEW:
         ask = 60.0 + before  # the first steps, what is compiled, what is written
         return ask, max(limit, 600.0, 2 * ask)
-    if beat.phase in _OF_A_STEP:
+    if beat.phase in _OF_A_STEP or message:
         ask = 3 * _percentile_99(beat.steps) + 2.0
         return ask, max(limit, ask)
     ask = 30.0 + before  # a batch of an evaluation; what the program does between two steps
@@ -100,16 +103,26 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
         return Stall(ranks, theirs, min(theirs.values(), key=lambda wait: wait.at))
     if roots:  # those for whom the others wait go on
         return None
-    stuck = sorted(rank for rank in waiting if not late[rank])  # all have come to theirs, and it does not end
-    if stuck and any(late.values()):
-        return Stall(stuck, waiting, waiting[stuck[0]], inside=True)
+    ours, everyone = all(beat.ours for beat in beats.values()), len(silent) == len(beats)
+    stuck = {rank: wait for rank, wait in waiting.items() if not late[rank]}  # all have come to it, and it does not end
+    if stuck and (any(late.values()) or (everyone and (ours or len(waiting) == len(beats)))):
+        first = min(stuck.values(), key=lambda wait: wait.at)
+        return Stall(sorted(rank for rank in stuck if stuck[rank].group == first.group), waiting, first, inside=True)
+    if ours and (pair := _message_lost(waiting, late)):
+        return Stall(pair, waiting, waiting[pair[0]], inside=True)
     if waiting and all(beats[rank].begun for rank in waiting) and any(late.values()):
         return Stall(sorted(waiting), waiting, crossed=True)
-    if len(silent) < len(beats):
-        return None
-    if waiting and len(waiting) == len(beats):
-        return Stall(sorted(waiting), waiting, min(waiting.values(), key=lambda wait: wait.at), inside=True)
-    return Stall(sorted(set(silent) - waiting.keys()), waiting) if all(b.ours for b in beats.values()) else None
+    return Stall(sorted(set(silent) - waiting.keys()), waiting) if ours and everyone else None
+
+
+def _message_lost(waiting: Mapping[int, Collective], late: Mapping[int, set[int]]) -> list[int]:
+    """Of ranks that all wait, one for a message and the one at its other end, which waits for a message too or for all:
+    in a loop of ours, where what is received was sent. Empty for none."""
+    for rank, wait in waiting.items():
+        for other in late[rank] if _is_message(wait) else ():
+            if rank in late[other] or not _is_message(waiting[other]):
+                return [rank, other]
+    return []
 
 
 def _wait(beat: Beat, *, all_silent: bool) -> Collective | None:
@@ -122,9 +135,14 @@ def _wait(beat: Beat, *, all_silent: bool) -> Collective | None:
 def _late(beats: Mapping[int, Beat], wait: Collective) -> set[int]:
     """The ranks of its group that have not come to a collective."""
     members = _members(wait) & beats.keys()
-    if wait.group.endswith(f"/{PEERS}"):  # a send or a receive: those at its other end
+    if _is_message(wait):
         return members
     return {rank for rank in members if beats[rank].begun.get(wait.group, 0) < wait.number}
+
+
+def _is_message(collective: Collective) -> bool:
+    """Whether it is a send or a receive, whose group are the ranks at its other end."""
+    return collective.group.endswith(f"/{PEERS}")
 
 
 def _members(collective: Collective) -> set[int]:
@@ -163,7 +181,9 @@ class HangWatch:
             return None
         first = max([rank for rank in stall.ranks if rank in pids], key=lambda rank: self._silence[rank])
         is_stopped = (pid := pids[first]) is not None and state_of(pid) == "T"
-        ask, end = patience(beats[first], self._longest, self._limit or HANG_LIMIT, is_stopped)
+        message = stall.inside and stall.collective is not None and _is_message(stall.collective)
+        limit = self._limit or HANG_LIMIT
+        ask, end = patience(beats[first], self._longest, limit, stopped=is_stopped, message=message)
         seconds = self._silence[first]
         step, over = beats[first].step or None, self._limit is not None and seconds >= end
         if seconds < ask or (first in self._said and not over):
@@ -246,7 +266,7 @@ def _of_child(child: Standing | None) -> str:
 
 
 def _named(collective: Collective) -> str:
-    if collective.group.endswith(f"/{PEERS}"):
+    if _is_message(collective):
         return collective.name
     return f"{collective.name} (collective {collective.number})"
 
