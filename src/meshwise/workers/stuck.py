@@ -18,6 +18,7 @@ from meshwise.workers.heartbeat import SIGNAL
 
 ANSWER = 0.5  # seconds for a stack to be written
 SETTLED = 0.03  # seconds in which nothing more was written: it is whole
+LOOKS = 5  # at a process in uninterruptible sleep
 MOST_CHILDREN = 8
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 STATES = {
@@ -71,11 +72,17 @@ def stuck_child(pid: int, stack: Path) -> Standing | None:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for what the process does; empty where that is not known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    """The kernel's letter for what the process does; empty where that is not known. D only of one that stays in it: a
+    page that is read from a disk takes milliseconds."""
+    for _ in range(LOOKS):
+        try:
+            letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return ""
+        if letter != "D":
+            break
+        time.sleep(SETTLED)
+    return letter
 
 
 def children_of(pid: int) -> list[int]:
