@@ -51,6 +51,15 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def test_the_states_of_a_loop_of_ones_own_are_listed_too(run: Path, command: Command) -> None:
+    (run / "checkpoint").rename(run.parents[1] / "state")
+    assert "mw.checkpoint: meshwise checkpoints FOLDER" in " ".join(command("checkpoints", "net")[1].split())
+    code, shown, _ = command("checkpoints", "state", "--verify")
+    assert code == 0 and shown.count("whole") == 3
+    flip(run.parents[1] / "state" / "step-00000009.1" / "rank0.safetensors")
+    assert command("checkpoints", "state", "--verify")[0] == 1
+
+
 def test_the_states_of_a_run_are_listed_and_verified(run: Path, command: Command) -> None:
     code, shown, _ = command("checkpoints", "net")
     assert code == 0 and "3 checkpoints, " in shown and shown.count("not verified") == 3

@@ -19,7 +19,7 @@ class Loader:
         self.said = []
 
     def __iter__(self):
-        self.said += says_counted(self.start)
+        self.said += says_counted(self.start, [kept, kept['losses']])
         yield 1
 
 def bar(loader, **_):
@@ -32,7 +32,7 @@ def said_of(source: str) -> list[str]:
     name = f"<ipython-{abs(hash(source))}>"
     source = textwrap.dedent(source)
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    known: dict[str, Any] = {"says_counted": says_counted}
+    known: dict[str, Any] = {"says_counted": says_counted, "kept": {"total": 0, "losses": []}}
     exec(compile(LIBRARY, "<library>", "exec"), known)  # not the user's, by its name
     known["loader"] = known["Loader"]()
     exec(compile(source, name, "exec"), known)
@@ -70,6 +70,11 @@ def test_a_loop_with_a_start_or_without_numbers_is_told_nothing(line: str) -> No
         ("total = 0.0", "total += x", "total begins"),
         ("total, seen = 0, 0", "total += x; seen += 1", "total, seen begin"),
         ("total = seen = 0", "seen += 1", "seen begins"),
+        ("total = 0.0", "total = total + x", "total begins"),
+        ("mean = 0.0", "mean = 0.9 * mean + 0.1 * x", "mean begins"),
+        ("losses = []", "losses.append(x)", "losses begins"),
+        ("sums = {'loss': 0}", "sums['loss'] += x", "sums begins"),
+        ("meter = type('Meter', (), {'update': lambda self, x: None})()", "meter.update(x)", "meter begins"),
         ("total: float = 0.0", "total += x\n        if x > 3: total = 0.0", "total begins"),
     ],
 )
@@ -82,7 +87,10 @@ def test_sums_of_an_epoch_are_said(before: str, body: str, names: str) -> None:
     "before, body",
     [
         ("step = 0\nstep = loader.start", "step += 1"),
-        ("state = {'total': 0}", "state['total'] += x"),
+        ("state = kept", "state['total'] += x"),
+        ("losses = kept['losses']", "losses.append(x)"),
+        ("", "found = []\n    found.append(x)"),
+        ("scaler = type('Scaler', (), {'update': lambda self: None})()", "scaler.update()"),
         ("", "n = 0\n    n += 1"),
         ("total = 0", "last = total"),
     ],

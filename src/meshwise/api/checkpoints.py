@@ -32,13 +32,18 @@ class CheckpointEntry:
 
 
 def run_folder(word: str | None) -> Path:
-    """The run that a word names: its folder, its name in runs/ or a part of it; None: the newest."""
+    """The run that a word names: its folder, its name in runs/ or a part of it; None: the newest. Or the folder of a
+    loop's own states."""
+    if word is not None and files.checkpoints_in(Path(word)):
+        return Path(word)
     return newest_run(RUNS) if word is None else find_run(RUNS, word)
 
 
 def checkpoints(folder: Path, *, verify: bool = False) -> list[CheckpointEntry]:
-    """The checkpoints of the run in `folder`, the oldest first. verify: read every byte of them."""
-    return [_entry(saved, verify) for saved in files.checkpoints_in(folder / CHECKPOINTS)]
+    """The checkpoints of the run in `folder`, or of `mw.checkpoint(folder)`, the oldest first. verify: read every byte
+    of them."""
+    found = files.checkpoints_in(folder / CHECKPOINTS) or files.checkpoints_in(folder)
+    return [_entry(saved, verify) for saved in found]
 
 
 def _entry(saved: files.Checkpoint, verify: bool) -> CheckpointEntry:

@@ -35,6 +35,7 @@ def checkpoints(
     \b
     meshwise checkpoints                           of the newest run
     meshwise checkpoints mnist-cnn --verify        whole, or what is damaged
+    meshwise checkpoints state                     of mw.checkpoint("state")
     meshwise checkpoints runs/20261121-140502-gpt --json   for other programs
     meshwise run --resume RUN/checkpoint/step-00000040.1   go on from this one
     """
@@ -50,7 +51,10 @@ def checkpoints(
 
 def _lines(entries: Sequence[CheckpointEntry], folder: Path, screen: Screen) -> list[Text]:
     if not entries:
-        return screen.wrap(Text(f"No state was saved in {folder}. Runs save at their end, and with --save-every."))
+        text = (
+            f"No state was saved in {folder}. Jobs save at their end, and with --save-every; a loop of your own saves "
+        )
+        return screen.wrap(Text(f"{text}in the folder of its mw.checkpoint: meshwise checkpoints FOLDER."))
     titles = ["checkpoint", "step", "epoch", "devices", "plan", "saved", "size", "state"]
     table = table_lines(titles, [_row(entry) for entry in entries], screen.table_width, left=(0, 4, 7))
     wrong = [line for entry in entries if entry.wrong for line in screen.wrap(Text(f"{entry.name}: {entry.wrong}"))]

@@ -188,7 +188,13 @@ class LoopState:
         newest = saver.saved if saver.saved >= 0 else self._last if self.restored else None
         return not_saved(f"step {self._step}: {what} is not finite on {ranks}", newest, self._folder)
 
-    # What the engine tells.
+    # What the engine asks and tells.
+
+    def keeps(self) -> list[Any]:
+        """The program's things that it saves."""
+        extra, things = self._parts.extra, self._parts.things.values()
+        given = [each for of_kind in things for each in of_kind.values()]
+        return [*given, extra, *(extra.values() if isinstance(extra, dict) else ())]
 
     def step_ends(self, loader: DistributedLoader) -> None:
         """The next batch of `loader` is asked for. Where there is none, what is due waits for `epoch_begins`."""

@@ -118,7 +118,7 @@ class DistributedLoader:
         for state in self._engine.loop_states:
             state.epoch_begins(self)
         self._running = True
-        for line in says_counted(self.start):
+        for line in says_counted(self.start, [each for state in self._engine.loop_states for each in state.keeps()]):
             self._engine.notify(line)
         came_to(BATCH, self._number, self._epoch, 1)
         loader = self._loader

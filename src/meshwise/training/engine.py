@@ -80,6 +80,9 @@ class LoopState(Protocol):
     def epoch_begins(self, loader: Any) -> None:
         """A loop over `loader` begins."""
 
+    def keeps(self) -> list[Any]:
+        """The program's things that it saves."""
+
     def finishes_epoch(self) -> bool:
         """The run was asked to stop: whether the program first comes to its next epoch."""
 

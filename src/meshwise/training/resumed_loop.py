@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeGuard
 
 from meshwise.spec.user_code import place, user_frame
 from meshwise.spec.words import some
@@ -18,8 +19,9 @@ from meshwise.spec.words import some
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
 
 
-def says_counted(start: int) -> Iterator[str]:
-    """What to say of the user's loop that begins over a loader behind `start` batches of its epoch."""
+def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
+    """What to say of the user's loop that begins over a loader behind `start` batches of its epoch. kept: what was
+    restored."""
     frame = user_frame()
     if frame is None or not start:
         return
@@ -32,7 +34,10 @@ def says_counted(start: int) -> Iterator[str]:
             f"enumerate({inside}, {name}.start)."
         )
     for loop, scope in _loops(tree, line):
-        if sums := _sums(loop, scope):
+        values = frame.f_globals | frame.f_locals
+        known = {name for name, value in values.items() if any(value is each for each in kept)}
+        bars = {name for name, value in values.items() if "tqdm" in str(type(value))}
+        if sums := [name for name in (*_sums(loop, scope), *_gathered(loop)) if name not in known | bars]:
             yield (
                 f"{at}, and {some(sums)} {'begins' if len(sums) == 1 else 'begin'} anew: what is added from there. For "
                 "the whole epoch keep it in a dict that is given as mw.checkpoint(…, extra=state)."
@@ -72,17 +77,41 @@ def _loops(tree: ast.Module, line: int) -> Iterator[tuple[ast.For, ast.AST]]:
 
 
 def _sums(loop: ast.For, scope: ast.AST) -> list[str]:
-    """Names that the body adds to, and that are given nothing but numbers, and not by each batch."""
-    added = dict.fromkeys(
-        node.target.id
-        for node in ast.walk(loop)
-        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and isinstance(node.target, ast.Name)
-    )
+    """Names that the body adds to, as numbers that are begun outside of it: `t += x`, `t = 0.9 * t + x`."""
+    nodes = [node for node in ast.walk(loop) if _adds(node)]
+    added = dict.fromkeys(node.target.id for node in nodes if isinstance(node.target, ast.Name))
+    added |= dict.fromkeys(name for node in ast.walk(loop) for name, value in _given(node) if _reads(value, name))
     begun: dict[str, list[bool]] = {}
     for node in ast.walk(scope):
         for name, value in _given(node):
-            begun.setdefault(name, []).append(_is_number(value) and node not in loop.body)
+            if not _reads(value, name):
+                begun.setdefault(name, []).append(_is_number(value) and node not in loop.body)
     return [name for name in added if name in begun and all(begun[name])]
+
+
+def _gathered(loop: ast.For) -> list[str]:
+    """Names of what the body adds to: `losses.append(x)`, `d["loss"] += x`, `meter.update(x)`."""
+    found: dict[str, None] = {}
+    begun = {name for node in loop.body for name, _ in _given(node)}
+    for node in ast.walk(loop):
+        holder: ast.expr | None = None
+        if _adds(node) and isinstance(node.target, ast.Subscript | ast.Attribute):
+            holder = node.target.value
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.args:
+            function = node.value.func
+            if isinstance(function, ast.Attribute) and function.attr in ("append", "extend", "update", "add"):
+                holder = function.value
+        if isinstance(holder, ast.Name) and holder.id not in begun:
+            found[holder.id] = None
+    return list(found)
+
+
+def _adds(node: ast.AST) -> TypeGuard[ast.AugAssign]:
+    return isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
+
+
+def _reads(value: ast.expr, name: str) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(value))
 
 
 def _given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
