@@ -72,6 +72,9 @@ def test_a_loop_with_a_start_or_without_numbers_is_told_nothing(line: str) -> No
         ("total = seen = 0", "seen += 1", "seen begins"),
         ("total = 0.0", "total = total + x", "total begins"),
         ("mean = 0.0", "mean = 0.9 * mean + 0.1 * x", "mean begins"),
+        ("best = float('inf')", "best = min(best, x)", "best begins"),
+        ("hidden = None", "hidden = x if hidden is None else hidden + x", "hidden begins"),
+        ("import torch\n    total = torch.zeros(2)", "total += x", "total begins"),
         ("losses = []", "losses.append(x)", "losses begins"),
         ("sums = {'loss': 0}", "sums['loss'] += x", "sums begins"),
         ("meter = type('Meter', (), {'update': lambda self, x: None})()", "meter.update(x)", "meter begins"),
@@ -83,10 +86,17 @@ def test_sums_of_an_epoch_are_said(before: str, body: str, names: str) -> None:
     assert f"of its epoch, and {names} anew" in said and "extra=state" in said
 
 
+def test_a_loop_in_one_line_is_read_too() -> None:
+    (said,) = said_of("total = 0\nfor x in loader: total += x\ntotal = None\n")
+    assert "total begins anew" in said
+
+
 @pytest.mark.parametrize(
     "before, body",
     [
         ("step = 0\nstep = loader.start", "step += 1"),
+        ("bar_ = type('tqdm', (), {'update': lambda self, x: None})()", "bar_.update(1)"),
+        ("", "x = x + 1"),
         ("state = kept", "state['total'] += x"),
         ("losses = kept['losses']", "losses.append(x)"),
         ("", "found = []\n    found.append(x)"),

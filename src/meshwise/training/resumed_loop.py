@@ -1,6 +1,6 @@
 """A loop that goes on inside an epoch: what the program counts itself begins at 0 again, which is said.
 
-Its source tells: the numbers of `enumerate(loader)`, and what is summed up in the body from a number before the loop.
+Its source tells: the numbers of `enumerate(loader)`, and what the body adds to that is empty as it begins.
 
 Tested in tests/training/test_resumed_loop.py.
 """
@@ -10,13 +10,15 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import math
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any, TypeGuard
+
+from torch import Tensor
 
 from meshwise.spec.user_code import place, user_frame
 from meshwise.spec.words import some
-
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
 
 
 def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
@@ -33,15 +35,27 @@ def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
             f"{at}, and enumerate counts from 0. Where that number decides anything (accumulation, a break), write "
             f"enumerate({inside}, {name}.start)."
         )
-    for loop, scope in _loops(tree, line):
-        values = frame.f_globals | frame.f_locals
-        known = {name for name, value in values.items() if any(value is each for each in kept)}
-        bars = {name for name, value in values.items() if "tqdm" in str(type(value))}
-        if sums := [name for name in (*_sums(loop, scope), *_gathered(loop)) if name not in known | bars]:
+    values = frame.f_globals | frame.f_locals
+    for loop in _loops(tree, line):
+        found = dict.fromkeys([*_sums(loop), *_gathered(loop)])
+        if begun := [name for name in found if name in values and _is_empty(values[name], kept)]:
             yield (
-                f"{at}, and {some(sums)} {'begins' if len(sums) == 1 else 'begin'} anew: what is added from there. For "
-                "the whole epoch keep it in a dict that is given as mw.checkpoint(…, extra=state)."
+                f"{at}, and {some(begun)} {'begins' if len(begun) == 1 else 'begin'} anew: what is added from there. "
+                "For the whole epoch keep it in a dict that is given as mw.checkpoint(…, extra=state)."
             )
+
+
+def _is_empty(value: Any, kept: Sequence[Any]) -> bool:
+    """Whether a value that a loop adds to holds nothing yet, or cannot be looked at, and was not restored."""
+    if any(value is each for each in kept) or isinstance(value, ModuleType) or "tqdm" in str(type(value)):
+        return False
+    if isinstance(value, list | tuple | set):
+        return not value
+    if isinstance(value, dict):
+        return all(_is_empty(each, kept) for each in value.values())
+    if isinstance(value, Tensor):
+        return not value.any()
+    return value in (0, math.inf, -math.inf) if isinstance(value, int | float) else True
 
 
 @functools.lru_cache(4)
@@ -65,28 +79,20 @@ def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, str]]:
                 yield ast.unparse(inside), ast.unparse(name)
 
 
-def _loops(tree: ast.Module, line: int) -> Iterator[tuple[ast.For, ast.AST]]:
-    """The loops whose head is in this line, each with the function or module that it is in."""
-    waiting: list[tuple[ast.AST, ast.AST]] = [(tree, tree)]
-    while waiting:
-        node, scope = waiting.pop()
-        if isinstance(node, ast.For) and node.lineno <= line < node.body[0].lineno:
-            yield node, scope
-        inner = node if isinstance(node, _SCOPES) else scope
-        waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
+def _loops(tree: ast.Module, line: int) -> Iterator[ast.For]:
+    """The loops whose head ends in this line or goes on there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or 0):
+            yield node
 
 
-def _sums(loop: ast.For, scope: ast.AST) -> list[str]:
-    """Names that the body adds to, as numbers that are begun outside of it: `t += x`, `t = 0.9 * t + x`."""
+def _sums(loop: ast.For) -> list[str]:
+    """Names that the body adds to, and does not begin with each batch: `t += x`, `t = 0.9 * t + x`."""
     nodes = [node for node in ast.walk(loop) if _adds(node)]
     added = dict.fromkeys(node.target.id for node in nodes if isinstance(node.target, ast.Name))
     added |= dict.fromkeys(name for node in ast.walk(loop) for name, value in _given(node) if _reads(value, name))
-    begun: dict[str, list[bool]] = {}
-    for node in ast.walk(scope):
-        for name, value in _given(node):
-            if not _reads(value, name):
-                begun.setdefault(name, []).append(_is_number(value) and node not in loop.body)
-    return [name for name in added if name in begun and all(begun[name])]
+    begun = {name for node in loop.body for name, value in _given(node) if not _reads(value, name)}
+    return [name for name in added if name not in begun]
 
 
 def _gathered(loop: ast.For) -> list[str]:
@@ -127,10 +133,3 @@ def _given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             yield from (
                 (each.id, of) for each, of in zip(target.elts, several, strict=False) if isinstance(each, ast.Name)
             )
-
-
-def _is_number(node: ast.expr) -> bool:
-    """`0`, `0.0`, `torch.zeros(1)`."""
-    if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Attribute) and node.func.attr in ("zeros", "tensor")
-    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
