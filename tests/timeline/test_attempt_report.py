@@ -39,6 +39,11 @@ def test_a_restart_inside_a_start_has_not_waited_in_the_queue() -> None:
     ]
 
 
+def test_where_an_attempt_of_a_loop_began_is_not_known_and_not_said() -> None:
+    (one,) = attempt_reports({"sessions": [session(60, 100, "failed", 1)]})
+    assert (one.from_step, one.steps_lost) == (None, None)
+
+
 def test_a_run_that_was_sent_again_later_has_waited_since_then() -> None:
     later = session(90_060, 90_100, "finished", 1) | {"scheduler_job": "9"}
     facts = {

@@ -22,7 +22,8 @@ Seconds = Annotated[float, seconds_text]
 class AttemptReport:
     """One start of the workers. began: by this machine's clock. launched: by whom: `Slurm job 7, start 2`. devices: how
     many; 0 unknown. before: seconds since the end of the attempt before it, or since it was sent; queued: whether
-    they went by in the queue of a scheduler. seconds: that it lived. steps_lost: of the attempt before, done again."""
+    they went by in the queue of a scheduler. seconds: that it lived. steps_lost: of the attempt before, done again;
+    it and from_step are None where nobody told them, as of a loop of one's own."""
 
     number: Count
     began: str
@@ -31,8 +32,8 @@ class AttemptReport:
     before: Seconds
     queued: bool
     seconds: Seconds
-    from_step: Count
-    steps_lost: Count
+    from_step: Count | None
+    steps_lost: Count | None
     status: str
     ended: str
 
@@ -57,8 +58,8 @@ def _report(one: Attempt, gap: float | None) -> AttemptReport:
         before=max(0.0, one.waited if one.waited is not None else gap or 0.0),
         queued=one.waited is not None,
         seconds=max(0.0, (one.ended or began) - began),
-        from_step=one.from_step or 0,
-        steps_lost=one.steps_lost or 0,
+        from_step=one.from_step,
+        steps_lost=None if one.from_step is None else one.steps_lost or 0,
         status=one.status,
         ended=attempt_text(one),
     )

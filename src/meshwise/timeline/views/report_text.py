@@ -151,7 +151,8 @@ def _attempts(report: Report, width: int) -> list[Text]:
         place = one.launched or (plural(one.devices, "device") if one.devices else "")
         place += f", {plural(one.devices, 'device')}" if one.launched and one.devices else ""
         facts = [str(one.number), one.began, before if one.before else "", place, seconds_text(one.seconds)]
-        rows.append([*facts, str(one.from_step), str(one.steps_lost), one.ended])
+        steps = ["–" if count is None else str(count) for count in (one.from_step, one.steps_lost)]
+        rows.append([*facts, *steps, one.ended])
     titles = ["attempt", "began", "after", "on", "lived", "from step", "done again", "ended"]
     return table_lines(titles, rows, width, left=(1, 3, 7))
 
