@@ -29,7 +29,7 @@ from meshwise.training.epochs_read import Asked
 from meshwise.training.extra_values import unread_numbers
 from meshwise.training.finite_state import GO_ON_BEFORE, not_finite_here, not_finite_in, not_finite_names, not_saved
 from meshwise.training.given_things import Things, check, named
-from meshwise.training.loop_things import forgotten
+from meshwise.training.loop_things import forgotten, kept_by
 from meshwise.training.resume_changes import loop_made_with
 from meshwise.training.saved_loop import Loaders, LoopParts, loaders_of, random_of, restore, says_beside, tree_of
 from meshwise.training.session import default_engine, tell
@@ -238,10 +238,10 @@ class LoopState:
         """A loop begins: what can be said of the program that gave what is saved, once."""
         if self._looked_at or loader is not self._loader or self._saver is None:
             return
-        self._looked_at, say, engine = True, self._engine.notify, self._engine
+        self._looked_at, say, engine, program = True, self._engine.notify, self._engine, self._engine.program
         say(unread_numbers(held=sys.getrefcount(self._parts.extra), extra=self._parts.extra))
-        given = [(s._parts.things, s._parts.extra) for s in engine.loop_states if isinstance(s, LoopState)]
-        say(forgotten(given, engine.program.models, engine.program.optimizers, engine.schedulers))
+        last = [each._parts.things for each in engine.loop_states if isinstance(each, LoopState)][-1]
+        say(forgotten(kept_by(engine.loop_states), last, program.models, program.optimizers, engine.schedulers))
         if self.restored:
             say(self._asked.unread(self._epoch, self._parts.extra))
 

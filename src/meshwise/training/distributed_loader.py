@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from meshwise.compat.fake import as_rehearsed
 from meshwise.training.engine import Engine
 from meshwise.training.generators import TORCH, Draws, OrderGenerators, States, packed, unpacked
+from meshwise.training.loop_things import kept_by
 from meshwise.training.loops import LoopRead
 from meshwise.training.model_stream import drawing
 from meshwise.training.resumed_loop import says_counted
@@ -118,8 +119,9 @@ class DistributedLoader:
         for state in self._engine.loop_states:
             state.epoch_begins(self)
         self._running = True
-        for line in says_counted(self.start, [each for state in self._engine.loop_states for each in state.keeps()]):
-            self._engine.notify(line)
+        if self.start:
+            for line in says_counted(self.start, kept_by(self._engine.loop_states)):
+                self._engine.notify(line)
         came_to(BATCH, self._number, self._epoch, 1)
         loader = self._loader
         if self._order is None and not (loader.persistent_workers and self._epoch) and not self._spec.draws_base_seed:

@@ -11,19 +11,25 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from meshwise.training.engine import LoopState
+
+
+def kept_by(states: Iterable[LoopState]) -> list[Any]:
+    """The program's things that these states save."""
+    return [each for state in states for each in state.keeps()]
+
 
 def forgotten(
-    states: Sequence[tuple[Mapping[str, dict[str, Any]], Any]],
+    given: Sequence[Any],
+    things: Mapping[str, dict[str, Any]],
     models: Iterable[nn.Module],
     optimizers: Iterable[Optimizer],
     schedulers: Iterable[Any],
 ) -> str:
-    """A sentence on those of these, which the program trains with, that no state has; empty for none. states: the
-    things and extra of each."""
-    given = [each for things, _ in states for of_kind in things.values() for each in of_kind.values()]
-    given += [each for _, extra in states for each in (extra.values() if isinstance(extra, dict) else [extra])]
+    """A sentence on those of these, which the program trains with, that no state has; empty for none. given: what the
+    states have. things: of the last of them, by kind and name."""
     saved = {id(p) for each in given if isinstance(each, nn.Module) for p in each.parameters()}
-    known, things = {id(each) for each in given}, states[-1][0]
+    known = {id(each) for each in given}
     lost: dict[str, list[Any]] = {
         "model": [m for m in models if any(p.requires_grad and id(p) not in saved for p in m.parameters())],
         "optimizer": [each for each in optimizers if id(each) not in known],

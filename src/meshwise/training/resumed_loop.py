@@ -22,10 +22,9 @@ from meshwise.spec.words import some
 
 
 def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
-    """What to say of the user's loop that begins over a loader behind `start` batches of its epoch. kept: what was
-    restored."""
-    frame = user_frame()
-    if frame is None or not start:
+    """What to say of the user's loop that begins over a loader behind `start` batches, one at least, of its epoch.
+    kept: what was restored."""
+    if (frame := user_frame()) is None:
         return
     file, line = frame.f_code.co_filename, frame.f_lineno
     tree = _parsed("".join(linecache.getlines(file, frame.f_globals)))
@@ -122,10 +121,10 @@ def _reads(value: ast.expr, name: str) -> bool:
 
 def _given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """The names that a statement gives a value to, each with it: `a = b = 0`, `a, b = 0, 0.0`."""
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-    for target in targets if value is not None else ():
-        assert value is not None
+    if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+        return
+    value = node.value
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
         if isinstance(target, ast.Name):
             yield target.id, value
         elif isinstance(target, ast.Tuple):

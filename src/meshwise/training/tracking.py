@@ -266,7 +266,7 @@ def _of_script(first: bool) -> _Target:
         names.keep_metrics(folder, attempt())  # a file of this attempt's own
     tracking = Tracking(folder, wanted if first else (), session.tell)
     tracking.open(0)
-    tracking.found = _lines(folder)
+    tracking.found = _lines(folder) if first else 0
     atexit.register(tracking.close)
     return _Target(tracking, lambda: session.default_engine().phases.step if session.has_begun() else None)
 
