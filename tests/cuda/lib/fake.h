@@ -23,7 +23,7 @@ typedef struct { stream *on; uint64_t number; } point; /* a place in a queue: do
 typedef enum { UNKNOWN = 0, PINNED, DEVICE } kind;
 typedef struct { kind kind; int device; uintptr_t low, high; } region;
 
-_Noreturn void fake_die(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void fake_die(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
 void fake_note(const char *format, ...) __attribute__((format(printf, 1, 2)));
 long fake_setting(const char *name, long otherwise);
 bool fake_alive(void); /* false in a child forked after the first use, as on a GPU */
