@@ -390,8 +390,16 @@ void install() {
   registered.push_back(std::move(library));
 }
 
+struct Quiet : c10::WarningHandler { // that kernels are replaced is the point
+  void process(const c10::Warning&) override {}
+};
+
 struct Installer {
-  Installer() { install(); }
+  Installer() {
+    Quiet quiet;
+    c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+    install();
+  }
 } installer;
 } // namespace
 
