@@ -53,7 +53,7 @@ def test_numpys_operators_and_functions_become_ours() -> None:
     for found in (a + x, np.float64(2) * x, np.sqrt(x), np.add(a, x), np.sum(x), np.mean(x)):
         assert type(found) is mw.Array
     np.testing.assert_array_equal((a - x).numpy(), a - a)
-    np.testing.assert_array_equal(np.sqrt(x).numpy(), np.sqrt(a))
+    np.testing.assert_array_equal(np.sqrt(x).numpy(), torch.from_numpy(a).sqrt())  # whose last bit the kernel decides
     x32 = XP.arange(5, dtype="float32")
     assert (np.float64(2) * x32).dtype is torch.float64
     assert (np.float32(2) * x32).dtype is torch.float32
