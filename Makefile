@@ -10,7 +10,10 @@ DEV := $(VENV)/installed-dev
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test check suite lint format types api bench browser clean
+CUDA := .venv-cuda
+CUDA_TORCH := 2.13.0
+
+.PHONY: help demo quick test check suite cuda lint format types api bench browser clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,7 +36,11 @@ test: lint types  ## what CI runs: lint, format, types, and all tests but the sl
 
 check: test  ## the same as test
 
-suite: lint types  ## everything, for a night: the slow tests too, hypothesis with 400 examples
+cuda: $(CUDA)/built  ## every test that needs a GPU, on a fake one: torch's CUDA wheel without a GPU (1.9 GB, installed once)
+	MESHWISE_FAKE_CUDA=$(CURDIR)/$(CUDA)/fake LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/fake PYTHONPATH=$(CURDIR)/$(CUDA)/fake/site \
+		FAKE_CUDA_DEVICES=2 $(CUDA)/bin/python -m pytest -q -n 2 -p no:cacheprovider tests/cuda
+
+suite: lint types cuda  ## everything, for a night: the slow tests too, hypothesis with 400 examples
 	$(PY) -m pytest tests --hypothesis-profile=suite
 
 lint: $(DEV)  ## ruff: rules and format
@@ -63,7 +70,7 @@ browser:  ## install Chromium, in which the tests of the report's page are run (
 	$$run apt-get update && $$run apt-get install -y chromium
 
 clean:  ## remove the virtual environment and every cache
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CUDA) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are older than pyproject.toml or constraints.txt only when those have changed since.
@@ -74,6 +81,20 @@ $(RUNTIME): pyproject.toml constraints.txt | $(PY)
 $(DEV): pyproject.toml constraints.txt | $(PY)
 	$(PY) -m pip install -c constraints.txt -e ".[dev]"
 	@touch $(RUNTIME) $@
+
+# The wheel alone: NVIDIA's libraries (4 GB) would only be replaced. === takes the CUDA build, not one with +cpu.
+$(CUDA)/installed: constraints.txt | $(PY)
+	$(PY) -m venv $(CUDA)
+	$(CUDA)/bin/python -m pip install --no-deps "torch===$(CUDA_TORCH)"
+	grep -v "^torch==" constraints.txt > $(CUDA)/constraints.txt
+	$(CUDA)/bin/python -m pip install --no-deps -r $(CUDA)/constraints.txt setuptools nvidia-ml-py
+	$(CUDA)/bin/python -m pip install --no-deps -e .
+	$(CUDA)/bin/python -m pip install --no-deps --target $(CUDA)/headers "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-crt==13.0.*"
+	@touch $@
+
+$(CUDA)/built: $(CUDA)/installed tests/cuda/build.py $(wildcard tests/cuda/lib/*)
+	$(CUDA)/bin/python tests/cuda/build.py $(CUDA)/fake $(CUDA)/headers
+	@touch $@
 
 $(PY):
 	@for python in python3.11 python3 python3.12 python3.13 python3.14 python; do \

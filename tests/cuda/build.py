@@ -30,7 +30,8 @@ SOURCES = {
     "libcublasLt": ["cublaslt.c"],
     "libcudnn": ["cudnn.c"],
 }
-QUIET = {"libcublas", "libcublasLt", "libcudnn"}
+ANSWERS = {"libcublas": 0, "libcublasLt": 0, "libcudnn": 0, "libnvidia-ml": 3}
+"""What a function without behaviour returns: BLAS and DNN success, NVML "not supported". All others abort."""
 BY_PREFIX = {"nccl": "libnccl", "cusparseLt": "libcusparseLt", "cuFile": "libcufile", "nvshmem": "libnvshmem_host"}
 BY_NODE = {"NVSHMEM": "libnvshmem_host"}
 OPENED_BY_NAME = {"libnvidia-ml.so.1", "libcuda.so.1"}
@@ -52,7 +53,7 @@ def torch_libraries() -> list[Path]:
 
 
 def wanted_version(package: str) -> tuple[int, ...]:
-    """The version of an NVIDIA package that the installed torch asks for: `nvidia-cudnn` 9.20.0.48 as (9, 20, 0, 48)."""
+    """The version of an NVIDIA package that torch asks for: `nvidia-cudnn` 9.20.0.48 as (9, 20, 0, 48)."""
     for line in distribution("torch").requires or []:
         found = re.match(rf"{package}\S*?==([\d.]+)", line)
         if found:
@@ -81,13 +82,13 @@ def imports(libraries: list[Path]) -> tuple[dict[str, set[str]], dict[str, str],
     for library in libraries:
         if library.name == "libc10_cuda.so":  # what it asks the driver and NVML for at run time
             text = library.read_bytes()
-            functions["libcuda"] |= {m.decode() for m in re.findall(rb"\0(cu[A-Z]\w{4,60})\0", text)}
-            functions["libnvidia-ml"] |= {m.decode() for m in re.findall(rb"\0(nvml[A-Z]\w{4,60})\0", text)}
+            functions["libcuda"] |= {m.decode() for m in re.findall(rb"\0(cu[A-Z]\w{4,60})(?=\0)", text)}
+            functions["libnvidia-ml"] |= {m.decode() for m in re.findall(rb"\0(nvml[A-Z]\w{4,60})(?=\0)", text)}
     return functions, nodes, files
 
 
 def compile_library(name: str, functions: set[str], node: str, folder: Path, flags: list[str]) -> str:
-    """Build one library, NAME as `libcudart.so.13`; what its sources lack succeeds or aborts. Returns a line of counts."""
+    """Build one library, NAME as `libcudart.so.13`; with all functions that torch imports. Returns a line of counts."""
     short = name.split(".")[0]
     with tempfile.TemporaryDirectory() as scratch:
         objects = [Path(scratch) / f"{source}.o" for source in SOURCES.get(short, [])]
@@ -95,7 +96,8 @@ def compile_library(name: str, functions: set[str], node: str, folder: Path, fla
             run("cc", *flags, "-c", HERE / source, "-o", target)
         real = set(re.findall(r" [TDB] (\w+)$", "".join(run("nm", target) for target in objects), re.M))
         missing = sorted(functions - real)
-        body = "return 0;" if short in QUIET else 'fake_die("%s has no behaviour here", __func__);'
+        abort = 'fake_die("%s has no behaviour here", __func__);'
+        body = f"return {ANSWERS[short]};" if short in ANSWERS else abort
         stubs = Path(scratch) / "stubs.c"
         stubs.write_text('#include "fake.h"\n' + "".join(f"long {each}(void) {{ {body} }}\n" for each in missing))
         script = Path(scratch) / "nodes"
@@ -103,8 +105,10 @@ def compile_library(name: str, functions: set[str], node: str, folder: Path, fla
         others = [] if short == "libcudart" else [f"-L{folder}", "-l:libcudart.so"]
         run("cc", *flags, "-shared", f"-Wl,-soname,{name}", f"-Wl,--version-script,{script}", stubs, *objects, *others,
             "-lpthread", "-ldl", "-lm", "-lrt", "-o", folder / name)  # fmt: skip
-    kind = "succeed and do nothing" if short in QUIET else "abort with their name"
-    return f"{name:24} {len(functions & real):4} of {len(functions):4} functions have behaviour, {len(missing):4} {kind}"
+    kind = f"do nothing and return {ANSWERS[short]}" if short in ANSWERS else "abort with their name"
+    return (
+        f"{name:24} {len(functions & real):4} of {len(functions):4} functions have behaviour, {len(missing):4} {kind}"
+    )
 
 
 def build(folder: Path, headers: Path) -> list[str]:
@@ -112,7 +116,8 @@ def build(folder: Path, headers: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     includes = sorted(headers.glob("nvidia/*/include"))
     if not includes:
-        raise SystemExit(f"{headers} has no nvidia/*/include: pip install --target {headers} nvidia-cuda-runtime nvidia-cuda-crt")
+        wanted = f"pip install --target {headers} nvidia-cuda-runtime nvidia-cuda-crt"
+        raise SystemExit(f"{headers} has no nvidia/*/include: {wanted}")
     cudnn, nccl = wanted_version("nvidia-cudnn"), wanted_version("nvidia-nccl")
     flags = ["-std=gnu11", "-O2", "-g", "-fPIC", "-w", f"-I{HERE}", *(f"-I{include}" for include in includes)]
     flags += [f"-DCUDNN_BUILT={cudnn[0] * 10000 + cudnn[1] * 100 + cudnn[2]}"]
@@ -134,8 +139,9 @@ def build(folder: Path, headers: Path) -> list[str]:
 def compile_operators(folder: Path) -> None:
     torch = Path(str(distribution("torch").locate_file("torch")))
     includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", f"-I{HERE}"]
-    run("c++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w", *includes, HERE / "operators.cpp", f"-L{torch}/lib", "-ltorch",
-        "-ltorch_cpu", "-lc10", f"-L{folder}", "-l:libcudart.so", "-o", folder / "operators.so")  # fmt: skip
+    linked = [f"-L{torch}/lib", "-ltorch", "-ltorch_cpu", "-lc10", f"-L{folder}", "-l:libcudart.so"]
+    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", *includes]
+    run("c++", *flags, HERE / "operators.cpp", *linked, "-o", folder / "operators.so")
 
 
 def write_package(folder: Path) -> None:

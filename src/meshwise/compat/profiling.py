@@ -17,7 +17,8 @@ from torch.autograd import profiler
 PREFIX = "meshwise."
 # Nsight Systems sets the first in what it starts; the second is for a process that it attaches to.
 # Asked of torch's build, not of its devices: `is_available` while this is imported would spoil every fork that follows.
-NVTX = bool(torch.version.cuda or torch.version.hip) and bool({"NSYS_PROFILING_SESSION_ID", "MESHWISE_NVTX"} & os.environ.keys())
+HAS_NVTX = bool(torch.version.cuda or torch.version.hip)
+NVTX = HAS_NVTX and bool({"NSYS_PROFILING_SESSION_ID", "MESHWISE_NVTX"} & os.environ.keys())
 
 is_profiled = functools.partial(getattr, profiler, "_is_profiler_enabled", False)
 """Whether a profiler runs now: asked at every span, so that it must cost next to nothing."""

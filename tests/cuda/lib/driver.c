@@ -5,6 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#undef cuMemGetAddressRange /* cuda.h names a newer one; torch asks for this */
+
 CUresult cuInit(unsigned flags) { (void)flags; return fake_devices() ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE; }
 CUresult cuDeviceGetCount(int *n) { *n = fake_devices(); return CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *d, int index) { *d = index; return index < fake_devices() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE; }

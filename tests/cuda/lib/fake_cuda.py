@@ -1,4 +1,4 @@
-"""What torch loads at the end of its import where the fake CUDA is on PYTHONPATH: the operators that compute (operators.cpp).
+"""Loads the operators that compute (operators.cpp), at the end of torch's import, and says what was used.
 
 DNN and the attention kernels that only a GPU has are switched off; `counts()` and `calls()` are for tests.
 """

@@ -51,5 +51,6 @@ result nvmlDeviceGetCudaComputeCapability(void *h, int *major, int *minor) {
   *minor = *major == 7 ? 5 : 0;
   return 0;
 }
+result nvmlDeviceGetComputeRunningProcesses(void *h, unsigned *count, void *processes) { (void)h, (void)processes; *count = 0; return 0; }
 result nvmlSystemGetDriverVersion(char *v, unsigned n) { snprintf(v, n, "580.00"); return 0; }
 result nvmlSystemGetCudaDriverVersion_v2(int *v) { *v = 13000; return 0; }
