@@ -51,8 +51,7 @@ def python(tmp_path: Path, processes: None) -> Run:
         command = [sys.executable, *map(str, words)]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=timeout, check=False)
         if check and done.returncode:
-            shown = f"{done.stdout[-3000:]}
-{done.stderr[-3000:]}"
+            shown = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
             pytest.fail(f"{' '.join(map(str, words))[:200]}: exit code {done.returncode}
 {shown}")
         return done
