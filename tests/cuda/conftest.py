@@ -52,8 +52,7 @@ def python(tmp_path: Path, processes: None) -> Run:
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=timeout, check=False)
         if check and done.returncode:
             shown = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-            pytest.fail(f"{' '.join(map(str, words))[:200]}: exit code {done.returncode}
-{shown}")
+            pytest.fail(f"{' '.join(map(str, words))[:200]}: exit code {done.returncode}\n{shown}")
         return done
 
     return run
