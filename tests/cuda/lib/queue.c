@@ -33,7 +33,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t work = PTHREAD_COND_INITIALIZER, progress = PTHREAD_COND_INITIALIZER;
 static stream *streams, *defaults[MAX_DEVICES];
 static point goals[64];
-static int goal_count;
+static int goal_count, settling;
 static bool thread_runs;
 static uint64_t rng, free_steps;
 static double last_progress;
@@ -110,8 +110,9 @@ static unsigned turn; /* goes on after a step that did not finish, so that a col
 
 static stream *choose(void) {
   candidates c = {.count = 0};
+  bool host_waits = settling || goal_count; /* else what runs would depend on how fast the host goes on */
   for (stream *s = streams; s; s = s->next)
-    if (eager(s)) add_candidate(s, &c);
+    if (eager(s) && (host_waits || schedule == IMMEDIATE)) add_candidate(s, &c);
   for (stream *s = streams; s; s = s->next)
     if (s->head && s->head->wanted && s->head->wanted(s->head)) add_candidate(s, &c);
     else
@@ -123,12 +124,11 @@ static stream *choose(void) {
           break;
         }
   for (int i = 0; i < goal_count; i++) mark_needed(goals[i], add_candidate, &c, 0);
-  if (schedule == RANDOM && (free_steps || (c.count && draw(3) == 0))) {
-    int before = c.count;
+  if (schedule == RANDOM && host_waits && ((settling && free_steps) || (goal_count && draw(3) == 0))) {
     for (stream *s = streams; s; s = s->next) add_candidate(s, &c);
-    if (!before && free_steps) free_steps--;
+    if (!goal_count) free_steps--;
   }
-  return c.count ? c.list[schedule == RANDOM ? draw(c.count) : turn % c.count] : NULL;
+  return c.count ? c.list[schedule == RANDOM && host_waits ? draw(c.count) : turn % c.count] : NULL;
 }
 
 static void drop_done_goals(void) {
@@ -316,9 +316,10 @@ void fake_settle(void) {
   void *python = leave_python();
   pthread_mutex_lock(&lock);
   if (thread_runs) {
-    busy = true;
+    settling++, busy = true;
     pthread_cond_signal(&work);
     while (busy && !stuck) pthread_cond_wait(&progress, &lock);
+    settling--;
   }
   pthread_mutex_unlock(&lock);
   enter_python(python);

@@ -397,7 +397,7 @@ static cudaError_t enqueue_move(move m, stream *on, bool waits, const char *name
   *queued = m;
   queued->it = (item){.step = move_step, .drop = move_drop, .name = name};
   point at = fake_submit(on, &queued->it);
-  if (waits || to.kind == UNKNOWN) fake_finish(at);
+  if (waits || to.kind == UNKNOWN) fake_finish(at); else fake_settle();
   return cudaSuccess;
 }
 #define MOVE(dst, src, n) (move){.to = dst, .from = src, .bytes = n, .rows = 1}
