@@ -29,17 +29,18 @@ from meshwise.workers.gate import StepGate
 
 STOP = "meshwise/stop"
 ROUND = 0.5  # seconds between two looks into the store
+LINGER = 10 * ROUND  # seconds at most that the first rank waits at its end for the others to have read of it
 PATIENCE = 60.0  # seconds in which a rank that was asked to stop comes to its next step; then the signal ends it
 _over = threading.Event()  # the program of this rank has ended
 _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
 """Signals that came. A handler may run anywhere, also where this process sends a message: it only puts them here."""
 
 
-def pass_on(channel: WorkerChannel, gate: StepGate | None = None) -> None:
-    """In a worker of our launcher: tell it of each signal, and on rank 0, which gives its gate, of the end of the time.
+def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:
+    """In a worker of our launcher: tell it of each signal, and where it leads, as rank 0 does, of the end of the time.
     Called by the main thread."""
-    _catch(WARNINGS)
-    if gate is not None:
+    _catch((*WARNINGS, signal.SIGINT), lambda: gate.interrupting)
+    if leads:
         _in_thread(lambda: watch(gate, lambda: _asked.put(TIME_LIMIT), _over))
     _in_thread(lambda: _each(lambda number: channel.send("stop", number=number)))
 
@@ -86,7 +87,7 @@ def _each(tell: Callable[[int], object]) -> None:
         tell(_asked.get())
 
 
-def _catch(numbers: Sequence[int]) -> None:
+def _catch(numbers: Sequence[int], interrupting: Callable[[], bool] = lambda: False) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     spare_loader_workers()
@@ -94,7 +95,7 @@ def _catch(numbers: Sequence[int]) -> None:
 
     def came(number: int, frame: Any) -> None:
         if os.getpid() == owner:
-            if number == signal.SIGINT and number in came_before:
+            if number == signal.SIGINT and (number in came_before or interrupting()):
                 raise KeyboardInterrupt  # a person ends it at once
             came_before.add(number)
             _asked.put(number)
@@ -131,6 +132,9 @@ def _follow(store: Any, world: World, gate: StepGate) -> None:
             keys = [f"{STOP}/{rank}" for rank in range(world.size)]
             if _found(store, keys, PATIENCE):
                 gate.set_last(max(int(store.get(key)) for key in keys))
+                store.set(f"{STOP}/{world.rank}/read", "")
+                if world.rank == 0:
+                    _outlive(store, [f"{STOP}/{rank}/read" for rank in range(world.size)])
 
 
 def _found(store: Any, keys: list[str], seconds: float) -> bool:
@@ -143,9 +147,16 @@ def _found(store: Any, keys: list[str], seconds: float) -> bool:
     return True
 
 
+def _outlive(store: Any, keys: list[str]) -> None:
+    """Keep the store, which ends with this rank, until all ranks have read the last step: they look once a round."""
+    until = time.monotonic() + LINGER
+    while not store.check(keys) and time.monotonic() < until:
+        time.sleep(ROUND / 10)
+
+
 def _end(follower: threading.Thread) -> None:
     _over.set()
-    follower.join(2 * ROUND)
+    follower.join(LINGER + ROUND)
 
 
 def _say(number: int) -> None:
