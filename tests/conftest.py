@@ -27,6 +27,7 @@ import torch
 
 from meshwise.workers.fork_server import LISTENS
 from tests import fork_server
+from tests.faults import runs
 from tests.pool import Pool
 
 # Two cores run several workers at once in many tests: threads that wait for each other would cost more than they bring.
@@ -93,6 +94,14 @@ def processes(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Con
 def own_fork_server(processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for by a test that looks for the processes of a launch: they are its descendants, as a user's are."""
     monkeypatch.delenv(LISTENS, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def no_run_outlives_its_test() -> Iterator[None]:
+    """A run that a test leaves behind, because it failed, would compute beside all tests that follow."""
+    yield
+    while runs.started:
+        runs.started.pop().kill()
 
 
 @pytest.fixture(scope="session")

@@ -79,7 +79,7 @@ class Pool:
         met.start()
         met.join(START)
         if met.is_alive():
-            self._halt.at_once.set()
+            self._halt.at_once = True
             raise TimeoutError(f"{self.size} workers did not start within {START:.0f} s: {self.error}")
         listener.close()
 
@@ -140,5 +140,5 @@ class Pool:
     def close(self) -> None:
         for line in self._lines:
             line.close()
-        self._halt.at_once.set()
+        self._halt.at_once = True
         self._thread.join(timeout=30)

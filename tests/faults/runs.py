@@ -51,6 +51,10 @@ def as_at_a_limit(processes: Iterable[psutil.Process]) -> None:
                 process.send_signal(number)
 
 
+started: list[CommandRun] = []
+"""Runs of the present test: those that it leaves, also where it fails, are killed after it (tests/conftest.py)."""
+
+
 class CommandRun:
     """`meshwise run …` in a process of its own, started at once."""
 
@@ -65,6 +69,7 @@ class CommandRun:
             if "--resume" not in words and "--out" not in words:
                 command += ["--out", str(out / "runs")]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        started.append(self)
 
     def wait(self) -> int:
         return self.process.wait(timeout=90)
@@ -82,6 +87,15 @@ class CommandRun:
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End whatever of this run still lives."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for pid in _marked(self.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def left_over(self) -> list[int]:
         """Processes of this run that still live, ten seconds after it at most."""

@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.folder import read_run
-from meshwise.spec.exit_codes import AGAIN
+from meshwise.spec.exit_codes import AGAIN, INTERRUPTED
 from meshwise.workers.channel import free_port
 from tests.faults.runs import JOBS, LOOP_WITHOUT_STATE, CommandRun, as_at_a_limit, run_folder
 
@@ -34,6 +35,33 @@ def test_a_time_limit_of_slurm_saves_a_job_and_every_process_lives_until_then(tm
     assert "stopped by SIGTERM after step" in run.output and "killed" not in run.output
     assert read_run(run_folder(tmp_path))["status"] == "stopped"
     assert run.left_over() == []
+
+
+def test_two_hundred_signals_to_each_process_stop_a_run_once(tmp_path: Path) -> None:
+    """A handler that takes a lock waits for itself where the next signal comes meanwhile: for ever."""
+    run = CommandRun(f"{JOBS}:job_long_with_loader_workers", "--devices", "2xcpu", "--log-every", "20", out=tmp_path)
+    run.wait_for("step  40/500")
+    launcher = psutil.Process(run.process.pid)
+    for process in (launcher, *launcher.children(recursive=True)):
+        for _ in range(200):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGUSR1)
+    assert run.wait() == AGAIN, run.output
+    assert "stopped by SIGUSR1 after step" in run.output and "killed" not in run.output
+    assert read_run(run_folder(tmp_path))["status"] == "stopped"
+
+
+def test_a_ctrl_c_that_goes_to_every_process_saves_as_one_that_goes_to_the_launcher(tmp_path: Path) -> None:
+    """`scancel -s INT` sends it so."""
+    run = CommandRun(f"{JOBS}:job_long_with_loader_workers", "--devices", "2xcpu", "--log-every", "20", out=tmp_path)
+    run.wait_for("step  40/500")
+    launcher = psutil.Process(run.process.pid)
+    for process in (*reversed(launcher.children(recursive=True)), launcher):
+        process.send_signal(signal.SIGINT)
+    assert run.wait() == INTERRUPTED, run.output
+    assert "stopped by Ctrl-C after step" in run.output
+    assert read_run(run_folder(tmp_path))["status"] == "stopped"
+    assert checkpoints_in(run_folder(tmp_path) / "checkpoint"), "nothing was saved"
 
 
 @pytest.mark.slow
@@ -70,7 +98,9 @@ def test_a_loop_of_ones_own_that_srun_started_ends_on_all_ranks_after_the_same_s
         assert time.monotonic() < deadline and ranks[1].poll() is None, (tmp_path / "1.log").read_text()
         time.sleep(0.02)
     if to == "all":
-        as_at_a_limit([process for rank in ranks for process in (rank, *rank.children(recursive=True))])
+        each = [process for rank in ranks for process in (rank, *rank.children(recursive=True))]
+        for _ in range(100):  # a burst
+            as_at_a_limit(each)
     else:
         ranks[1].send_signal(signal.SIGUSR1)
     try:

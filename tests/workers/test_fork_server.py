@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,22 +88,13 @@ def test_a_launch_that_is_ended_leaves_no_worker(processes: None, tmp_path: Path
     pids: list[int] = []
 
     class EndWhenBothRun(Halt):
-        def __init__(self) -> None:
-            super().__init__()
-            self.at_once = _Once(lambda: len(list(tmp_path.glob("*"))) == 2)  # type: ignore[assignment]
+        at_once = property(lambda self: len(list(tmp_path.glob("*"))) == 2, lambda self, value: None)  # type: ignore
 
     with pytest.raises(WorkerFailed, match="stopped at once"):
         launch(wait_beside, (str(tmp_path),), SLOTS, halt=EndWhenBothRun())
     pids += [int(file.read_text()) for file in tmp_path.glob("*")]
     assert len(pids) == 2
     assert all(gone(pid) for pid in pids)
-
-
-class _Once:
-    """An event that is set as soon as `happened`."""
-
-    def __init__(self, happened: Callable[[], bool]) -> None:
-        self.is_set = happened
 
 
 def test_workers_end_with_a_server_that_is_killed(

@@ -210,7 +210,7 @@ def _launched(options: PredictOptions, console: Console) -> tuple[list[Any], int
         listeners = Listeners(received, lambda stream, text: view.print(text.rstrip("\n")))
         task = partial(_in_worker, options, _origin(options))
         results = launch(task, (), slots, listeners=listeners, halt=halt, preload=PRELOAD)
-    return results, halt.signal if halt.wanted.is_set() else 0
+    return results, halt.signal if halt.wanted else 0
 
 
 def _in_worker(options: PredictOptions, origin: dict[str, str]) -> dict[str, Any]:

@@ -223,5 +223,5 @@ def _error_of(reports: Reports) -> WorkerFailed:
 
 
 def _look(halt: Halt) -> None:
-    if halt.at_once.is_set():
+    if halt.at_once:
         raise WorkerFailed("stopped at once; what was saved before is kept.", exit_code=halt.exit_code)

@@ -103,7 +103,7 @@ class Viewer:
             self._view.print(fitted(message["text"], sys.stdout))
 
     def _joins(self) -> bool:
-        return isinstance(self._halt, Halt) and self._halt.wanted.is_set() and not self._halt.ends
+        return isinstance(self._halt, Halt) and self._halt.wanted and not self._halt.ends
 
     def stops(self, where: str = "") -> None:
         """Say once that the run is stopped, by what, and where it stood."""
@@ -253,15 +253,15 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
         return
 
     def stop(number: int, frame: object) -> None:
-        if halt.wanted.is_set() and number == signal.SIGINT:
-            halt.at_once.set()
+        if halt.wanted and number == signal.SIGINT:
+            halt.at_once = True
         halt.ask(number)
 
     before = {number: signal.signal(number, stop) for number in STOPS}
     try:
         yield
     finally:
-        leaves = halt.wanted.is_set() and halt.exit_code == AGAIN  # whoever asked for it may ask again until the end
+        leaves = halt.wanted and halt.exit_code == AGAIN  # whoever asked for it may ask again until the end
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if leaves and number in WARNINGS else handler)
 

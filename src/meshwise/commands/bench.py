@@ -124,9 +124,12 @@ def _writable(path: Path) -> Path:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM and a closed terminal end a bench as Ctrl-C does: what was measured is kept."""
+    """SIGTERM and a closed terminal end a bench as Ctrl-C does: what was measured is kept. Once: a signal that comes
+    again does not end what is being kept."""
 
     def stop(number: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt(number)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}

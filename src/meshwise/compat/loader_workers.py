@@ -1,7 +1,7 @@
 """Loader workers outlive a scheduler's warning, which goes to every process of a task.
 
-torch's worker processes end by SIGTERM, and by SIGUSR1 and SIGUSR2: the rank then fails in the middle of the step after
-which it would have saved its state. They are ended by their rank, as before. Read in torch 2.11, 2.13 and 2.15:
+torch's worker processes end by SIGTERM, SIGINT, SIGUSR1 and SIGUSR2: the rank then fails in the middle of the step
+after which it would have saved its state. They are ended by their rank, as before. Read in torch 2.11, 2.13 and 2.15:
 `utils/data/_utils/worker.py` (its handler of SIGTERM is set before `worker_init_fn` is called) and
 `utils/data/dataloader.py`. Tested in tests/faults/test_signals.py.
 """
@@ -20,6 +20,8 @@ from torch.utils.data import dataloader
 
 from meshwise.spec.exit_codes import WARNINGS
 
+SPARED = (*WARNINGS, signal.SIGINT)
+
 
 @dataclass(frozen=True)
 class Spared:
@@ -36,13 +38,13 @@ class Spared:
 def spare() -> None:
     """In a process that a rank started: only that rank ends it by SIGTERM. Called by its main thread."""
     if hasattr(signal, "sigwaitinfo"):  # not on macOS and Windows
-        signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SPARED)
         threading.Thread(target=_wait, args=(os.getppid(),), name="meshwise-signals", daemon=True).start()
 
 
 def _wait(rank: int) -> None:
     while True:
-        came = signal.sigwaitinfo(WARNINGS)
+        came = signal.sigwaitinfo(SPARED)
         if came.si_pid == rank and came.si_signo == signal.SIGTERM:
             os._exit(0)  # as torch's own handler does
 

@@ -5,6 +5,7 @@ python -m meshwise.workers --fork-server FD MODULE... a server that forks worker
 """
 
 import importlib
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -13,10 +14,11 @@ from meshwise.workers import fork_server, worker
 
 
 def _serve(descriptor: int, modules: Sequence[str]) -> int:
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # while it imports, too
     worker.die_with_parent()
     for module in modules:
         importlib.import_module(module)
-    return fork_server.serve(socket.socket(fileno=descriptor), worker.main)
+    return fork_server.serve(socket.socket(fileno=descriptor), worker.main, interrupted)
 
 
 if __name__ == "__main__":

@@ -178,19 +178,20 @@ class ForkedWorker:
         return self._server.known(self._number, wait=True)["status"]
 
 
-def serve(line: socket.socket, work: Callable[[], int]) -> int:
+def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signal.default_int_handler) -> int:
     """The server's side: fork a process that calls `work` for each request, until the launcher is gone.
 
+    interrupted: what a worker does at SIGINT; the server itself ends with its launcher alone.
     Returns, in a worker, its exit code; in the server 0.
     """
-    for warning in WARNINGS:
-        signal.signal(warning, signal.SIG_IGN)
+    for ignored in (*WARNINGS, signal.SIGINT):
+        signal.signal(ignored, signal.SIG_IGN)
     gc.freeze()  # what is imported is no garbage: a worker's collections leave it alone, and its pages shared
     children: dict[int, int] = {}
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(wake)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     while True:
         readable = select.select([line.fileno(), wakes], [], [])[0]
         if wakes in readable:
@@ -212,6 +213,7 @@ def serve(line: socket.socket, work: Callable[[], int]) -> int:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, interrupted)
             for fd in (line.detach(), wakes, wake):
                 os.close(fd)
             _become(files)

@@ -30,6 +30,8 @@ class StepGate:
         self._last: int | None = None
         self.interrupts = False
         """Whether the program is interrupted where no rank has begun a step."""
+        self.interrupting = False
+        """Whether this gate itself interrupts the program: no signal of others."""
         self.signal = signal.SIGINT.value
         """What asked for a stop, where no launcher of ours did."""
         self.stopped_after: tuple[int, int | None] | None = None
@@ -94,4 +96,5 @@ class StepGate:
             self._last = step
             self._changed.notify_all()
         if step == 0 and self.interrupts:
+            self.interrupting = True
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

@@ -10,29 +10,33 @@ from meshwise.spec.exit_codes import JOINS, TIME_LIMIT, code_of_stop
 
 
 class Halt:
-    """Asks a running launch to stop all ranks after the same step. Set from a signal handler or another thread."""
+    """Asks a running launch to stop all ranks after the same step. Set from a signal handler or another thread.
+
+    Plain attributes, which the launcher looks at in its rounds: a handler that takes a lock, as an Event's does, waits
+    for its own thread for ever where the next signal comes while it holds it.
+    """
 
     def __init__(self) -> None:
-        self.wanted = threading.Event()
-        self.at_once = threading.Event()
+        self.wanted = False
+        self.at_once = False
         self.signal = 2
         """The signal that asked for it, TIME_LIMIT or JOINS."""
 
     def ask(self, number: int) -> None:
         """Ask for it, unless somebody has; what ends the run goes before a machine that joins it."""
-        if not self.wanted.is_set() or (self.signal == JOINS and number != JOINS):
+        if not self.wanted or (self.signal == JOINS and number != JOINS):
             self.signal = number
-            self.wanted.set()
+            self.wanted = True
 
     @property
     def ends(self) -> bool:
         """Whether the run is to end: not for a machine that joins."""
-        return self.wanted.is_set() and self.signal != JOINS
+        return self.wanted and self.signal != JOINS
 
     def begin_anew(self) -> None:
         """The machine has joined."""
         if not self.ends:
-            self.wanted.clear()
+            self.wanted = False
 
     @property
     def exit_code(self) -> int:

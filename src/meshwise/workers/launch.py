@@ -190,14 +190,14 @@ class _Launcher:
 
     def _look_at_verbs(self) -> None:
         """Have ranks parted, though none has failed? Where a run is stopped, a program may do what it likes."""
-        if self.halt.wanted.is_set() or any(w.state is State.FAILED for w in self.workers):
+        if self.halt.wanted or any(w.state is State.FAILED for w in self.workers):
             return
         if text := self._parting.look(self._in(State.DONE, State.EXITED)):
             self._fail(Failure(self.first_rank, "parted", text, plain=True))
 
     def _look_at_beats(self) -> None:
         """Does a rank not go on? Where a run is stopped, all wait."""
-        if self.halt.wanted.is_set():
+        if self.halt.wanted:
             return
         pids = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}
         hang = self._hangs.look(pids, self._far.heard())
@@ -238,7 +238,7 @@ class _Launcher:
             raise failed
         if lost := self.nodes.lost():
             self._fail(lost)
-        if self.halt.wanted.is_set():
+        if self.halt.wanted:
             self.nodes.set("halt", self.halt.signal)
         elif (number := self.nodes.try_get("halt")) is not None:
             self.halt.ask(number)
@@ -297,7 +297,7 @@ class _Launcher:
         return self._rescue.is_over(failure.culprit(failures, self.size), running) and (waited > limit or not running)
 
     def _look_at_once(self) -> None:
-        if self.halt.at_once.is_set():
+        if self.halt.at_once:
             text = "stopped at once; what was saved before is kept."
             if self.nodes:
                 self.nodes.fail(text, None, self.halt.exit_code)
@@ -305,7 +305,7 @@ class _Launcher:
 
     def _look_at_halt(self) -> None:
         self._look_at_once()
-        if not self.halt.wanted.is_set():
+        if not self.halt.wanted:
             return
         now = time.monotonic()
         if self._halting is None:

@@ -42,7 +42,7 @@ def main() -> int:
     session = join.rank_context()
     if session.channel is None:
         raise UsageError("meshwise.workers is started by `meshwise run` and `mw.launch` alone.")
-    stopping.pass_on(session.channel, session.gate if session.world.rank == 0 else None)
+    stopping.pass_on(session.channel, session.gate, leads=session.world.rank == 0)
     task, rank = Path(sys.argv[1]), session.world.rank
     verb_log.begin(trail_path(task.parent, rank))
     join.keep_store()
