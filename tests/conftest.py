@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from meshwise.workers.fork_server import LISTENS
-from tests import fork_server
+from tests import fork_server, left_over
 from tests.faults import runs
 from tests.pool import Pool
 
@@ -97,9 +97,10 @@ def own_fork_server(processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_run_outlives_its_test() -> Iterator[None]:
+def no_process_outlives_its_test() -> Iterator[None]:
     """A run that a test leaves behind, because it failed, would compute beside all tests that follow."""
-    yield
+    with left_over.killed():
+        yield
     while runs.started:
         runs.started.pop().kill()
 

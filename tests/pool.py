@@ -18,6 +18,7 @@ from meshwise.training.session import end_sessions
 from meshwise.workers import verb_log, worker
 from meshwise.workers.join import join
 from meshwise.workers.launch import Halt, launch
+from tests.left_over import KEPT
 
 KEY = b"meshwise tests"
 START = 120.0  # seconds in which the workers of a pool must have started
@@ -73,7 +74,7 @@ class Pool:
         listener = Listener(authkey=KEY, backlog=64)
         slots = [WorkerSlot("cpu", None, (), 1)] * self.size
         arguments = (serve, (listener.address,), slots)
-        self._thread = threading.Thread(target=self._launch, args=(arguments,), daemon=True)
+        self._thread = threading.Thread(target=self._launch, args=(arguments,), daemon=True, name=KEPT)
         self._thread.start()
         met = threading.Thread(target=self._meet, args=(listener,), daemon=True)
         met.start()
