@@ -54,6 +54,7 @@ BUDGET = {
     "machine": 30,
     "old": 25,
     "parallel": 40,
+    "races": 10,
     "records": 5,
     "recovery": 10,
     "rehearsal": 60,

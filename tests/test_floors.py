@@ -26,6 +26,7 @@ FLOORS = {
     "records": 1,
     "schedulers": 1,
     "terminal": 1,
+    "races": 2,
     "timeline": 2,
     "workers": 2,
     "transfer": 3,
@@ -76,7 +77,7 @@ MOST_PARAMETERS = 8
 # What must be longer, and why: "room/file.py", "room/file.py:function", or for parameters "room/file.py:function()".
 LONGER: dict[str, str] = {}
 
-MOST_CODE_LINES = 51_850
+MOST_CODE_LINES = 52_700
 """Lines of the package without blank lines, comments and docstrings. What adds more makes something else simpler."""
 MOST_UNTESTED = 125
 """Modules without a test file of their name and not named in the docstring of one. May only fall."""

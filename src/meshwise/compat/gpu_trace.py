@@ -1,0 +1,157 @@
+"""What the program does with streams, events and memory of CUDA, as torch tells its own sanitizer; and what it does not
+tell: an event or a stream that is asked whether it is over.
+
+Read in torch 2.11, 2.13 and 2.15: `cuda/_gpu_trace.py`, `c10/cuda/CUDAEvent.h`, `CUDAFunctions.h`. There is no way to
+end the telling: it goes to whoever listens, or nowhere. Freed memory is told by its address alone, whatever the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.cuda import _gpu_trace as trace
+
+Place = tuple[int, int]
+"""A stream: the index of its device, and its handle."""
+
+
+class Listener(Protocol):
+    """Takes what happens, in any thread."""
+
+    def record(self, event: int, stream: Place) -> None:
+        """An event is recorded."""
+
+    def wait(self, event: int, stream: Place) -> None:
+        """A stream waits for an event."""
+
+    def delete(self, event: int) -> None:
+        """An event is no more."""
+
+    def await_event(self, event: int) -> None:
+        """The host waits for an event, or was told that it is over."""
+
+    def await_stream(self, stream: Place) -> None:
+        """The same of a stream."""
+
+    def await_device(self, device: int) -> None:
+        """The same of all streams of a device."""
+
+    def allocate(self, address: int, stream: Place) -> None:
+        """Memory is allocated for a stream."""
+
+    def free(self, address: int) -> None:
+        """Memory is free again."""
+
+    def release(self) -> None:
+        """The memory that is free goes back to the device."""
+
+
+_listener: Listener | None = None
+_told = threading.local()
+
+
+def can_listen() -> bool:
+    """Whether this torch knows CUDA, and tells of it."""
+    return hasattr(torch._C, "_activate_gpu_trace") and torch.backends.cuda.is_built()
+
+
+def current_stream(device: int) -> Place:
+    """The stream that this thread's work on a device goes to."""
+    return device, torch._C._cuda_getCurrentRawStream(device)
+
+
+def node_of_backward() -> str:
+    """`MulBackward0` in a thread that runs it."""
+    node = torch._C._current_autograd_node()
+    return "" if node is None else node.name()
+
+
+@contextlib.contextmanager
+def listen(listener: Listener) -> Iterator[None]:
+    """Tell `listener` during the body."""
+    global _listener
+    if _listener is not None:
+        raise RuntimeError("streams are watched already")
+    _begin_to_tell()
+    changed: list[tuple[Any, str, Callable[[Any], Any]]]
+    changed = [(torch.cuda.Event, n, _of_event(n)) for n in ("query", "synchronize")]
+    changed += [(torch.cuda.Stream, n, _of_stream(n)) for n in ("query", "synchronize")]
+    changed += [(torch.cuda, "empty_cache", _released)]
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in changed]
+    for owner, name, around in changed:
+        setattr(owner, name, around(getattr(owner, name)))
+    _listener = listener
+    try:
+        yield
+    finally:
+        _listener = None
+        for owner, name, real in kept:
+            setattr(owner, name, real)
+
+
+def _around(tell: Callable[[Listener, Any], None]) -> Callable[[str], Callable[[Any], Any]]:
+    """A function of events or streams that tells what the host knows once it has come back: a wait in one thread orders
+    nothing for others before it is over."""
+
+    def named(name: str) -> Callable[[Any], Any]:
+        def around(real: Any) -> Any:
+            def call(self: Any) -> Any:
+                _told.later = True
+                try:
+                    over = real(self)
+                finally:
+                    _told.later = False
+                if _listener is not None and (over or name == "synchronize"):
+                    tell(_listener, self)
+                return over
+
+            return call
+
+        return around
+
+    return named
+
+
+_of_event = _around(lambda listener, event: listener.await_event(event.cuda_event))
+_of_stream = _around(lambda listener, stream: listener.await_stream((stream.device.index, stream.cuda_stream)))
+
+
+def _released(real: Callable[[], None]) -> Callable[[], None]:
+    def empty_cache() -> None:
+        real()
+        if _listener is not None:
+            _listener.release()
+
+    return empty_cache
+
+
+_begun = False
+
+
+def _begin_to_tell() -> None:
+    global _begun
+    if _begun:
+        return
+    _begun = True
+    here = torch._C._cuda_getDevice
+    torch._C._activate_gpu_trace()
+    trace.register_callback_for_event_record(_tell(lambda to, event, s: to.record(event, (here(), s))))
+    trace.register_callback_for_event_wait(_tell(lambda to, event, s: to.wait(event, (here(), s))))
+    trace.register_callback_for_event_deletion(_tell(lambda to, event: to.delete(event)))
+    trace.register_callback_for_event_synchronization(_tell(lambda to, event: to.await_event(event), False))
+    trace.register_callback_for_stream_synchronization(_tell(lambda to, s: to.await_stream((here(), s)), False))
+    trace.register_callback_for_device_synchronization(_tell(lambda to: to.await_device(here())))
+    trace.register_callback_for_memory_allocation(_tell(lambda to, at: to.allocate(at, current_stream(here()))))
+    trace.register_callback_for_memory_deallocation(_tell(lambda to, at: to.free(at)))
+
+
+def _tell(what: Callable[..., None], at_once: bool = True) -> Callable[..., None]:
+    def tell(*arguments: int) -> None:
+        if _listener is not None and (at_once or not getattr(_told, "later", False)):
+            what(_listener, *arguments)
+
+    return tell

@@ -1,0 +1,119 @@
+"""Races between streams, from plain events: what is recorded, waited for, read, written, allocated and freed.
+
+Two accesses of the same bytes race when one of them writes and nothing says which comes first. Memory that is freed
+goes to the next tensor of the stream that it was allocated on, with all accesses of the former one, but for those of
+streams that `record_stream` was told of: the allocator waits for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from meshwise.races.memory import Access, Memory, Region
+from meshwise.races.order import HOST, Lane, Order, Recorded
+
+ALL = 1 << 64
+"""Beyond every address."""
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory that was allocated once, at `lo`. lane: of the allocation, None where it was not seen. recorded: streams
+    that `record_stream` was told of. freed: by what code, once it is."""
+
+    lo: int
+    size: int = 0
+    lane: Lane | None = None
+    recorded: set[Lane] = field(default_factory=set)
+    freed: Any = None
+
+
+class Touch(NamedTuple):
+    """Bytes that an operator reads or writes, on a device or in pinned memory: no two have the same address. block,
+    size: where the storage begins, and its bytes. what: the tensor."""
+
+    block: int
+    size: int
+    region: Region
+    writes: bool
+    what: Any
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses without an order. recorded: the last event of the earlier lane that the later one waited for."""
+
+    earlier: Access
+    later: Access
+    recorded: Recorded | None
+
+    @property
+    def freed(self) -> Any:
+        """By what code the memory was freed between the two; None where it was not."""
+        return self.earlier.block.freed if self.earlier.block is not self.later.block else None
+
+
+class Checker:
+    """Takes events in the order in which the program causes them. found: takes each race."""
+
+    def __init__(self, found: Callable[[Race], None], forgive: bool = True) -> None:
+        self.order = Order()
+        self._found, self._forgive = found, forgive
+        self._memory = Memory()
+        self._blocks: dict[int, Block] = {}
+
+    def allocate(self, block: int, lane: Lane | None) -> None:
+        """Memory begins to be a block. lane: the stream that the allocator gives it to."""
+        self._blocks[block] = Block(block, lane=lane)
+
+    def free(self, block: int, where: Any) -> None:
+        """The block's memory may be given to another tensor."""
+        found = self._blocks.pop(block, None)
+        if found is not None:
+            found.freed = where
+            if found.recorded:
+                self._memory.forget(found.lo, found.lo + found.size, lambda each: each.lane in found.recorded)
+
+    def forget(self, block: int, size: int) -> None:
+        """Nothing uses this memory any more: what is there from now on is another tensor."""
+        self._blocks.pop(block, None)
+        self._memory.forget(block, block + size, lambda each: True)
+
+    def forget_freed(self) -> None:
+        """All memory that is free goes back to the device, which waits for its work before."""
+        self._memory.forget(0, ALL, lambda each: each.block.freed is not None)
+
+    def record_stream(self, block: int, lane: Lane) -> None:
+        """The block is not given to another tensor before the stream has done what it has to do when it is freed."""
+        found = self._blocks.get(block)
+        if found is not None:
+            found.recorded.add(lane)
+
+    def synchronize(self, *lanes: Lane) -> None:
+        """The host waits for lanes."""
+        for lane in lanes:
+            self.order.host_waits(self.order.seen_by(lane))
+
+    def touch(self, lane: Lane, touches: Iterable[Touch], where: Any) -> None:
+        """An operator of the lane reads and writes."""
+        number = self.order.begin(lane) if lane != HOST else 0
+        for start, size, region, writes, what in sorted(touches, key=lambda each: each.writes):
+            access = Access(lane, number, writes, region, (self._block(start, size), what, where))
+            for earlier in self._memory.add(access, partial(self._is_before, lane)):
+                self._found(Race(earlier, access, self.order.event_waited_for(lane, earlier.lane)))
+                if self._forgive:  # what the same missing wait causes afterwards is not told again
+                    self.order.let_wait(lane, earlier.lane)
+
+    def _is_before(self, lane: Lane, earlier: Access) -> bool:
+        return self.order.is_before(earlier.lane, earlier.number, lane)
+
+    def _block(self, start: int, size: int) -> Block:
+        block = self._blocks.setdefault(start, Block(start))
+        if size > block.size:
+            first, block.size = not block.size, size
+            if first and block.lane is not None:  # from another stream memory comes by way of the device, which waits
+                self._memory.forget(start, start + size, lambda each: each.block.lane not in (None, block.lane))
+        return block

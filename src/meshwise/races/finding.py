@@ -1,0 +1,105 @@
+"""A race in words: who does what to which tensor, by which lines, and what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwise.races.checker import Race
+from meshwise.races.memory import Access
+from meshwise.races.order import HOST, Lane
+from meshwise.races.stacks import Stack
+
+INDENT = "\n    "
+
+
+class Tensor(NamedTuple):
+    """What is read or written. operator: by what."""
+
+    dtype: str
+    shape: Sequence[int]
+    operator: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}, by {self.operator}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A race. sentence: in one. advice: what to write. details: the tensor, and the lines of both sides."""
+
+    sentence: str
+    advice: str
+    details: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.sentence}. {self.advice}."
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return INDENT.join((f"{self.sentence}.", f"{self.advice}.", *self.details))
+
+
+class LaneNames:
+    """Names of streams, which are numbered as they come."""
+
+    def __init__(self) -> None:
+        self._names: dict[Lane, str] = {HOST: "the host"}
+
+    def is_nccls(self, lane: Lane) -> None:
+        """The lane is a stream of a process group."""
+        self._names[lane] = "NCCL's stream"
+
+    def name(self, lane: Lane, other: Lane | None = None) -> str:
+        """The stream, with its device where `other` is of another one."""
+        if lane not in self._names:
+            number = 1 + sum(known.device == lane.device and "stream " in name for known, name in self._names.items())
+            self._names[lane] = f"stream {number}" if lane.stream else "the default stream"
+        named = self._names[lane]
+        alike = lane == HOST or (other is not None and other.device == lane.device)
+        return named if alike else f"{named} of {lane.device}"
+
+
+def find(race: Race, names: LaneNames, name: str = "") -> Finding:
+    """The race in words. name: of the tensor, where it is known."""
+    earlier, later = race.earlier, race.later
+    here, there = names.name(later.lane), names.name(earlier.lane, later.lane)
+    before, after = _place(earlier), _place(later)
+    did = "wrote" if earlier.writes else "reads"
+    act = "writes" if later.writes else "reads"
+    if race.freed is not None:
+        sentence = f"{after}: {here} {act} memory that {there} {did} at {before}, freed at {race.freed.place}"
+        advice = f"Write tensor.record_stream(stream) with {there} before the tensor is let go, or wait for it first"
+    elif later.lane == HOST:
+        sentence = f"{after}: the host {act} what {there} {did} at {before}, and does not wait for it"
+        advice = f"Record an event after {before}, and write event.synchronize() before {after}"
+    else:
+        sentence = f"{after}: {here} {act} what {there} {did} at {before}, and nothing waits"
+        advice = _wait(race, here, there, before)
+    details = (
+        f"{name + ': ' if name else ''}{later.what}",
+        _lines(f"{act} at", later.where),
+        _lines(f"{did} at", earlier.where, f" ({earlier.what.operator})"),
+    )
+    return Finding(sentence, advice, details)
+
+
+def _wait(race: Race, here: str, there: str, before: str) -> str:
+    if race.recorded is None:
+        return f"Let it wait before: stream.wait_stream(other), of {here} for {there}"
+    return (
+        f"The last event of {there} that it waits for was recorded at {race.recorded.where.place}, before that: "
+        f"record one after {before}, and wait for it"
+    )
+
+
+def _place(access: Access) -> str:
+    stack: Stack = access.where
+    return stack.place + (f" ({stack.of})" if stack.of else "")
+
+
+def _lines(verb: str, stack: Stack, more: str = "") -> str:
+    shown = " < ".join(f"{line} {line.function}" for line in stack.lines) or stack.place
+    return f"{verb} {shown}{more}"

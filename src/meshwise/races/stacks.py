@@ -1,0 +1,76 @@
+"""By what code something happens: the lines of the user, of libraries and ours, without torch's and Python's own."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from meshwise.spec.user_code import OURS, is_users, place
+
+MOST_FRAMES = 100
+LEFT_OUT = (f"{OURS}races", f"{OURS}compat")
+LIBRARIES = ("/site-packages/", "/dist-packages/")
+UNSEEN = "code that no line of Python is running"
+
+
+class Line(NamedTuple):
+    """A line that was running."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        ours = Path(self.file).relative_to(Path(OURS).parent) if _is_ours(self.file) else self.file
+        return place(str(ours), self.line)
+
+
+class Stack(NamedTuple):
+    """Lines, the innermost first. of: what they run, where that is not what happens itself: a backward."""
+
+    lines: tuple[Line, ...]
+    of: str = ""
+
+    @property
+    def place(self) -> str:
+        """The innermost line of the user's or ours, else of another library."""
+        own = (line for line in self.lines if _is_ours(line.file) or is_users(line.file))
+        found = next(own, self.lines[0] if self.lines else None)
+        return UNSEEN if found is None else str(found)
+
+
+def stack(of: str = "") -> Stack:
+    """The lines that this thread runs; those of the main thread where it runs none, as a thread of a backward. of: what
+    such a thread does."""
+    lines = _lines(sys._getframe(1))
+    if lines:
+        return Stack(lines)
+    return Stack(_lines(sys._current_frames().get(threading.main_thread().ident or 0)), of)
+
+
+def _lines(frame: FrameType | None) -> tuple[Line, ...]:
+    found = list[Line]()
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            break
+        if is_shown(frame.f_code.co_filename):
+            found.append(Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(OURS)
+
+
+@functools.cache
+def is_shown(file: str) -> bool:
+    """Whether lines of this file are named: not those of torch, of Python and of what looks for races."""
+    library = next((name for name in LIBRARIES if name in file), None)
+    if library is not None:
+        return not file.partition(library)[2].startswith("torch/")
+    return is_users(file) or (_is_ours(file) and not file.startswith(LEFT_OUT))

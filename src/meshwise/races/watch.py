@@ -1,0 +1,253 @@
+"""Find races between the streams of a program while it runs, on CUDA: every operator, and all that orders streams.
+
+An operator belongs to the current stream of its device, or to the stream that waits in it: NCCL's, and that of a copy
+between two devices. Not seen: kernels that no operator of torch launches (Triton, other libraries), replays of a CUDA
+graph, and what NumPy does with pinned memory after `.numpy()`, which counts as a read where it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from meshwise.compat import gpu_trace
+from meshwise.compat.dispatch import StorageMap, intercept_operators, operator_name, without_interception
+from meshwise.compat.torch_function import called
+from meshwise.compat.touched import has_parts, is_collective, touched
+from meshwise.races.checker import Checker, Race, Touch
+from meshwise.races.finding import Finding, LaneNames, Tensor, find
+from meshwise.races.memory import region_of
+from meshwise.races.order import HOST, Lane
+from meshwise.races.stacks import is_shown, stack
+
+READ_BY_HOST = {"numpy", "__array__", "tolist", "__reduce_ex__"}
+
+
+class _Event(NamedTuple):
+    """What orders streams, while an operator runs. waits, records: the lane that does so."""
+
+    apply: Callable[[], None]
+    waits: Lane | None = None
+    records: Lane | None = None
+
+
+@contextlib.contextmanager
+def find_races(notify: Callable[[Finding], None] = lambda finding: None) -> Iterator[list[Finding]]:
+    """Look for races between streams of CUDA in the body, in all threads that begin there. Gives the list that they go
+    to; notify takes each at once. Without CUDA there is nothing to see."""
+    watcher = _Watcher(notify)
+    if not gpu_trace.can_listen():
+        yield watcher.found
+        return
+    with gpu_trace.listen(watcher), _in_new_threads(watcher.inside), watcher.inside():
+        yield watcher.found
+
+
+class _Watcher:
+    """Tells a checker of what happens."""
+
+    def __init__(self, notify: Callable[[Finding], None]) -> None:
+        self.found: list[Finding] = []
+        self._notify, self._names = notify, LaneNames()
+        self._checker = Checker(self._report)
+        self._lock, self._own = threading.RLock(), threading.local()
+        self._pinned = StorageMap()
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Where operators of this thread, and of backwards that it begins, are seen."""
+        with intercept_operators(self._operator), _HostReads(self._read_by_host):
+            yield
+
+    def _operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if has_parts(args, kwargs):
+            return NotImplemented
+        touches, lane, waited = list[Touch](), HOST, False
+        events: list[_Event] = []
+        self._own.events = events
+        try:
+            result = operator(*args, **kwargs)
+            if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+                lane, touches, waited = self._touches(operator, args, kwargs, result)
+            return result
+        finally:
+            self._own.events = None
+            with self._lock:
+                self._settle(lane, touches, events, is_collective(operator))
+                if waited:
+                    self._checker.synchronize(lane)
+
+    def _settle(self, lane: Lane, touches: Sequence[Touch], events: Sequence[_Event], collective: bool) -> None:
+        """An operator is over: what orders streams in it comes before or after what it touches."""
+        at = 0
+        waits = next((number for number, event in enumerate(events) if event.waits is not None), None)
+        if waits is not None and touches:
+            lane = events[waits].waits or lane
+            later = range(waits, len(events))
+            at = next((number for number in later if events[number].records == lane), len(events))
+            if collective:
+                self._names.is_nccls(lane)
+        for event in events[:at]:
+            event.apply()
+        if touches:
+            self._checker.touch(lane, touches, stack(gpu_trace.node_of_backward()))
+        for event in events[at:]:
+            event.apply()
+
+    def _touches(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> tuple[Lane, list[Touch], bool]:
+        """The stream of an operator, what it touches, and whether the host waits for it: what writes to memory of the
+        host that is not pinned is over when it comes back."""
+        name, found, lane, waited = operator_name(operator), list[Touch](), HOST, False
+        if name == "record_stream":
+            self._checker.record_stream(args[0].untyped_storage().data_ptr(), _lane_of(args[1]))
+        for tensor, writes in touched(operator, args, kwargs, result):
+            if tensor.device.type == "cuda" and (lane == HOST or writes):
+                lane = _lane(gpu_trace.current_stream(tensor.device.index))
+            touch = self._touch(tensor, writes, name)
+            found += [] if touch is None else [touch]
+            waited |= touch is None and writes and tensor.device.type == "cpu"
+        return lane, found, waited and lane != HOST
+
+    def _touch(self, tensor: torch.Tensor, writes: bool, operator: str) -> Touch | None:
+        """None of what lies in memory that streams do not reach by themselves."""
+        storage = tensor.untyped_storage()
+        on_cuda = tensor.device.type == "cuda" and storage.device.type == "cuda"  # a fake tensor lies nowhere
+        if not on_cuda and not self._is_pinned(tensor):
+            return None
+        start, item = storage.data_ptr(), tensor.element_size()
+        region = region_of(start + int(tensor.storage_offset()) * item, item, tensor.shape, tensor.stride())
+        if region is None:
+            return None
+        what = Tensor(str(tensor.dtype).removeprefix("torch."), tensor.shape, operator)
+        return Touch(start, storage.nbytes(), region, writes, what)
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        if tensor.device.type != "cpu" or not torch.cuda.is_initialized() or tensor.layout != torch.strided:
+            return False
+        if self._pinned.get(tensor):
+            return True
+        with without_interception():
+            pinned = tensor.is_pinned()
+        if pinned:
+            self._pinned.set(tensor, True)
+            storage = tensor.untyped_storage()
+            if storage.resizable():  # torch's allocator gives pinned memory again when copies are done with it
+                self._checker.forget(storage.data_ptr(), storage.nbytes())
+        return pinned
+
+    def _read_by_host(self, tensor: torch.Tensor, by: str) -> None:
+        touch = self._touch(tensor, False, by)
+        if touch is not None:
+            with self._lock:
+                self._checker.touch(HOST, [touch], stack())
+
+    def _report(self, race: Race) -> None:
+        finding = find(race, self._names, _name_of(race.later.block.lo))
+        if all(finding.sentence != known.sentence for known in self.found):
+            self.found.append(finding)
+            self._notify(finding)
+
+    def _happens(self, event: _Event) -> None:
+        events = getattr(self._own, "events", None)
+        if events is not None:
+            events.append(event)
+            return
+        with self._lock:
+            event.apply()
+
+    def record(self, event: int, stream: gpu_trace.Place) -> None:
+        lane, where = _lane(stream), stack()
+        self._happens(_Event(lambda: self._checker.order.record(event, lane, where), records=lane))
+
+    def wait(self, event: int, stream: gpu_trace.Place) -> None:
+        lane = _lane(stream)
+        self._happens(_Event(lambda: self._checker.order.wait(event, lane), waits=lane))
+
+    def delete(self, event: int) -> None:
+        self._happens(_Event(lambda: self._checker.order.delete(event)))
+
+    def await_event(self, event: int) -> None:
+        self._happens(_Event(lambda: self._checker.order.wait(event, HOST)))
+
+    def await_stream(self, stream: gpu_trace.Place) -> None:
+        self._happens(_Event(lambda: self._checker.synchronize(_lane(stream))))
+
+    def await_device(self, device: int) -> None:
+        self._happens(_Event(lambda: self._checker.synchronize(*self._checker.order.lanes(f"cuda:{device}"))))
+
+    def allocate(self, address: int, stream: gpu_trace.Place) -> None:
+        with self._lock:
+            self._checker.allocate(address, _lane(stream))
+
+    def free(self, address: int) -> None:
+        with self._lock:
+            self._checker.free(address, stack())
+
+    def release(self) -> None:
+        with self._lock:
+            self._checker.forget_freed()
+
+
+class _HostReads(TorchFunctionMode):
+    """Sees what the host reads without an operator."""
+
+    def __init__(self, read: Callable[[torch.Tensor, str], None]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = called(func)
+        if name in READ_BY_HOST and type(args[0]) in (torch.Tensor, torch.nn.Parameter):
+            self._read(args[0], name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _in_new_threads(inside: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Let threads that begin in the body run in a context of their own."""
+    real = threading.Thread.run
+
+    def run(self: threading.Thread) -> None:
+        with inside():
+            real(self)
+
+    threading.Thread.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.run = real  # type: ignore[method-assign]
+
+
+def _lane(stream: gpu_trace.Place) -> Lane:
+    return Lane(f"cuda:{stream[0]}", stream[1])
+
+
+def _lane_of(stream: torch.Stream) -> Lane:
+    known = torch.cuda.Stream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+    return _lane((known.device.index, known.cuda_stream))
+
+
+def _name_of(address: int) -> str:
+    """A tensor's name in the innermost function that is shown, by the address of its memory."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not is_shown(frame.f_code.co_filename):
+        frame = frame.f_back
+    own = frame.f_locals.get("self")
+    names = {f"self.{name}": value for name, value in vars(own).items()} if hasattr(own, "__dict__") else {}
+    return next((name for name, value in {**names, **frame.f_locals}.items() if _lies_at(value, address)), "")
+
+
+def _lies_at(value: Any, address: int) -> bool:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+        return False
+    return bool(value.untyped_storage().data_ptr() == address)
