@@ -100,6 +100,11 @@ class StorageMap:
             self._forget()
         self._facts[storage._cdata] = (StorageWeakRef(storage), value)
 
+    def values(self) -> list[Any]:
+        """The values of all storages that are left."""
+        self._forget()
+        return [value for _, value in self._facts.values()]
+
     def __len__(self) -> int:
         self._forget()
         return len(self._facts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -50,6 +51,7 @@ class Listener(Protocol):
         """The memory that is free goes back to the device."""
 
 
+LATE = 0.02  # seconds
 _listener: Listener | None = None
 _told = threading.local()
 
@@ -95,12 +97,15 @@ def listen(listener: Listener) -> Iterator[None]:
 
 def _around(tell: Callable[[Listener, Any], None]) -> Callable[[str], Callable[[Any], Any]]:
     """A function of events or streams that tells what the host knows once it has come back: a wait in one thread orders
-    nothing for others before it is over."""
+    nothing for others before it is over. Among several threads it is late, so that who has to wait for this thread, and
+    does not, comes first."""
 
     def named(name: str) -> Callable[[Any], Any]:
         def around(real: Any) -> Any:
             def call(self: Any) -> Any:
                 _told.later = True
+                if name == "synchronize" and threading.active_count() > 1:
+                    time.sleep(LATE)
                 try:
                     over = real(self)
                 finally:

@@ -70,7 +70,8 @@ def _made(schema: Any, result: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    if is_traceable_wrapper_subclass(tensor):
+    holds_others: bool = is_traceable_wrapper_subclass(tensor)
+    if holds_others:
         return 0
     try:
         return int(tensor.untyped_storage()._cdata)

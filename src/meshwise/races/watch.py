@@ -27,6 +27,7 @@ from meshwise.races.order import HOST, Lane
 from meshwise.races.stacks import is_shown, stack
 
 READ_BY_HOST = {"numpy", "__array__", "tolist", "__reduce_ex__"}
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Event(NamedTuple):
@@ -137,10 +138,11 @@ class _Watcher:
         with without_interception():
             pinned = tensor.is_pinned()
         if pinned:
-            self._pinned.set(tensor, True)
             storage = tensor.untyped_storage()
-            if storage.resizable():  # torch's allocator gives pinned memory again when copies are done with it
-                self._checker.forget(storage.data_ptr(), storage.nbytes())
+            lo, hi = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            if not any(lo < end and start < hi for start, end in self._pinned.values()):
+                self._checker.forget(lo, hi - lo)  # torch gives pinned memory again when the copies are done with it
+            self._pinned.set(tensor, (lo, hi))
         return pinned
 
     def _read_by_host(self, tensor: torch.Tensor, by: str) -> None:
@@ -205,7 +207,7 @@ class _HostReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = called(func)
-        if name in READ_BY_HOST and type(args[0]) in (torch.Tensor, torch.nn.Parameter):
+        if name in READ_BY_HOST and type(args[0]) in PLAIN and args[0].device.type == "cpu":
             self._read(args[0], name)
         return func(*args, **(kwargs or {}))
 
@@ -248,6 +250,6 @@ def _name_of(address: int) -> str:
 
 
 def _lies_at(value: Any, address: int) -> bool:
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+    if type(value) not in PLAIN or value.layout != torch.strided:
         return False
     return bool(value.untyped_storage().data_ptr() == address)
