@@ -1,4 +1,4 @@
-"""Races between streams: what is found of faults that are planted, one at a time, and that clean programs raise no alarm.
+"""Races between streams: what is found of faults that are planted one at a time, and no alarm in clean programs.
 
     make cuda
     .venv-cuda/bin/python bench/races.py --fake .venv-cuda/fake [--only WORD] [--again]
@@ -173,7 +173,9 @@ def try_fault(fault: Fault, fake: Path, right: dict[str, Ran]) -> dict[str, Any]
         checked = place.run(fault.program, "checker", "default-late")
         races = checked.facts("race")
         found["checker"] = [race["sentence"] for race in races]
-        found["checker names the line"] = any(place.names(race["sentence"], fault.program, fault.lines) for race in races)
+        found["checker names the line"] = any(
+            place.names(race["sentence"], fault.program, fault.lines) for race in races
+        )
         sanitized = place.run(fault.program, "sanitizer", "default-late")
         found["sanitizer"] = "CSAN detected" in sanitized.told
         found["sanitizer names the line"] = found["sanitizer"] and place.names(
@@ -251,7 +253,9 @@ def main() -> None:
         if asked.only in fault.name and (asked.again or fault.name not in result["faults"]):
             result["faults"][fault.name] = found = try_fault(fault, fake, right)
             told = [word for word in ("checker", "sanitizer") if found[word]]
-            print(f"{fault.name}: {found['numbers'] or 'right numbers'}; {', '.join(told) or 'nothing told'}", flush=True)
+            print(
+                f"{fault.name}: {found['numbers'] or 'right numbers'}; {', '.join(told) or 'nothing told'}", flush=True
+            )
             keep("races", {"summary": summary(result), **result})
     for program in programs(HERE / "programs"):
         if asked.only in program and (asked.again or program not in result["clean"]):

@@ -25,7 +25,7 @@ Made from the docstrings by `python docs/make_api.py`. Import them as `import me
 """
 PARTS = {
     "In your own loop": ("meshwise.training", "meshwise.parallel"),
-    "Jobs, runs, checks, machines": ("meshwise.api", "meshwise.spec.plan"),
+    "Jobs, runs, checks, machines": ("meshwise.api", "meshwise.spec.plan", "meshwise.races"),
     "What they return": ("meshwise.timeline", "meshwise.equivalence", "meshwise.machine", "meshwise.spec.machine"),
     "Tensors between devices": ("meshwise.transfer",),
     "Arrays on many devices": ("meshwise.arrays",),

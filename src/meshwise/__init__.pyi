@@ -20,6 +20,7 @@ from meshwise.machine.bench import Bench as Bench
 from meshwise.parallel.deferred import deferred as deferred
 from meshwise.parallel.load import Loaded as Loaded
 from meshwise.parallel.load import load_weights as load_weights
+from meshwise.races.watch import find_races as find_races
 from meshwise.spec.errors import CheckpointError as CheckpointError
 from meshwise.spec.errors import DataError as DataError
 from meshwise.spec.errors import LossError as LossError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,10 +12,12 @@ import meshwise as mw
 
 
 def numbers(count: int = 1 << 20, device: str = "cuda:0") -> torch.Tensor:
+    """0, 0.5, 1 and so on."""
     return torch.arange(count, device=device, dtype=torch.float32) * 0.5
 
 
 def show(*tensors: torch.Tensor) -> None:
+    """Print the sum of each."""
     print(*(float(tensor.double().sum()) for tensor in tensors))
 
 

@@ -27,15 +27,19 @@ def group() -> Iterator[tuple[int, torch.device]]:
 
 
 def show(*tensors: torch.Tensor) -> None:
+    """Print the sum of each."""
     print(*(float(tensor.detach().double().sum()) for tensor in tensors))
 
 
 def mlp(width: int = 64, layers: int = 3) -> nn.Sequential:
+    """A few blocks and a head."""
     blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)]
     return nn.Sequential(*blocks, nn.Linear(width, 1))
 
 
-def train(model: nn.Module, device: torch.device, steps: int = 3, accumulate: Callable[[], object] | None = None) -> None:
+def train(
+    model: nn.Module, device: torch.device, steps: int = 3, accumulate: Callable[[], object] | None = None
+) -> None:
     """Some steps; every other one only adds up where `accumulate` says how."""
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     torch.manual_seed(device.index)
@@ -60,7 +64,7 @@ def ddp() -> None:
 
 def ddp_bucket_views() -> None:
     """ranks: 2. Gradients are views of the buckets, the graph is static."""
-    with group() as (rank, device):
+    with group() as (_rank, device):
         model = DistributedDataParallel(mlp().to(device), gradient_as_bucket_view=True, static_graph=True)
         train(model, device)
 
@@ -83,7 +87,7 @@ def ddp_unused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.first(x) if x.sum() > 0 else self.second(x)
 
-    with group() as (rank, device):
+    with group() as (_rank, device):
         train(DistributedDataParallel(Either().to(device), find_unused_parameters=True), device)
 
 
@@ -112,7 +116,7 @@ def ddp_own_hook() -> None:
 
 def ddp_with_batch_norm() -> None:
     """ranks: 2. Buffers are broadcast, statistics are those of all ranks."""
-    with group() as (rank, device):
+    with group() as (_rank, device):
         model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
         train(DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model).to(device)), device)
 
@@ -150,6 +154,7 @@ def zero_redundancy() -> None:
 
 
 def sharded(model: nn.Module, **options: object) -> nn.Module:
+    """fully_shard of each block and of the whole."""
     from torch.distributed.fsdp import fully_shard
 
     for block in model:
@@ -159,13 +164,13 @@ def sharded(model: nn.Module, **options: object) -> nn.Module:
 
 def fsdp2() -> None:
     """ranks: 2."""
-    with group() as (rank, device):
+    with group() as (_rank, device):
         train(sharded(mlp().to(device)), device)
 
 
 def fsdp2_keeps() -> None:
     """ranks: 2. Parameters stay whole after the forward."""
-    with group() as (rank, device):
+    with group() as (_rank, device):
         train(sharded(mlp().to(device), reshard_after_forward=False), device)
 
 
@@ -173,7 +178,7 @@ def fsdp2_in_half() -> None:
     """ranks: 2. bfloat16, gradients in float32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    with group() as (rank, device):
+    with group() as (_rank, device):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         train(sharded(mlp().to(device), mp_policy=policy), device)
 
@@ -182,7 +187,7 @@ def fsdp2_on_the_host() -> None:
     """ranks: 2. Parameters wait in pinned memory."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    with group() as (rank, device):
+    with group() as (_rank, device):
         model = sharded(mlp(), offload_policy=CPUOffloadPolicy())
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         for step in range(3):
@@ -195,7 +200,7 @@ def fsdp2_on_the_host() -> None:
 
 def fsdp2_ahead() -> None:
     """ranks: 2. Blocks are gathered two ahead."""
-    with group() as (rank, device):
+    with group() as (_rank, device):
         model = sharded(mlp(layers=5).to(device))
         blocks = list(model)
         for number, block in enumerate(blocks):
@@ -206,7 +211,7 @@ def fsdp2_ahead() -> None:
 
 def fsdp2_accumulates() -> None:
     """ranks: 2. Gradients are reduced every second time."""
-    with group() as (rank, device):
+    with group() as (_rank, device):
         model = sharded(mlp().to(device))
 
         @contextmanager
@@ -222,9 +227,11 @@ def fsdp2_recomputed() -> None:
     """ranks: 2. Blocks run again in the backward."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-    with group() as (rank, device):
+    with group() as (_rank, device):
         model = mlp().to(device)
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Sequential) and len(module) == 2)
+        apply_activation_checkpointing(
+            model, check_fn=lambda module: isinstance(module, nn.Sequential) and len(module) == 2
+        )
         train(sharded(model), device)
 
 
@@ -233,7 +240,7 @@ def fsdp2_saved() -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-    with group() as (rank, device):
+    with group() as (_rank, device):
         model = sharded(mlp().to(device))
         train(model, device, 2)
         state = get_model_state_dict(model)
@@ -247,7 +254,7 @@ def tensor_parallel() -> None:
     """ranks: 2. A column-wise and a row-wise layer."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    with group() as (rank, device):
+    with group() as (_rank, device):
         model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(device)
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         model = parallelize_module(model, init_device_mesh("cuda", (2,)), plan)
@@ -353,7 +360,7 @@ def dtensors() -> None:
     """ranks: 2. Redistributed, and multiplied."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    with group() as (rank, device):
+    with group() as (_rank, device):
         mesh = init_device_mesh("cuda", (2,))
         a = distribute_tensor(torch.arange(64.0, device=device).view(8, 8), mesh, [Shard(0)])
         b = a.redistribute(mesh, [Shard(1)])

@@ -14,6 +14,7 @@ SIZE = 1 << 18
 
 
 def show(*tensors: torch.Tensor) -> None:
+    """Print the sum of each."""
     print(*(float(tensor.double().sum()) for tensor in tensors))
 
 
@@ -382,7 +383,11 @@ def generated() -> None:
     x = torch.ones(2, 16, device="cuda")
     for at in range(40):
         cache[:, at] = x @ weight
-        x = torch.softmax(torch.einsum("bd,btd->bt", x, cache[:, : at + 1]), 1).unsqueeze(1).bmm(cache[:, : at + 1])[:, 0]
+        x = (
+            torch.softmax(torch.einsum("bd,btd->bt", x, cache[:, : at + 1]), 1)
+            .unsqueeze(1)
+            .bmm(cache[:, : at + 1])[:, 0]
+        )
     show(x, cache)
 
 

@@ -108,6 +108,8 @@ def check_options(options: CheckOptions) -> Proof:
     slots = find_devices(parse_devices(devices))
     if plan is not None:
         check_devices(plan, len(slots))
+    if options.perturb and slots[0].device == "cpu":
+        options.notify("CPUs have no streams to follow: --devices 2xcuda looks for races between streams too")
     specs = [CheckSpec(plan or Plan(data=len(slots)), options.steps, perturb=options.perturb)]
     if options.rounding and (plan is None or plan.precision != "fp64"):
         specs.append(replace(specs[0], in_float64=False))
@@ -124,6 +126,7 @@ def check_options(options: CheckOptions) -> Proof:
         check_same_steps(one, actual, program.name)
         spec = replace(specs[0], plan=many[0].plan or specs[0].plan)
         rounded = [found[-1].trace for found in (ones, many)] if len(specs) > 1 else []
+        actual.races = sorted({race for each in (*ones, *many) if each.trace is not None for race in each.trace.races})
         passes = Passes([NOISY], options.steps, options.notify, options.progress)
         once_more = partial(_once_more, program, slots[:1], passes)
         known = [trace for trace in rounded if trace is not None]

@@ -50,7 +50,9 @@ class CheckOptions:
     data: Annotated[str | Path | None, Option("another data set in the same format: a folder", scripts=False)] = None
     perturb: Annotated[
         bool,
-        Option("delay the plan's ranks at random, and spoil what they exchange until it is waited for: races show"),
+        Option(
+            "show races: ranks are late at random, exchanges spoilt until they are waited for, CUDA streams followed"
+        ),
     ] = False
     rounding: Annotated[bool, Option("run both sides in the plan's own precision too")] = True
     arguments: Sequence[str] = ()

@@ -76,8 +76,6 @@ def node_of_backward() -> str:
 def listen(listener: Listener) -> Iterator[None]:
     """Tell `listener` during the body."""
     global _listener
-    if _listener is not None:
-        raise RuntimeError("streams are watched already")
     _begin_to_tell()
     changed: list[tuple[Any, str, Callable[[Any], Any]]]
     changed = [(torch.cuda.Event, n, _of_event(n)) for n in ("query", "synchronize")]

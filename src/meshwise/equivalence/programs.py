@@ -23,6 +23,7 @@ from meshwise.equivalence.short_loops import ScriptEnds
 from meshwise.equivalence.trace import Batches, CheckSpec, Draws, test_samples
 from meshwise.equivalence.upcast import called_in_float64, upcast
 from meshwise.parallel.split.rules import said
+from meshwise.races.watch import find_races
 from meshwise.recovery.state import RunState, pack, unpack
 from meshwise.training.engine import Engine
 from meshwise.training.evaluate import evaluate
@@ -71,14 +72,20 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
 
 @contextlib.contextmanager
 def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
-    """Perturb what ranks exchange, where that is asked for; gives the races of this rank, once the body is over."""
+    """Where that is asked for, perturb what ranks exchange in one of the passes, and follow their streams in all; gives
+    the races of this rank, once the body is over."""
     found: list[str] = []
-    if not spec.perturb or world_size(everyone()) == 1:
+    if not spec.perturb:
         yield found
         return
-    with perturbed(seed, get_rank(everyone())) as disturbed:
-        yield found
-    found += disturbed.races
+    with find_races(lambda finding: None) as of_streams:
+        if world_size(everyone()) == 1 or not (spec.in_float64 or spec.plan.precision == "fp64"):
+            yield found
+        else:  # which makes streams wait more often than the program does
+            with perturbed(seed, get_rank(everyone())) as disturbed:
+                yield found
+            found += disturbed.races
+    found += map(str, of_streams)
 
 
 def _tell(races: list[str], found: ProgramTrace) -> None:

@@ -12,7 +12,9 @@ from typing import NamedTuple
 from meshwise.spec.user_code import OURS, is_users, place
 
 MOST_FRAMES = 100
-LEFT_OUT = (f"{OURS}races", f"{OURS}compat")
+LEFT_OUT = (f"{OURS}races", f"{OURS}compat", f"{OURS}equivalence")
+MODES = {"__torch_function__", "_handled"}
+"""Functions of ours under which one line of the user's becomes many of ours."""
 LIBRARIES = ("/site-packages/", "/dist-packages/")
 UNSEEN = "code that no line of Python is running"
 
@@ -57,8 +59,11 @@ def _lines(frame: FrameType | None) -> tuple[Line, ...]:
     for _ in range(MOST_FRAMES):
         if frame is None:
             break
-        if is_shown(frame.f_code.co_filename):
-            found.append(Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+        file = frame.f_code.co_filename
+        if frame.f_code.co_name in MODES and not file.startswith(LEFT_OUT[0]):
+            found = [line for line in found if not _is_ours(line.file)]
+        if is_shown(file):
+            found.append(Line(file, frame.f_lineno, frame.f_code.co_qualname))
         frame = frame.f_back
     return tuple(found)
 

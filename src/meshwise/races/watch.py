@@ -38,16 +38,31 @@ class _Event(NamedTuple):
     records: Lane | None = None
 
 
+def _print(finding: Finding) -> None:
+    print(finding.text, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
-def find_races(notify: Callable[[Finding], None] = lambda finding: None) -> Iterator[list[Finding]]:
-    """Look for races between streams of CUDA in the body, in all threads that begin there. Gives the list that they go
-    to; notify takes each at once. Without CUDA there is nothing to see."""
-    watcher = _Watcher(notify)
-    if not gpu_trace.can_listen():
-        yield watcher.found
+def find_races(notify: Callable[[Finding], None] = _print) -> Iterator[list[Finding]]:
+    """Look for races between CUDA streams in the body, and in threads that begin there: two accesses of the same
+    memory, one of them a write, and nothing says which comes first.
+
+    Gives the list of what is found, which without CUDA is empty: a sentence, advice, and the lines of both sides.
+    notify: takes each as it is found; by default it is printed. Inside another one it is that one. It takes time.
+    """
+    global _open
+    if _open is not None or not gpu_trace.can_listen():
+        yield [] if _open is None else _open.found
         return
-    with gpu_trace.listen(watcher), _in_new_threads(watcher.inside), watcher.inside():
-        yield watcher.found
+    _open = watcher = _Watcher(notify)
+    try:
+        with gpu_trace.listen(watcher), _in_new_threads(watcher.inside), watcher.inside():
+            yield watcher.found
+    finally:
+        _open = None
+
+
+_open: _Watcher | None = None
 
 
 class _Watcher:
