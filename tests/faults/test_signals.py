@@ -16,7 +16,7 @@ import pytest
 
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.folder import read_run
-from meshwise.spec.exit_codes import AGAIN, INTERRUPTED
+from meshwise.spec.exit_codes import AGAIN, INTERRUPTED, code_of_stop
 from meshwise.workers.channel import free_port
 from tests.faults.runs import JOBS, LOOP_WITHOUT_STATE, CommandRun, as_at_a_limit, run_folder
 
@@ -62,6 +62,21 @@ def test_a_ctrl_c_that_goes_to_every_process_saves_as_one_that_goes_to_the_launc
     assert "stopped by Ctrl-C after step" in run.output
     assert read_run(run_folder(tmp_path))["status"] == "stopped"
     assert checkpoints_in(run_folder(tmp_path) / "checkpoint"), "nothing was saved"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]], ids=["SIGTERM", "two Ctrl-C"])
+def test_a_run_whose_fork_server_is_stopped_ends_as_any_other(signals: list[signal.Signals], tmp_path: Path) -> None:
+    run = CommandRun(f"{JOBS}:job_long", "--devices", "2xcpu", "--log-every", "20", out=tmp_path)
+    run.wait_for("step  40/500")
+    (server,) = psutil.Process(run.process.pid).children()
+    server.suspend()
+    for number in signals:
+        run.send(number)
+        time.sleep(0.5)
+    assert run.wait() == code_of_stop(signals[0]), run.output
+    assert read_run(run_folder(tmp_path))["status"] == "stopped"
+    assert run.left_over() == []
 
 
 @pytest.mark.slow

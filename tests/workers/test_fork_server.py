@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,9 @@ import pytest
 
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
-from meshwise.workers.fork_server import LISTENS
+from meshwise.workers.fork_server import LISTENS, Forks
 from meshwise.workers.launch import Halt, launch
+from meshwise.workers.listeners import Listeners
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks workers")
 
@@ -97,19 +101,84 @@ def test_a_launch_that_is_ended_leaves_no_worker(processes: None, tmp_path: Path
     assert all(gone(pid) for pid in pids)
 
 
-def test_workers_end_with_a_server_that_is_killed(
-    processes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_server_that_is_killed_is_blamed_and_no_rank_and_its_workers_end(
+    own_fork_server: None, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv(LISTENS, raising=False)
-    with pytest.raises(WorkerFailed, match="killed by SIGKILL"):
-        launch(kill_my_parent, (str(tmp_path),), SLOTS)
+    with pytest.raises(
+        WorkerFailed, match=r"^process \d+, which starts the ranks.*, was killed by SIGKILL.*"
+    ) as raised:
+        launch(signal_my_parent, (str(tmp_path), signal.SIGKILL, None), SLOTS)
+    assert all(gone(int(file.read_text())) for file in tmp_path.glob("*"))
+    failure = raised.value.failure
+    assert failure is not None and failure.kind == "server" and failure.step is None and failure.of_machine
+
+
+def test_a_launch_ends_and_the_next_one_starts_though_the_server_is_stopped(
+    own_fork_server: None, tmp_path: Path
+) -> None:
+    def launches() -> list[Any]:
+        forks = Forks([], stays=True)
+        try:
+            first = launch(signal_my_parent, (str(tmp_path), signal.SIGSTOP, "a result"), SLOTS, preload=forks)
+            return [*first, *launch(os.getppid, (), SLOTS, preload=forks)]
+        finally:
+            forks.close()
+
+    first, second, server, same = in_time(launches)
+    assert (first, second) == ("a result", "a result")
+    assert server == same and gone(server)
     assert all(gone(int(file.read_text())) for file in tmp_path.glob("*"))
 
 
-def kill_my_parent(folder: str) -> None:
-    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
-    if os.environ["RANK"] == "0":
-        while len(list(Path(folder).glob("*"))) < 2:
-            time.sleep(0.01)
-        os.kill(os.getppid(), signal.SIGKILL)
+def test_a_rank_that_is_killed_is_known_though_the_server_is_stopped(own_fork_server: None, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"^rank 1 of 2 was killed by SIGABRT"):
+        in_time(lambda: launch(signal_my_parent, (str(tmp_path), signal.SIGSTOP, signal.SIGABRT), SLOTS))
+
+
+def test_a_server_that_is_stopped_before_it_starts_ranks_is_named_and_ends_the_run_at_its_limit(
+    own_fork_server: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwise.workers.hang.OF_STOPPED", 1.0)
+    forks = Forks([])
+    forks.server(os.environ)
+    server = forks.process
+    assert server is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    with pytest.raises(
+        WorkerFailed,
+        match=rf"^ranks 0, 1 have not started for .* s: process {server.pid}, which starts them, is stopped "
+        rf"\(kill -CONT {server.pid} lets it go on\)\. Ended after 3 s",
+    ):
+        in_time(lambda: launch(os.getppid, (), SLOTS, preload=forks, listeners=Listeners(hang_limit=3.0)))
+    assert gone(server.pid)
+
+
+def signal_my_parent(folder: str, number: int, then: Any) -> Any:
+    rank = os.environ["RANK"]
+    Path(folder, rank).write_text(str(os.getpid()))
+    while len(list(Path(folder).glob("*"))) < 2:
+        time.sleep(0.01)
+    if rank == "0":
+        os.kill(os.getppid(), number)
+        Path(folder, rank).rename(Path(folder, "sent"))
+    while not Path(folder, "sent").exists():
+        time.sleep(0.01)
+    if isinstance(then, int) and rank == "1":
+        os.kill(os.getpid(), then)
+    elif isinstance(then, str):
+        return then
     time.sleep(60)
+
+
+def in_time(work: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """What it returns or raises; fails where it is still at work after so long."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result(seconds)

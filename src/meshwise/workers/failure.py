@@ -31,9 +31,10 @@ class Failure:
     """What is known of one failed worker.
 
     kind: `raised`, `killed` (by a signal), `left` (without saying done), `victim` (raised inside a collective), `hung`
-    (no progress), `lost` (its machine), `link` (all ranks live, and lost each other), `corrupt` (its values are not
-    those of its replicas), `spoiled` (its parameters are not finite: the run is to go back) or `parted` (ranks that
-    make other calls). smaller: for one that ran out of memory, a plan that needs less (TOML) and what changes with it.
+    (no progress), `lost` (its machine), `server` (what started all ranks of the machine), `link` (all ranks live, and
+    lost each other), `corrupt` (its values are not those of its replicas), `spoiled` (its parameters are not finite:
+    the run is to go back) or `parted` (ranks that make other calls). smaller: for one that ran out of memory, a plan
+    that needs less (TOML) and what changes with it.
     step: the one that the rank was in; done: the last that all ranks of this machine have finished, as far as known.
     plain: the message is a sentence for the user, to be shown as it is. notes: what else is known, a line each.
     """
@@ -53,7 +54,7 @@ class Failure:
     @property
     def of_machine(self) -> bool:
         """Whether the program is not to blame, so that it may be started again."""
-        return self.kind in ("killed", "left", "hung", "lost", "link") or self.has_spoiled
+        return self.kind in ("killed", "left", "hung", "lost", "server", "link") or self.has_spoiled
 
     @property
     def has_spoiled(self) -> bool:
@@ -140,6 +141,13 @@ def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | Non
     return Failure(rank, "left", f"left with exit code {status} without saying that its work is done", time=time.time())
 
 
+def with_server(died: Failure, server: int | None) -> Failure:
+    """The failure of a worker that ended because the process that forked it did, in the same way."""
+    how = died.message.removesuffix(" without saying that its work is done")
+    text = f"process {server}, which starts the ranks of this machine, {how}, and they with it."
+    return replace(died, kind="server", message=" ".join([text, *died.notes]), plain=True)
+
+
 def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
     """The failure to show: one that is nobody's consequence, and the earliest of those.
 
@@ -151,6 +159,7 @@ def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
         "raised": 0,
         "hung": 0,
         "lost": 0,
+        "server": 0,
         "corrupt": 0,
         "spoiled": 0,
         "link": 0,
@@ -178,7 +187,7 @@ def patience(failures: Sequence[Failure]) -> float:
     """Seconds after the first of these in which another one may turn out to be the culprit."""
     if all(failure.kind == "victim" for failure in failures):  # whether all ranks lost each other is still to be told
         return VICTIMS_TIMEOUT
-    certain = any(failure.kind in ("killed", "raised", "corrupt", "spoiled") for failure in failures)
+    certain = any(failure.kind in ("killed", "raised", "server", "corrupt", "spoiled") for failure in failures)
     return CULPRIT_TIMEOUT / 4 if certain else CULPRIT_TIMEOUT
 
 

@@ -44,14 +44,15 @@ class ForkServer:
         with the number of threads that libraries read when they are loaded."""
         self._started = 0
         self._known: dict[int, dict[str, int]] = {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        """The server's; None of one that is kept for many launches."""
         if address := os.environ.get(LISTENS):
             self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._line.connect(address)
             return
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "meshwise.workers", "--fork-server", str(theirs.fileno()), *preload],
                 env=dict(variables),
                 stdin=subprocess.DEVNULL,
@@ -81,24 +82,22 @@ class ForkServer:
             except (OSError, ValueError):  # closed
                 packet = b""
             if not packet:  # the kernel has killed the workers of a dead server
-                died = self._process.wait() if self._process is not None else 0
+                died = None if self.process is None else _waited(self.process)
                 return self._known.setdefault(number, {}) | {"status": died or -signal.SIGKILL}
             told = json.loads(packet)
             self._known.setdefault(told.pop("number"), {}).update(told)
         return self._known.get(number, {})
 
-    def has_died(self) -> bool:
-        """Whether the server is gone, and can fork no more."""
-        return self._process is not None and self._process.poll() is not None
-
     def close(self) -> None:
-        """Kill the server and whatever it has forked, and wait until they are gone."""
-        forked = all("pid" in self.known(number) for number in range(self._started))
+        """Kill the server and whatever it has forked, and wait until they are gone, but never for ever."""
+        workers = [self.known(number).get("pid") for number in range(self._started)]
         self._line.close()
-        if self._process is not None:
-            if not forked:  # it imports still, and would read no request and no end
-                self._process.kill()
-            self._process.wait()
+        if self.process is None or (None not in workers and _waited(self.process) is not None):
+            return
+        self.process.kill()  # it imports still, or is stopped: it reads no request and no end
+        for pid in filter(None, workers):
+            kill_group(pid)
+        _waited(self.process)
 
 
 class Forks:
@@ -118,14 +117,19 @@ class Forks:
     def end_launch(self, workers: Sequence[subprocess.Popen[bytes] | ForkedWorker]) -> None:
         """The workers of a launch were killed. The server stays for the next where all of them are surely gone."""
         until = time.monotonic() + KILL_TIMEOUT
-        alive = [w for w in workers if w.poll() is None] if self._stays else list(workers)
+        alive = [w for w in workers if not _is_over(w)] if self._stays else list(workers)
         while self._stays and alive and all(w.pid is not None for w in alive) and time.monotonic() < until:
             for worker in alive:  # again: one that was only just forked did not lead its group then
                 kill_group(worker.pid or 0)
             time.sleep(0.01)
-            alive = [w for w in alive if w.poll() is None]
-        if alive or (self._server is not None and self._server.has_died()):
+            alive = [w for w in alive if not _is_over(w)]
+        if alive or (self.process is not None and self.process.poll() is not None):
             self.close()
+
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None:
+        """The server's, as far as it is this launcher's."""
+        return None if self._server is None else self._server.process
 
     def close(self) -> None:
         """End the server, and whatever it has forked."""
@@ -162,20 +166,26 @@ class ForkedWorker:
     """A worker, watched as a `subprocess.Popen` is."""
 
     def __init__(self, server: ForkServer, number: int) -> None:
-        self._server, self._number = server, number
+        self.server, self._number = server, number
 
     @property
     def pid(self) -> int | None:
         """None until the server has forked it."""
-        return self._server.known(self._number).get("pid")
+        return self.server.known(self._number).get("pid")
 
     def poll(self) -> int | None:
         """Its exit code, minus the signal's number where one killed it; None as long as it runs."""
-        return self._server.known(self._number).get("status")
+        status = self.told()
+        return _status_of_ended(self.pid) if status is None and self.pid is not None else status
+
+    def told(self) -> int | None:
+        """What `poll` returns, once the server has told it: one that is stopped does not."""
+        return self.server.known(self._number).get("status")
 
     def wait(self) -> int:
         """Wait until it has ended."""
-        return self._server.known(self._number, wait=True)["status"]
+        status = self.poll()
+        return self.server.known(self._number, wait=True)["status"] if status is None else status
 
 
 def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signal.default_int_handler) -> int:
@@ -242,6 +252,26 @@ def kill_group(pid: int) -> None:
     """Kill a process that leads its group, and everything that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def _waited(process: subprocess.Popen[bytes]) -> int | None:
+    """Its exit status; None where it does not end within KILL_TIMEOUT: it is stopped, or waits for a disk."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(KILL_TIMEOUT)
+    return None
+
+
+def _is_over(worker: subprocess.Popen[bytes] | ForkedWorker) -> bool:
+    return (worker.told() if isinstance(worker, ForkedWorker) else worker.poll()) is not None
+
+
+def _status_of_ended(pid: int) -> int | None:
+    """The exit status of a process that has ended and for which its parent has not waited yet; else None."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] == "Z":
+            return os.waitstatus_to_exitcode(int(fields[-1]))
+    return None
 
 
 def _tell_ended(line: socket.socket, children: dict[int, int]) -> None:

@@ -12,16 +12,17 @@ A rank that waits is never blamed before the one for which it waits. What may ta
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwise.spec.words import ranks_text
 from meshwise.workers.far_beats import Far
 from meshwise.workers.heartbeat import PEERS, Beat, Collective, beat_path, read_beat, read_beats, stack_path
-from meshwise.workers.stuck import Standing, standing, state_of, stuck_child
+from meshwise.workers.stuck import STATES, Standing, standing, state_of, stuck_child
 
 INTERVAL = 0.25  # seconds between two looks
 LOST = 0.5  # of the time between two looks, what counts at most: a launcher that was stopped itself has heard nothing
@@ -81,6 +82,11 @@ def patience(
         return ask, max(limit, ask)
     ask = 30.0 + before  # a batch of an evaluation; what the program does between two steps
     return ask, max(limit, 2 * ask)
+
+
+def _patience_of_start(limit: float, *, stopped: bool) -> tuple[float, float]:
+    """The same of a rank whose process is still to be started, by a server that may be stopped."""
+    return (OF_STOPPED, max(limit, OF_STOPPED)) if stopped else (60.0, max(limit, 600.0))
 
 
 def _percentile_99(values: Sequence[float]) -> float:
@@ -162,17 +168,26 @@ class HangWatch:
         self._longest: defaultdict[str, float] = defaultdict(float)
         self._said: set[int] = set()
 
-    def look(self, pids: Mapping[int, int | None], far: Mapping[int, Far] = NOBODY) -> Hang | None:
+    def look(
+        self,
+        pids: Mapping[int, int | None],
+        far: Mapping[int, Far] = NOBODY,
+        server: subprocess.Popen[bytes] | None = None,
+    ) -> Hang | None:
         """What there is to say now. pids: the process of each rank that runs; None of one that does not yet. far: the
-        ranks of other machines; what is to be said of one is said there."""
+        ranks of other machines; what is to be said of one is said there. server: the process that starts the ranks."""
         now = time.monotonic()
         if now - self._looked < INTERVAL:
             return None
         passed, self._looked = min(now - self._looked, LOST), now
         went_on = self._listen(pids, passed)
         silent = [rank for rank in pids if self._silence[rank] >= LEAST]
+        limit = self._limit or HANG_LIMIT
         if went_on or not silent:
             return went_on
+        if server is not None and (unborn := [rank for rank in silent if pids[rank] is None]):
+            ask, end = _patience_of_start(limit, stopped=state_of(server.pid) == "T")
+            return self._told(unborn[0], ask, end, None, lambda seconds: _not_started(unborn, seconds, server.pid))
         beats = {rank: each.beat for rank, each in far.items()}
         beats |= {rank: read_beat(beat_path(self._folder, rank)) for rank in pids}
         stall = find_stall(beats, [*silent, *(rank for rank, each in far.items() if each.silence)])
@@ -182,15 +197,20 @@ class HangWatch:
         first = max([rank for rank in stall.ranks if rank in pids], key=lambda rank: self._silence[rank])
         is_stopped = (pid := pids[first]) is not None and state_of(pid) == "T"
         message = stall.inside and stall.collective is not None and _is_message(stall.collective)
-        limit = self._limit or HANG_LIMIT
         ask, end = patience(beats[first], self._longest, limit, stopped=is_stopped, message=message)
+        step = beats[first].step or None
+        return self._told(first, ask, end, step, lambda seconds: self._explain(stall, beats, pids, seconds))
+
+    def _told(
+        self, first: int, ask: float, end: float, step: int | None, explain: Callable[[float], str]
+    ) -> Hang | None:
         seconds = self._silence[first]
-        step, over = beats[first].step or None, self._limit is not None and seconds >= end
+        over = self._limit is not None and seconds >= end
         if seconds < ask or (first in self._said and not over):
             return None
         self._said.add(first)
         why = f" {_ended(end, self._limit)}" if over and self._limit is not None else ""
-        return Hang(first, f"{self._explain(stall, beats, pids, seconds)}{why}", step, over)
+        return Hang(first, f"{explain(seconds)}{why}", step, over)
 
     def _listen(self, pids: Mapping[int, int | None], passed: float) -> Hang | None:
         """Count the silence of each rank; one that was told of and goes on is told of again."""
@@ -259,6 +279,13 @@ def _of_stopped(stall: Stall, beats: Mapping[int, Beat], stopped: Sequence[int])
     """Where each is in a collective, the same or another, and some are stopped in it: those."""
     which = sorted(stall.waiting.keys() & set(stopped)) if stall.inside or stall.crossed else []
     return Stall(which, {rank: at for rank, at in stall.waiting.items() if rank not in which}) if which else stall
+
+
+def _not_started(ranks: Sequence[int], seconds: float, server: int) -> str:
+    verb = "has" if len(ranks) == 1 else "have"
+    does = STATES.get(state_of(server), "still imports what they need").replace("PID", str(server))
+    start = f"{ranks_text(ranks)} {verb} not started for {seconds:.1f} s"
+    return f"{start}: process {server}, which starts them, {does}."
 
 
 def _of_child(child: Standing | None) -> str:

@@ -200,7 +200,7 @@ class _Launcher:
         if self.halt.wanted:
             return
         pids = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}
-        hang = self._hangs.look(pids, self._far.heard())
+        hang = self._hangs.look(pids, self._far.heard(), self._forks.process)
         self._far.tell(partial(self._hangs.here, pids))
         if hang and hang.over:
             self._hung = self._hung or Failure(hang.rank, "hung", hang.text, plain=True, step=hang.step)
@@ -220,7 +220,8 @@ class _Launcher:
     def _fail(self, chosen: Failure) -> None:
         ranks = [w.rank for w in self.workers]
         step, done = steps_of(self._scratch, ranks, chosen.rank if chosen.rank in ranks else self.first_rank)
-        chosen = replace(chosen, step=chosen.step or (step if chosen.rank in ranks else None), done=done)
+        known = chosen.rank in ranks and chosen.kind != "server"
+        chosen = replace(chosen, step=chosen.step or (step if known else None), done=done)
         text = failure.sentence(chosen, self.size, [w.failure for w in self.workers if w.failure])
         if chosen.kind in ("killed", "left", "victim"):
             trails = self._parting.trails()

@@ -48,8 +48,12 @@ class WatchedWorker:
 
     def died(self, status: int) -> None:
         """It ended without a report."""
-        evidence = partial(oom_killer.evidence, self.process.pid, self.kills)
-        self.turn(State.FAILED, failure.by_exit_status(self.rank, status, evidence))
+        server = self.process.server.process if isinstance(self.process, ForkedWorker) else None
+        with_server = server is not None and server.poll() is not None
+        culprit = server if server is not None and with_server else self.process
+        evidence = partial(oom_killer.evidence, culprit.pid, self.kills)
+        died = failure.by_exit_status(self.rank, status, evidence)
+        self.turn(State.FAILED, failure.with_server(died, culprit.pid) if with_server else died)
 
     @property
     def seconds(self) -> float:
