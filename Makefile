@@ -38,7 +38,8 @@ check: test  ## the same as test
 
 cuda: $(CUDA)/built  ## every test that needs a GPU, on a fake one: torch's CUDA wheel without a GPU (1.9 GB, installed once)
 	MESHWISE_FAKE_CUDA=$(CURDIR)/$(CUDA)/fake LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/fake PYTHONPATH=$(CURDIR)/$(CUDA)/fake/site \
-		FAKE_CUDA_DEVICES=2 $(CUDA)/bin/python -m pytest -q -n 2 -p no:cacheprovider tests/cuda
+		FAKE_CUDA_DEVICES=2 $(CUDA)/bin/python -m pytest -q -n 2 -p no:cacheprovider -m "gpu or cuda" \
+		tests/cuda tests/transfer tests/recovery
 
 suite: lint types cuda  ## everything, for a night: the slow tests too, hypothesis with 400 examples
 	$(PY) -m pytest tests --hypothesis-profile=suite

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,14 @@ SOURCE = Path(__file__).parent.parent.parent / "src"
 
 if FOLDER is None:
     collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of this folder alone: pytest calls every conftest with all items."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.cuda)
+
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -43,9 +51,36 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return settings
 
 
+@pytest.fixture(scope="session")
+def forks(processes: None) -> Iterator[subprocess.Popen[str]]:
+    """The process whose children run the programs of `program`."""
+    command = [sys.executable, str(Path(__file__).with_name("forks.py"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        yield server
+        server.stdin.close()
+
+
+@pytest.fixture
+def program(forks: subprocess.Popen[str], tmp_path: Path) -> Callable[..., str]:
+    """`program(text, schedule="random", seed=3)`: what a Python program prints; it must end well."""
+
+    def run(text: str, fails: bool = False, **settings: object) -> str:
+        output = tmp_path / f"output-{len(list(tmp_path.iterdir()))}"
+        variables = {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in settings.items()}
+        request = {"text": text, "folder": str(tmp_path), "variables": variables, "output": str(output)}
+        print(json.dumps(request), file=forks.stdin, flush=True)
+        code = json.loads(forks.stdout.readline())
+        shown = output.read_text() if output.exists() else ""
+        if (code != 0) is not fails:
+            pytest.fail(f"exit code {code}: {text[:300]}\n{shown[-4000:]}")
+        return shown
+
+    return run
+
+
 @pytest.fixture
 def python(tmp_path: Path, processes: None) -> Run:
-    """`python("-c", text)` or `python("-m", "meshwise", "run", …)` in the test's folder, with its output as text."""
+    """`python("-m", "meshwise", "run", …)` in the test's folder, with its output as text."""
 
     def run(*words: object, timeout: float = 240, check: bool = True) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *map(str, words)]

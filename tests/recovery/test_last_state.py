@@ -198,7 +198,7 @@ def test_a_state_as_new_as_the_newest_checkpoint_is_not_written_again(tmp_path: 
     assert commit_parts(tmp_path / "checkpoint", parts) is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_copies_of_a_gpu_are_of_the_step_that_was_noted(tmp_path: Path) -> None:
     state = a_state()
     state.model.cuda()

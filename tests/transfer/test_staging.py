@@ -7,7 +7,6 @@ or write of the source comes too early, and the two legs do overlap.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -59,7 +58,7 @@ def graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graph]:
     names = iter(["out", "back"])
 
     class Event:
-        def __init__(self, enable_timing: bool = False) -> None:
+        def __init__(self, device: torch.device) -> None:
             self.at: Node | None = None
 
         def record(self, stream: Stream) -> None:
@@ -78,11 +77,11 @@ def graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graph]:
         def wait_event(self, event: Event) -> None:
             found.push(self.name, *([event.at] if event.at else []))
 
-    @contextmanager
-    def on(stream: Stream) -> Iterator[None]:
-        before, found.running = found.running, stream.name
-        yield
-        found.running = before
+        def __enter__(self) -> None:
+            self.before, found.running = found.running, self.name
+
+        def __exit__(self, *how: object) -> None:
+            found.running = self.before
 
     original = Tensor.copy_
 
@@ -96,10 +95,9 @@ def graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graph]:
         lane.buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
 
     current = iter([Stream("source"), Stream("target")] * 10)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(next(names)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(current))
-    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch, "Stream", lambda device: Stream(next(names)))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: next(current))
     monkeypatch.setattr(Tensor, "copy_", copy_)
     monkeypatch.setattr(
         Tensor, "record_stream", lambda self, stream: found.work.setdefault(f"keeps {stream.name}", ("", 0))
@@ -114,7 +112,7 @@ def test_the_legs_of_a_staged_copy_are_in_order_and_overlap(graph: Graph) -> Non
     written, used = graph.push("source"), graph.push("target")
     src = torch.randint(0, 256, (1000,), dtype=torch.uint8)
     dst = torch.zeros_like(src)
-    staging._cuda_legs(dst, src)
+    staging._stream_legs(dst, src)
     assert torch.equal(dst, src)
     read, overwrite = graph.push("target"), graph.push("source")
 
@@ -139,7 +137,7 @@ def test_the_legs_of_a_staged_copy_are_in_order_and_overlap(graph: Graph) -> Non
 def test_a_second_copy_waits_for_the_first_ones_buffers(graph: Graph) -> None:
     for _ in range(2):
         src = torch.randint(0, 256, (300,), dtype=torch.uint8)
-        staging._cuda_legs(torch.zeros_like(src), src)
+        staging._stream_legs(torch.zeros_like(src), src)
     # The first copy's three chunks went through buffers 0, 1 and 0; the second begins with 0 and 1 again.
     assert graph.before(graph.work["back 2"], graph.work["out 3"])
     assert graph.before(graph.work["back 1"], graph.work["out 4"])

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwise.compat.cuda_hold import hold_stream
+from meshwise.compat.held_stream import hold_stream
 from meshwise.spec.user_code import user_place
 
 WRITES_AND_READS: dict[str, tuple[int | None, int | None]] = {
@@ -59,7 +59,7 @@ class Perturbed:
             self.races.append(what)
 
     def delay(self) -> None:
-        """Be late, or not: this process, and its CUDA stream."""
+        """Be late, or not: this process, and its stream."""
         draw, share = self._random.random(), self._random.random()
         seconds = share * (VERY_LATE if draw < SELDOM else LATE if draw < OFTEN else 0.0)
         if seconds:

@@ -13,53 +13,54 @@ import psutil
 import torch
 
 from meshwise.machine.allowance import memory_left
+from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text
 
 
 def used_bytes(device: str) -> int:
-    """Bytes now in use: allocated tensors on CUDA, resident memory of this process for a CPU worker."""
-    if device.startswith("cuda"):
-        return torch.cuda.memory_allocated(device)
+    """Bytes now in use: allocated tensors on an accelerator, resident memory of this process for a CPU worker."""
+    if has_streams(device):
+        return torch.accelerator.memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
 
 
 def memory_counters(device: str) -> dict[str, float]:
     """Bytes in use by name, for the timeline: `allocated` and `reserved` by torch and `device`, all processes together,
-    on CUDA; `resident` memory of this process for a CPU worker."""
-    if device.startswith("cuda"):
-        free, total = torch.cuda.mem_get_info()
+    on an accelerator; `resident` memory of this process for a CPU worker."""
+    if has_streams(device):
+        facts = memory_facts(device)
         return {
-            "allocated": torch.cuda.memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
-            "device": total - free,
+            "allocated": facts["allocated"],
+            "reserved": facts["reserved"],
+            "device": facts["total"] - facts["free"],
         }
     return {"resident": psutil.Process().memory_info().rss}
 
 
 def peak_bytes(device: str) -> int:
     """The largest use so far, as `used_bytes` counts it."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated(device)
+    if has_streams(device):
+        return torch.accelerator.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): KiB on Linux, bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on a CUDA device now; of another device, bytes of the host, or of this container."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    """Bytes that can be allocated on an accelerator now; of another device, bytes of the host, or of this container."""
+    if has_streams(device):
+        return int(torch.accelerator.get_memory_info(device)[0])
     available, left = int(psutil.virtual_memory().available), memory_left()
     return available if left is None else min(available, left)
 
 
 def memory_facts(device: str) -> dict[str, int]:
     """Bytes `allocated`, `reserved` and `free` on the device, for a report of an out-of-memory error."""
-    if device.startswith("cuda"):
-        free, total = torch.cuda.mem_get_info()
+    if has_streams(device):
+        free, total = torch.accelerator.get_memory_info(device)
         return {
-            "allocated": torch.cuda.memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
+            "allocated": torch.accelerator.memory_allocated(device),
+            "reserved": torch.accelerator.memory_reserved(device),
             "free": free,
             "total": total,
         }
@@ -79,10 +80,10 @@ def cap_memory(device: str, limit: int) -> None:
     What is beyond fails as on a device of that size. Linux counts writable memory on a host (RLIMIT_DATA), of which
     what is mapped and not used yet stays out of the limit. Raises UsageError for less than the process holds already.
     """
-    if device.startswith("cuda"):
-        total = torch.cuda.mem_get_info()[1]
+    if has_streams(device):
+        total = torch.accelerator.get_memory_info(device)[1]
         if limit < total:
-            torch.cuda.set_per_process_memory_fraction(limit / total)
+            torch.get_device_module(device).set_per_process_memory_fraction(limit / total)
         return
     if sys.platform != "linux":
         raise UsageError("--memory-limit: only Linux limits the memory of a CPU worker. Leave it out.")

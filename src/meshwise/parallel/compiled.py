@@ -20,6 +20,7 @@ from torch import nn
 from meshwise.compat.compiling import unwrapped
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
 from meshwise.parallel.technique import Setup, Technique
+from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
@@ -49,7 +50,7 @@ def check_can_compile(device: str) -> None:
     kind = device.split(":")[0]
     if BACKEND != "inductor":
         return
-    if kind == "cuda" and importlib.util.find_spec("triton") is None:
+    if has_streams(kind) and importlib.util.find_spec("triton") is None:
         raise PlanError("compile=True needs triton on a GPU, and it is not here. Leave compile out, or install it.")
     name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if kind == "cpu" and shutil.which(name) is None:

@@ -28,6 +28,7 @@ from meshwise.compat.modules import put_forward
 from meshwise.compat.reducer import base_of, version
 from meshwise.parallel.blocks import called_in
 from meshwise.parallel.technique import Setup, Technique
+from meshwise.spec.devices import has_streams
 
 SMALLEST = 1024  # bytes: below, a copy costs more than it frees
 WINDOW = 256 << 20  # bytes that are fetched ahead of their use
@@ -46,7 +47,7 @@ class _HostCopy:
     views: int = 0
     requested: int = 0
     ready: Tensor | None = None
-    arrived: torch.cuda.Event | None = None
+    arrived: torch.Event | None = None
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether what was sent is what `tensor` holds now. Parts of one storage that are no views of one tensor (an
@@ -160,7 +161,7 @@ def _send(tensor: Tensor, number: int) -> _HostCopy:
     """Copy the storage of a tensor to the host, on its own stream where there is one."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
-    copy = torch.empty_like(flat, device="cpu", pin_memory=tensor.is_cuda)
+    copy = torch.empty_like(flat, device="cpu", pin_memory=has_streams(tensor.device))
     stream = _copying(tensor.device)
     if stream is not None:
         stream.wait_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
@@ -187,12 +188,11 @@ def _used_in(tensor: Tensor, stream: Any) -> None:
 @functools.cache
 def _copying(device: torch.device) -> Any:
     """The stream of copies between host and `device`; None where copies are made at once."""
-    return torch.get_device_module(device).Stream(device) if device.type in ("cuda", fake_device.NAME) else None
+    beside = has_streams(device) or device.type == fake_device.NAME
+    return torch.get_device_module(device).Stream(device) if beside else None
 
 
 def _on(stream: Any) -> contextlib.AbstractContextManager[Any]:
-    if isinstance(stream, torch.cuda.Stream):
-        return torch.cuda.stream(stream)
     return contextlib.nullcontext() if stream is None else stream
 
 

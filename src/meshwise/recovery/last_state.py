@@ -32,6 +32,7 @@ from meshwise.recovery.left_memory import LeftMemory
 from meshwise.recovery.side_copies import SideCopies
 from meshwise.recovery.state import RunState, tree_of
 from meshwise.recovery.values import encoded
+from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import UsageError
 
 PAGE, ROOM = 4096, 1 << 16  # bytes: what begins at a multiple of it; of the facts of a step
@@ -77,7 +78,7 @@ class LastState:
     def __init__(self, path: Path, state: RunState, among: Among, facts: Mapping[str, Any]) -> None:
         """path: the memory. facts: of the run, that a checkpoint has."""
         first = next(iter(state.model.parameters()), None)
-        side = SideCopies(first.device) if first is not None and first.is_cuda else None
+        side = SideCopies(first.device) if first is not None and has_streams(first.device) else None
         self._memory, self._side = LeftMemory(path, among.attempt, side), side
         self._state, self._among, self._facts = state, among, facts
         self._modules = list(state.model.modules())

@@ -27,6 +27,7 @@ from meshwise.recovery.layout import Held, Part, deal, held, plainly_held, view_
 from meshwise.recovery.tensor_files import as_bytes, laid_out
 from meshwise.recovery.values import encoded
 from meshwise.recovery.writing import LAST, Board, Deal, OwnBoard, StoreBoard, Writing
+from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import SaveError
 from meshwise.spec.saves import Saves
 from meshwise.spec.world import World
@@ -166,13 +167,13 @@ class Saver:
         rank = self._world.rank
         if self._own is None or self._own[0] is not self._deal:
             self._own = None  # its buffer is let go of before another is made
-            self._own = self._deal, *_buffer_of(self._deal, rank, pinned=self._world.kind == "cuda")
+            self._own = self._deal, *_buffer_of(self._deal, rank, pinned=has_streams(self._world.device))
         _, beginning, buffer, copies = self._own
         for name, held_box, inside, into in copies:
             source = view_of(tensors[name], held_box)
             into.copy_(source if inside is None else source[inside], non_blocking=True)
-        if self._world.kind == "cuda":
-            torch.cuda.current_stream().synchronize()
+        if has_streams(self._world.device):
+            torch.accelerator.current_stream().synchronize()
         self._number += 1
         content = [(beginning, as_bytes(buffer))] if copies else []
         folder = self._folder / (files.name_of(facts["step"], facts["attempt"]) + files.PART)

@@ -18,8 +18,8 @@ class SideCopies:
     """The copies of one device; one at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-        self._done = torch.cuda.Event()
+        self._device, self._stream = device, torch.Stream(device)
+        self._done = torch.Event(device)
         self._thread = ThreadPoolExecutor(1, "meshwise-copies")
         self._waiting: Future[None] | None = None
         self._pinned: Tensor | None = None
@@ -34,8 +34,8 @@ class SideCopies:
     def copy(self, into: Sequence[Tensor], sources: Sequence[Tensor], then: Callable[[], None]) -> None:
         """Begin to copy, once what the current stream has is done. then: is called, in a thread, when all is copied."""
         self.finish()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
             copying.copy_all(into, sources, non_blocking=True)
             self._done.record(self._stream)
         self._waiting = self._thread.submit(self._wait, then)
@@ -47,7 +47,7 @@ class SideCopies:
     def hold_back(self) -> None:
         """Let the current stream wait for the copies: what is copied may change afterwards."""
         if self._waiting is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._done)
+            torch.accelerator.current_stream(self._device).wait_event(self._done)
 
     def finish(self) -> None:
         """Wait until everything is copied."""

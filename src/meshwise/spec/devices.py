@@ -12,6 +12,15 @@ from dataclasses import dataclass
 from meshwise.spec.errors import UsageError, nearest
 
 DEVICE_KINDS = ("cpu", "cuda", "xpu", "mps")
+STREAMED = ("cuda", "xpu")
+"""Kinds that work beside the host, in streams (`torch.Stream`), and count their memory (`torch.accelerator`)."""
+
+
+def has_streams(device: object) -> bool:
+    """Whether a device (`cuda:0`, `cpu`, a torch.device) works beside the host, in streams."""
+    return str(device).split(":")[0] in STREAMED
+
+
 MOST_CPU_WORKERS = 256  # a typing slip such as 4000xcpu must not start 4000 processes
 
 

@@ -19,7 +19,7 @@ REBASE = 1_000_000_000  # ns after which times are measured from a newer event
 
 @dataclass(frozen=True, slots=True)
 class DeviceMark:
-    """A CUDA event, and when the host recorded it (ns)."""
+    """An event of a stream, and when the host recorded it (ns)."""
 
     event: Any
     host: int
@@ -30,7 +30,7 @@ class DeviceClock:
 
     def __init__(self, clock: Callable[[], int], make_event: Callable[[], Any] | None = None) -> None:
         self._clock = clock
-        self._make_event = make_event or (lambda: torch.cuda.Event(enable_timing=True))
+        self._make_event = make_event or (lambda: torch.Event(enable_timing=True))
         self._base: tuple[Any, int] | None = None
         self._shift = 0
 

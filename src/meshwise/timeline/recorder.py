@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from meshwise.compat.profiling import NVTX, is_profiled, open_range
+from meshwise.spec.devices import has_streams
 from meshwise.timeline.device_clock import DeviceClock, DeviceMark
 from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE, WIDTH
 
@@ -56,7 +57,7 @@ class Recorder:
         self._rows: list[Any] = []
         self._counters: list[Count] = []
         self._collectives = 0
-        self._device = DeviceClock(clock) if device.startswith("cuda") else None
+        self._device = DeviceClock(clock) if has_streams(device) else None
         self._memory_wanted = self._memory_now = False
 
     def begin_step(self, step: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwise.compat.fake import rehearsing
+from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
 from meshwise.training.batch_shapes import BatchShapes
@@ -93,11 +94,11 @@ class Agreed:
         if rehearsing():  # without values; and the other ranks do what this one does
             return
         held = ([] if self.batches is None else self.batches.take()), self._now
-        if not means.is_cuda:
+        if not has_streams(means.device):
             self._check(means, held)
             return
         earlier, there = self._on_its_way, means.detach().to("cpu", non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.Event(means.device)
         event.record()
         self._on_its_way = there, event, held
         if earlier is not None:

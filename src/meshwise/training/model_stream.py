@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from meshwise.parallel.step_hooks import Order, Subscription
 from meshwise.parallel.trial import is_by_numbers
+from meshwise.spec.devices import has_streams
 from meshwise.spec.world import World
 from meshwise.training.generators import GLOBAL
 from meshwise.training.keyed import ExactDraws, KeyedDraws
@@ -69,8 +70,8 @@ def seed_draws(world: World, *key: int) -> None:
     same, ranks draw apart. Rank 0 draws what one device draws."""
     seed = mixed(*key, world.rank)
     torch.default_generator.manual_seed(seed)
-    if world.device.startswith("cuda"):
-        torch.cuda.manual_seed(seed)
+    if has_streams(world.device):
+        torch.get_device_module(world.device).manual_seed(seed)
 
 
 def drawing(
@@ -165,8 +166,8 @@ class ModelStream:
         self._open.callback(self._give, outer)
         if self._states is None:
             torch.default_generator.manual_seed(self._key)
-            if self._on_cuda:
-                torch.cuda.manual_seed(self._key)
+            if self._device is not None:
+                self._device.manual_seed(self._key)
         else:
             self._give(self._states)
         self._open.callback(self._keep)
@@ -183,16 +184,18 @@ class ModelStream:
         self._states = self._take()
 
     @property
-    def _on_cuda(self) -> bool:
-        return self._world.device.startswith("cuda")
+    def _device(self) -> Any:
+        """torch's module of the accelerator, such as `torch.cuda`, whose generator models draw from; None on a CPU."""
+        device = self._world.device
+        return torch.get_device_module(device) if has_streams(device) else None
 
     def _take(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self._on_cuda else [])]
+        return [torch.get_rng_state(), *([] if self._device is None else [self._device.get_rng_state()])]
 
     def _give(self, states: list[Tensor]) -> None:
         torch.set_rng_state(states[0])
-        if self._on_cuda:
-            torch.cuda.set_rng_state(states[1])
+        if self._device is not None:
+            self._device.set_rng_state(states[1])
 
 
 class _Hook:

@@ -39,7 +39,7 @@ def smaller_plan(
         return again, "recompute=full: blocks run again in the backward"
     if batch_size is None and plan.data > 1 and (parts := _changed(plan, data=1, shard=plan.shard * plan.data)):
         return parts, f"shard={parts.shard}: each rank holds a part of the parameters, gradients and optimizer state"
-    if world.kind == "cuda" and "activations" not in plan.offload:
+    if world.kind != "cpu" and "activations" not in plan.offload:
         away = (*plan.offload, "activations")
         if hosted := _changed(plan, offload=away):
             return hosted, f"offload={','.join(away)}: activations wait in the host's memory"

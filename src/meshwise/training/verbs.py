@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from meshwise.machine.memory import peak_bytes, used_bytes
+from meshwise.spec.devices import has_streams
 from meshwise.spec.units import bytes_text
 from meshwise.training import session
 from meshwise.transfer import collectives
@@ -99,7 +100,7 @@ def memory(device: str | torch.device | None = None) -> Memory:
     `mw.print(mw.memory())` shows rank 0's: `cuda:0: 10.2 GiB allocated, 12.0 GiB reserved, peak 11.1 GiB`.
     """
     name = str(rank_context().world.device if device is None else device)
-    reserved = torch.cuda.memory_reserved(name) if name.startswith("cuda") else None
+    reserved = torch.accelerator.memory_reserved(name) if has_streams(name) else None
     return Memory(name, used_bytes(name), reserved, peak_bytes(name))
 
 

@@ -82,7 +82,7 @@ def _begin_sum(tensor: Tensor, of: str) -> Future[Tensor]:
     number, start = recorder.arrive(), recorder.mark()
     code = recorder.code("communication", collective_name("all-reduce", of), "communication")
     recorder.dtypes[code, tensor.nbytes] = tensor.dtype
-    watch = Stopwatch(tensor.is_cuda) if OPEN else None
+    watch = Stopwatch(tensor.device) if OPEN else None
     took: list[Seconds] = []
 
     def ended(done: Future[object]) -> Tensor:
@@ -245,7 +245,7 @@ def _run(
     if world_size(group) == 1:
         return
     size, device = _bytes(moved), moved[0].device if moved else _HOST
-    watch = Stopwatch(device.type == "cuda") if OPEN else None
+    watch = Stopwatch(device) if OPEN else None
     beat = _enter(group, kind, of, ends)
     numbered = None in ends and _is_of_all(group)
     dtype = moved[0].dtype if moved else None

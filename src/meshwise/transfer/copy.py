@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.compat.tree import map_leaves
+from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import TransferError, UsageError
 from meshwise.spec.machine import Machine
 from meshwise.spec.units import bytes_text
@@ -40,7 +41,7 @@ class CopyOptions:
     links: Machine | None = None
     verify: bool = False
     path: str = AUTO
-    stream: torch.cuda.Stream | None = None
+    stream: torch.Stream | None = None
     non_blocking: bool = False
     ends: tuple[str, str] | None = None
 
@@ -55,7 +56,7 @@ def copy(
     links: Machine | None = None,
     verify: bool = False,
     path: str = AUTO,
-    stream: torch.cuda.Stream | None = None,
+    stream: torch.Stream | None = None,
 ) -> Tensor:
     """Write `src` into `dst`, on whatever devices, and return `dst`. dtypes are cast. Shapes must be equal, but that
     `dst` may have leading dims of 1 more.
@@ -166,7 +167,7 @@ class _Crossing(torch.autograd.Function):
         return moved_to(gradient, ctx.source, f"{ctx.operation} backward", ctx.options), None, None, None
 
 
-def _check(dst: Any, src: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
+def _check(dst: Any, src: Tensor, stream: torch.Stream | None) -> Tensor:
     """`src` in the shape of `dst`; UsageError for what cannot be copied."""
     if not isinstance(dst, Tensor):
         raise UsageError(f"copy into {type(dst).__name__}: dst must be a tensor. Write to(src, device) for a new one.")
@@ -188,7 +189,7 @@ def _check(dst: Any, src: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
             )
     if dst.requires_grad and dst.is_leaf and torch.is_grad_enabled():
         raise UsageError("copy into a parameter that requires a gradient. Write it under torch.no_grad().")
-    owner = src.device if src.is_cuda else dst.device
+    owner = src.device if has_streams(src.device) else dst.device
     if stream is not None and stream.device != owner:
         raise UsageError(f"stream of {stream.device}: this copy runs on {owner}. Make the stream there.")
     return src
@@ -196,10 +197,10 @@ def _check(dst: Any, src: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
 
 def _run(dst: Tensor, src: Tensor, way: str, row: tuple[str, str, str, int], options: CopyOptions) -> None:
     """Copy by `way`, and tell the log. row: operation, source, target, bytes."""
-    watch = Stopwatch(on_cuda=False)
+    watch = Stopwatch(None)
     if way == STAGED:
         seconds = staged(dst, src)
-    elif dst.is_cuda or src.is_cuda:
+    elif has_streams(dst.device) or has_streams(src.device):
         seconds = _on_stream(dst, src, options.stream, options.non_blocking)
     else:
         dst.copy_(src)
@@ -211,20 +212,20 @@ def _run(dst: Tensor, src: Tensor, way: str, row: tuple[str, str, str, int], opt
         note(*row, way, seconds)
 
 
-def _on_stream(dst: Tensor, src: Tensor, stream: torch.cuda.Stream | None, non_blocking: bool) -> Seconds:
+def _on_stream(dst: Tensor, src: Tensor, stream: torch.Stream | None, non_blocking: bool) -> Seconds:
     """torch's own copy, which makes the current streams of both devices wait for each other; the rest is timing."""
-    owner = src.device if src.is_cuda else dst.device  # torch copies between devices on the source's stream
-    current = torch.cuda.current_stream(owner)
+    owner = src.device if has_streams(src.device) else dst.device  # torch copies between devices on the source's stream
+    current = torch.accelerator.current_stream(owner)
     run = stream or current
     if stream is not None:
         stream.wait_stream(current)
-    with torch.cuda.stream(run):
-        watch = Stopwatch(bool(OPEN), run)
-        dst.copy_(src, non_blocking=stream is not None or (non_blocking and dst.is_cuda))
+    with run:
+        watch = Stopwatch(owner if OPEN else None, run)
+        dst.copy_(src, non_blocking=stream is not None or (non_blocking and not dst.is_cpu))
         seconds = watch.stop(run)
     if stream is not None:
         for tensor in (dst, src):
-            if tensor.is_cuda:
+            if has_streams(tensor.device):
                 tensor.record_stream(stream)
     return seconds
 

@@ -157,7 +157,7 @@ def _by_nccl(tensors: list[Tensor]) -> bool:
         return False  # torch raises "Unconvertible NCCL type" for the others
     # One call, many devices: its time is what the first of them saw.
     stream = torch.cuda.current_stream(tensors[0].device)
-    watch = Stopwatch(True, stream)
+    watch = Stopwatch(tensors[0].device, stream)
     nccl.all_reduce(tensors)
     names = [name_of(tensor.device) for tensor in tensors]
     note("all-reduce", names[0], f"{len(names)} devices", tensors[0].nbytes, "nccl", watch.stop(stream))

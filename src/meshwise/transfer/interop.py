@@ -62,7 +62,7 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def _copied(array: np.ndarray[Any, Any], name: str) -> Tensor:
-    watch = Stopwatch(on_cuda=False)
+    watch = Stopwatch(None)
     try:
         tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True))
     except (TypeError, ValueError) as error:

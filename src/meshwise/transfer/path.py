@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.machine import HOST, Link, Machine, link_between
 from meshwise.spec.timings import seconds_at
@@ -52,6 +53,9 @@ def _reaches(link: Link | None, source: str, target: str) -> bool:
     if link is not None and link.peer is not None:
         return link.peer
     ends = [torch.device(source), torch.device(target)]
-    if all(end.type == "cuda" for end in ends):
-        return torch.cuda.can_device_access_peer(*ends)
-    return True  # virtual devices: all in one memory
+    return reads_directly(*ends) if all(map(has_streams, ends)) else True  # virtual devices: all in one memory
+
+
+def reads_directly(reader: torch.device, owner: torch.device) -> bool:
+    """Whether a device can read the other's memory without the host."""
+    return bool(torch.get_device_module(reader).can_device_access_peer(reader, owner))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwise.compat.tree import map_tensors, tensors_in
+from meshwise.spec.devices import has_streams
 
 
 def to_device(batch: Any, device: str) -> Any:
@@ -17,19 +18,19 @@ def to_device(batch: Any, device: str) -> Any:
 
 
 def prefetch(batches: Iterable[tuple[Any, Any]], device: str) -> Iterator[tuple[Any, Any]]:
-    """`(batch, facts)` pairs with the batch on `device`. On CUDA the next batch is copied while this one is used."""
+    """`(batch, facts)` pairs with the batch on `device`. An accelerator gets each while the one before is used."""
     if device == "cpu":
         return iter(batches)
-    if not device.startswith("cuda"):
+    if not has_streams(device):
         return ((to_device(batch, device), facts) for batch, facts in batches)
     return _copied_ahead(batches, device)
 
 
 def _copied_ahead(batches: Iterable[tuple[Any, Any]], device: str) -> Iterator[tuple[Any, Any]]:
-    stream = torch.cuda.Stream(device)
+    stream = torch.Stream(device)
     ahead: tuple[Any, Any] | None = None
     for batch, facts in batches:
-        with torch.cuda.stream(stream):
+        with stream:
             moved = map_tensors(lambda tensor: _pinned(tensor).to(device, non_blocking=True), batch)
         if ahead is not None:
             yield ahead
@@ -39,12 +40,12 @@ def _copied_ahead(batches: Iterable[tuple[Any, Any]], device: str) -> Iterator[t
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
+    return tensor if not tensor.is_cpu or tensor.is_pinned() else tensor.pin_memory()
 
 
-def _handed_over(batch: Any, stream: torch.cuda.Stream, device: str) -> Any:
+def _handed_over(batch: Any, stream: torch.Stream, device: str) -> Any:
     """The copies of `stream`, safe to use on the device's current stream, and not reused before that is done."""
-    current = torch.cuda.current_stream(device)
+    current = torch.accelerator.current_stream(device)
     current.wait_stream(stream)
     for tensor in tensors_in(batch):
         tensor.record_stream(current)

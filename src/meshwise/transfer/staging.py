@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from meshwise.spec.devices import has_streams
 from meshwise.transfer.checksum import raw_bytes
 from meshwise.transfer.stopwatch import Seconds, Stopwatch
 
@@ -32,7 +33,7 @@ def chunk_bytes(size: int) -> int:
 
 
 def staged(dst: Tensor, src: Tensor) -> Seconds:
-    """Copy through the host, any layout and dtype. Returns the seconds, on CUDA what waits for them."""
+    """Copy through the host, any layout and dtype. Returns the seconds, on accelerators what waits for them."""
     if src.numel() == 0:
         return 0.0
     dst, src = dst.detach(), src.detach()
@@ -40,7 +41,7 @@ def staged(dst: Tensor, src: Tensor) -> Seconds:
     sent = sent.resolve_conj().resolve_neg().contiguous()
     whole = dst.is_contiguous() and dst.dtype == sent.dtype and not dst.is_conj() and not dst.is_neg()
     into = dst if whole else torch.empty(sent.shape, dtype=sent.dtype, device=dst.device)
-    legs = _cuda_legs if src.is_cuda and dst.is_cuda else _host_legs
+    legs = _stream_legs if has_streams(src.device) and has_streams(dst.device) else _host_legs
     seconds = legs(raw_bytes(into), raw_bytes(sent))
     if not whole:
         dst.copy_(into)
@@ -55,7 +56,7 @@ def _chunks(dst: Tensor, src: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def _host_legs(dst: Tensor, src: Tensor) -> Seconds:
-    watch = Stopwatch(on_cuda=False)
+    watch = Stopwatch(None)
     buffers = torch.empty(2, min(chunk_bytes(src.numel()), src.numel()), dtype=torch.uint8)
     for which, there, here in _chunks(dst, src):
         buffer = buffers[which][: here.numel()]
@@ -68,36 +69,37 @@ def _host_legs(dst: Tensor, src: Tensor) -> Seconds:
 class _Lane:
     """What is kept for one pair of devices: a stream on each, two buffers, and when each was filled and emptied."""
 
-    out: torch.cuda.Stream
-    back: torch.cuda.Stream
-    filled: list[torch.cuda.Event] = field(default_factory=lambda: [torch.cuda.Event(), torch.cuda.Event()])
-    emptied: list[torch.cuda.Event] = field(default_factory=lambda: [torch.cuda.Event(), torch.cuda.Event()])
+    out: torch.Stream
+    back: torch.Stream
+    filled: list[torch.Event]
+    emptied: list[torch.Event]
     buffers: list[Tensor] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @cache
 def _lane(source: torch.device, target: torch.device) -> _Lane:
-    return _Lane(torch.cuda.Stream(source), torch.cuda.Stream(target))
+    filled, emptied = ([torch.Event(device), torch.Event(device)] for device in (source, target))
+    return _Lane(torch.Stream(source), torch.Stream(target), filled, emptied)
 
 
-def _cuda_legs(dst: Tensor, src: Tensor) -> Seconds:
-    here, there = torch.cuda.current_stream(src.device), torch.cuda.current_stream(dst.device)
+def _stream_legs(dst: Tensor, src: Tensor) -> Seconds:
+    here, there = map(torch.accelerator.current_stream, (src.device, dst.device))
     lane = _lane(src.device, dst.device)
     with lane.lock:
         _make_buffers(lane, min(chunk_bytes(src.numel()), src.numel()))
         lane.out.wait_stream(here)  # src is written
         lane.back.wait_stream(there)  # dst is not used any more
         lane.back.wait_stream(here)  # only for the clock: it starts when both ends are ready
-        watch = Stopwatch(True, lane.back)
+        watch = Stopwatch(dst.device, lane.back)
         for which, target, source in _chunks(dst, src):
             buffer = lane.buffers[which][: source.numel()]
             lane.out.wait_event(lane.emptied[which])
-            with torch.cuda.stream(lane.out):
+            with lane.out:
                 buffer.copy_(source, non_blocking=True)
             lane.filled[which].record(lane.out)
             lane.back.wait_event(lane.filled[which])
-            with torch.cuda.stream(lane.back):
+            with lane.back:
                 target.copy_(buffer, non_blocking=True)
             lane.emptied[which].record(lane.back)
         seconds = watch.stop(lane.back)

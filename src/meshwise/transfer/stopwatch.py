@@ -1,4 +1,4 @@
-"""How long a transfer took: by the host's clock, or by two events of a CUDA stream, so that nothing waits for it."""
+"""How long a transfer took: by the host's clock, or by two events of a stream, so that nothing waits for it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from collections.abc import Callable
 
 import torch
 
+from meshwise.spec.devices import has_streams
+
 Seconds = float | Callable[[], float]
 """A time, or what waits for it and gives it."""
 
 
 class Stopwatch:
-    """Starts when it is made. on_cuda: the time is taken on `stream`, else the current one, not on the host."""
+    """Starts when it is made. device: the time is taken on `stream`, else its current one; None: by the host."""
 
-    def __init__(self, on_cuda: bool, stream: torch.cuda.Stream | None = None) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_cuda else []
+    def __init__(self, device: torch.device | None, stream: torch.Stream | None = None) -> None:
+        timed = device is not None and has_streams(device)
+        self._events = [torch.Event(device, enable_timing=True) for _ in range(2)] if timed else []
         for event in self._events[:1]:
             event.record(stream)
         self._start = time.perf_counter()
 
-    def stop(self, stream: torch.cuda.Stream | None = None) -> Seconds:
+    def stop(self, stream: torch.Stream | None = None) -> Seconds:
         """The seconds since the start; for a stream, what waits until it is here and then gives them."""
         if not self._events:
             return time.perf_counter() - self._start

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from meshwise.machine.measure.result import PathResult, PathSpec, result_of
 from meshwise.machine.measure.timing import Sample, repeat, wait
+from meshwise.spec.devices import has_streams
 from meshwise.spec.units import bytes_text
 from meshwise.transfer.pattern import fill, first_difference
 
@@ -119,20 +120,20 @@ def _call(how: str, legs: Sequence[tuple[Tensor, Tensor]], move: Move) -> Callab
     """Copies all legs: a single one in the current streams, several at once, each in streams of its own."""
     if len(legs) == 1:
         ((source, target),) = legs
-        if how == "staged" and source.is_cuda and target.is_cuda:
+        if how == "staged" and not source.is_cpu and not target.is_cpu:
             return lambda: _staged_alone(target, source, move)
         return lambda: move(target, source, how)
-    cuda = sorted({tensor.get_device() for leg in legs for tensor in leg if tensor.is_cuda})
-    streams = [[torch.cuda.Stream(index) for index in cuda] for _ in legs]
+    devices = sorted({tensor.device for leg in legs for tensor in leg if has_streams(tensor.device)}, key=str)
+    streams = [[torch.Stream(device) for device in devices] for _ in legs]
 
     def at_once() -> None:
         for (source, target), own in zip(legs, streams, strict=True):
             with ExitStack() as stack:
                 for stream in own:
-                    stack.enter_context(torch.cuda.stream(stream))
+                    stack.enter_context(stream)
                 move(target, source, how)
-        for index in cuda:
-            torch.cuda.synchronize(index)
+        for device in devices:
+            torch.accelerator.synchronize(device)
 
     return at_once
 
@@ -140,4 +141,5 @@ def _call(how: str, legs: Sequence[tuple[Tensor, Tensor]], move: Move) -> Callab
 def _staged_alone(target: Tensor, source: Tensor, move: Move) -> None:
     """The clock is in the source's stream, which a staged copy frees after its first leg: it waits for the second."""
     move(target, source, "staged")
-    torch.cuda.current_stream(source.device).wait_stream(torch.cuda.current_stream(target.device))
+    here, there = map(torch.accelerator.current_stream, (source.device, target.device))
+    here.wait_stream(there)

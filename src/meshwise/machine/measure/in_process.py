@@ -14,8 +14,9 @@ from meshwise.machine.discovery.nvml import pcie_now
 from meshwise.machine.find import pci_address
 from meshwise.machine.measure.copies import CopySpec, copy_paths, measure_copy
 from meshwise.machine.measure.progress import Progress
+from meshwise.spec.devices import has_streams
 from meshwise.transfer.copy import CopyOptions, copy, move
-from meshwise.transfer.path import AUTO, PEER, STAGED
+from meshwise.transfer.path import AUTO, PEER, STAGED, reads_directly
 
 Lanes = tuple[int | None, int | None]
 """Generation and width of a PCIe link."""
@@ -39,34 +40,33 @@ def measure_in_process(
 
 def _lanes_under_load(device: str) -> Lanes | None:
     """A link that idles is slower and narrower than it can be, so it is asked while pinned copies are under way."""
-    if not device.startswith("cuda"):
+    if not has_streams(device):
         return None
     source = torch.zeros(LOAD_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.zeros(LOAD_BYTES, dtype=torch.uint8, device=device)
     for _ in range(LOAD_COPIES):
         _move(target, source, "pinned")
     found = pcie_now().get(pci_address(device))
-    torch.cuda.synchronize(device)
+    torch.accelerator.synchronize(device)
     return found
 
 
 def _peers(source: str, target: str) -> bool:
-    """Whether CUDA lets one device read the other's memory without the host."""
-    cuda = source.startswith("cuda") and target.startswith("cuda")
-    return cuda and bool(torch.cuda.can_device_access_peer(source, target))
+    """Whether one device can read the other's memory without the host."""
+    both = has_streams(source) and has_streams(target)
+    return both and reads_directly(torch.device(source), torch.device(target))
 
 
 def _can(path: CopySpec) -> bool:
-    """Pinned memory and staging are CUDA's; other accelerators are measured to the host and back."""
-    cuda = all(end == "host" or end.startswith("cuda") for leg in path.legs for end in leg)
-    return cuda or path.path == "pageable"
+    """Pinned memory and staging need streams; other accelerators are measured to the host and back."""
+    return path.path == "pageable" or all(end == "host" or has_streams(end) for leg in path.legs for end in leg)
 
 
 def _move(target: Tensor, source: Tensor, how: str) -> None:
     """Enqueue a copy in the current stream: the host must not wait while copies are timed."""
-    if source.is_cuda and target.is_cpu:
-        copy(target, source, stream=torch.cuda.current_stream(source.device))
-    elif target.is_cuda and source.is_cpu:
+    if has_streams(source.device) and target.is_cpu:
+        copy(target, source, stream=torch.accelerator.current_stream(source.device))
+    elif has_streams(target.device) and source.is_cpu:
         move(target, source, "copy", CopyOptions(non_blocking=True))
     else:
         copy(target, source, path=how if how in (PEER, STAGED) else AUTO)

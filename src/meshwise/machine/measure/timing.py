@@ -13,7 +13,8 @@ from statistics import median, quantiles
 
 import torch
 
-from meshwise.compat.cuda_hold import hold_stream
+from meshwise.compat.held_stream import hold_stream
+from meshwise.spec.devices import has_streams
 
 WARM_UP = 2
 LEAST, MOST = 5, 200  # repeats of a call
@@ -74,10 +75,10 @@ def repeat(
 
 def _seconds(call: Callable[[], object], device: torch.device, batch: int, clock: Callable[[], float]) -> float:
     """Seconds of one call, the mean of `batch` in a row."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
+    if has_streams(device):
+        with torch.accelerator.device_index(device.index or 0):
             hold_stream(HOST_SECONDS * (batch + 2))
-            return cuda_seconds(call, batch)
+            return stream_seconds(call, batch)
     return host_seconds(call, device, batch, clock)
 
 
@@ -93,9 +94,9 @@ def host_seconds(
     return (clock() - start) / batch
 
 
-def cuda_seconds(call: Callable[[], object], batch: int) -> float:
-    """Seconds of one call in the current CUDA stream, the mean of `batch` in a row."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+def stream_seconds(call: Callable[[], object], batch: int) -> float:
+    """Seconds of one call in the current stream of the current accelerator, the mean of `batch` in a row."""
+    start, end = torch.Event(enable_timing=True), torch.Event(enable_timing=True)
     start.record()
     for _ in range(batch):
         call()

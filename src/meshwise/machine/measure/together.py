@@ -18,7 +18,8 @@ import torch
 
 from meshwise.machine.measure.cases import Case, Maker, Member, checked
 from meshwise.machine.measure.result import PathResult, PathSpec, result_of
-from meshwise.machine.measure.timing import Sample, cuda_seconds, host_seconds, sample_of
+from meshwise.machine.measure.timing import Sample, host_seconds, sample_of, stream_seconds
+from meshwise.spec.devices import has_streams
 from meshwise.spec.units import bytes_text, seconds_text
 from meshwise.transfer.collectives import all_reduce, gather_objects, send_receive
 
@@ -102,9 +103,9 @@ def _repeat(case: Case, member: Member, share: float, latency: float, single: bo
 
 
 def _timed(case: Case, member: Member, batch: int) -> float:
-    """This rank's seconds of one call: by the stream's events on CUDA, by the host's clock elsewhere."""
-    if member.device.type == "cuda":
-        seconds = cuda_seconds(case.call, batch)
+    """This rank's seconds of one call: by the stream's events on an accelerator, by the host's clock elsewhere."""
+    if has_streams(member.device):
+        seconds = stream_seconds(case.call, batch)
     else:
         seconds = host_seconds(case.call, member.device, batch)
     return seconds if case.counts else 0.0
@@ -127,8 +128,8 @@ def _ping_pong(member: Member, one: int, other: int) -> float:
             turns = [([(sent, peer)], []), ([], [(got, peer)])]
             for sends, receives in turns if member.rank == one else reversed(turns):
                 send_receive(sends, receives, member.group)
-            if member.device.type == "cuda":
-                torch.cuda.synchronize(member.device)
+            if has_streams(member.device):
+                torch.accelerator.synchronize(member.device)
             if number >= PING_PONGS // 4:
                 halves.append((time.perf_counter() - start) / 2)
     return _agree(member, median(halves[1:]) if member.rank == one else 0.0)[0]
