@@ -1,0 +1,183 @@
+"""Both ends of a connection prove that they know a secret, which never travels; and then that each message is theirs.
+
+    client -> server   HELLO, a nonce
+    server -> client   HELLO, a nonce, a proof: HMAC(secret; "server", both nonces, purpose)
+    client -> server   a proof: HMAC(secret; "client", both nonces, purpose)
+    both ways          a message: its length, its code, its bytes
+                       code: HMAC(key of this session and of the sender's role; number of the message, bytes)
+
+So what was recorded proves nothing a second time, nor what one end said to the other, nor what was said for another
+purpose. Not covered: others may read along. Anybody may ask a server for its proof and try guesses on it: a secret is
+32 random bytes, or as good.
+Tested in tests/workers/test_handshake.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+
+HELLO = b"meshwise 1\n"
+NONCE = CODE = 32
+ASKS, ANSWERS = len(HELLO) + NONCE, len(HELLO) + NONCE + CODE
+"""Bytes of the first message each way."""
+MOST = 16 << 20
+"""Bytes of a message."""
+HEAD, NUMBER = struct.Struct("!I"), struct.Struct("!Q")
+
+
+class Unproven(ConnectionError):
+    """Who is at the other end has not proven the secret, or a message is not theirs."""
+
+
+def code(key: bytes, *parts: bytes) -> bytes:
+    """What only who knows the key can say of these bytes."""
+    return hmac.digest(key, b"".join(parts), "sha256")
+
+
+@dataclass(frozen=True)
+class Proofs:
+    """What each role has to say, and the key of what they send each other then."""
+
+    server: bytes
+    client: bytes
+    session: bytes
+
+    @classmethod
+    def of(cls, secret: bytes, purpose: str, of_client: bytes, of_server: bytes) -> Proofs:
+        """purpose: of the connection. of_client, of_server: their nonces."""
+        said = of_client, of_server, purpose.encode()  # the first two are always as long: no two calls join alike
+        return cls(*(code(secret, role, *said) for role in (b"server", b"client", b"session")))
+
+
+class Line:
+    """A connection whose ends have proven the secret. `send` may be called from any thread, `receive` from one."""
+
+    def __init__(self, connection: socket.socket, proofs: Proofs, *, serves: bool) -> None:
+        self.connection = connection
+        keys = [code(proofs.session, role) for role in (b"server", b"client")]
+        self._sends, self._receives = keys if serves else reversed(keys)
+        self._sent = self._received = 0
+        self._lock, self._over = threading.Lock(), False
+        self._bytes = connection.makefile("rb")
+
+    def send(self, message: bytes) -> None:
+        """Send a message, which is not empty. Raises OSError where the connection is gone."""
+        if not 0 < len(message) <= MOST:
+            raise ValueError(f"a message has 1 to {MOST} bytes, and this one {len(message)}")
+        with self._lock:
+            number, self._sent = self._sent, self._sent + 1
+            sealed = code(self._sends, NUMBER.pack(number), message)
+            self.connection.sendall(HEAD.pack(len(message)) + sealed + message)
+
+    def receive(self) -> bytes:
+        """The next message; empty where the other end has closed. Raises OSError where it is gone, or where this is not
+        its next message."""
+        head = self._bytes.read(HEAD.size)
+        if not head:
+            return b""
+        (length,) = HEAD.unpack(self._whole(head, HEAD.size))
+        if not 0 < length <= MOST:
+            raise Unproven(f"a message of {length} bytes, which none has")
+        sealed = self._whole(self._bytes.read(CODE), CODE)
+        message = self._whole(self._bytes.read(length), length)
+        if not hmac.compare_digest(sealed, code(self._receives, NUMBER.pack(self._received), message)):
+            raise Unproven("a message that the other end did not send, or sent before")
+        self._received += 1
+        return message
+
+    def plain(self) -> socket.socket:
+        """The connection, for what needs no codes: the caller's from now on. The line is over."""
+        mine, self._over = self.connection.dup(), True
+        self.close()
+        return mine
+
+    def close(self) -> None:
+        """Let go of it; who waits for a message in another thread is woken."""
+        with contextlib.suppress(OSError):
+            if not self._over:
+                self.connection.shutdown(socket.SHUT_RDWR)  # close alone would not wake that thread
+        self._bytes.close()
+        self.connection.close()
+
+    @staticmethod
+    def _whole(part: bytes, length: int) -> bytes:
+        if len(part) < length:
+            raise ConnectionResetError("the connection ended in the middle of a message")
+        return part
+
+
+def enter(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Line:
+    """The client's side: prove the secret to whoever listens, once they have proven it. Raises Unproven where they do
+    not, another OSError where they are gone or take longer than `timeout` seconds; the connection is closed then."""
+    try:
+        proofs = _proven(connection, secret, purpose, timeout)
+        connection.sendall(proofs.client)
+    except OSError:
+        connection.close()
+        raise
+    connection.settimeout(None)
+    return Line(connection, proofs, serves=False)
+
+
+def _proven(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Proofs:
+    """What is to be said to a server that has proven the secret."""
+    until, nonce, answer = time.monotonic() + timeout, secrets.token_bytes(NONCE), b""
+    connection.settimeout(timeout)
+    connection.sendall(HELLO + nonce)
+    while len(answer) < ANSWERS:
+        connection.settimeout(max(until - time.monotonic(), 0.001))
+        part = connection.recv(ANSWERS - len(answer))
+        if not part:
+            raise ConnectionResetError("the connection was closed before a proof came")
+        answer += part
+        if not answer.startswith(HELLO[: len(answer)]):
+            raise ConnectionRefusedError("another program listens there")
+    proofs = Proofs.of(secret, purpose, nonce, answer[len(HELLO) : ASKS])
+    if not hmac.compare_digest(answer[ASKS:], proofs.server):
+        raise Unproven("who listens there does not know the secret")
+    return proofs
+
+
+class Guest:
+    """The server's side: a connection that has proven nothing yet. It is never waited for."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.proofs: Proofs | None = None
+        """None until it has asked for ours, as we do."""
+        self._heard, self._since = b"", time.monotonic()
+
+    @property
+    def age(self) -> float:
+        """Seconds since it came."""
+        return time.monotonic() - self._since
+
+    def hear(self, secret: bytes, purpose: str) -> Line | None:
+        """Take what has come of it: its line, once it has proven the secret. Raises OSError where it has not."""
+        wanted = ASKS if self.proofs is None else CODE
+        part = self.connection.recv(wanted - len(self._heard))
+        if not part:
+            raise ConnectionResetError("it has hung up")
+        self._heard += part
+        if len(self._heard) < wanted:
+            return None
+        heard, self._heard = self._heard, b""
+        if self.proofs is None:
+            if not heard.startswith(HELLO):
+                raise Unproven("another program")
+            nonce = secrets.token_bytes(NONCE)
+            self.proofs = Proofs.of(secret, purpose, heard[len(HELLO) :], nonce)
+            self.connection.sendall(HELLO + nonce + self.proofs.server)
+            return None
+        if not hmac.compare_digest(heard, self.proofs.client):
+            raise Unproven("it does not know the secret")
+        self.connection.setblocking(True)
+        return Line(self.connection, self.proofs, serves=True)
