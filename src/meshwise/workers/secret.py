@@ -1,0 +1,156 @@
+"""The secret of one start, which its processes know and nobody else: of the environment, or of a file that they share.
+
+The file lies in the folder of the start. Whoever comes first makes it, with a secret of its own, so that nobody waits
+for a file to appear, which NFS tells up to a minute late; rank 0 adds where it is reached. What is believed is an open
+file that is this user's own and that nobody else may read; a link at its place is not followed. Folders above it may be
+links, and others may be free to change them: they can put no file of ours there, but an older one of the same name.
+Tested in tests/workers/test_secret.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwise.spec.errors import UsageError
+
+VARIABLE = "MESHWISE_SECRET"
+"""Set by the user, the same for all processes of a start, where they share no folder."""
+LEAST = 32  # characters of it
+MAKING_TIMEOUT = 5.0  # seconds for another process to write what it has made
+PREFIX = ".meshwise-rendezvous-"
+MOST = 64 << 10  # bytes of the file
+SET_ONE = f"give all processes one secret: export {VARIABLE}=$(openssl rand -hex 32)"
+
+
+@dataclass(frozen=True)
+class Secret:
+    """The secret of a start. path: its file. told: what else stands there. why: it is not believed. made: by this
+    call."""
+
+    value: bytes
+    path: Path
+    told: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""
+    made: bool = False
+
+    @property
+    def source(self) -> str:
+        """Where it is from."""
+        return VARIABLE if os.environ.get(VARIABLE) else f"from {self.path}"
+
+    def tell(self, **facts: Any) -> None:
+        """Add to its file, which is made where it is missing. Raises OSError where it cannot be."""
+        try:
+            file = _opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:
+            file = _opened(self.path, os.O_WRONLY | os.O_APPEND)
+        with os.fdopen(file, "wb") as writing:
+            writing.write(f"\n{json.dumps(facts)}\n".encode())
+
+    def remove_made(self) -> None:
+        """Remove its file where this process has made it, for nobody."""
+        if self.made:
+            self.remove()
+
+    def remove(self) -> None:
+        """Remove its file, but nobody else's."""
+        with contextlib.suppress(OSError):
+            if not self.why:
+                self.path.unlink(missing_ok=True)
+
+
+def secret_of(name: str, folder: Path) -> Secret:
+    """The secret of the start of this name. Raises UsageError where there is none that only this user knows."""
+    path = folder.resolve() / (PREFIX + re.sub(r"[^.\w-]", "_", f"{os.geteuid()}-{name}") + ".json")
+    given = os.environ.get(VARIABLE, "").strip()
+    if not given:
+        return _of_file(name, path)
+    if len(given) < LEAST:
+        raise UsageError(f"{VARIABLE} has {len(given)} characters, which could be guessed: {SET_ONE}.")
+    told, why = dict[str, Any](), ""
+    try:
+        told = _read(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        why = _why(error)
+    return Secret(_of(given.encode(), name), path, told, why)
+
+
+def _of_file(name: str, path: Path) -> Secret:
+    made, until = False, time.monotonic() + MAKING_TIMEOUT
+    try:
+        while time.monotonic() < until:
+            with contextlib.suppress(FileExistsError):
+                with os.fdopen(_opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                    file.write(json.dumps({"secret": secrets.token_hex(32)}).encode() + b"\n")
+                made = True
+            with contextlib.suppress(FileNotFoundError):  # removed between the two
+                told = _read(path)
+                if re.fullmatch("[0-9a-f]{64}", secret := str(told.get("secret"))):
+                    return Secret(_of(bytes.fromhex(secret), name), path, told, made=made)
+            time.sleep(0.02)
+    except OSError as error:
+        raise UsageError(_refused(path, _why(error))) from None
+    raise UsageError(_refused(path, "has no secret in it"))
+
+
+def _of(secret: bytes, name: str) -> bytes:
+    """Of this start alone, although others may have the same from the environment."""
+    return hmac.digest(secret, f"start {name}".encode(), "sha256")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What stands in the file. Raises OSError where it is missing, or not this user's own."""
+    with os.fdopen(_opened(path, os.O_RDONLY), "rb") as file:
+        lines = file.read(MOST).splitlines()
+    told = dict[str, Any]()
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            told |= fact if isinstance(fact := json.loads(line), dict) else {}
+    return told
+
+
+def _opened(path: Path, flags: int) -> int:
+    """The descriptor of a file that is this user's own. Raises OSError, its text of others that are there."""
+    # A pipe at its place is not waited for.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    if why := not_private(os.fstat(descriptor)):
+        os.close(descriptor)
+        if flags & os.O_EXCL:  # made just now, on a disk that keeps no owner or no mode
+            path.unlink()
+        raise OSError(None, why)
+    return descriptor
+
+
+def not_private(facts: os.stat_result) -> str:
+    """Why an open file is not this user's own; empty where it is."""
+    if not stat.S_ISREG(facts.st_mode):
+        return "is no file"
+    if facts.st_uid != os.geteuid():
+        return f"belongs to user {facts.st_uid}, and this process to user {os.geteuid()}"
+    if facts.st_mode & 0o077:
+        return f"is open to others: its mode is {stat.S_IMODE(facts.st_mode):o}, and not 600"
+    return "has another name too" if facts.st_nlink > 1 else ""
+
+
+def _why(error: OSError) -> str:
+    if error.errno == errno.ELOOP:
+        return "is a link"
+    return error.args[1] if error.errno is None else f"cannot be opened ({error.strerror})"
+
+
+def _refused(path: Path, why: str) -> str:
+    return f"{path} {why}: no secret is taken from it. Remove it, start in another folder, or {SET_ONE}."
